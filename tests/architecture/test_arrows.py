@@ -28,7 +28,7 @@ VIOLATIONS = [
     ("torch", "ed_layers/stray.py", "def late():\n    from torch import nn"),
     ("inference", "ed_models/stray.py", "import optax"),
     ("inference", "ed_esurge/stray.py", "import orbax.checkpoint"),
-    ("core", "ed_esurge/core/stray.py", "import ed_layers.linear"),
+    ("core", "ed_esurge/core/stray.py", "import ed_layers.projections.linear"),
     ("core", "ed_esurge/core/stray.py", "import jax"),
     ("options", "ed_infra/config/fields.py", "def late():\n    import ed_infra.sharding.mesh"),
     ("families", "ed_models/families/stray.py", "import ed_models.families.llama"),

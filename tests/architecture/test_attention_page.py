@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ed_layers.attention import Kernel
+from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.registry import BUILT_IN
-from ed_layers.attention.vanilla import vanilla_attention
 
 from tools import attention_table
 

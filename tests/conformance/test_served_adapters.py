@@ -17,7 +17,7 @@ import pytest
 from ed_infra import parameter_names
 from ed_infra.specs import LoraSpec
 from ed_layers.cache import RaggedBatch
-from ed_layers.lora_slots import LoRASlots, SlotParam, written
+from ed_layers.lora.slots import LoRASlots, SlotParam, written
 from ed_models import conformance
 from ed_models.adapters.lora import apply_lora, lora_layers
 from ed_models.adapters.slots import slot_values, with_slots

@@ -19,8 +19,8 @@ from ed_infra.sharding.axes import AXIS_NAMES
 from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.choose import choose
 from ed_layers.attention.kernel import Projected
-from ed_layers.attention.online import BlockMask, Recipe
-from ed_layers.attention.ring_layout import Plan, Side
+from ed_layers.attention.kernels.online import BlockMask, Recipe
+from ed_layers.attention.kernels.ring_layout import Plan, Side
 from ed_layers.attention.scoring import Scoring
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ed_infra.enums import TaskType
 from ed_infra.outputs import Report
 from ed_infra.registry import register_config, register_module
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
-from ed_layers.self_attention import SelfAttention
 from ed_models.base.export import EasyBridgeMixin
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
 from ed_layers.context import Ctx
-from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
+from ed_layers.moe.experts import Experts
+from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 from flax import nnx
 

@@ -1,4 +1,4 @@
-"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.matmul` writes, and native.
+"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.projections.matmul` writes, and native.
 
 uv run python -m tools.bench.products
 uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
@@ -21,7 +21,7 @@ def attention_forms(rows: int, slots: int) -> dict[str, Run]:
     """Weights times values of one decode step: 3 key heads of 64, 9 query heads, float32."""
     import jax
     import jax.numpy as jnp
-    from ed_layers.attention.vanilla import combine
+    from ed_layers.attention.kernels.vanilla import combine
 
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=(rows, 3, 3, 1, slots)), jnp.float32)
@@ -34,17 +34,17 @@ def attention_forms(rows: int, slots: int) -> dict[str, Run]:
 
 
 def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[str, Run]:
-    """A product as jnp.matmul writes it, as `ed_layers.matmul` writes it for XLA, and native.
+    """A product as jnp.matmul writes it, as `ed_layers.projections.matmul` writes it for XLA, and native.
 
     Args:
         tied: the matrix lies transposed, as an embedding does.
     """
     import jax
     import jax.numpy as jnp
-    from ed_layers.linear import dot
-    from ed_layers.matmul import wide
     from ed_layers.native import products
     from ed_layers.native.library import level
+    from ed_layers.projections.linear import dot
+    from ed_layers.projections.matmul import wide
     from ed_layers.quantization import encode
 
     rng = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_layers.remat import BY_NAME, FIXED
+from ed_layers.depth.remat import BY_NAME, FIXED
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
 TARGETS = ("attn_output", "mlp_gate")

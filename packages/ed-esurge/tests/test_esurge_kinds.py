@@ -18,9 +18,9 @@ from ed_esurge import PoolingParams, SamplingParams, eSurge
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.testing import tiny_llama
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.cache import RecurrentSpec, StateSpec
 from ed_layers.mlp import GatedMLP
-from ed_layers.self_attention import SelfAttention
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.families.jamba import JambaConfig, JambaForCausalLM

@@ -11,11 +11,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 from ed_layers.attention import Kernel
-from ed_layers.attention.blockwise import blockwise_attention
-from ed_layers.attention.decode import decode_attention
-from ed_layers.attention.gpu import with_backward_of
 from ed_layers.attention.kernel import Cached, Call, Paged, Projected, Reads, reasons
-from ed_layers.attention.paged import paged_attention
+from ed_layers.attention.kernels.blockwise import blockwise_attention
+from ed_layers.attention.kernels.decode import decode_attention
+from ed_layers.attention.kernels.gpu import with_backward_of
+from ed_layers.attention.kernels.paged import paged_attention
 
 #: What has run: the reading of each call.
 RAN: list[str] = []

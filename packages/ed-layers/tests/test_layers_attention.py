@@ -15,7 +15,7 @@ from attention_reference import Case, Mask, error
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.online import BlockMask
+from ed_layers.attention.kernels.online import BlockMask
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache import DenseCache, LayerCacheSpec
 from hypothesis import given, settings

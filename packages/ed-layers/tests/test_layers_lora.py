@@ -13,9 +13,9 @@ from ed_infra.errors import ConfigError
 from ed_infra.sharding import placement
 from ed_infra.specs import LoraSpec
 from ed_layers.context import Ctx
-from ed_layers.experts import ExpertLinear, Experts
-from ed_layers.lora import LoRAExperts, adopt
-from ed_layers.lora_slots import LoRASlots, written
+from ed_layers.lora.layers import LoRAExperts, adopt
+from ed_layers.lora.slots import LoRASlots, written
+from ed_layers.moe.experts import ExpertLinear, Experts
 from ed_layers.parts import Parts
 from flax import nnx
 

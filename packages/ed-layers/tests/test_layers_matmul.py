@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_layers.linear import Transposed, dot
-from ed_layers.matmul import batched, matmul
+from ed_layers.projections.linear import Transposed, dot
+from ed_layers.projections.matmul import batched, matmul
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,12 +13,12 @@ import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_infra.rope.frequencies import inv_frequencies
+from ed_layers.attention.blocks.latent_attention import LatentAttention, yarn_factor
+from ed_layers.attention.blocks.sparse_index import QUERY_BLOCK, Indexer, pages_of_tokens, tokens_of
 from ed_layers.cache import DenseCache, Format, PagedCache, RaggedBatch
 from ed_layers.context import ALL_LAYERS, Ctx
-from ed_layers.mla import LatentAttention, yarn_factor
 from ed_layers.parts import Parts
 from ed_layers.rotary import rope_tables
-from ed_layers.sparse_index import QUERY_BLOCK, Indexer, pages_of_tokens, tokens_of
 from flax import nnx
 
 B, S, D, H = 2, 12, 16, 4

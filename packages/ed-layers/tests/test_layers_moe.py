@@ -15,9 +15,9 @@ from ed_infra.outputs import Report
 from ed_infra.sharding import placement
 from ed_infra.testing import require_torch
 from ed_layers.context import Ctx
-from ed_layers.experts import Experts, blocks_of
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP, balance
+from ed_layers.moe.experts import Experts, blocks_of
+from ed_layers.moe.layer import Router, SparseMLP, balance
 from ed_layers.parts import Parts
 from ed_layers.updated import apply_updates
 from flax import nnx

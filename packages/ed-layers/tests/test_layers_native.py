@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
-from ed_layers.linear import Transposed, dot
 from ed_layers.native import library, products
 from ed_layers.native.build import (
     LEVELS,
@@ -29,6 +28,7 @@ from ed_layers.native.build import (
     sanitized,
     sanitized_calls,
 )
+from ed_layers.projections.linear import Transposed, dot
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st

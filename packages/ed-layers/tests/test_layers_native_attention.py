@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import native
-from ed_layers.attention.blockwise import blockwise_attention
 from ed_layers.attention.kernel import Cached, Paged, Projected
+from ed_layers.attention.kernels import native
+from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.registry import kernels_here
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Format, decode

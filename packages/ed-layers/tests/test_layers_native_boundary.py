@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import native
 from ed_layers.attention.kernel import Cached
+from ed_layers.attention.kernels import native
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.protocol import Stored
 from ed_layers.native import products
@@ -92,7 +92,7 @@ def test_library_of_a_newer_interface_falls_back_to_xla_with_one_warning(tmp_pat
     subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
     code = (
         "import pathlib, sys, jax.numpy as jnp, logging;"
-        "from ed_layers.linear import dot; from ed_layers.native import library;"
+        "from ed_layers.projections.linear import dot; from ed_layers.native import library;"
         "logging.basicConfig(level=logging.WARNING);"
         "library.LIBRARY = pathlib.Path(sys.argv[1]);"
         "x, w = jnp.ones((4, 256)), jnp.ones((256, 256));"

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.sharding import placement
-from ed_layers.expert_mesh import whole_groups
-from ed_layers.experts import Experts
+from ed_layers.moe.experts import Experts
+from ed_layers.moe.mesh import whole_groups
 from ed_layers.parts import Parts
 from ed_layers.quantization import dequantize, quantize
 from flax import nnx

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
+from ed_layers.depth.remat import BY_NAME, FIXED, Remat, recomputed
 from ed_layers.norms import LayerNorm, RMSNorm
-from ed_layers.remat import BY_NAME, FIXED, Remat, recomputed
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 

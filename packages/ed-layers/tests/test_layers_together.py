@@ -12,14 +12,14 @@ import pytest
 from ed_infra.specs import LoraSpec
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
-from ed_layers.linear import Linear
-from ed_layers.lora import LoRALinear
-from ed_layers.matmul import matmul
+from ed_layers.fused_projections import project, project_gated
+from ed_layers.lora.layers import LoRALinear
 from ed_layers.mlp import GatedMLP
 from ed_layers.native import library, products
 from ed_layers.parts import Parts
+from ed_layers.projections.linear import Linear
+from ed_layers.projections.matmul import matmul
 from ed_layers.quantization import encode
-from ed_layers.together import project, project_gated
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st

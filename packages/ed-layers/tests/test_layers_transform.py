@@ -8,7 +8,7 @@ import pytest
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
-from ed_layers.linear import Linear
+from ed_layers.projections.linear import Linear
 from ed_layers.transform import transform
 from flax import nnx
 

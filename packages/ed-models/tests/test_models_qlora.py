@@ -8,7 +8,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
-from ed_layers.lora_slots import SlotParam
+from ed_layers.lora.slots import SlotParam
 from ed_layers.quantization.model import quantized_matrices
 from ed_models.adapters.lora import lora_layers
 from ed_models.adapters.peft import load_adapter, save_adapter

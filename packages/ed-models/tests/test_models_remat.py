@@ -11,7 +11,7 @@ import pytest
 from ed_infra.enums import AVAILABLE_GRADIENT_CHECKPOINT_TARGETS
 from ed_infra.errors import ConfigError
 from ed_infra.testing import tiny_llama
-from ed_layers.remat import OUTSIDE, names_in
+from ed_layers.depth.remat import OUTSIDE, names_in
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 

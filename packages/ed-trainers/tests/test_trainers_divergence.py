@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.sharding.mesh import create_mesh
-from ed_layers.head import Head
+from ed_layers.projections.head import Head
 from ed_trainers import Models, arguments_class, trainer_class
 from ed_trainers.losses import neftune, scoring
 from ed_trainers.losses.divergence import token_divergences

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.sharding.mesh import create_mesh
-from ed_layers.head import Head
+from ed_layers.projections.head import Head
 from ed_trainers.losses.token_loss import token_cross_entropy, token_logprobs
 from ed_trainers.placement import Placement
 from jax.sharding import NamedSharding, PartitionSpec

@@ -11,7 +11,7 @@ from ed_infra.outputs import CausalLMOutput
 from ed_infra.sharding import placement
 from ed_infra.sharding.mesh import create_mesh
 from ed_infra.sharding.partition import PartitionManager
-from ed_layers.head import Head
+from ed_layers.projections.head import Head
 from flax import nnx
 
 VOCAB, HIDDEN = 32, 16

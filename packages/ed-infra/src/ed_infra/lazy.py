@@ -14,7 +14,7 @@ def attach(
 
     Args:
         package: the package's `__name__`.
-        names: public name -> module that defines it (`"Linear": "ed_layers.linear"`). A target
+        names: public name -> module that defines it (`"Linear": "ed_layers.projections.linear"`). A target
             `"module:attribute"` exports the attribute under another name.
 
     Returns:

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from ed_layers.cache import StateSpec as StateSpec
     from ed_layers.cache import WindowCache as WindowCache
     from ed_layers.context import Ctx as Ctx
-    from ed_layers.embed import Embed as Embed
-    from ed_layers.linear import Linear as Linear
+    from ed_layers.depth.stack import Stack as Stack
+    from ed_layers.depth.stack import to_layout as to_layout
     from ed_layers.losses import cross_entropy_sum as cross_entropy_sum
     from ed_layers.losses import token_logprobs as token_logprobs
     from ed_layers.mlp import GatedMLP as GatedMLP
     from ed_layers.norms import RMSNorm as RMSNorm
+    from ed_layers.projections.embed import Embed as Embed
+    from ed_layers.projections.linear import Linear as Linear
     from ed_layers.quantization import QArray as QArray
     from ed_layers.quantization import dequantize as dequantize
     from ed_layers.quantization import is_quantized as is_quantized
     from ed_layers.quantization import quantize as quantize
     from ed_layers.rotary import apply_rotary as apply_rotary
     from ed_layers.rotary import rope_tables as rope_tables
-    from ed_layers.stack import Stack as Stack
-    from ed_layers.stack import to_layout as to_layout
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -40,11 +40,11 @@ __getattr__, __dir__, __all__ = attach(
         "CrossCache": "ed_layers.cache",
         "Ctx": "ed_layers.context",
         "DenseCache": "ed_layers.cache",
-        "Embed": "ed_layers.embed",
+        "Embed": "ed_layers.projections.embed",
         "GatedMLP": "ed_layers.mlp",
         "HybridCache": "ed_layers.cache",
         "LayerCacheSpec": "ed_layers.cache",
-        "Linear": "ed_layers.linear",
+        "Linear": "ed_layers.projections.linear",
         "MECHANISMS": "ed_layers.attention",
         "Mechanism": "ed_layers.attention",
         "PagedCache": "ed_layers.cache",
@@ -53,7 +53,7 @@ __getattr__, __dir__, __all__ = attach(
         "RaggedBatch": "ed_layers.cache",
         "RecurrentCache": "ed_layers.cache",
         "RecurrentSpec": "ed_layers.cache",
-        "Stack": "ed_layers.stack",
+        "Stack": "ed_layers.depth.stack",
         "StateSpec": "ed_layers.cache",
         "WindowCache": "ed_layers.cache",
         "apply_rotary": "ed_layers.rotary",
@@ -63,7 +63,7 @@ __getattr__, __dir__, __all__ = attach(
         "is_quantized": "ed_layers.quantization",
         "quantize": "ed_layers.quantization",
         "rope_tables": "ed_layers.rotary",
-        "to_layout": "ed_layers.stack",
+        "to_layout": "ed_layers.depth.stack",
         "token_logprobs": "ed_layers.losses",
     },
 )

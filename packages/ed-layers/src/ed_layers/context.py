@@ -49,7 +49,7 @@ class Ctx:
         per_layer: inputs of each layer besides the hidden states, [b, s, L, p] (Gemma 4).
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
-        watch: called with the queries and keys of each attention (`ed_layers.attention.watched`);
+        watch: called with the queries and keys of each attention (`ed_layers.attention.weights`);
             None disables the callback. Not supported in scanned layers.
     """
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ed_layers.head import Head
-from ed_layers.linear import Product, Transposed, Weight
-from ed_layers.matmul import gradient_of_matrix, matmul
+from ed_layers.projections.head import Head
+from ed_layers.projections.linear import Product, Transposed, Weight
+from ed_layers.projections.matmul import gradient_of_matrix, matmul
 
 # Tokens whose logits exist at the same time. 1024 x 128k float32 logits are 512 MiB.
 DEFAULT_CHUNK = 1024

@@ -5,7 +5,7 @@ policy that excludes one name would keep the array under the other name.
 
 | name | array |
 | --- | --- |
-| `layer_output` | the stream between two layers (`ed_layers.stack` names it) |
+| `layer_output` | the stream between two layers (`ed_layers.depth.stack` names it) |
 | `normed_input` | what attention and MLP read: the normed stream |
 | `attn_query`, `attn_key`, `attn_value` | projections, split into heads, before rotary positions |
 | `attn_qkv`, `attn_key_value` | the same where one projection makes several |

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_layers.remat import recomputed
+from ed_layers.depth.remat import recomputed
 
 
 class RMSNorm(nnx.Module):

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ed_layers.embed import Embed
-from ed_layers.linear import Axes, Initializer, Linear
+from ed_layers.depth.remat import Remat
+from ed_layers.depth.stack import Stack
 from ed_layers.norms import LayerNorm, RMSNorm
-from ed_layers.remat import Remat
-from ed_layers.stack import Stack
+from ed_layers.projections.embed import Embed
+from ed_layers.projections.linear import Axes, Initializer, Linear
 
 #: Creates a layer: `(parts, index of the layer) -> layer`.
 MakePart = Callable[["Parts", int], nnx.Module]

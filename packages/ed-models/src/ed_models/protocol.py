@@ -16,8 +16,8 @@ from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
 from ed_layers.cache.protocol import Cache, ContiguousCache
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.head import Head
-from ed_layers.stack import Layout
+from ed_layers.depth.stack import Layout
+from ed_layers.projections.head import Head
 from flax import nnx
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from ed_layers.head import Head
 from ed_layers.losses import logits_and_logz
+from ed_layers.projections.head import Head
 from jaxtyping import Array, Float, Int
 
 from ed_esurge.runner.sampler import Sampled, logprobs_of

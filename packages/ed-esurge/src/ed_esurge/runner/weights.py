@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.sharding.submesh import part_on
-from ed_layers.lora_slots import SlotParam, written
+from ed_layers.lora.slots import SlotParam, written
 from ed_models.protocol import LanguageModel
 from flax import nnx
 

@@ -6,8 +6,9 @@ import logging
 
 from ed_infra.logging import get_logger, once
 
-from ed_layers.attention import decode, devices
+from ed_layers import devices
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Cached, Call, Projected
+from ed_layers.attention.kernels import decode
 from ed_layers.attention.mechanism import Mechanism
 from ed_layers.attention.registry import MECHANISMS, kernels_here
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.logging import get_logger, once
 
-from ed_layers.attention import devices
+from ed_layers import devices
 from ed_layers.attention.kernel import CallT, Reads
 from ed_layers.attention.kernel import Settings as Settings
 from ed_layers.attention.registry import MECHANISMS, kernels

@@ -14,10 +14,11 @@ import jax
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.logging import get_logger, once
 
-from ed_layers.attention import (
+from ed_layers import devices
+from ed_layers.attention.kernel import Cached, Call, Kernel, Reads
+from ed_layers.attention.kernels import (
     blockwise,
     decode,
-    devices,
     flash_tpu,
     gpu,
     native,
@@ -28,7 +29,6 @@ from ed_layers.attention import (
     splash,
     vanilla,
 )
-from ed_layers.attention.kernel import Cached, Call, Kernel, Reads
 from ed_layers.attention.scoring import FEATURES
 
 logger = get_logger(__name__)

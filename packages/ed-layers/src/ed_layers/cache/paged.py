@@ -29,7 +29,7 @@ from ed_layers.cache.storage import (
     locate,
     update_layer,
 )
-from ed_layers.native import put as native
+from ed_layers.native import row_writes as native
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers.cache.codes import Codes, Numbers, encode, map_slots
 from ed_layers.cache.storage import At, Layer, sharding_of_scales
-from ed_layers.native import put as native
+from ed_layers.native import row_writes as native
 
 
 def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None:

@@ -31,7 +31,7 @@ class Simulated:
         value: the matrix; of the name that paths of parameters leave out (`ed_infra.parameter_names`), so the
             parameter keeps its name.
         spec: the format.
-        absorbed: of `ed_layers.linear.Linear`.
+        absorbed: of `ed_layers.projections.linear.Linear`.
         axis: along which values are in groups: -2; -1 in a table.
     """
 

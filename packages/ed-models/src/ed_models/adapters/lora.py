@@ -12,8 +12,8 @@ import jax
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import LoraSpec
-from ed_layers.linear import Linear
-from ed_layers.lora import ADAPTED, AdaptedLayer, LoRAEmbed
+from ed_layers.lora.layers import ADAPTED, AdaptedLayer, LoRAEmbed
+from ed_layers.projections.linear import Linear
 from ed_layers.quantization.model import QuantParam, matrix_of
 from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import Replace, rejoin, transform

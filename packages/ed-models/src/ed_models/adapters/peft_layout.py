@@ -24,9 +24,9 @@ import numpy as np
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
-from ed_layers.experts import ExpertLinear
-from ed_layers.lora import ADAPTED
-from ed_layers.lora_slots import SlotParam
+from ed_layers.lora.layers import ADAPTED
+from ed_layers.lora.slots import SlotParam
+from ed_layers.moe.experts import ExpertLinear
 from flax import nnx
 
 from ed_models.adapters.values import Adapter, LayerAdapter

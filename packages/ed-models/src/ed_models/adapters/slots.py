@@ -14,8 +14,8 @@ import numpy as np
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
-from ed_layers.linear import Linear
-from ed_layers.lora_slots import LoRASlots, SlotParam
+from ed_layers.lora.slots import LoRASlots, SlotParam
+from ed_layers.projections.linear import Linear
 from ed_layers.transform import Replace, transform
 from flax import nnx
 

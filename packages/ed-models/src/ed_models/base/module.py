@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.sharding import placement
-from ed_layers.embed import Embed
-from ed_layers.stack import Layout, Stack, to_layout
+from ed_layers.depth.stack import Layout, Stack, to_layout
+from ed_layers.projections.embed import Embed
 from flax import nnx
 
 from ed_models.adapters.named_adapters import EasyAdapterMixin

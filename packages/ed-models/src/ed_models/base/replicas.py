@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding.submesh import part_on
-from ed_layers.embed import Embed
+from ed_layers.projections.embed import Embed
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ed_infra.errors import ConfigError
-from ed_layers.attention.watched import Watched
+from ed_layers.attention.weights import Watched
 from jaxtyping import Array, Float
 
 from ed_models.body.context import layer_context

@@ -17,10 +17,10 @@ from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
-from ed_layers.embed import Embed
-from ed_layers.moe import balance
+from ed_layers.moe.layer import balance
 from ed_layers.named import named
 from ed_layers.parts import MakePart, Parts
+from ed_layers.projections.embed import Embed
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -98,7 +98,7 @@ class Decoder(EasyDeLBaseModule):
         *,
         keep_hidden: bool,
     ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
-        """Run the layers; see `ed_layers.stack.Stack`."""
+        """Run the layers; see `ed_layers.depth.stack.Stack`."""
         return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
 
     def leave(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
+from ed_layers.moe.experts import Experts
+from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 
 

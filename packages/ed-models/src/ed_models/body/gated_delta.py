@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.parts import Parts
 from ed_layers.recurrence.delta import GatedDelta
-from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
 from ed_models.body.decoder import Decoder

@@ -17,13 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 Stream = Float[Array, "b s d"]
-#: `(x, ctx) -> x`, or `(x, report)` of a layer that reports (`ed_layers.moe.SparseMLP`).
+#: `(x, ctx) -> x`, or `(x, report)` of a layer that reports (`ed_layers.moe.layer.SparseMLP`).
 FeedForward = Callable[[Stream, Ctx], Stream | tuple[Stream, Report]]
 MakeNorm = Callable[[int], nnx.Module]
 
 
 class Attention(Protocol):
-    """The attention of a layer, such as `ed_layers.self_attention.SelfAttention`."""
+    """The attention of a layer, such as `ed_layers.attention.blocks.self_attention.SelfAttention`."""
 
     @property
     def cache_spec(self) -> LayerSpecs:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.parts import Parts
 from ed_layers.recurrence.short_conv import GatedShortConv
-from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
 from ed_models.body.decoder import Decoder

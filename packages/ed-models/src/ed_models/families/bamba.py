@@ -16,10 +16,10 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.outputs import Metric
 from ed_infra.registry import register_config, register_module
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.losses import token_logprobs
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
-from ed_layers.self_attention import SelfAttention
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer

@@ -15,10 +15,10 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.experts import Experts
-from ed_layers.mla import LatentAttention
+from ed_layers.attention.blocks.latent_attention import LatentAttention
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
+from ed_layers.moe.experts import Experts
+from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder

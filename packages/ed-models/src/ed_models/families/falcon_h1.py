@@ -16,9 +16,9 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
-from ed_layers.self_attention import SelfAttention
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer

@@ -22,12 +22,12 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_infra.rope import frequencies as rope
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.cache.shared import SharedKeys
-from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP, activation
-from ed_layers.moe import Router
+from ed_layers.moe.experts import Experts
+from ed_layers.moe.layer import Router
 from ed_layers.parts import Parts
-from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
 from ed_models.body.decoder import ScaledDecoder

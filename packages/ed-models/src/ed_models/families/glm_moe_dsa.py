@@ -16,10 +16,10 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
-from ed_layers.mla import LatentAttention
+from ed_layers.attention.blocks.latent_attention import LatentAttention
+from ed_layers.attention.blocks.sparse_index import Indexer
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
-from ed_layers.sparse_index import Indexer
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts

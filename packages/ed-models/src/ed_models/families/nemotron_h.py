@@ -17,12 +17,12 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.experts import Experts
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.mlp import MLP
-from ed_layers.moe import SparseMLP
+from ed_layers.moe.experts import Experts
+from ed_layers.moe.layer import SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.recurrence.mamba2 import Mamba2Mixer
-from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
 from ed_models.adapters.peft_layout import Modules

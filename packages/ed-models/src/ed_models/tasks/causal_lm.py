@@ -15,11 +15,11 @@ from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers import native
 from ed_layers.cache import RaggedBatch
-from ed_layers.head import Head
-from ed_layers.linear import Transposed, Weight
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.named import named
 from ed_layers.parts import Parts
+from ed_layers.projections.head import Head
+from ed_layers.projections.linear import Transposed, Weight
 from jaxtyping import Array, Float, Int
 
 from ed_models.tasks.derived import DERIVED

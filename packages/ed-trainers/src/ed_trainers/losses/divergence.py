@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput
-from ed_layers.head import Head
 from ed_layers.losses import split, target_logit
+from ed_layers.projections.head import Head
 from ed_models.protocol import LanguageModel
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int

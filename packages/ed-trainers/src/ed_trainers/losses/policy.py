@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from ed_infra.outputs import CausalLMOutput
-from ed_layers.head import Head
 from ed_layers.losses import split, target_logit
+from ed_layers.projections.head import Head
 from ed_models.protocol import LanguageModel
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float

@@ -1,0 +1,208 @@
+"""Checks of the model's configuration: `model`, `base_config`, `sharding`, `quantization`, `lora`.
+
+Each function receives the whole run and yields problems whose paths start at the sections. A
+section that failed validation is None: its problems are already reported. The checks do not depend
+on the machine. `ed_elarge.config.table` assigns them to sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
+from ed_infra.config.fields import normalize as normalize_field
+from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.sharding.axes import AXIS_NAMES
+
+from ed_elarge.config.checks import architectures
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.sections import SetsConfig
+from ed_elarge.errors import KeyPath, Problem
+
+
+def model_config(run: RunConfig) -> Iterator[Problem]:
+    """Check `model.config`: keys of its architecture, and execution fields."""
+    model = run.model
+    if model is None or model.config is None:
+        return
+    here = ("model", "config")
+    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES}, here)
+    yield from problems
+    yield from _execution_fields(model.config, here)
+    size = model.config.get("vocab_size")
+    train = model.tokenizer_section.train
+    if train is not None and size is not None and not problems and size < train.vocab_size:
+        message = (
+            f"{size} is less than tokenizer.train.vocab_size ({train.vocab_size}): raise it, or "
+            "omit it"
+        )
+        yield Problem((*here, "vocab_size"), message)
+
+
+def tokenizer(run: RunConfig) -> Iterator[Problem]:
+    """Check that the tokenizer belongs to the model and has texts for its training."""
+    model, mixture = run.model, run.mixture
+    if model is None:
+        return
+    if model.tokenizer_section.train is not None and "mixture" not in run.written:
+        message = "training a tokenizer needs the texts of the section 'mixture', which is missing"
+        yield Problem(("model", "tokenizer", "train"), message, True)
+    other = mixture.tokenization.tokenizer if mixture is not None else None
+    if other is not None and other not in (
+        model.tokenizer_section.name_or_path,
+        model.name_or_path,
+    ):
+        yield Problem(
+            ("mixture", "tokenization", "tokenizer"),
+            f"{other!r} is not the model's tokenizer, so the model cannot read its token ids: omit "
+            "the key, or set model.tokenizer",
+        )
+
+
+def base_config(run: RunConfig) -> Iterator[Problem]:
+    """Check the keys and values of `base_config`."""
+    section = run.base_config
+    if section is None:
+        return
+    here = ("base_config", "values")
+    yield from _execution_fields(section.values, here)
+    config = run.known_model or {}
+    model_type = config.get("model_type")
+    known = architectures.keys(model_type) | set(config)
+    values = {str(key): value for key, value in section.values.items()}
+    wrong = architectures.check_values(values, str(model_type))
+    for key in values:
+        if canonical_field(key) not in FIELDS and key not in known:
+            hint = did_you_mean(key, [*FIELDS, *FIELD_ALIASES, *known])
+            yield Problem((*here, key), f"unknown key {key!r}{hint}", True)
+        elif key in wrong:
+            yield Problem((*here, key), wrong[key])
+    for operation, settings in section.operation_configs.items():
+        path = ("base_config", "operation_configs", operation)
+        unknown = list(_execution_field("operation_configs", {operation: {}}, path))
+        yield from (problem._replace(on_key=True) for problem in unknown)
+        for key, value in settings.items() if not unknown else ():
+            yield from _execution_field(
+                "operation_configs", {operation: {key: value}}, (*path, key)
+            )
+
+
+def quantization_fields(run: RunConfig) -> Iterator[Problem]:
+    """Reject configuration fields for quantization: the section `quantization` replaces them."""
+    written: list[tuple[KeyPath, Mapping[str, Any] | None]] = [
+        (("base_config", "values"), run.base_config.values if run.base_config else None),
+        (("model", "config"), run.model.config if run.model else None),
+    ]
+    for here, values in written:
+        for key, value in (values or {}).items():
+            if canonical_field(key) in ("bits", "quantization_config") and value is not None:
+                message = (
+                    f"{key} quantizes no weights here: write quantization: {{model: "
+                    "{quantization_method: nf4}}, and remove this key"
+                )
+                yield Problem((*here, key), message, True)
+
+
+def conflicting_fields(run: RunConfig) -> Iterator[Problem]:
+    """Reject different values for one configuration field in two sections."""
+    first: dict[str, tuple[KeyPath, Any]] = {}
+    for name, section in run.sections.items():
+        if not isinstance(section, SetsConfig):
+            continue
+        for field, (path, value) in section.config_fields().items():
+            other_path, other = first.setdefault(field, ((name, *path), value))
+            if other_path != (name, *path) and _as_list(other) != _as_list(value):
+                message = f"differs from {'.'.join(map(str, other_path))}: keep one of them"
+                yield Problem((name, *path), message)
+
+
+def mesh_axes(run: RunConfig) -> Iterator[Problem]:
+    """Check that each mesh axis splits a dimension, and that named sequence axes exist."""
+    if run.sharding is None or run.base_config is None:
+        return
+    fields = run.config_fields()
+    names_path, names = fields.get("sharding_axis_names", ((), AXIS_NAMES))
+    if not isinstance(names, (list, tuple)):
+        return  # another check reports the type
+    own = {field: value for field, (_, value) in fields.items()}
+    config = (run.model.config if run.model is not None else None) or {}
+    placed = own.get("partition_axis") or config.get("partition_axis")
+    known = set(AXIS_NAMES) | _strings(placed)
+    unknown = [i for i, name in enumerate(names) if name not in known]
+    for i in unknown:
+        name = names[i]
+        yield Problem(
+            (*names_path, i),
+            f"unknown mesh axis {name!r}{did_you_mean(str(name), known)}: no dimension is split "
+            "over it unless base_config.values.partition_axis assigns one",
+        )
+    for field in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name"):
+        path, value = fields.get(field, ((), None))
+        for name in _strings(value) if not unknown else ():
+            if name not in names:
+                listing = f"{did_you_mean(str(name), names)} (axes: {', '.join(map(str, names))})"
+                yield Problem(path, f"the mesh has no axis {name!r}{listing}")
+
+
+def adapters_or_rules(run: RunConfig) -> Iterator[Problem]:
+    """Reject `lora` together with rules that select trainable parameters."""
+    if run.lora is not None and run.trainer is not None and run.trainer.trainable_rules:
+        yield Problem(
+            ("trainer", "trainable_rules"),
+            "with the section lora only the adapters are trained: omit trainable_rules, or the "
+            "section lora",
+        )
+
+
+def frozen_weights(run: RunConfig) -> Iterator[Problem]:
+    """Check that quantized weights were trained before, and that nothing tries to train them."""
+    trainer, model = run.trainer, run.model
+    if run.has_frozen_weights and model is not None and model.config is not None:
+        yield Problem(
+            ("quantization", "model"),
+            "the model has randomly initialized weights, and quantized weights are not trained: "
+            "start from a trained model (model.name_or_path), or set simulate: true to train with "
+            "rounded weights",
+        )
+    if run.has_frozen_weights and trainer is not None and trainer.trainable_rules:
+        yield Problem(
+            ("trainer", "trainable_rules"),
+            "with quantization.model only the adapters of the section lora are trained: omit "
+            "trainable_rules, or the quantization",
+        )
+
+
+def _execution_fields(values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for key, value in values.items():
+        name = canonical_field(key) if isinstance(key, str) else key
+        if name not in FIELDS:
+            continue
+        if name in first:
+            message = f"{first[name]!r} and {key!r} are two names of one field: keep one"
+            yield Problem((*path, key), message, True)
+        first[name] = key
+        yield from _execution_field(name, value, (*path, key))
+
+
+def _execution_field(name: str, value: Any, path: KeyPath) -> Iterator[Problem]:
+    try:
+        normalize_field(name, value)
+    except ConfigError as error:
+        yield Problem(path, str(error))
+
+
+def _strings(value: Any) -> set[str]:
+    """Return every string in nested mappings and lists."""
+    if isinstance(value, str):
+        return {value}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return set()
+    return {string for part in value for string in _strings(part)}
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, (tuple, list)) else value

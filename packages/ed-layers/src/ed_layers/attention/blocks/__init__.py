@@ -1,0 +1,1 @@
+"""Attention blocks of decoders and encoders, from hidden states to hidden states."""

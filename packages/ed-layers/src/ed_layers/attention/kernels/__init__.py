@@ -1,0 +1,1 @@
+"""Implementations of attention, one file each, and the code that they share."""

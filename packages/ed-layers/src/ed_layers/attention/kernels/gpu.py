@@ -1,0 +1,238 @@
+"""Attention kernels on NVIDIA GPUs: cuDNN through jax, and Triton through tokamax if installed.
+
+They know rows of one length each, or a mask as an array, but no segments. A batch whose rows are
+one segment from the left (padding behind it) goes in by lengths, decided when it runs; any other
+by its mask while that is small, else through the lean XLA core.
+
+Legend: b batch, s query length, t key length, h heads, g kv heads, k head dim of queries and keys,
+d head dim of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, reasons
+from ed_layers.attention.kernels.blockwise import blockwise_attention
+from ed_layers.attention.scoring import Limit, limit_of, padded, static
+from ed_layers.devices import compute_capability_of, over_devices
+
+#: A mask as an array is used up to so many numbers on a device; beyond, memory counts more.
+MASK_LIMIT = 2**28
+
+#: `(q, k, v, mask=, is_causal=, lengths=, window=) -> out`, as `jax.nn.dot_product_attention`.
+RowKernel = Callable[..., jax.Array]
+
+
+def has_tokamax() -> bool:
+    """Whether tokamax, which has the Triton kernels, is installed; it is optional."""
+    return find_spec("tokamax") is not None
+
+
+def refusals_of_cudnn(call: Projected) -> list[str]:
+    """What cuDNN cannot do of a call, beside what it lacks."""
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    widest = 256 if compute_capability_of(call.config) >= (9, 0) else 128
+    unfit = width % 8 != 0 or width > widest
+    reason = f"a head dim of {width} (it has multiples of 8 up to {widest})"
+    return reasons({reason: unfit}) + refusals_of_dtype(call)
+
+
+def refusals_of_dtype(call: Projected) -> list[str]:
+    """What no kernel here can do of a call, whatever else it lacks."""
+    dtype = call.q.dtype
+    reason = f"{dtype} (it has bfloat16 and float16)"
+    return reasons({reason: dtype not in (jnp.bfloat16, jnp.float16)})
+
+
+def cudnn_attention(call: Projected) -> Float[Array, "b s h d"]:
+    """cuDNN's flash attention."""
+    return gpu_attention(partial(by_jax, call.scoring.scale, "cudnn"), call)
+
+
+def triton_attention(call: Projected) -> Float[Array, "b s h d"]:
+    """tokamax's Triton kernel."""
+    return gpu_attention(partial(by_tokamax, call.scoring.scale, call.scoring.soft_cap), call)
+
+
+def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
+    """A kernel, with the backward pass that the config asks for.
+
+    `flash_attention_backward_pass_impl="triton"` is the kernel's own backward pass. With "xla" the
+    lean core does it, and does not take the kernel's log-sum-exp (which is rounded to the dtype of
+    the inputs) but computes its own: gradients cost one more forward pass. The core also does it
+    where there is a soft cap, of which tokamax's Triton kernel has no backward pass.
+    """
+    # A function with a backward pass of its own takes everything traced as an argument.
+    traced = tuple(None if static(x) else x for x in (call.scoring.window, call.scoring.chunk))
+
+    def call_of(q, k, v, mask_info, limits: tuple[Limit | None, Limit | None]) -> Projected:
+        window, chunk = (
+            own if limit is None else limit
+            for own, limit in zip((call.scoring.window, call.scoring.chunk), limits, strict=True)
+        )
+        scoring = replace(call.scoring, window=window, chunk=chunk)
+        return replace(call, q=q, k=k, v=v, mask_info=mask_info, scoring=scoring)
+
+    def native(q, k, v, mask_info, limits):
+        def one_device(q, k, v, mask_info, _):
+            return on_rows(kernel, call_of(q, k, v, mask_info, limits))
+
+        return over_devices(one_device, call.config, q, k, v, mask_info)
+
+    def lean(*arrays):
+        return blockwise_attention(call_of(*arrays))
+
+    asked = "triton" if call.config is None else call.config.flash_attention_backward_pass_impl
+    if asked == "xla" or call.scoring.soft_cap is not None:
+        native = with_backward_of(lean, native)
+    return native(call.q, call.k, call.v, call.mask_info, traced)
+
+
+def with_backward_of(
+    backward: Callable[..., jax.Array], forward: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """`forward(q, k, v, *rest)`, with the gradients of `backward(q, k, v, *rest)`."""
+
+    @jax.custom_vjp
+    def attention(q, k, v, *rest):
+        return forward(q, k, v, *rest)
+
+    def save(q, k, v, *rest):
+        return forward(q, k, v, *rest), (q, k, v, rest)
+
+    def pull(saved, d_out):
+        *qkv, rest = saved
+        _, of = jax.vjp(lambda *qkv: backward(*qkv, *rest), *qkv)
+        return (*of(d_out), *(None for _ in rest))
+
+    attention.defvjp(save, pull)
+    return attention
+
+
+def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
+    """One device's rows, by lengths where they allow it."""
+    q, k, v, mask_info, scoring = call.q, call.k, call.v, call.mask_info, call.scoring
+    b, s, t = q.shape[0], q.shape[1], k.shape[1]
+    if s % 2 or t % 2:  # jax refuses to differentiate odd lengths by cuDNN: one more is padding
+        more = {"q_segment_ids": s % 2, "q_index": s % 2, "kv_segment_ids": t % 2}
+        more["kv_index"] = t % 2
+        ids = {name: padded(getattr(mask_info, name), 1, n) for name, n in more.items()}
+        q, k, v = padded(q, 1, s % 2), padded(k, 1, t % 2), padded(v, 1, t % 2)
+        even = replace(call, q=q, k=k, v=v, mask_info=replace(mask_info, **ids))
+        return on_rows(kernel, even)[:, :s]
+
+    def by_mask(q, k, v):
+        mask = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)
+        out = kernel(q, k, v, mask=mask[:, None])
+        return jnp.where(jnp.any(mask, axis=2)[:, :, None, None], out, 0)
+
+    def by_blocks(q, k, v):
+        return blockwise_attention(replace(call, q=q, k=k, v=v))
+
+    otherwise = by_mask if b * s * t <= MASK_LIMIT else by_blocks
+    window = limit_of(scoring.window)
+    # Neither library has a window in both directions.
+    plain = static(scoring.window) and (window is None or mask_info.causal)
+    if not (plain and mask_info.in_order and scoring.chunk is None):
+        return otherwise(q, k, v)
+    single, lengths = one_segment(mask_info.q_segment_ids)
+
+    def by_lengths(q, k, v):
+        out = kernel(q, k, v, is_causal=mask_info.causal, lengths=lengths, window=window)
+        return jnp.where(mask_info.q_segment_ids[:, :, None, None] > 0, out, 0)
+
+    return jax.lax.cond(single, by_lengths, otherwise, q, k, v)
+
+
+def one_segment(segments: Int[Array, "b s"]) -> tuple[Bool[Array, ""], Int[Array, " b"]]:
+    """Whether each row is one segment from the left, and how long those are."""
+    lengths = jnp.sum(segments > 0, axis=1, dtype=jnp.int32)
+    inside = jnp.arange(segments.shape[1]) < lengths[:, None]
+    return jnp.all(segments == jnp.where(inside, segments[:, :1], 0)), lengths
+
+
+def arguments(
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    lengths: jax.Array | None = None,
+    window: int | None = None,
+) -> dict[str, Any]:
+    """The mask as jax and tokamax take it."""
+    return {
+        "mask": mask,
+        "is_causal": is_causal,
+        "query_seq_lengths": lengths,
+        "key_value_seq_lengths": lengths,
+        # They count the keys beside a query, a window counts the query too.
+        "local_window_size": None if window is None else (window - 1, 0),
+    }
+
+
+def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Array, "b s h d"]:
+    """jax's own function, with cuDNN's flash attention as implementation "cudnn".
+
+    The narrower head dim is padded with zeros.
+    """
+    d = v.shape[-1]
+    width = max(q.shape[-1], d)
+    q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        implementation=implementation,  # type: ignore[arg-type]
+        **arguments(**mask),
+    )
+    return out[..., :d]
+
+
+def by_tokamax(
+    scale: float, soft_cap: float | None, q, k, v, **mask: Any
+) -> Float[Array, "b s h d"]:
+    """tokamax's attention in Triton."""
+    from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
+
+    call = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": "triton"}
+    return dot_product_attention(q, k, v, **call, **arguments(**mask))
+
+
+def _cudnn(mechanism: str, auto_from: int | None) -> Kernel[Projected]:
+    return Kernel(
+        mechanism,
+        "projected",
+        "cuDNN",
+        cudnn_attention,
+        platform="gpu",
+        language="cudnn",
+        lacks=frozenset({"soft_cap", "sinks", "bias", "alibi", "dropout"}),
+        refuses=refusals_of_cudnn,
+        auto_from=auto_from,
+    )
+
+
+KERNELS = (
+    _cudnn("cudnn", FULL_SCORES_LIMIT + 1),
+    Kernel(
+        "flash_attn2",
+        "projected",
+        "tokamax (Triton)",
+        triton_attention,
+        platform="gpu",
+        language="triton",
+        lacks=frozenset({"sinks", "bias", "alibi", "dropout"}),
+        refuses=refusals_of_dtype,
+        available=lambda: has_tokamax(),
+        needs="tokamax",
+    ),
+    _cudnn("flash_attn2", None),
+)

@@ -1,0 +1,279 @@
+"""Attention block by block, in plain XLA: the core of `blockwise` and of each step of `ring`.
+
+One block of queries after the other goes over the blocks of keys that it can see. Forward and
+backward follow FlashAttention (Dao et al., 2022): no [s, t] array exists, the backward pass
+computes the scores again from the log-sum-exp.
+
+Legend: b batch, g kv heads, r heads per kv head, k head dim of queries and keys, d head dim of
+values, i query block, j key block, x queries in a block, y keys in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Int
+
+from ed_layers.attention.kernels.softmax import Part, over_blocks
+from ed_layers.attention.kernels.visibility import blocks_seen
+from ed_layers.attention.scoring import Alibi, Limit, Scoring, heads_of, kept, padded
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The static part of a call: what both passes need to agree on."""
+
+    scale: float
+    soft_cap: float | None
+    causal: bool
+    dropout: float
+    softmax_dtype: jnp.dtype
+    alibi: Alibi | None = None
+
+    @classmethod
+    def of(cls, scoring: Scoring, *, causal: bool) -> Recipe:
+        """Take the static part out of a Scoring."""
+        dtype = jnp.dtype(scoring.softmax_dtype)
+        return cls(scoring.scale, scoring.soft_cap, causal, scoring.dropout, dtype, scoring.alibi)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        *("q_segments", "q_index", "k_segments", "k_index", "window", "chunk", "key", "places")
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class BlockMask:
+    """Who may attend to whom, in blocks. It has no gradient.
+
+    Attributes:
+        q_segments, q_index: [i, b, x].
+        k_segments, k_index: [j, b, y].
+        window, chunk: scalars in which 0 = no limit, or None.
+        key: of dropout, or None.
+        places: coordinates for dropout and ALiBi where the blocks are a part of a larger call: rows
+            [b], heads [h], queries [i, x] and keys [j, y] of that call. None counts from 0.
+    """
+
+    q_segments: Int[Array, "i b x"]
+    q_index: Int[Array, "i b x"]
+    k_segments: Int[Array, "j b y"]
+    k_index: Int[Array, "j b y"]
+    window: Limit | None = None
+    chunk: Limit | None = None
+    key: jax.Array | None = None
+    places: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None
+
+    @classmethod
+    def of(cls, mask_info: MaskInfo, scoring: Scoring, block_q: int, block_k: int) -> BlockMask:
+        """Cut a mask into blocks."""
+        return cls(
+            row_blocks(mask_info.q_segment_ids, block_q),
+            row_blocks(mask_info.q_index, block_q),
+            row_blocks(mask_info.kv_segment_ids, block_k),
+            row_blocks(mask_info.kv_index, block_k),
+            scoring.window,
+            scoring.chunk,
+            scoring.dropout_key if scoring.dropout > 0 else None,
+        )
+
+    def allowed(self, i: jax.Array, j: jax.Array, *, causal: bool) -> jax.Array:
+        """Which pairs of one block may attend: [b, 1, 1, x, y]."""
+        info = MaskInfo(
+            self.q_segments[i], self.k_segments[j], self.q_index[i], self.k_index[j], causal
+        )
+        return info.allowed(window=self.window, chunk=self.chunk)[:, None, None]
+
+    def spans(self, *, causal: bool) -> tuple[jax.Array, jax.Array]:
+        """For each query block the first key block that it can see, and the one after the last."""
+        ids = (self.q_segments, self.q_index, self.k_segments, self.k_index)
+        return blocks_seen(*ids, self.window, self.chunk, causal=causal)
+
+
+def row_blocks(x: jax.Array, block: int) -> jax.Array:
+    """[b, n, ...] to [n / block, b, block, ...], padded with zeros (segment 0 is padding)."""
+    x = padded(x, 1, -x.shape[1] % block)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+
+def scores_of(
+    recipe: Recipe, mask: BlockMask, bias: jax.Array | None, i: jax.Array, j: jax.Array, q_i, k_j
+) -> tuple[jax.Array, jax.Array | float]:
+    """Scores of one block, [b, g, r, x, y], -inf where masked; and the derivative of the cap."""
+    # Half-precision products are summed and kept in the softmax dtype: rounding scores of some tens
+    # to eight bits would shift weights by several per cent.
+    products = partial(jnp.einsum, preferred_element_type=recipe.softmax_dtype)
+    scores = products("bgrxk,bgyk->bgrxy", q_i, k_j) * recipe.scale
+    scores, slope = Scoring(recipe.scale, soft_cap=recipe.soft_cap).cap(scores)
+    if bias is not None:
+        scores = scores + bias_block(bias, i, j, q_i.shape[-2], k_j.shape[-2])
+    if recipe.alibi is not None:
+        groups, repeat = q_i.shape[1:3]
+        heads = heads_of(groups, repeat)
+        if mask.places is not None:
+            heads = mask.places[1].reshape(groups, repeat)
+        scores = scores + recipe.alibi.bias(heads, mask.q_index[i], mask.k_index[j])
+    return jnp.where(mask.allowed(i, j, causal=recipe.causal), scores, -jnp.inf), slope
+
+
+def bias_block(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> jax.Array:
+    """One block of a bias [b, g, r, s, t] whose lengths are padded to whole blocks."""
+    zero = jnp.zeros((), i.dtype)
+    at = (zero, zero, zero, i * x, j * y)
+    return jax.lax.dynamic_slice(bias, at, (*bias.shape[:3], x, y))
+
+
+def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: tuple[int, ...]):
+    """Factor of dropout on the weights of one block [b, g, r, x, y]: 0 or 1 / (1 - rate)."""
+    b, groups, repeat, x, y = shape
+    if mask.places is None:
+        rows, heads = jnp.arange(b), jnp.arange(groups * repeat)
+        queries, keys = i * x + jnp.arange(x), j * y + jnp.arange(y)
+    else:
+        rows, heads, queries, keys = mask.places
+        queries, keys = queries[i], keys[j]
+    rows, heads = rows[:, None, None, None, None], heads.reshape(1, groups, repeat, 1, 1)
+    queries = queries[:, None]
+    assert mask.key is not None
+    stays = kept(mask.key, recipe.dropout, rows, heads, queries, keys)
+    return stays.astype(recipe.softmax_dtype) / (1 - recipe.dropout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention_of_blocks(
+    recipe: Recipe, q, k, v, bias, mask: BlockMask
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of blocks of queries to blocks of keys.
+
+    Args:
+        q: [i, b, g, r, x, k].
+        k, v: [j, b, g, y, k] and [j, b, g, y, d].
+        bias: [b or 1, g or 1, r or 1, i * x, j * y] or None.
+
+    Returns:
+        [i, b, g, r, x, d] in the softmax dtype, zeros for a query that sees nothing, and the
+        log-sum-exp of its scores [i, b, g, r, x, 1], then -inf.
+    """
+    return forward(recipe, q, k, v, bias, mask, normalised)
+
+
+def normalised(part: Part) -> tuple[jax.Array, jax.Array]:
+    """The output of a Part, and its log-sum-exp."""
+    return part.out, part.lse
+
+
+def forward(recipe: Recipe, q, k, v, bias, mask: BlockMask, finish: Callable[[Part], T]) -> T:
+    """One query block after the other; each visits the key blocks of its span.
+
+    Args:
+        finish: what becomes of the Part of one query block, [b, g, r, x, ...].
+
+    Returns:
+        what `finish` gives, stacked over the query blocks.
+    """
+
+    def query_block(block):
+        i, q_i, first, last = block
+
+        def key_block(j: jax.Array):
+            def weighted_sum(weights: jax.Array) -> jax.Array:
+                if mask.key is not None:
+                    weights = weights * kept_of(recipe, mask, i, j, weights.shape)
+                return jnp.einsum(
+                    "bgrxy,bgyk->bgrxk",
+                    weights.astype(v.dtype),
+                    v[j],
+                    preferred_element_type=recipe.softmax_dtype,
+                )
+
+            return scores_of(recipe, mask, bias, i, j, q_i, k[j])[0], weighted_sum
+
+        start = Part.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
+        return finish(over_blocks(first, last, start, key_block))
+
+    blocks = jnp.arange(q.shape[0])
+    return jax.lax.map(query_block, (blocks, q, *mask.spans(causal=recipe.causal)))
+
+
+def forward_and_save(recipe: Recipe, q, k, v, bias, mask: BlockMask):
+    # Named in here, so that a remat policy which keeps them need not run the forward pass again.
+    out, lse = checkpoint_name(forward(recipe, q, k, v, bias, mask, normalised), "attn_output")
+    return (out, lse), (q, k, v, bias, mask, out, lse)
+
+
+def backward_of_call(recipe: Recipe, saved, cotangents):
+    q, k, v, bias, mask, out, lse = saved
+    d_out, d_lse = cotangents
+    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
+    shared = jnp.sum(d_out * out, axis=-1, keepdims=True) - d_lse
+    d_q, d_k, d_v, d_bias = backward(recipe, q, k, v, bias, mask, lse, shared, d_out)
+    grads = d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+    return *grads, None if d_bias is None else d_bias.astype(bias.dtype), None
+
+
+def backward(
+    recipe: Recipe, q, k, v, bias, mask: BlockMask, lse, shared, d_out
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of q, k, v and bias in the softmax dtype.
+
+    Args:
+        lse: log-sum-exp over *all* keys of a query, also of those that are not in `k`.
+        shared: `sum(d_out * out) - d_lse`, [i, b, g, r, x, 1].
+    """
+    # A query that sees nothing: exp(-inf - inf) is the zero that it must be.
+    lse = jnp.where(jnp.isfinite(lse), lse, jnp.inf)
+
+    def query_block(carry, block):
+        i, q_i, lse_i, shared_i, d_out_i, first, last = block
+
+        def key_block(j, grads):
+            d_q_i, d_k, d_v, d_bias = grads
+            scores, slope = scores_of(recipe, mask, bias, i, j, q_i, k[j])
+            weights = jnp.exp(scores - lse_i)
+            d_weights = jnp.einsum("bgrxk,bgyk->bgrxy", d_out_i, v[j])
+            dropped = weights
+            if mask.key is not None:
+                factor = kept_of(recipe, mask, i, j, weights.shape)
+                dropped, d_weights = weights * factor, d_weights * factor
+            d_scores = weights * (d_weights - shared_i)
+            d_v = d_v.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", dropped, d_out_i))
+            if d_bias is not None:
+                d_bias = add_block(d_bias, i, j, d_scores)
+            d_scores = d_scores * slope * recipe.scale
+            d_k = d_k.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", d_scores, q_i))
+            d_q_i = d_q_i + jnp.einsum("bgrxy,bgyk->bgrxk", d_scores, k[j])
+            return d_q_i, d_k, d_v, d_bias
+
+        start = (jnp.zeros(q_i.shape, recipe.softmax_dtype), *carry)
+        d_q_i, *carry = jax.lax.fori_loop(first, last, key_block, start)
+        return tuple(carry), d_q_i
+
+    d_k, d_v = (jnp.zeros(x.shape, recipe.softmax_dtype) for x in (k, v))
+    d_bias = None if bias is None else jnp.zeros(bias.shape, recipe.softmax_dtype)
+    blocks = (jnp.arange(q.shape[0]), q, lse, shared, d_out, *mask.spans(causal=recipe.causal))
+    (d_k, d_v, d_bias), d_q = jax.lax.scan(query_block, (d_k, d_v, d_bias), blocks)
+    return d_q, d_k, d_v, d_bias
+
+
+def add_block(bias: jax.Array, i: jax.Array, j: jax.Array, block: jax.Array) -> jax.Array:
+    """Add [b, g, r, x, y] to one block of [b or 1, g or 1, r or 1, s, t]."""
+    summed = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
+    block = jnp.sum(block, axis=summed, keepdims=True)
+    x, y = block.shape[-2:]
+    zero = jnp.zeros((), i.dtype)
+    at = (zero, zero, zero, i * x, j * y)
+    return jax.lax.dynamic_update_slice(bias, bias_block(bias, i, j, x, y) + block, at)
+
+
+attention_of_blocks.defvjp(forward_and_save, backward_of_call)

@@ -1,0 +1,173 @@
+"""Attention over pages in plain XLA: decode for all sequences at once, prefill one by one.
+
+Both go over blocks of pages for as many blocks as the real context has, whatever the page table
+could hold.
+
+Legend: T flat tokens, n sequences, p pages per sequence, h heads, g kv heads, r heads per kv head,
+k head dim, d value dim, m sequences at hand, x queries in a block, y keys in a block.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ed_layers.attention.kernel import Kernel, Paged
+from ed_layers.attention.kernels.softmax import Part, over_blocks
+from ed_layers.attention.kernels.visibility import visible
+from ed_layers.attention.scoring import heads_of
+from ed_layers.cache.codes import Codes, decode
+from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.projections.matmul import batched
+
+# Keys per block, and queries per block of a prefill.
+KEY_BLOCK = 128
+QUERY_BLOCK = 128
+
+NAMES = ("ragged_page_attention_v3", "ragged_page_attention_v2", "page_attention")
+
+
+def paged_attention(call: Paged) -> Float[Array, "T h d"]:
+    """Causal attention of a flat batch. Padding tokens get zeros."""
+    tokens, heads, head_dim = call.q.shape
+    reader = PageReader(call)
+    q = (call.q * call.scoring.scale).reshape(tokens, reader.groups, -1, head_dim)
+    out = jnp.zeros((*q.shape[:-1], call.value_dim), call.scoring.softmax_dtype)
+    out = decode_all(q, reader, call.ragged, out)
+    if not call.ragged.decode_only:
+        out = prefill_each(q, reader, call.ragged, out)
+    return out.reshape(tokens, heads, call.value_dim).astype(call.q.dtype)
+
+
+class PageReader:
+    """Gathers blocks of pages for the online softmax.
+
+    Pages are as wide as the wider one of a key and a value.
+    """
+
+    def __init__(self, call: Paged):
+        self.pages, self.at, self.scoring = call.pages.pool, call.pages.at, call.scoring
+        self.head_dim, self.value_dim = call.q.shape[-1], call.value_dim
+        self.groups, page_size = self.pages.shape[-3], self.pages.shape[-4]
+        self.sinks = None
+        if self.scoring.sinks is not None:
+            self.sinks = self.scoring.sinks.reshape(self.groups, -1)[:, :, None, None]
+        # Two blocks at least: XLA moves the read of a single one out of the loop, merges it with
+        # the write before it, and then copies the pool (seen on a CPU).
+        table = call.ragged.page_table[call.pages.group]
+        width = max(table.shape[1], 2)
+        self.pages_per_block = max(1, min(KEY_BLOCK // page_size, -(-width // 2)))
+        self.block = self.pages_per_block * page_size
+        width += -width % self.pages_per_block
+        self.table = jnp.pad(table, ((0, 0), (0, width - table.shape[1])))
+
+    def keys_values(
+        self, rows: jax.Array, j: jax.Array, dtype: DTypeLike
+    ) -> tuple[jax.Array, jax.Array]:
+        """Block j of the sequences with these page-table rows [m, p]: [m, y, g, k], [m, y, g, d].
+
+        Quantized pages become numbers of `dtype`, a block at a time.
+        """
+        page = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
+        kv = jax.tree.map(lambda pages: pages[(*self.at, page)], self.pages)
+        if isinstance(kv, Codes):
+            # Slots before numbers, and after scales, as `decode` has them.
+            values = jnp.moveaxis(kv.values, 2, 4)
+            kv = jnp.moveaxis(decode(Codes(values, kv.scale), dtype), 4, 2)
+        kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[-3:])
+        return kv[..., 0, : self.head_dim], kv[..., -1, : self.value_dim]
+
+    def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
+        """Attention of q [m, x, g, r, k], scaled already, to blocks `first_block` to `last_block`.
+
+        Args:
+            rows: page-table rows, [m, p].
+            position: of each query in its sequence, [m, x].
+            valid: which queries are real, [m, x].
+
+        Returns:
+            [m, x, g, r, d].
+        """
+        scoring = self.scoring
+
+        def block(j: jax.Array):
+            k, v = self.keys_values(rows, j, q.dtype)
+            scores = batched(joined, k.swapaxes(1, 2), transposed=True, dtype=scoring.softmax_dtype)
+            scores = scores.reshape(m, groups, repeat, x, self.block)
+            scores, _ = scoring.cap(scores)
+            at = jnp.broadcast_to(j * self.block + jnp.arange(self.block), (m, self.block))
+            info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at)
+            if scoring.alibi is not None:
+                bias = scoring.alibi.bias(heads_of(groups, repeat), position, at)
+                scores = scores + bias.astype(scores.dtype)
+            allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
+            scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
+
+            def weighted_sum(weights: jax.Array) -> jax.Array:
+                weights = weights.astype(v.dtype).reshape(m, groups, repeat * x, self.block)
+                out = batched(weights, v.swapaxes(1, 2), dtype=scoring.softmax_dtype)
+                return out.reshape(m, groups, repeat, x, -1)
+
+            return scores, weighted_sum
+
+        m, x, groups, repeat, _ = q.shape
+        joined = q.transpose(0, 2, 3, 1, 4).reshape(m, groups, repeat * x, -1)
+        start = Part.empty((m, groups, repeat, x), self.value_dim, scoring.softmax_dtype)
+        part = over_blocks(first_block, last_block, start, block)
+        part = part if self.sinks is None else part.beside(self.sinks)
+        return part.out.transpose(0, 3, 1, 2, 4)
+
+    def blocks_seen(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first block that a query at `position` may see, and the one after the last."""
+        first, last = visible(position, position, self.scoring.window, self.scoring.chunk)
+        return first // self.block, last // self.block + 1
+
+
+def decode_all(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
+    """Sequences with one token in this step, together."""
+    at = jnp.clip(ragged.cu_q_lens[:-1], 0, q.shape[0] - 1)
+    single = (ragged.q_lens == 1) & (jnp.arange(at.shape[0]) < ragged.num_seqs)
+    position = jnp.where(single, ragged.kv_lens - 1, 0)
+    first, last = reader.blocks_seen(position)
+    first = jnp.min(jnp.where(single, first, jnp.iinfo(jnp.int32).max))
+    last = jnp.max(jnp.where(single, last, 0))
+    rows = reader.table
+    result = reader.attend(q[at][:, None], rows, position[:, None], single[:, None], first, last)
+    # Index T is out of range: sequences with more tokens are left to the prefill part.
+    return out.at[jnp.where(single, at, q.shape[0])].set(result[:, 0], mode="drop")
+
+
+def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
+    """Sequences with several tokens in this step: one after another, in blocks of queries."""
+    width = min(QUERY_BLOCK, q.shape[0])
+    padding = ((0, width), *[(0, 0)] * 3)
+    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
+
+    def sequence(i, out):
+        start, q_len = ragged.cu_q_lens[i], ragged.q_lens[i]
+        row = jax.lax.dynamic_slice_in_dim(reader.table, i, 1, 0)
+
+        def block(x, out):
+            offset = x * width + jnp.arange(width)
+            valid = offset < q_len
+            position = ragged.kv_lens[i] - q_len + offset
+            at = start + x * width
+            q_x = jax.lax.dynamic_slice_in_dim(q, at, width, 0)
+            first, _ = reader.blocks_seen(position[0])
+            _, last = reader.blocks_seen(jnp.max(jnp.where(valid, position, 0)))
+            result = reader.attend(q_x[None], row, position[None], valid[None], first, last)[0]
+            # The rows behind a short block belong to the next sequence.
+            before = jax.lax.dynamic_slice_in_dim(out, at, width, 0)
+            kept = jnp.where(valid[:, None, None, None], result, before)
+            return jax.lax.dynamic_update_slice_in_dim(out, kept, at, 0)
+
+        blocks = jnp.where(q_len > 1, (q_len + width - 1) // width, 0)
+        return jax.lax.fori_loop(0, blocks, block, out)
+
+    return jax.lax.fori_loop(0, ragged.num_seqs, sequence, out)[:-width]
+
+
+KERNELS = tuple(Kernel(name, "pages", "plain XLA, page blocks", paged_attention) for name in NAMES)

@@ -1,0 +1,141 @@
+"""Attention over pages on TPU: jax's ragged paged attention, which reads pages where they lie.
+
+`ragged_page_attention_v3`, `ragged_page_attention_v2` and `page_attention` are one mechanism: jax
+ships one kernel for prompts and decoding, mixed. Our pages [P, page, g, 2, k] are what it reads as
+[P, page, 2g, k], keys and values in turn; layers of a stacked pool are pages behind each other.
+
+Legend: T flat tokens, n sequences, p pages per sequence, P pages, h heads, g kv heads, k head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ed_layers.attention.kernel import Kernel, Paged, Settings, reasons
+from ed_layers.attention.kernels.paged import NAMES
+from ed_layers.attention.scoring import limit_of, static
+from ed_layers.devices import Axes, axes_of, mesh_of, ways
+
+#: The head dim that the kernel has: the numbers in a row of a TPU's memory.
+HEAD_DIM = 128
+#: Queries and keys per block where `operation_configs` says none, and jax's table of tuned sizes
+#: cannot be asked, because the device is not here.
+BLOCKS = (32, 1024)
+#: Memory for two blocks of keys and values, of the 16 MiB that the smallest TPU has.
+BLOCK_BYTES = 4 * 2**20
+
+
+def refusals(call: Paged) -> list[str]:
+    """What the kernel cannot do of a call, beside what it lacks."""
+    q, pool = call.q, call.pages.pool
+    if not isinstance(pool, jax.Array):
+        return ["quantized pages"]
+    mesh, parts = mesh_of(call.config), 1
+    if mesh is not None:
+        parts = ways(mesh, head_axes(call))
+    heads, groups = q.shape[1] // parts, pool.shape[-3] // parts
+    return reasons(
+        {
+            "a traced window": not static(call.scoring.window),
+            f"a head dim of {q.shape[-1]} (it has {HEAD_DIM})": q.shape[-1] != HEAD_DIM,
+            f"pages in {pool.dtype}, queries in {q.dtype}": pool.dtype != q.dtype,
+            f"{heads} query and {groups} kv heads in {q.dtype}": not tiled(heads, groups, q.dtype),
+        }
+    )
+
+
+def tiled(heads: int, groups: int, dtype: jnp.dtype) -> bool:
+    """Whether the heads of one device fill tiles of a TPU's memory as the kernel cuts them."""
+    packed = 4 // dtype.itemsize  # numbers in a word
+
+    def whole(n: int) -> bool:
+        return n % packed == 0 and (n // packed in (1, 2, 4, 8) or n // packed % 8 == 0)
+
+    keys_values = 2 * groups
+    if keys_values % (8 * packed) == 0:
+        keys_values = 8 * packed
+    queries = keys_values // 2 * (heads // groups)
+    fits = queries == heads or queries % 8 == 0 or not whole(queries)
+    return whole(2 * groups) and fits
+
+
+def head_axes(call: Paged) -> Axes | None:
+    """The mesh axes that split the heads of queries and of pages alike."""
+    if call.config is None or call.config.mesh.size == 1:
+        return None
+    heads = (call.q.shape[0], call.pages.pool.shape[-3])
+    return axes_of(call.config, (None, "heads"), heads, "decode")[1]
+
+
+def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
+    """The kernel, on each device's heads."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    q, pages, ragged, scoring = call.q, call.pages, call.ragged, call.scoring
+    assert isinstance(pages.pool, jax.Array), "refused"
+    *_, page_size, groups, _, head_dim = pages.pool.shape
+    pool = pages.pool.reshape(-1, page_size, 2 * groups, head_dim)
+    table = ragged.page_table[pages.group].astype(jnp.int32)
+    if pages.at:
+        table = table + jnp.asarray(pages.at[0], jnp.int32) * pages.pool.shape[1]
+    pages_per_block, queries_per_block = page_blocks(call.settings, pool, table.shape[1])
+    kernel = partial(
+        ragged_paged_attention,
+        sm_scale=scoring.scale,
+        sliding_window=limit_of(scoring.window),
+        soft_cap=scoring.soft_cap,
+        num_kv_pages_per_block=pages_per_block,
+        num_queries_per_block=queries_per_block,
+    )
+    mesh, heads = mesh_of(call.config), head_axes(call)
+    # On one device, too: from its mesh the kernel learns which TPU it is compiled for.
+    if mesh is not None:
+        specs = (P(None, heads), P(None, None, heads), *[P()] * 4)
+        kernel = jax.shard_map(
+            kernel, mesh=mesh, in_specs=specs, out_specs=P(None, heads), check_vma=False
+        )
+    out = kernel(q, pool, ragged.kv_lens, table, ragged.cu_q_lens, ragged.num_seqs.reshape(1))
+    real = jnp.arange(q.shape[0]) < ragged.cu_q_lens[-1]
+    return jnp.where(real[:, None, None], out, 0)
+
+
+def page_blocks(settings: Settings, pool: jax.Array, pages: int) -> tuple[int | None, int | None]:
+    """Pages and queries per block: from `operation_configs`, else jax's tuned sizes (None).
+
+    Args:
+        pool: [P, page, 2g, k].
+        pages: p.
+    """
+    if settings.own:
+        block_q, block_k = settings.block_q or BLOCKS[0], settings.block_k or BLOCKS[1]
+    elif jax.default_backend() == "tpu":
+        return None, None
+    else:
+        block_q, block_k = BLOCKS[0], min(BLOCKS[1], BLOCK_BYTES // (2 * row_bytes(pool)))
+    return max(1, min(block_k // pool.shape[1], pages)), block_q
+
+
+def row_bytes(pool: jax.Array) -> int:
+    """Bytes of the keys and values of one token."""
+    return math.prod(pool.shape[2:]) * pool.dtype.itemsize
+
+
+KERNELS = tuple(
+    Kernel(
+        name,
+        "pages",
+        "ragged paged attention (Pallas)",
+        ragged_page_attention,
+        platform="tpu",
+        language="pallas",
+        lacks=frozenset({"chunk", "sinks", "value_dim", "alibi"}),
+        refuses=refusals,
+    )
+    for name in NAMES
+)

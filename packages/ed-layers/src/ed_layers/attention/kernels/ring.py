@@ -1,0 +1,216 @@
+"""`ring`: attention over a sequence that is split over devices (context parallelism).
+
+Each device keeps its queries; keys and values go round the ring of devices (Liu, Zaharia & Abbeel
+2023, "Ring Attention with Blockwise Transformers"), and each step is the online softmax of
+`ed_layers.attention.kernels.online` over the part in hand. Causal attention runs in zig-zag order, in which
+each device has the same work at each step. The backward pass goes round once more: gradients of
+keys and values travel with them. No device ever holds more keys than its own and the part in hand.
+
+Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head, k head dim
+of queries and keys, d head dim of values, n devices of the ring, L positions of one device, i query
+block, j key block, x, y their sizes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from ed_layers.attention.kernel import Kernel, Projected
+from ed_layers.attention.kernels import online
+from ed_layers.attention.kernels.blockwise import blockwise_attention
+from ed_layers.attention.kernels.online import BlockMask
+from ed_layers.attention.kernels.ring_layout import Plan, Side
+from ed_layers.attention.kernels.softmax import Part, share_beside
+from ed_layers.attention.scoring import Limit, split_heads
+from ed_layers.devices import repeated_for, ways
+
+#: Window and chunk, and the key of dropout.
+Limits = tuple[Limit | None, Limit | None, jax.Array | None]
+
+
+def ring_attention(call: Projected) -> Float[Array, "b s h d"]:
+    """Softmax attention over the mesh axis that splits the sequence; `blockwise` where none does.
+
+    Lengths that do not divide by the devices are padded, padding is masked. Batch and heads stay
+    split as the config's partition rules say; key heads that do not divide are repeated. Scores
+    exist for one block at a time; a bias is split along the queries, not along the keys.
+    """
+    plan = Plan.of(call)
+    if plan is None:
+        return blockwise_attention(call)
+    scoring, s = call.scoring, call.q.shape[1]
+    k, v = repeated_for(ways(plan.mesh, plan.heads), call.k, call.v)
+    bias = None if scoring.bias is None else plan.padded(scoring.bias, 2, 3)
+    q, k, v = (plan.padded(x, 1) for x in (call.q, k, v))
+    mask_info = jax.tree.map(lambda x: plan.padded(x, 1), call.mask_info)
+    limits = scoring.window, scoring.chunk, scoring.dropout_key if scoring.dropout > 0 else None
+    out, lse = attention_on_ring(plan, q, k, v, bias, mask_info, limits)
+    if scoring.sinks is not None:
+        out = out * share_beside(scoring.sinks, lse)[..., None]
+    return out[:, :s].astype(q.dtype)
+
+
+def forward(
+    plan: Plan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    mask_info: MaskInfo,
+    limits: Limits,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of a split sequence, on all devices.
+
+    Args:
+        q: [b, s, h, k].
+        k, v: [b, t, g, k] and [b, t, g, d].
+        bias: [b or 1, h or 1, s, t].
+
+    Returns:
+        [b, s, h, d] in `plan.out_dtype`, zeros for a query that sees nothing, and the log-sum-exp
+        of its scores [b, s, h], then -inf.
+    """
+    run = plan.on_mesh(forward_here, "tttbmw", "tt")
+    return run(q, k, v, bias, mask_info, limits)
+
+
+def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
+    """One round of the ring, on one device."""
+    here = Here(plan, q, k, bias, mask_info, limits)
+    q_blocks, hand = here.query_blocks(q), here.hand(k, v)
+
+    def step(device, carry):
+        hand, part = carry
+        k_j, v_j, *_ = hand
+        bias_j, mask = here.bias_of(device), here.mask(device, hand)
+        part_j = online.forward(plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lambda part: part)
+        return plan.pass_on(hand), part.merged(part_j)
+
+    start = Part.empty(q_blocks.shape[:-1], v.shape[-1], plan.total_dtype)
+    _, part = plan.steps(step, (hand, start))
+    return here.tokens(part.out.astype(plan.out_dtype)), here.tokens(part.lse)[..., 0]
+
+
+def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
+    # Named in here, so that a remat policy which keeps them need not go round again for them.
+    results = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
+    return results, (q, k, v, bias, mask_info, limits, *results)
+
+
+def backward_of_call(plan: Plan, saved, cotangents):
+    inputs = saved[:4]
+    grads = plan.on_mesh(backward_here, "tttbmwtttt", "tttb")(*saved, *cotangents)
+    grads = [None if x is None else d.astype(x.dtype) for d, x in zip(grads, inputs, strict=True)]
+    return *grads, None, None
+
+
+attention_on_ring = jax.custom_vjp(forward, nondiff_argnums=(0,))
+attention_on_ring.defvjp(forward_and_save, backward_of_call)
+
+
+def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):
+    """The second round, on one device: gradients of q, k, v and bias."""
+    here = Here(plan, q, k, bias, mask_info, limits)
+    out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
+    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
+    shared = jnp.sum(d_out * out, axis=-1) - d_lse
+    of_queries = (d_out, lse[..., None], shared[..., None])
+    d_out, lse, shared = (
+        here.query_blocks(x.astype(plan.recipe.softmax_dtype)) for x in of_queries
+    )
+    q_blocks = here.query_blocks(q)
+    hand = here.hand(k, v)
+    zeros = [jnp.zeros(x.shape, plan.total_dtype) for x in (q_blocks, *hand[:2])]
+    d_bias = None if here.bias is None else jnp.zeros(here.bias.shape, plan.total_dtype)
+
+    def step(device, carry):
+        hand, d_q, d_k, d_v, d_bias = carry
+        k_j, v_j, *_ = hand
+        bias_j, mask = here.bias_of(device), here.mask(device, hand)
+        d_q_j, d_k_j, d_v_j, d_bias_j = online.backward(
+            plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lse, shared, d_out
+        )
+        if d_bias is not None:
+            d_bias = d_bias.at[..., here.columns(device)].add(d_bias_j, mode="drop")
+        d_k, d_v = plan.pass_on((d_k + d_k_j, d_v + d_v_j))
+        return plan.pass_on(hand), d_q + d_q_j, d_k, d_v, d_bias
+
+    # After n steps each device holds its own keys again, and their gradients.
+    _, d_q, d_k, d_v, d_bias = plan.steps(step, (hand, *zeros, d_bias))
+    d_k, d_v = (here.keys.join(x.transpose(0, 1, 3, 2, 4)) for x in (d_k, d_v))
+    return here.tokens(d_q), d_k, d_v, None if d_bias is None else here.whole_bias(d_bias, bias)
+
+
+class Here:
+    """The part of a call on one device: its queries, and the mask and bias of the keys in hand.
+
+    Made inside `shard_map`; all lengths are those of the device.
+    """
+
+    def __init__(self, plan: Plan, q, k, bias, mask_info: MaskInfo, limits: Limits):
+        self.plan = plan
+        self.queries = Side(plan, q.shape[1], plan.block_q)
+        self.keys = Side(plan, k.shape[1], plan.block_k)
+        self.groups, self.repeat = k.shape[2], q.shape[2] // k.shape[2]
+        self.rows_and_heads = plan.rows_and_heads(q.shape[0], q.shape[2])
+        self.mask_info, self.limits = mask_info, limits
+        ids = jnp.stack([mask_info.q_segment_ids, mask_info.q_index], axis=2)
+        self.q_ids = self.queries.cut(ids)
+        self.bias = None if bias is None else self.bias_rows(bias)
+
+    def hand(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What is passed on: [j, b, g, y, k], [j, b, g, y, d]; segment and index [j, b, y, 2]."""
+        ids = jnp.stack([self.mask_info.kv_segment_ids, self.mask_info.kv_index], axis=2)
+        k, v = (self.keys.cut(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
+        return k, v, self.keys.cut(ids)
+
+    def mask(self, device: jax.Array, hand: tuple[jax.Array, ...]) -> BlockMask:
+        """Who may attend to whom while a device's keys are in hand."""
+        ids, (window, chunk, key), places = hand[2], self.limits, None
+        if key is not None or self.plan.recipe.alibi is not None:
+            own = self.queries.places(jax.lax.axis_index(self.plan.sequence))
+            places = (*self.rows_and_heads, own, self.keys.places(device))
+        q_ids = self.q_ids
+        return BlockMask(
+            *(q_ids[..., 0], q_ids[..., 1], ids[..., 0], ids[..., 1]),
+            *(window, chunk, key, places),
+        )
+
+    def query_blocks(self, x: jax.Array) -> jax.Array:
+        """[b, L, h, k] to [i, b, g, r, x, k]."""
+        x = x.reshape(*x.shape[:2], self.groups, self.repeat, x.shape[-1])
+        return self.queries.cut(x).transpose(0, 1, 3, 4, 2, 5)
+
+    def tokens(self, blocks: jax.Array) -> jax.Array:
+        """[i, b, g, r, x, d] to [b, L, h, d]."""
+        x = self.queries.join(blocks.transpose(0, 1, 4, 2, 3, 5))
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def bias_rows(self, bias: jax.Array) -> jax.Array:
+        """[b or 1, h or 1, L, t] to [b or 1, g or 1, r or 1, i * x, t]."""
+        blocks = self.queries.cut(bias.swapaxes(1, 2)).swapaxes(0, 1)
+        rows = blocks.reshape(len(bias), -1, *bias.shape[1::2]).swapaxes(1, 2)
+        return split_heads(rows, self.groups, self.repeat)
+
+    def whole_bias(self, d_bias: jax.Array, bias: jax.Array) -> jax.Array:
+        """The inverse of `bias_rows` for a gradient, added up where devices share the bias."""
+        rows = d_bias.reshape(*bias.shape[:2], -1, bias.shape[3]).swapaxes(1, 2)
+        blocks = rows.reshape(len(bias), -1, self.queries.block, *rows.shape[2:])
+        return self.plan.sum_of_bias(self.queries.join(blocks.swapaxes(0, 1)).swapaxes(1, 2))
+
+    def columns(self, device: jax.Array) -> jax.Array:
+        """Which columns of the bias belong to a device's keys, [j * y]; past the end: padding."""
+        return self.keys.places(device).ravel()
+
+    def bias_of(self, device: jax.Array) -> jax.Array | None:
+        """The bias of the keys in hand, [b or 1, g or 1, r or 1, i * x, j * y]."""
+        if self.bias is None:
+            return None
+        return jnp.take(self.bias, self.columns(device), axis=-1, mode="fill", fill_value=0)
+
+
+KERNELS = (Kernel("ring", "projected", "plain XLA, around the ring", ring_attention),)

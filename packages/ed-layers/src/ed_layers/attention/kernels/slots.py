@@ -1,0 +1,192 @@
+"""Attention to the slots of a contiguous cache, block by block.
+
+A block can be computed as several splits side by side, each with a softmax of its own (flash
+decoding, Dao et al. 2023), so that one query fills an accelerator.
+
+Legend: b batch, g kv heads, r heads per kv head, s queries, t slots, k key dim, d value dim,
+n scales of a head, p splits, y slots of a split in one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jax.typing import DTypeLike
+
+from ed_layers.attention.kernels.softmax import Bound, Part, over_blocks
+from ed_layers.attention.scoring import Scoring
+from ed_layers.cache.codes import Codes, Numbers, decode, map_slots
+from ed_layers.cache.storage import Layer
+from ed_layers.projections.matmul import batched
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Keys and values of one layer, read in blocks: a layer is never taken out of its stack.
+
+    Attributes:
+        keys, values: [b, g, t, k] and [b, g, t, d], or with a leading layer axis.
+        at: index of the layer in them, `(layer,)` or `()`.
+        splits, block: p and y.
+    """
+
+    keys: Numbers
+    values: Numbers
+    at: tuple[Layer, ...]
+    splits: int
+    block: int
+
+    @property
+    def count(self) -> int:
+        """Slots."""
+        return self.keys.shape[-2]
+
+    @property
+    def step(self) -> int:
+        """Slots of a block."""
+        return self.splits * self.block
+
+    def read(self, numbers: Numbers, first: jax.Array) -> Numbers:
+        """The block that starts at a slot: [b, g, p, y, k], codes and scales if quantized."""
+
+        def one(array: jax.Array, axis: int) -> jax.Array:
+            lead = len(self.at)
+            zero = jnp.zeros((), first.dtype)
+            start = [*(jnp.asarray(i, first.dtype) for i in self.at)]
+            start += [zero] * (array.ndim - lead)
+            start[axis] = first
+            shape = (*(1,) * lead, *array.shape[lead:axis], self.step, *array.shape[axis + 1 :])
+            return jax.lax.dynamic_slice(array, start, shape).reshape(shape[lead:])
+
+        block = map_slots(one, numbers)
+        shape = (*block.shape[:2], self.splits, self.block, block.shape[-1])
+        if not isinstance(block, Codes):
+            return block.reshape(shape)
+        scale = block.scale.reshape(*block.scale.shape[:3], self.splits, self.block)
+        return Codes(block.values.reshape(shape), jnp.moveaxis(scale, 3, 2))
+
+
+def at_least_two_blocks(splits: int, block: int, count: int) -> tuple[int, int]:
+    """Splits, and slots of one, such that there are two blocks at least.
+
+    A single block is the same in every turn: XLA moves the read out of the loop and merges it with
+    the write before it, and then copies a stacked cache in every layer (seen on a CPU).
+    """
+    half = max(1, -(-count // 2))
+    block = min(block, half)
+    return max(1, min(splits, half // block)), block
+
+
+def attention_to_slots(
+    q: jax.Array,
+    slots: Slots,
+    info: MaskInfo,
+    scoring: Scoring,
+    bias: jax.Array | None,
+    bounds: tuple[Bound, Bound],
+    heads: jax.Array,
+    *,
+    by_sum: bool = False,
+) -> Part:
+    """The softmax of queries [b, g, r, s, k] over the slots between two bounds.
+
+    Args:
+        info: its `kv_segment_ids` and `kv_index` are those of the slots, [b, t].
+        bias: [b or 1, g or 1, r or 1, s, t] or None.
+        bounds: first slot, and the one after the last.
+        heads: numbers of the heads, [g, r].
+        by_sum: a single query of a single row; on a CPU it is computed by multiply-and-sum.
+
+    Returns:
+        [b, g, r, s, 1], [b, g, r, s, 1] and [b, g, r, s, d], in the softmax dtype.
+    """
+    dtype, size, count = scoring.softmax_dtype, slots.step, slots.count
+    lead = (*q.shape[:-1], slots.splits)
+
+    def block(j: jax.Array):
+        # The last block is moved back inside the buffer; the slots that it reads again are masked.
+        first = jnp.minimum(j * size, count - size)
+        scores = scores_of(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
+        scores, _ = scoring.cap(scores)
+        if bias is not None:
+            cut = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=-1)
+            scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
+        if scoring.alibi is not None:
+            index = jax.lax.dynamic_slice_in_dim(info.kv_index, first, size, axis=1)
+            cut = scoring.alibi.bias(heads, info.q_index, index)
+            scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
+        allowed = allowed_of(info, first, size, scoring) & (first + jnp.arange(size) >= j * size)
+        allowed = allowed.reshape(allowed.shape[0], 1, 1, q.shape[3], slots.splits, slots.block)
+        scores = jnp.where(jnp.broadcast_to(allowed, (*lead, slots.block)), scores, -jnp.inf)
+
+        def weighted_sum(weights: jax.Array) -> jax.Array:
+            return combine(weights, slots.read(slots.values, first), q.dtype, by_sum)
+
+        return scores, weighted_sum
+
+    first, last = bounds
+    start = Part.empty(lead, slots.values.shape[-1], dtype)
+    part = over_blocks(first // size, (last + size - 1) // size, start, block)
+    return part.merged_along(-2)
+
+
+def scores_of(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
+    """q·k of one block: [b, g, r, s, p, y]."""
+    keys, scale = scale_apart(k, q.dtype)
+
+    def matmul(q: jax.Array, k: jax.Array) -> jax.Array:
+        b, groups, repeat, s, _ = q.shape
+        joined, rows = (x.reshape(b, groups, -1, x.shape[-1]) for x in (q, k))
+        scores = batched(joined, rows, transposed=True, dtype=dtype)
+        return scores.reshape(b, groups, repeat, s, *k.shape[2:4])
+
+    def multiply_and_sum(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.sum(q[..., None, None, :] * k[:, :, None, None], axis=-1).astype(dtype)
+
+    if by_sum:
+        scores = jax.lax.platform_dependent(q, keys, cpu=multiply_and_sum, default=matmul)
+    else:
+        scores = matmul(q, keys)
+    return scores if scale is None else scores * scale
+
+
+def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
+    """Weighted sum of the values of one block: [b, g, r, s, p, d]."""
+    values, scale = scale_apart(v, dtype)
+    scaled = weights if scale is None else weights * scale
+
+    def matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
+        b, groups, repeat, s, splits, _ = weights.shape
+        joined = weights.astype(dtype).reshape(b, groups, repeat * s, splits, -1)
+        sums = batched(joined.swapaxes(2, 3), v, dtype=weights.dtype)
+        return sums.swapaxes(2, 3).reshape(b, groups, repeat, s, splits, -1)
+
+    def multiply_and_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(weights[..., None] * v[:, :, None, None], axis=-2)
+
+    if by_sum:
+        return jax.lax.platform_dependent(scaled, values, cpu=multiply_and_sum, default=matmul)
+    return matmul(scaled, values)
+
+
+def scale_apart(x: Numbers, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Numbers to multiply by, and the factor [b, g, 1, 1, p, y] that a slot's results still need.
+
+    With one scale per slot the codes themselves go into the product.
+    """
+    if not isinstance(x, Codes) or x.scale.shape[-2] > 1:
+        return decode(x, dtype), None
+    return x.values.astype(dtype), x.scale[:, :, None, None, :, 0]
+
+
+def allowed_of(info: MaskInfo, first: jax.Array, size: int, scoring: Scoring) -> jax.Array:
+    """Which queries may attend to which slots of a block: [b, s, size]."""
+    segments, index = (
+        jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
+        for x in (info.kv_segment_ids, info.kv_index)
+    )
+    block = MaskInfo(info.q_segment_ids, segments, info.q_index, index, info.causal)
+    return block.allowed(window=scoring.window, chunk=scoring.chunk)

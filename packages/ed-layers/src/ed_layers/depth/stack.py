@@ -1,0 +1,284 @@
+"""The layer stack: layers stored stacked and scanned, or as separate leaves and unrolled.
+
+Both layouts produce the same numbers and the same checkpoint. The scanned layout compiles one body
+for any depth. The unrolled layout is faster per step on a CPU, because every weight is a separate
+leaf.
+
+The storage names contain the layer numbers (`ed_infra.parameter_names`): `run_0_30_1` holds layers 0 to 29,
+stacked; `layer_3` holds layer 3.
+
+Legend: L layers, n layers of a run, p period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import Report
+from ed_infra.parameter_names import Run
+from ed_infra.sharding.placement import constrain
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.context import Ctx
+from ed_layers.depth.remat import BETWEEN, Remat, names_in
+from ed_layers.depth.rngs import layer_rngs
+from ed_layers.depth.runs import runs_of
+from ed_layers.named import STREAM, named
+
+Layout = Literal["stacked", "leaves"]
+MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
+
+
+class Stack(nnx.Module):
+    """The layers of a decoder.
+
+    A layer is called as `layer(x, ctx, cache, index) -> (x, cache, report)`. In a scan the index is
+    a traced number, so a layer can index a table with it, for example a table of windows. The
+    report (`ed_infra.outputs.Report`) has one structure for all layers of a run.
+
+    Args:
+        make: `make(layer_index, rngs)` builds one layer.
+        num_layers: L.
+        scan: store runs of layers stacked and scan over them; False stores every layer separately.
+        period: number of layers in one repeating unit (6 for Gemma 3: five windowed layers and a
+            full one). The layers that remain at the end form a separate run.
+        kinds: instead of `period`, one value per layer; layers with the same value have the same
+            structure. Runs and periods are derived from these values: a dense layer before the
+            layers with experts, or one layer that a rule singles out, is a separate run.
+        remat: the values that the backward pass keeps.
+        rngs: layer i gets `fold_in(rngs.params(), i)`, whatever the storage.
+
+    Raises:
+        ConfigError: layers of one run are not equal, or `kinds` does not fit.
+    """
+
+    def __init__(
+        self,
+        make: MakeLayer,
+        num_layers: int,
+        *,
+        scan: bool,
+        period: int = 1,
+        kinds: Sequence[Hashable] | None = None,
+        remat: Remat | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if kinds is not None and (len(kinds) != num_layers or period != 1):
+            raise ConfigError(
+                f"Stack of {num_layers} layers with {len(kinds)} kinds and period={period}: give "
+                "one kind for each layer, and no period beside them"
+            )
+        self.num_layers = num_layers
+        self.runs = runs_of([i % period for i in range(num_layers)] if kinds is None else kinds)
+        self.remat = Remat() if remat is None else remat
+        key = rngs.params()
+        if not scan:
+            for i in range(num_layers):
+                rngs = layer_rngs(jax.random.fold_in(key, i))
+                setattr(self, f"layer_{i}", make(i, rngs))
+            return
+        for run in self.runs:
+            units = [build_stacked(make, key, run, slot) for slot in range(run.period)]
+            setattr(self, run.name, nnx.List(units))
+
+    @property
+    def layout(self) -> Layout:
+        """The storage layout of the layers."""
+        return "leaves" if hasattr(self, "layer_0") else "stacked"
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any = None, *, keep_hidden: bool = False
+    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+        """Run all layers.
+
+        Args:
+            x: [b, s, d].
+            cache: carried through the layers; None in training.
+            keep_hidden: also return the input of every layer.
+
+        Returns:
+            x, the cache, the report of all layers, and the hidden states.
+
+        Raises:
+            ConfigError: no layer produces one of the `gradient_checkpointing_targets`.
+        """
+        hidden: list[jax.Array] = []
+        reports: list[Report] = []
+        apply = partial(apply_layer, ctx=ctx)
+        remat = self.remat if ctx.mode == "train" else Remat()
+        remat.check(self.names(apply, x, cache))
+
+        def alone(static: Static, state: Any, x: jax.Array, cache: Any):
+            hidden.append(x)
+            return remat.wrap(apply)(static, state, x, cache)
+
+        if self.layout == "leaves":
+            for i in range(self.num_layers):
+                graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
+                x, cache, report = alone(Static(graphdef, i), state, x, cache)
+                reports.append(report.under(f"layer_{i}"))
+        for run, units in self.stored():
+            if run.repeats == 1:
+                graphdef, state = units[0]
+                state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
+                x, cache, report = alone(Static(graphdef, run.start), state, x, cache)
+                report = jax.tree.map(lambda leaf: leaf[None], report)
+                reports.append(report.over_layers().under(run.name, 0))
+                continue
+            body = partial(unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
+            xs = [state for _, state in units], jnp.arange(run.repeats)
+            (x, cache), (kept, slots) = jax.lax.scan(body, (x, cache), xs)
+            if kept is not None:
+                hidden.extend(kept.reshape(run.count, *x.shape))
+            reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
+        return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
+
+    def layer(self, index: int) -> Any:
+        """Return layer `index` as a separate module that shares or slices the stored arrays."""
+        if self.layout == "leaves":
+            return getattr(self, f"layer_{index}")
+        for run, units in self.stored():
+            for slot, (graphdef, state) in enumerate(units):
+                layers = run.layers(slot)
+                if index in layers:
+                    at = layers.index(index)
+                    return nnx.merge(graphdef, jax.tree.map(lambda leaf, at=at: leaf[at], state))
+        raise ConfigError(f"there is no layer {index}: the stack has {self.num_layers}")
+
+    def cache_specs(self) -> list[LayerSpecs]:
+        """Return the `cache_specs()` of every layer."""
+        if self.layout == "leaves":
+            return [getattr(self, f"layer_{i}").cache_specs() for i in range(self.num_layers)]
+        specs: list[LayerSpecs] = [()] * self.num_layers
+        for run in self.runs:
+            for slot, layer in enumerate(getattr(self, run.name)):
+                for i in run.layers(slot):
+                    specs[i] = layer.cache_specs()
+        return specs
+
+    def stored(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
+        """The runs with their split layers, one per slot of the period; empty if unrolled."""
+        for run in self.runs if self.layout == "stacked" else ():
+            yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
+
+    def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
+        """The names that each kind of layer passes to `ed_layers.named`, traced on first use."""
+        trace = jax.make_jaxpr(apply, return_shape=True)
+        for layer, graphdef, state in self.kinds():
+            jaxpr, (_, cache, _) = trace(Static(graphdef, layer), state, x, cache)
+            yield names_in(jaxpr)
+
+    def kinds(self) -> Iterator[tuple[int, nnx.GraphDef, nnx.State]]:
+        """The first layer of each kind, in order: its number, and the shapes of its arrays."""
+        if self.layout == "leaves":
+            for i in range(self.num_layers):
+                yield i, *nnx.split(getattr(self, f"layer_{i}"))
+        for run, units in self.stored():
+            for slot, (graphdef, state) in enumerate(units):
+                shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state)
+                yield run.start + slot, graphdef, shapes
+
+    def to_layout(self, layout: Layout) -> None:
+        """Convert the storage in place: separate leaves for a CPU engine, stacks for training."""
+        if layout == self.layout:
+            return
+        if layout == "leaves":
+            for run, units in list(self.stored()):
+                for slot, (graphdef, state) in enumerate(units):
+                    for repeat, layer in enumerate(run.layers(slot)):
+                        one = jax.tree.map(lambda leaf, r=repeat: leaf[r], state)
+                        setattr(self, f"layer_{layer}", nnx.merge(graphdef, one))
+                delattr(self, run.name)
+            return
+        for run in self.runs:
+            units = []
+            for slot in range(run.period):
+                split = [nnx.split(getattr(self, f"layer_{i}")) for i in run.layers(slot)]
+                stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[s[1] for s in split])
+                units.append(nnx.merge(split[0][0], stacked))
+            setattr(self, run.name, nnx.List(units))
+        for i in range(self.num_layers):
+            delattr(self, f"layer_{i}")
+
+
+@jax.tree_util.register_static
+class Static:
+    """The static part of a layer, hidden from tracing.
+
+    An unrolled layer stores its index here; a scanned layer receives the index as a traced number.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, layer: int | None = None):
+        self.graphdef, self.layer = graphdef, layer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.graphdef, self.layer))
+
+
+def apply_layer(
+    static: Static, state: Any, x: jax.Array, cache: Any, layer: Any = None, *, ctx: Ctx
+):
+    """Apply one layer as a function of arrays; remat wraps this function and scan repeats it."""
+    index: Any = static.layer if layer is None else layer
+    # The input is named here, so a policy that offloads it keeps no second copy on the device.
+    x = named(x, BETWEEN)
+    x, cache, report = nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
+    # The stream has a fixed placement between layers; inside a layer the compiler may choose.
+    x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
+    return x, cache, report
+
+
+def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):
+    """Apply one period of a run, the body of the scan; return the layers' inputs and reports."""
+    x, cache = carry
+    states, repeat = xs
+    inputs, slots = [], []
+    for slot, (graphdef, _) in enumerate(units):
+        inputs.append(x)
+        layer = run.start + repeat * run.period + slot
+        x, cache, report = apply(Static(graphdef), states[slot], x, cache, layer)
+        slots.append(report)
+    return (x, cache), (jnp.stack(inputs) if keep_hidden else None, slots)
+
+
+def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.Module:
+    """Stack the equal layers of one slot along a new first axis; keep the metadata of one layer."""
+    layers = run.layers(slot)
+    graphdefs: list[nnx.GraphDef] = []
+
+    def build(index: int, layer_key: jax.Array) -> nnx.State:
+        graphdef, state = nnx.split(make(index, layer_rngs(layer_key)))
+        graphdefs.append(graphdef)
+        return state
+
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.asarray(layers))
+    state = jax.vmap(partial(build, layers[0]))(keys)
+    if len(layers) > 1:
+        # Only the first and the last layer are compared; the caller guarantees the others.
+        last = jax.eval_shape(partial(build, layers[-1]), key)
+        shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(state)]
+        if graphdefs[0] != graphdefs[1] or shapes != [x.shape for x in jax.tree.leaves(last)]:
+            raise ConfigError(
+                f"layers {layers[0]} and {layers[-1]} are scanned as one run, but differ in "
+                "structure or in an attribute that is no array: tell Stack by `kinds` which are "
+                "equal, take what differs from a table indexed by the layer, or unroll them "
+                "(scan_layers: false)"
+            )
+    return nnx.merge(graphdefs[0], state)
+
+
+def to_layout(module: nnx.Module, layout: Layout) -> None:
+    """Convert the storage of every `Stack` inside a module, in place."""
+    for _, node in nnx.iter_modules(module):
+        if isinstance(node, Stack):
+            node.to_layout(layout)

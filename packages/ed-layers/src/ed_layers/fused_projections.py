@@ -1,0 +1,130 @@
+"""Several projections of one input, in one call of the native library where it computes them.
+
+A call costs some microseconds, and small matrices do not share out evenly over threads: a step of
+decoding a small model spends a quarter of its time so. Elsewhere, and where the library does not
+take them, layers are called one by one.
+
+Legend: i in features, f out features of a gated layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from ed_layers.activations import activation
+from ed_layers.context import Ctx
+from ed_layers.native import products as native
+from ed_layers.projections.linear import Linear, Weight, dot
+from ed_layers.quantization.qarray import QArray, codes_of
+
+
+def project(
+    layers: Sequence[Linear], x: Float[Array, "*rows i"], ctx: Ctx | None = None
+) -> list[jax.Array]:
+    """`[layer(x, ctx) for layer in layers]`, in the order of the layers."""
+    weights = weights_of(layers, x)
+    if weights is None:
+        return [layer(x, ctx) for layer in layers]
+    found: Any = multiply(None, layers[0].precision, x.astype(layers[0].dtype), weights)
+    return [with_bias(layer, y) for layer, y in zip(layers, found, strict=True)]
+
+
+def project_gated(
+    gate: Linear, up: Linear, act: str, x: Float[Array, "*rows i"]
+) -> Float[Array, "*rows f"] | None:
+    """`act(gate(x)) * up(x)`; None where that is no call of the native library.
+
+    Args:
+        act: Hugging Face's name of the activation.
+    """
+    weights = weights_of((gate, up), x)
+    if weights is None or act not in native.ACTS or gate.use_bias or up.use_bias:
+        return None
+    found: Any = multiply(act, gate.precision, x.astype(gate.dtype), weights)
+    return found[0]
+
+
+def with_bias(layer: Linear, y: Float[Array, "*rows f"]) -> Float[Array, "*rows f"]:
+    """The product with the layer's bias, if it has one."""
+    return y + layer.bias.get_value().astype(layer.dtype) if layer.use_bias else y
+
+
+def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | None:
+    """The matrices of layers that the library multiplies by in one call; None if it does not."""
+    first = layers[0]
+    # Layers with adapters do more than to multiply.
+    if any(
+        type(layer) is not Linear
+        or (layer.dtype, layer.precision) != (first.dtype, first.precision)
+        for layer in layers
+    ):
+        return None
+    weights = tuple(layer.weight for layer in layers)
+    rows = math.prod(x.shape[:-1])
+    if all(isinstance(w, jax.Array) and native.takes(rows, first.dtype, w) for w in weights):
+        return weights
+    coded = [w for w in weights if isinstance(w, QArray) and w.axis == -2]
+    if len(coded) < len(weights) or len({w.activations for w in coded}) > 1:
+        return None
+    whole = coded[0].activations
+    if all(native.takes_codes(rows, first.dtype, w.codes, whole=whole) for w in coded):
+        return weights
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply(
+    act: str | None, precision: Any, x: Float[Array, "*rows i"], weights: tuple[Weight, ...]
+) -> list[jax.Array]:
+    """The product with each matrix; with an activation the one of a gated layer."""
+    return jax.lax.platform_dependent(
+        x, weights, cpu=partial(by_library, act), default=partial(one_by_one, act, precision)
+    )
+
+
+def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array]:
+    """In one call."""
+    rows = x.reshape(-1, x.shape[-1])
+    coded = [w for w in weights if isinstance(w, QArray)]
+    if coded:
+        codes, whole = [codes_of(w) for w in coded], coded[0].activations
+        found = native.products_of_codes(rows, codes, whole=whole, act=act)
+    else:
+        plain = [w for w in weights if isinstance(w, jax.Array)]
+        found = native.products(rows, plain, act=act)
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def one_by_one(
+    act: str | None, precision: Any, x: jax.Array, weights: tuple[Weight, ...]
+) -> list[jax.Array]:
+    """In a call for each."""
+    found = [dot(x, w, precision=precision) for w in weights]
+    return found if act is None else [activation(act)(found[0]) * found[1]]
+
+
+def multiply_forward(act: str | None, precision: Any, x: jax.Array, weights: tuple[Weight, ...]):
+    return multiply(act, precision, x, weights), (x, weights)
+
+
+def multiply_backward(
+    act: str | None,
+    precision: Any,
+    saved: tuple[jax.Array, tuple[Weight, ...]],
+    d_found: list[jax.Array],
+):
+    x, weights = saved
+    if not isinstance(weights[0], jax.Array):  # codes have no gradient
+        _, pull = jax.vjp(lambda x: one_by_one(act, precision, x, weights), x)
+        return *pull(d_found), None
+    _, pull = jax.vjp(partial(one_by_one, act, precision), x, weights)
+    return pull(d_found)
+
+
+multiply.defvjp(multiply_forward, multiply_backward)

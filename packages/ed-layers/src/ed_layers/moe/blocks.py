@@ -1,0 +1,208 @@
+"""Experts as a loop over blocks of rows that share one expert.
+
+The loop multiplies no row that is not needed, and copies no matrix.
+
+Legend: n tokens, k experts of a token, e experts, d hidden, p places (rows, padded to whole
+blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.projections.linear import dot
+
+
+@runtime_checkable
+class Matrices(Protocol):
+    """Matrices [e, i, o] of experts that are not a plain array (quantized): a pytree."""
+
+    #: Whether the matrices need a gradient.
+    learns: ClassVar[bool]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(e, i, o)."""
+        ...
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """For each dimension, the number of parts that the matrices can be split into."""
+        ...
+
+    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+        """Return `x @ self` of one expert's matrix, [..., o], in the dtype of `x`."""
+        ...
+
+    def grouped_product(
+        self, rows: jax.Array, counts: jax.Array, *, precision: Any = None
+    ) -> jax.Array:
+        """Multiply the first `counts[0]` rows by the first matrix, and so on, as `ragged_dot`."""
+        ...
+
+
+#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on; for an adapter
+#: "up_proj.lora_a" and "up_proj.lora_b", which contains the scale. A quantized kernel is a pytree.
+Params = Mapping[str, jax.Array | Matrices]
+#: `(name of a layer, x) -> y`: multiplies the rows of `x` by the matrices of their experts.
+Product = Callable[[str, jax.Array], jax.Array]
+#: A feed-forward network as a function of its products.
+Network = Callable[[jax.Array, Product], jax.Array]
+
+
+def product_of(params: Params, precision: Any) -> Product:
+    """Return the layers of one expert."""
+
+    def product(name: str, x: jax.Array) -> jax.Array:
+        y = times(x, f"{name}.kernel")
+        if f"{name}.lora_a" in params:
+            y = y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b")
+        bias = params.get(f"{name}.bias")
+        return y if bias is None else y + plain(bias).astype(x.dtype)
+
+    def times(x: jax.Array, name: str) -> jax.Array:
+        return dot(x, params[name], precision=precision)
+
+    return product
+
+
+def plain(array: jax.Array | Matrices) -> jax.Array:
+    """Return an array that is never quantized."""
+    assert isinstance(array, jax.Array)
+    return array
+
+
+def apart(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the parameters into those with gradients and those without."""
+    learned = {n: v for n, v in params.items() if isinstance(v, jax.Array) or v.learns}
+    return learned, {name: v for name, v in params.items() if name not in learned}
+
+
+class Blocks(NamedTuple):
+    """Rows sorted by expert; the rows of each expert are padded to whole blocks.
+
+    Attributes:
+        token: token of each place, [p].
+        choice: pair of a token and an expert of each place, in [0, n * k), [p].
+        real: whether a place holds a row and not padding, [p].
+        place: place of each pair, [n, k]; arbitrary where no expert was chosen.
+        chosen: whether an expert was chosen, [n, k].
+        expert: expert of each block.
+        used: number of blocks that hold rows.
+    """
+
+    token: Int[Array, " p"]
+    choice: Int[Array, " p"]
+    real: Bool[Array, " p"]
+    place: Int[Array, "n k"]
+    chosen: Bool[Array, "n k"]
+    expert: Int[Array, " blocks"]
+    used: Int[Array, ""]
+
+    @property
+    def size(self) -> int:
+        """Number of rows in a block."""
+        return self.token.shape[0] // self.expert.shape[0]
+
+
+def blocks_of(chosen: Int[Array, "n k"], experts: int) -> Blocks:
+    """Sort the pairs by expert; a block holds about half of the rows of one expert."""
+    n, k = chosen.shape
+    size = min(256, max(1, 1 << (n * k // experts).bit_length() - 1)) if n * k > experts else 1
+    most = n * k // size + (min(experts, n * k) if size > 1 else 0)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    bounds = jnp.searchsorted(flat[order], jnp.arange(experts + 1))
+    starts, counts = bounds[:-1], jnp.diff(bounds)
+    ends = jnp.cumsum(-(-counts // size))
+    first = ends - -(-counts // size)
+    blocks = jnp.arange(most)
+    expert = jnp.minimum(jnp.searchsorted(ends, blocks, side="right"), experts - 1)
+    places = jnp.arange(most * size)
+    of_place = expert[places // size]
+    offset = places - first[of_place] * size
+    real = (places // size < ends[-1]) & (offset < counts[of_place])
+    choice = order[jnp.where(real, starts[of_place] + offset, 0)]
+    of_pair = jnp.minimum(flat, experts - 1)
+    place = first[of_pair] * size + jnp.argsort(order) - starts[of_pair]
+    place = jnp.clip(place, 0, most * size - 1).reshape(n, k)
+    return Blocks(choice // k, choice, real, place, chosen < experts, expert, ends[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def over_blocks(
+    network: Network,
+    precision: Any,
+    x: Float[Array, "n d"],
+    weights: Float[Array, "n k"],
+    params: Params,
+    plan: Blocks,
+) -> Float[Array, "n d"]:
+    """Loop over the blocks that hold rows, without copying a matrix."""
+    rows = x[plan.token]
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        own = jax.tree.map(lambda p: p[plan.expert[i]], params)
+        y = network(block_of(rows, i, plan), product_of(own, precision))
+        return put_block(out, y, i, plan)
+
+    out = jax.lax.fori_loop(0, plan.used, step, jnp.zeros(rows.shape, x.dtype))
+    return jnp.einsum("nkd,nk->nd", out[plan.place].astype(jnp.float32), weights)
+
+
+def _forward(network, precision, x, weights, params, plan):
+    return over_blocks(network, precision, x, weights, params, plan), (x, weights, params, plan)
+
+
+def _backward(network, precision, kept, g):
+    """Recompute each block and add its gradients to the gradients of its expert."""
+    x, weights, params, plan = kept
+    learned, frozen = apart(params)
+    rows, g_rows = x[plan.token], g[plan.token]
+    shares = jnp.where(plan.real, weights.reshape(-1)[plan.choice], 0.0)
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        dx, dshares, dparams = carry
+        e = plan.expert[i]
+        own, rest = jax.tree.map(lambda p: p[e], (learned, frozen))
+        y, pull = jax.vjp(
+            lambda block, own: network(block, product_of({**own, **rest}, precision)),
+            block_of(rows, i, plan),
+            own,
+        )
+        g_block = block_of(g_rows, i, plan)
+        dblock, down = pull((g_block * block_of(shares, i, plan)[:, None]).astype(y.dtype))
+        dshare = jnp.sum(y.astype(jnp.float32) * g_block, axis=-1)
+        return (
+            put_block(dx, dblock, i, plan),
+            put_block(dshares, dshare, i, plan),
+            jax.tree.map(lambda total, d: total.at[e].add(d.astype(total.dtype)), dparams, down),
+        )
+
+    dparams = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), learned)
+    start = jnp.zeros_like(rows), jnp.zeros(shares.shape, jnp.float32), dparams
+    dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
+    dx = jnp.where(plan.chosen[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
+    dweights = jnp.where(plan.chosen, dshares[plan.place], 0.0)
+    dparams = jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, learned)
+    dparams |= dict.fromkeys(frozen)
+    return dx.astype(x.dtype), dweights.astype(weights.dtype), dparams, None
+
+
+over_blocks.defvjp(_forward, _backward)
+
+
+def block_of(rows: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
+    """Return the rows of block `i`."""
+    return jax.lax.dynamic_slice_in_dim(rows, i * plan.size, plan.size)
+
+
+def put_block(rows: jax.Array, block: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
+    """Write block `i`."""
+    return jax.lax.dynamic_update_slice_in_dim(rows, block, i * plan.size, 0)

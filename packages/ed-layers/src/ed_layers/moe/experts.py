@@ -1,0 +1,182 @@
+"""Experts: feed-forward networks of which each token uses a few, and the methods to compute them.
+
+Legend: b batch, s sequence, d hidden, f intermediate, e experts, k experts of a token, n tokens,
+r rows: pairs of a token and an expert, in the order of experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_layers.activations import activation
+from ed_layers.context import Ctx
+from ed_layers.devices import platform_of
+from ed_layers.moe.blocks import Network, Params, Product, blocks_of, over_blocks, product_of
+from ed_layers.moe.groups import over_groups
+from ed_layers.moe.mesh import ExpertMesh
+from ed_layers.parts import Parts
+from ed_layers.projections.linear import Axes
+
+
+class ExpertLinear(nnx.Module):
+    """The linear layers of all experts: kernel [e, in, out], bias [e, out].
+
+    Args:
+        parts: dtypes and initialisation.
+        experts: e.
+        inputs, outputs: sizes.
+        axes: logical axes of one kernel, (in, out).
+        bias: whether the layers have biases.
+    """
+
+    def __init__(
+        self, parts: Parts, experts: int, inputs: int, outputs: int, *, axes: Axes, bias: bool
+    ):
+        shape = (experts, inputs, outputs)
+        kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=("expert", *axes))
+        if bias:
+            zeros = jnp.zeros((experts, outputs), parts.param_dtype)
+            self.bias = nnx.Param(zeros, axes=("expert", axes[1]))
+
+    def variables(self) -> dict[str, nnx.Variable]:
+        """The arrays of the experts by name; the first dimension of each is the expert."""
+        return {name: v for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return the values of the variables as `ed_layers.moe.blocks.Params`."""
+        return {name: variable.get_value() for name, variable in self.variables().items()}
+
+
+class Experts(nnx.Module):
+    """Feed-forward networks `down(act(gate(x)) * up(x))`, stacked along the first axis.
+
+    `moe_method` of the configuration selects the method; all methods produce the same numbers:
+
+    - `fused_moe`: rows sorted by expert, grouped products (`jax.lax.ragged_dot`). On a CPU a
+      grouped product costs e times the work, so `standard_moe` is used there unless
+      `moe_force_xla_gmm` is set;
+    - `standard_moe`: rows sorted by expert, a loop over blocks of rows that share an expert;
+    - `dense_moe`: every expert on every token.
+
+    On a mesh each device keeps its experts and its part of f; see `ed_layers.moe.mesh`.
+
+    Args:
+        parts: makes the layers.
+        experts: e.
+        intermediate_size: f.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        bias: whether the layers have biases.
+        gated: whether the network has a gate; without one it is `down(act(up(x)))` (Nemotron-H).
+        features: d; default: the configuration's `hidden_size`.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        experts: int,
+        intermediate_size: int,
+        *,
+        hidden_act: str | None = None,
+        bias: bool = False,
+        gated: bool = True,
+        features: int | None = None,
+    ):
+        config = parts.config
+        d, f = features or config.hidden_size, intermediate_size
+        make = partial(ExpertLinear, parts, experts, bias=bias)
+        if gated:
+            self.gate_proj = make(d, f, axes=("embed", "mlp"))
+        self.up_proj = make(d, f, axes=("embed", "mlp"))
+        self.down_proj = make(f, d, axes=("mlp", "embed"))
+        self.gated, self.hidden_act = gated, hidden_act or config.hidden_act
+        activation(self.hidden_act)
+        self.dtype, self.precision = parts.dtype, parts.precision
+        self.method, self.force_grouped = config.moe_method, config.moe_force_xla_gmm
+        self.count = experts
+
+    def glu(self, gate: Float[Array, "r f"], up: Float[Array, "r f"]) -> Float[Array, "r f"]:
+        """Apply the activation and the gate between the layers."""
+        return self.act(gate) * up
+
+    def network(self, x: Float[Array, "r d"], product: Product) -> Float[Array, "r d"]:
+        """Apply the network of the experts with the given product."""
+        up = product("up_proj", x)
+        inner = self.glu(product("gate_proj", x), up) if self.gated else self.act(up)
+        return product("down_proj", inner)
+
+    def act(self, x: Float[Array, "r f"]) -> Float[Array, "r f"]:
+        """Apply the activation."""
+        return activation(self.hidden_act)(x)
+
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        chosen: Int[Array, "b s k"],
+        weights: Float[Array, "b s k"],
+        ctx: Ctx,
+    ) -> Float[Array, "b s d"]:
+        """Return the weighted sum of the outputs of each token's experts.
+
+        Args:
+            chosen: numbers of the experts; e and above mean no expert (padding).
+            weights: weights of the experts' outputs.
+        """
+        x = x.astype(self.dtype)
+        layers = {name: own for name, own in vars(self).items() if isinstance(own, ExpertLinear)}
+        params = {f"{at}.{k}": v for at, own in layers.items() for k, v in own.arrays().items()}
+        local = partial(self.local, ctx=ctx)
+        if ctx.config is None or ctx.config.mesh.size == 1:
+            return local(x, chosen, weights, params)
+        axes = {
+            f"{at}.{name}": variable.get_metadata()["axes"]
+            for at, own in layers.items()
+            for name, variable in own.variables().items()
+        }
+        mesh = ExpertMesh.of(ctx.config, params, axes, x.shape, ctx.mode)
+        return mesh.run(local, x, chosen, weights, params)
+
+    def local(
+        self,
+        x: Float[Array, "b s d"],
+        chosen: Int[Array, "b s k"],
+        weights: Float[Array, "b s k"],
+        params: Params,
+        ctx: Ctx,
+    ) -> Float[Array, "b s d"]:
+        """Apply the experts `params` to the tokens of one device."""
+        flat, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        experts = params["up_proj.kernel"].shape[0]
+        chosen, weights = chosen.reshape(-1, k), weights.reshape(-1, k).astype(jnp.float32)
+        weights = jnp.where(chosen < experts, weights, 0.0)
+        grouped = self.force_grouped or platform_of(ctx.config) != "cpu"
+        if self.method == "dense_moe":
+            out = dense(self.network, self.precision, flat, chosen, weights, params)
+        elif self.method == "fused_moe" and grouped:
+            share = self.count // experts  # Of `share` rows, one is expected on this device.
+            out = over_groups(self.network, self.precision, flat, chosen, weights, params, share)
+        else:
+            plan = blocks_of(chosen, experts)
+            out = over_blocks(self.network, self.precision, flat, weights, params, plan)
+        return jnp.asarray(out, x.dtype).reshape(x.shape)
+
+
+def dense(
+    network: Network,
+    precision: Any,
+    x: Float[Array, "n d"],
+    chosen: Int[Array, "n k"],
+    weights: Float[Array, "n k"],
+    params: Params,
+) -> Float[Array, "n d"]:
+    """Apply every expert to every token."""
+    experts = params["up_proj.kernel"].shape[0]
+    each = jax.vmap(lambda own: network(x, product_of(own, precision)))(params)
+    shares = jnp.sum(jax.nn.one_hot(chosen, experts) * weights[..., None], axis=1)
+    return jnp.einsum("end,ne->nd", each.astype(jnp.float32), shares, precision=precision)

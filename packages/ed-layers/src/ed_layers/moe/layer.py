@@ -1,0 +1,287 @@
+"""The sparse feed-forward layer: a router, experts, and experts that all tokens share.
+
+Legend: b batch, s sequence, d hidden, e experts, k experts of a token, g groups of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from ed_infra.outputs import Metric, Report
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.context import Ctx
+from ed_layers.mlp import MLP, GatedMLP
+from ed_layers.moe.experts import Experts
+from ed_layers.parts import Parts
+from ed_layers.updated import Updated
+
+#: Metrics [e] that layers report as the input of `balance`; they are not logged.
+LOAD, PROBABILITY = "router_load", "router_probability"
+#: Metric: the fraction of token-expert pairs that exceeded the capacity of the expert.
+DROPPED = "router_dropped"
+
+
+@dataclass(frozen=True)
+class FollowLoad:
+    """Update rule of a selection bias: increase the bias of an expert with fewer tokens than the
+    mean, decrease the bias of an expert with more (Wang et al. 2024, DeepSeek-V3)."""
+
+    rate: float
+
+    def __call__(self, bias: Float[Array, "*one e"], load: Float[Array, " e"]) -> jax.Array:
+        return bias + self.rate * jnp.sign(jnp.mean(load) - load)
+
+
+class Router(nnx.Module):
+    """Scores the experts and selects a few per token, in float32.
+
+    Reports in training:
+
+    - `losses["router_z"]`: mean square of `logsumexp(logits)` (Zoph et al. 2022), times
+      `router_z_loss_coef` of the configuration;
+    - for `balance`: the number of tokens and the sum of the probabilities of each expert;
+    - `updates`: the number of tokens of each expert, for the selection bias;
+    - with `expert_capacity_factor`, `metrics["router_dropped"]`: the fraction of dropped pairs.
+
+    With `expert_capacity_factor` in the configuration, an expert processes in training at most
+    `ceil(factor * s * k / e)` tokens of a row: the first tokens that choose it (Lepikhin et al.
+    2020). A group is a row here, so the result depends neither on other rows nor on the mesh.
+
+    Args:
+        parts: initialisation and dtype of the parameters.
+        experts: e.
+        per_token: k.
+        score: the softmax over all experts, or the sigmoid of each logit.
+        normalize: divide the scores of the chosen experts by their sum.
+        scale: factor on the weights.
+        bias: whether the logits have a bias.
+        selection_bias: add a bias to the scores for the selection only. Training moves the bias
+            towards equal loads without a gradient (`router_bias_rate` of the configuration).
+        groups: g; experts are chosen from the best `groups_chosen` of g groups.
+        groups_chosen: number of groups to choose from.
+        group_score: number of best expert scores whose sum is the score of a group.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        experts: int,
+        per_token: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        selection_bias: bool = False,
+        groups: int = 1,
+        groups_chosen: int = 1,
+        group_score: int = 2,
+    ):
+        config = parts.config
+        shape = (config.hidden_size, experts)
+        kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=("embed", None))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((experts,), parts.param_dtype), axes=(None,))
+        if selection_bias:
+            rule = FollowLoad(config.router_bias_rate)
+            zeros = jnp.zeros((experts,), jnp.float32)
+            self.e_score_correction_bias = Updated(zeros, axes=(None,), rule=rule)
+        self.per_token, self.score, self.normalize, self.scale = per_token, score, normalize, scale
+        self.groups, self.groups_chosen, self.group_score = groups, groups_chosen, group_score
+        self.z_loss: float = config.router_z_loss_coef
+        self.capacity_factor: float | None = config.expert_capacity_factor
+        self.balanced = getattr(config, "output_router_logits", False)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx
+    ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"], Report]:
+        """Return the experts of each token, their weights, and the report.
+
+        Padding tokens get the expert number e, which does not exist.
+        """
+        logits = self.logits(x)
+        logits = ctx.named(logits, "moe_router_logits")
+        chosen, weights = self.choose(logits)
+        real = ctx.real
+        report = Report()
+        if ctx.mode == "train":
+            counted = jnp.ones(x.shape[:2], bool) if real is None else real
+            report = self.report(logits, chosen, counted)
+            if self.capacity_factor is not None:
+                chosen, report.metrics[DROPPED] = self.admitted(chosen, counted, logits.shape[-1])
+        if real is not None:
+            chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
+        return chosen, weights, report
+
+    def logits(self, x: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
+        """Float32."""
+        kernel = self.kernel.get_value().astype(jnp.float32)
+        logits = jnp.matmul(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+        if hasattr(self, "bias"):
+            logits = logits + self.bias.get_value().astype(jnp.float32)
+        return logits
+
+    def choose(
+        self, logits: Float[Array, "b s e"]
+    ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"]]:
+        """Return the best experts of each token, and the weights of their outputs."""
+        softmax = self.score == "softmax"
+        scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
+        chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
+        if self.normalize and softmax:
+            # Normalizing a softmax over a subset equals the softmax over that subset.
+            weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+        else:
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalize and not softmax:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return chosen, weights * self.scale
+
+    def ranks(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        """Return the values that the selection sorts by: biased scores of the best groups."""
+        if hasattr(self, "e_score_correction_bias"):
+            scores = scores + self.e_score_correction_bias.get_value().reshape(-1)
+        if self.groups == 1:
+            return scores
+        grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
+        of_group = jnp.sum(jax.lax.top_k(grouped, self.group_score)[0], axis=-1)
+        best = jax.lax.top_k(of_group, self.groups_chosen)[1]
+        kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
+        return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def admitted(
+        self, chosen: Int[Array, "b s k"], real: Bool[Array, "b s"], experts: int
+    ) -> tuple[Int[Array, "b s k"], Metric]:
+        """Replace choices beyond the capacity by e; return the choices and the dropped fraction."""
+        assert self.capacity_factor is not None
+        share = chosen.shape[1] * self.per_token / experts
+        visits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.int32), axis=2)
+        before = jnp.cumsum(visits * real[..., None], axis=1)
+        place = jnp.take_along_axis(before, chosen, axis=-1)
+        dropped = (place > math.ceil(self.capacity_factor * share)) & real[..., None]
+        count = jnp.sum(real, dtype=jnp.float32) * self.per_token
+        metric = Metric(jnp.sum(dropped, dtype=jnp.float32), count)
+        return jnp.where(dropped, experts, chosen), metric
+
+    def report(
+        self, logits: Float[Array, "b s e"], chosen: Int[Array, "b s k"], real: Bool[Array, "b s"]
+    ) -> Report:
+        """See the class."""
+        experts = logits.shape[-1]
+        tokens = jnp.sum(real, dtype=jnp.float32)
+
+        def load(chosen: Int[Array, "b s k"]) -> Float[Array, " e"]:
+            hits = jax.nn.one_hot(chosen, experts) * real[..., None, None]
+            return jnp.sum(hits, axis=(0, 1, 2))
+
+        report = Report()
+        if self.z_loss:
+            squares = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real
+            report.losses["router_z"] = Metric(self.z_loss * jnp.sum(squares), tokens)
+        if self.balanced:
+            # As in transformers, the probabilities ignore the selection bias.
+            probabilities = jax.nn.softmax(logits)
+            best = jax.lax.top_k(jax.lax.stop_gradient(logits), self.per_token)[1]
+            total = jnp.sum(probabilities * real[..., None], axis=(0, 1))
+            report.metrics[LOAD] = Metric(load(best), tokens)
+            report.metrics[PROBABILITY] = Metric(total, tokens)
+        if hasattr(self, "e_score_correction_bias"):
+            report.updates["e_score_correction_bias"] = load(chosen)
+        return report
+
+
+class SparseMLP(nnx.Module):
+    """A sparse feed-forward layer: a router sends each token to a few experts.
+
+    Args:
+        parts: makes the gate of the shared experts.
+        gate: the router.
+        experts: the routed experts.
+        shared: a feed-forward network that processes all tokens.
+        shared_gate: multiply the output of `shared` by the sigmoid of a linear layer (Qwen2-MoE).
+        scale_inputs: the weights multiply the inputs of the experts, not the outputs (Llama 4).
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        gate: Router,
+        experts: Experts,
+        shared: GatedMLP | MLP | None = None,
+        shared_gate: bool = False,
+        scale_inputs: bool = False,
+    ):
+        self.gate = gate
+        self.experts = experts
+        if shared is not None:
+            self.shared_experts = shared
+        if shared_gate:
+            self.shared_expert_gate = parts.linear(
+                parts.config.hidden_size, 1, axes=("embed", None)
+            )
+        self.scale_inputs = scale_inputs
+
+    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> tuple[Float[Array, "b s d"], Report]:
+        """Return the output [b, s, d] and the report of the router."""
+        x = ctx.named(x, "normed_input")
+        chosen, weights, report = self.gate(x, ctx)
+        if self.scale_inputs:
+            out = self.on_scaled(x, chosen, weights, ctx)
+        else:
+            out = self.experts(x, chosen, weights, ctx)
+        out = ctx.named(out, "moe_expert_output")
+        if hasattr(self, "shared_experts"):
+            out = self.joined(out, self.shared(x, ctx))
+        return ctx.named(out, "moe_output"), report.under("gate")
+
+    def on_scaled(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, ctx: Ctx) -> jax.Array:
+        """Treat each pair of a token and an expert as a separate, scaled token."""
+        b, s, k = chosen.shape
+        pairs = (x[:, :, None] * weights[..., None].astype(x.dtype)).reshape(b, s * k, -1)
+        out = self.experts(pairs, chosen.reshape(b, -1, 1), jnp.ones((b, s * k, 1)), ctx)
+        return jnp.sum(out.reshape(b, s, k, -1), axis=2)
+
+    def shared(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """Return the output of the shared experts."""
+        out = self.shared_experts(x, ctx)
+        if hasattr(self, "shared_expert_gate"):
+            logits = ctx.named(self.shared_expert_gate(x, ctx), "moe_gate_logits")
+            out = out * jax.nn.sigmoid(logits)
+        return out
+
+    def joined(
+        self, routed: Float[Array, "b s d"], shared: Float[Array, "b s d"]
+    ) -> Float[Array, "b s d"]:
+        """Combine the outputs of the routed and the shared experts."""
+        return routed + shared
+
+
+def balance(report: Report, config: Any) -> Report:
+    """Compute the auxiliary loss of Fedus et al. 2021 from the counts of all routers.
+
+    As in `transformers`, the loss is `e * sum(load * probability)` of the mean over the layers,
+    times `router_aux_loss_coef`, if `output_router_logits` is set. The result adds
+    `losses["router_balance"]` and the metric `router_load`: the load of the busiest expert divided
+    by the mean load.
+    """
+    if LOAD not in report.metrics:
+        return report
+    metrics = dict(report.metrics)
+    load, probability = metrics.pop(LOAD), metrics.pop(PROBABILITY)
+    tokens, experts = load.weight, load.sum.shape[-1]
+    loss = experts * jnp.sum(jax.lax.stop_gradient(load.value) * probability.value)
+    peak = jnp.max(load.value) / jnp.maximum(jnp.mean(load.value), 1e-12)
+    metrics[LOAD] = Metric(peak * tokens, tokens)
+    losses = dict(report.losses)
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    if coefficient:
+        losses["router_balance"] = Metric(coefficient * loss * tokens, tokens)
+    return replace(report, losses=losses, metrics=metrics)

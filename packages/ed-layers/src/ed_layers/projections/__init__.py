@@ -1,0 +1,1 @@
+"""Matrices of a model: linear layers, experts, embeddings, heads, and their products."""

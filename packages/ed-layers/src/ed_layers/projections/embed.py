@@ -1,0 +1,62 @@
+"""Token embedding. Legend: b batch, s sequence, d hidden, v vocabulary."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.sharding.placement import constrain
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_layers.named import STREAM, named
+from ed_layers.projections.linear import Initializer, Product
+
+
+class Rows(Protocol):
+    """A table [v, d] that is not a plain array (quantized): a pytree that returns rows."""
+
+    @property
+    def T(self) -> Product:
+        """The matrix [d, v]."""
+        ...
+
+    def take(self, rows: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
+        """Return the rows of the given token ids."""
+        ...
+
+
+class Embed(nnx.Module):
+    """A table [v, d]; also the language-model head if the two are tied."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        *,
+        config: EasyDeLBaseConfig,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        embedding_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        table = embedding_init(rngs.params(), (vocab_size, features), param_dtype)
+        self.embedding = nnx.Param(table, axes=("vocab", "embed"))
+        self.dtype = dtype
+        self.config = config
+
+    @property
+    def table(self) -> jax.Array | Rows:
+        """[v, d]; its transpose is the matrix of a tied head."""
+        return self.embedding.get_value()
+
+    def __call__(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        # With rows sharded over hidden (fsdp), the partitioner would replicate the result and shard
+        # it again; gathering the rows first keeps a plain lookup.
+        table = jax.tree.map(lambda a: constrain(a, ("vocab", None), self.config), self.table)
+        plain = isinstance(table, jax.Array)
+        rows = jnp.take(table, input_ids, axis=0) if plain else table.take(input_ids)
+        x = rows.astype(self.dtype)
+        return named(constrain(x, STREAM, self.config), "embeddings")

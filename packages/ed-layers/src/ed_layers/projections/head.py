@@ -1,0 +1,68 @@
+"""The language-model head as one value, used by generation, losses and scoring.
+
+Legend: d hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ed_layers.projections.linear import Weight, dot
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "bias"],
+    meta_fields=["scale", "soft_cap", "precision"],
+)
+@dataclass(frozen=True)
+class Head:
+    """Maps hidden states to logits: `cap(scale * (hidden @ weight + bias))`, in float32.
+
+    Attributes:
+        weight: [d, v], any right operand of `ed_layers.projections.linear.dot`.
+        bias: [v] or None.
+        scale: factor on the logits (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` (Gemma 2).
+        precision: of the product; None = the backend's default.
+    """
+
+    weight: Weight
+    bias: Float[Array, " v"] | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+    precision: Any = None
+
+    @classmethod
+    def of(cls, weight: Head | Weight) -> Head:
+        """Return a head unchanged, or create one from a matrix [d, v]."""
+        return weight if isinstance(weight, Head) else cls(weight)
+
+    @property
+    def vocab_size(self) -> int:
+        """v."""
+        return self.weight.shape[-1]
+
+    def __call__(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
+        """Return the logits, float32."""
+        return self.finish(self.product(hidden))
+
+    def product(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
+        """Return `hidden @ weight` in float32, before bias, scale and cap."""
+        return dot(hidden, self.weight, precision=self.precision).astype(jnp.float32)
+
+    def finish(self, scores: Float[Array, "*rows v"]) -> Float[Array, "*rows v"]:
+        """Apply bias, scale and cap to the product."""
+        if self.bias is not None:
+            scores = scores + self.bias.astype(jnp.float32)
+        if self.scale != 1.0:
+            scores = scores * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        return scores
