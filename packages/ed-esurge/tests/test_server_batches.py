@@ -14,8 +14,8 @@ import openai
 import pytest
 from ed_esurge.command.run_batch import answer_lines
 from ed_esurge.server import create_app
-from ed_esurge.server import stores as batch_store
-from ed_esurge.server.batches.endpoints import worker as batch_worker
+from ed_esurge.server import stores
+from ed_esurge.server.batches import worker
 from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
@@ -262,7 +262,7 @@ def test_line_in_flight_when_the_process_dies_fails_and_is_not_tried_again(tmp_p
         assert failed.keys() == {"slow", "slow too"}
         for error in failed.values():
             assert error["code"] == "server_died"
-            assert "process died" in error["message"]
+            assert "the process of the server died" in error["message"]
         assert len(engine.requests) == 1
         assert not marks.exists()
 
@@ -285,7 +285,7 @@ def test_a_batch_can_be_cancelled(tmp_path):
 def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
     """What is done by then is kept; what runs is given up, and the rest is never begun. A batch
     that the end of the server cut off after its time is no other."""
-    monkeypatch.setattr(batch_store, "DAY", 3)
+    monkeypatch.setattr(stores, "DAY", 3)
     engine = ScriptedEngine(lambda prompt, _: "x" * 200 if len(prompt) > 9 else "x", delay=0.05)
     texts = {"quick": "a", "slow": "a" * 20}
     ask = {kind: {"prompt": text, "max_tokens": 200} for kind, text in texts.items()}
@@ -319,8 +319,8 @@ def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
 
 
 def test_batch_without_progress_expires(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch_store, "DAY", 1)
-    monkeypatch.setattr(batch_worker, "PATIENCE", 0.05)
+    monkeypatch.setattr(stores, "DAY", 1)
+    monkeypatch.setattr(worker, "RETRY_SECONDS", 0.05)
     engine = ScriptedEngine()
     engine.is_sleeping = True
     with background(engine, batch_directory=tmp_path) as url:
@@ -341,9 +341,9 @@ def test_a_file_is_answered_in_order():
     lines = [line(str(place), bodies[place % 3]) for place in range(9)]
     lines += ["{", line("last", {"prompt": "a", "model": "fast"}, "/v1/completions")]
     to = io.BytesIO()
-    site = create_app(engines).state.site
+    server = create_app(engines).state.server
     source = io.BytesIO("\n".join(lines).encode())
-    counts = asyncio.run(answer_lines(site, source, to, 4))
+    counts = asyncio.run(answer_lines(server, source, to, 4))
     written = [json.loads(row) for row in to.getvalue().splitlines()]
     assert counts == (7, 4)
     assert [row["custom_id"] for row in written] == [*map(str, range(9)), None, "last"]

@@ -11,8 +11,8 @@ import time
 import httpx
 import pytest
 from ed_esurge.config import ServerLimits
-from ed_esurge.server import stores as batch_store
-from ed_esurge.server.batches.endpoints import worker as batch_worker
+from ed_esurge.server import stores
+from ed_esurge.server.batches import worker
 from ed_esurge.server.batches.worker import _append, _recorded
 from ed_esurge.server.launch import background
 from ed_esurge.server.stores import BatchStore
@@ -25,7 +25,7 @@ class Disk:
     def __init__(self, monkeypatch):
         self.full = False
         self.refused = 0
-        original = batch_store.open_private
+        original = stores.open_private
 
         def open_private(path, mode):
             self.check()
@@ -35,10 +35,10 @@ class Disk:
             self.check()
             return _append(file, line)
 
-        monkeypatch.setattr(batch_store, "open_private", open_private)
-        monkeypatch.setattr(batch_worker, "open_private", open_private)
-        monkeypatch.setattr(batch_worker, "_append", append)
-        monkeypatch.setattr(batch_worker, "PATIENCE", 0.05)
+        monkeypatch.setattr(stores, "open_private", open_private)
+        monkeypatch.setattr(worker, "open_private", open_private)
+        monkeypatch.setattr(worker, "_append", append)
+        monkeypatch.setattr(worker, "RETRY_SECONDS", 0.05)
 
     def check(self):
         if self.full:
@@ -145,7 +145,7 @@ def test_the_worker_starts_again_after_an_error_of_its_own(tmp_path, disk, monke
 
 def test_a_line_that_cannot_be_written_whole_is_not_written(tmp_path, monkeypatch):
     path = tmp_path / "lines"
-    with batch_store.open_private(path, "ab") as file:
+    with stores.open_private(path, "ab") as file:
         _append(file, b'{"id": "x_1"}\n')
 
         class Full:

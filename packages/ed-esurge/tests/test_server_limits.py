@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.batches.endpoints import uploads
+from ed_esurge.server.batches import uploads
 from ed_esurge.server.http.admission import Budget, Reservation
 from ed_esurge.server.http.body import MAX_ITEMS, MAX_KEYS, parsed_json
 from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PARAM, MAX_PROBLEMS, APIError
@@ -101,12 +101,12 @@ def test_marks_that_users_write_do_not_slow_the_template_down():
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://127.0.0.1:1"}, 403),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site"}, 403),
-        ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site"}, 200),
-        ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Sec-Fetch-ModelServer": "cross-site"}, 403),
+        ({"Sec-Fetch-ModelServer": "same-site"}, 403),
+        ({"Origin": "https://evil.example", "Sec-Fetch-ModelServer": "cross-site"}, 403),
+        ({"Origin": "https://app.example", "Sec-Fetch-ModelServer": "cross-site"}, 200),
+        ({"Sec-Fetch-ModelServer": "same-origin"}, 200),
+        ({"Sec-Fetch-ModelServer": "none"}, 200),
         ({}, 200),
     ],
 )

@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 from ed_esurge.server.launch import background
-from ed_esurge.server.messages.answer import AnthropicAnswer, AnthropicError
+from ed_esurge.server.messages.endpoint import AnthropicAnswer, AnthropicError
 from ed_esurge.testing import (
     TOOL_PARAMETERS,
     TOOL_REPLIES,

@@ -6,7 +6,7 @@ import re
 
 import httpx
 import pytest
-from ed_esurge.server.http.locations import in_body, spelled
+from ed_esurge.server.http.errors import in_body, spelled
 from ed_esurge.server.launch import background
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from ed_esurge.server.launch import background
-from ed_esurge.server.responses.answer import ResponseAnswer
+from ed_esurge.server.responses.endpoint import ResponseAnswer
 from ed_esurge.testing import (
     TOOL_REPLIES,
     TOOL_TEMPLATE,

@@ -9,8 +9,14 @@ import httpx
 import pytest
 from ed_esurge.server.endpoints import ENDPOINTS
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.http.fields import Body, History, validated
-from ed_esurge.server.http.unknown import MAX_CHARACTERS, MAX_NAMED, IgnoredKeys
+from ed_esurge.server.http.fields import (
+    MAX_CHARACTERS,
+    MAX_NAMED,
+    Body,
+    History,
+    IgnoredKeys,
+    validated,
+)
 from ed_esurge.server.launch import background
 from ed_esurge.server.messages.request import MessagesRequest
 from ed_esurge.testing import ScriptedEngine

@@ -22,7 +22,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.command.load import add_model_arguments, engine_of
 
 if TYPE_CHECKING:
-    from ed_esurge.server.generation.site import Site
+    from ed_esurge.server.generation.models import ModelServer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(values: argparse.Namespace) -> int:
 
         async def everything() -> tuple[int, int]:
             async with app.router.lifespan_context(app):
-                return await answer_lines(app.state.site, source, to, values.concurrency)
+                return await answer_lines(app.state.server, source, to, values.concurrency)
 
         good, bad = asyncio.run(everything())
     print(f"{good} lines were answered, {bad} failed", file=sys.stderr)
@@ -65,7 +65,7 @@ def _open(name: str, mode: str) -> IO[bytes]:
 
 
 async def answer_lines(
-    site: Site, source: IO[bytes], to: IO[bytes], concurrency: int
+    server: ModelServer, source: IO[bytes], to: IO[bytes], concurrency: int
 ) -> tuple[int, int]:
     """Answer lines in order, several concurrently.
 
@@ -73,6 +73,7 @@ async def answer_lines(
         the number of lines with a result, and the number of failed lines.
     """
     from ed_esurge.server.batches.lines import answer_line, succeeded
+    from ed_esurge.server.endpoints import BATCHED
 
     seen: set[str] = set()
     running: deque[asyncio.Task[dict[str, Any]]] = deque()
@@ -87,7 +88,7 @@ async def answer_lines(
     for number, raw in _numbered(source):
         if len(running) >= concurrency:
             await write()
-        task = answer_line(site, raw, f"batch_req_{number}", seen=seen)
+        task = answer_line(server, raw, f"batch_req_{number}", BATCHED, seen=seen)
         running.append(asyncio.create_task(task))
     while running:
         await write()

@@ -1,6 +1,6 @@
-"""A reply as a row of blocks, each open until the next begins: how the newer APIs speak.
+"""A reply as a sequence of blocks, as in OpenAI's Responses API and Anthropic's Messages API.
 
-Whole answers are made of the same blocks as streams, so the two agree.
+A block is open until the next block begins. Complete answers and streams use the same blocks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Block:
     """A part of a reply.
 
     Attributes:
-        text: what it says; the JSON text of a call's arguments.
-        call_id, name: of a call.
-        whole: it came to an end of its own.
-        broken: it was no call after all.
+        text: text of the block; JSON text of the arguments of a call.
+        call_id, name: id and function name of a call.
+        whole: False for a call that was cut off.
+        broken: whether the text turned out not to be a call.
     """
 
     index: int
@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to a block; `text` is what it grows by."""
+    """A change of a block. `text` is the text that is appended to the block."""
 
     what: What
     block: Block
@@ -55,7 +55,7 @@ class Change:
 
 
 class Blocks:
-    """Turns events into changes of blocks, in order."""
+    """Converts events to changes of blocks."""
 
     def __init__(self) -> None:
         self._all: list[Block] = []
@@ -63,11 +63,11 @@ class Blocks:
 
     @property
     def whole(self) -> list[Block]:
-        """The blocks that count."""
+        """The blocks without broken calls."""
         return [block for block in self._all if not block.broken]
 
     def take(self, events: Iterable[Event]) -> list[Change]:
-        """The changes that some events make."""
+        """Return the changes for some events."""
         changes: list[Change] = []
         for event in events:
             match event:
@@ -88,7 +88,7 @@ class Blocks:
         return changes
 
     def end(self) -> list[Change]:
-        """The last changes. A reply without a word is one empty text."""
+        """Return the last changes. An empty reply consists of one empty text block."""
         if not self._all:
             return [self._begin("text"), *self._close()]
         if self._open is not None:

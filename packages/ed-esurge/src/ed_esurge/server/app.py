@@ -16,20 +16,18 @@ from fastapi.responses import Response
 from ed_esurge.config import ServerLimits
 from ed_esurge.server import openapi
 from ed_esurge.server.batches.worker import running
-from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
-from ed_esurge.server.generation.models import Served, ServedEngine
+from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
+from ed_esurge.server.generation.models import ModelServer, ServedEngine, ServedModel, ServerState
 from ed_esurge.server.generation.prompts import Prompts
 from ed_esurge.server.generation.reply_formats import ReplyFormats
-from ed_esurge.server.generation.site import Site
-from ed_esurge.server.generation.state import ServerState
 from ed_esurge.server.http import errors
+from ed_esurge.server.http.admission import Admission
 from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
 from ed_esurge.server.http.body import read
-from ed_esurge.server.http.door import Door
-from ed_esurge.server.http.unknown import HEADER
+from ed_esurge.server.http.fields import HEADER
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
-from ed_esurge.server.routing import dispatch
+from ed_esurge.server.routing import Endpoint, dispatch
 from ed_esurge.server.stores import BatchStore
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
@@ -108,7 +106,7 @@ def create_app(
     )
     metrics = ServerMetrics()
 
-    def model(engine: Any, names: str | Sequence[str] | None) -> Served:
+    def model(engine: Any, names: str | Sequence[str] | None) -> ServedModel:
         if not isinstance(engine, ServedEngine):
             from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
 
@@ -126,7 +124,7 @@ def create_app(
         known = [known] if isinstance(known, str) else list(known)
         counted = metrics.of(known[0], engine.replica_stats)
         directory = None if lora_directory is None else Path(lora_directory)
-        return Served(engine, known, prompts, formats, counted, state, directory)
+        return ServedModel(engine, known, prompts, formats, counted, state, directory)
 
     if isinstance(engine, Mapping):
         if served_model_name is not None or not engine:
@@ -138,16 +136,16 @@ def create_app(
     else:
         models = [model(engine, served_model_name)]
     batches = None if batch_directory is None else BatchStore(batch_directory, limits)
-    site = Site(models, state, metrics, batches)
+    server = ModelServer(models, state, metrics, batches)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for served in models:
-            start = getattr(served.engine, "start", None)
+        for model in models:
+            start = getattr(model.engine, "start", None)
             if start is not None:  # which does nothing where its owner has done it
                 start()
         try:
-            async with running(site):
+            async with running(server, BATCHED):
                 yield
         finally:
             for each in own:
@@ -164,10 +162,10 @@ def create_app(
         redoc_url=None,
     )
     app.openapi = lambda: openapi.document(server_version())
-    app.state.site = site
+    app.state.server = server
     errors.install(app)
     for endpoint in ENDPOINTS:
-        _register(app, site, endpoint)
+        _register(app, server, endpoint)
     if keys:
         open_paths = {endpoint.path for endpoint in ENDPOINTS if endpoint.access == "open"}
         app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
@@ -182,7 +180,7 @@ def create_app(
     if tracing is not None:
         app.add_middleware(TraceContext)
     app.add_middleware(
-        Door,
+        Admission,
         hosts=allowed_hosts,
         origins=cors_origins or (),
         most=limits.max_concurrent_requests,
@@ -218,7 +216,7 @@ def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -
     )
 
 
-def _register(app: FastAPI, site: Site, endpoint: Endpoint) -> None:
+def _register(app: FastAPI, server: ModelServer, endpoint: Endpoint) -> None:
     """Route requests to an endpoint. Names of models may have slashes."""
     path = endpoint.path.replace("{model}", "{model:path}")
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
@@ -226,12 +224,12 @@ def _register(app: FastAPI, site: Site, endpoint: Endpoint) -> None:
     async def handle(request: Request) -> Response:
         check_access(endpoint.access, request.scope)
         if endpoint.takes is None:
-            return await dispatch(site, endpoint, None, request)
-        unknown = site.state.unknown_fields
+            return await dispatch(server, endpoint, None, request)
+        unknown = server.state.unknown_fields
         ignored = unknown.request()
-        body = await read(request, endpoint.takes, site.state.limits, ignored)
+        body = await read(request, endpoint.takes, server.state.limits, ignored)
         unknown.log(ignored, endpoint.path)
-        response = await dispatch(site, endpoint, body, request)
+        response = await dispatch(server, endpoint, body, request)
         if ignored.header is not None:
             response.headers[HEADER] = ignored.header
         return response

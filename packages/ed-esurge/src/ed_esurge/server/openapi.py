@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ed_esurge.server.endpoints import ENDPOINTS, REFUSALS, Endpoint
+from ed_esurge.server.endpoints import ENDPOINTS
 from ed_esurge.server.generation import answers
 from ed_esurge.server.http.errors import is_anthropic
-from ed_esurge.server.messages.answer import AnthropicError
+from ed_esurge.server.messages.endpoint import AnthropicError
+from ed_esurge.server.routing import REFUSALS, Endpoint
 
 
 def document(version: str) -> dict[str, Any]:

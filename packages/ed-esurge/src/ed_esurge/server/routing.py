@@ -1,27 +1,104 @@
-"""From a body to an answer: what a request over HTTP and a line of a batch have in common."""
+"""The description of an endpoint, and the call of its handler."""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server.endpoints import Endpoint
-from ed_esurge.server.generation.site import Site
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.generation.models import ModelServer, ServedModel
+from ed_esurge.server.http.auth import Access, owner_of
+from ed_esurge.server.http.fields import Body
+
+REFUSALS = {
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or unknown.",
+    403: "The server does not allow this operation, or the origin of the web page.",
+    404: "The model or the resource does not exist.",
+    408: "The request did not arrive, or was not answered, in time.",
+    409: "The operation is not possible in the current state.",
+    413: "The body is too long.",
+    415: "The body is compressed.",
+    421: "The server does not serve this host.",
+    429: "Too many concurrent requests; see `Retry-After`.",
+    500: "The server failed on this request.",
+    503: "The engine cannot answer.",
+}
+#: Statuses of errors of a route that reads one resource, or a list.
+READING = (401, 421)
+LISTING = (*READING, 400, 404)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint. Each module with handlers lists its endpoints in `ENDPOINTS`.
+
+    Attributes:
+        answer: the handler. With a body: receives the model of the request, the body and the
+            request. Without a body: receives the `ModelServer` and the request.
+        gives: model of the answer, or the media type of a text.
+        takes: model of the body; None without a body.
+        streams: whether the answer can be a stream of events.
+        refusals: statuses of errors.
+        whole_server: whether a handler with a body receives the `ModelServer` instead of a model.
+        access: who may call the endpoint of a server with keys.
+        batched: whether the lines of a batch may call the endpoint.
+    """
+
+    path: str
+    summary: str
+    answer: Callable[..., Awaitable[Response]]
+    gives: type[BaseModel] | str
+    takes: type[Body] | None = None
+    streams: bool = False
+    refusals: tuple[int, ...] = READING
+    method: Literal["GET", "POST", "DELETE"] = "GET"
+    whole_server: bool = False
+    access: Access = "key"
+    batched: bool = False
+
+
+def post(
+    path: str,
+    summary: str,
+    answer: Callable[[ServedModel, Any, Request], Awaitable[Response]],
+    takes: type[Body],
+    gives: type[BaseModel] | str,
+    *,
+    streams: bool = False,
+    access: Access = "key",
+    batched: bool = False,
+) -> Endpoint:
+    """Return an endpoint that answers a body for one model."""
+    return Endpoint(
+        path,
+        summary,
+        answer,
+        gives,
+        takes,
+        streams,
+        tuple(REFUSALS),
+        "POST",
+        access=access,
+        batched=batched,
+    )
 
 
 async def dispatch(
-    site: Site, endpoint: Endpoint, body: BaseModel | None, request: Request
+    server: ModelServer, endpoint: Endpoint, body: BaseModel | None, request: Request
 ) -> Response:
-    """The answer of an endpoint. A body goes to the model that it names.
+    """Return the answer of an endpoint to a request over HTTP or to a line of a batch.
 
     Raises:
-        APIError: 404, there is no such model; else see the endpoint.
+        APIError: 404, the model of the body does not exist; otherwise see the endpoint.
     """
     if body is None:
-        return await endpoint.answer(site, request)
-    if endpoint.of_the_site:
-        return await endpoint.answer(site, body, request)
-    served = site.find(getattr(body, "model", None), owner_of(request.scope))
-    return await endpoint.answer(served, body, request)
+        return await endpoint.answer(server, request)
+    if endpoint.whole_server:
+        return await endpoint.answer(server, body, request)
+    model = server.find(getattr(body, "model", None), owner_of(request.scope))
+    return await endpoint.answer(model, body, request)

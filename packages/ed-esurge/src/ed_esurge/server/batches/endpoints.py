@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`, with OpenAI's shapes."""
+"""`/v1/files` and `/v1/batches`, with OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pydantic import Field
 
 from ed_esurge.server.batches.uploads import receive
 from ed_esurge.server.generation.answers import Answer
-from ed_esurge.server.generation.site import Site
+from ed_esurge.server.generation.models import ModelServer
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import Body, few
+from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, Fields, public, refused_when_full
 
 Text = Annotated[str, Field(max_length=512)]
@@ -106,25 +107,25 @@ class BatchList(Answer):
     has_more: bool
 
 
-def _store(site: Site) -> BatchStore:
-    if site.batches is None:
+def _store(server: ModelServer) -> BatchStore:
+    if server.batches is None:
         raise APIError(
             "this server keeps no files: start it with batch_directory, where they and the "
             "results of batches lie",
             status=404,
             code="batches_off",
         )
-    return site.batches
+    return server.batches
 
 
-async def upload(site: Site, request: Request) -> JSONResponse:
+async def upload(server: ModelServer, request: Request) -> JSONResponse:
     """Keep a file.
 
     Raises:
         APIError: 400, the form is not as it should be; 413, the file is too large, or the files of
             the key are; 429, the key has too many files; 503, the file cannot be written.
     """
-    store, owner, limits = _store(site), owner_of(request.scope), site.state.limits
+    store, owner, limits = _store(server), owner_of(request.scope), server.state.limits
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise APIError("a file is sent as multipart/form-data, with the fields purpose and file")
@@ -145,41 +146,41 @@ async def upload(site: Site, request: Request) -> JSONResponse:
             path.unlink(missing_ok=True)
 
 
-async def files(site: Site, request: Request) -> JSONResponse:
+async def files(server: ModelServer, request: Request) -> JSONResponse:
     """The caller's files, newest first."""
-    known = _store(site).files(owner_of(request.scope))
+    known = _store(server).files(owner_of(request.scope))
     purpose = request.query_params.get("purpose")
     wanted = [one for one in known if purpose in (None, one["purpose"])]
     page, more = _page(wanted, request)
     return JSONResponse({"object": "list", "data": page, "has_more": more})
 
 
-async def file(site: Site, request: Request) -> JSONResponse:
+async def file(server: ModelServer, request: Request) -> JSONResponse:
     """What a file is. Raises APIError: 404."""
-    return JSONResponse(public(_file(site, request)))
+    return JSONResponse(public(_file(server, request)))
 
 
-async def content(site: Site, request: Request) -> FileResponse:
+async def content(server: ModelServer, request: Request) -> FileResponse:
     """The bytes of a file. Raises APIError: 404."""
-    known = _file(site, request)
-    path = _store(site).content(known["id"])
+    known = _file(server, request)
+    path = _store(server).content(known["id"])
     headers = {"X-Content-Type-Options": "nosniff"}
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
 
-async def delete(site: Site, request: Request) -> JSONResponse:
+async def delete(server: ModelServer, request: Request) -> JSONResponse:
     """Forget a file. Raises APIError: 404; 409, a batch reads it."""
     name = request.path_params["file_id"]
     with refused_when_full():
-        _store(site).delete_file(name, owner_of(request.scope))
+        _store(server).delete_file(name, owner_of(request.scope))
     return JSONResponse({"id": name, "object": "file", "deleted": True})
 
 
-def _file(site: Site, request: Request) -> Fields:
-    return _store(site).file(request.path_params["file_id"], owner_of(request.scope))
+def _file(server: ModelServer, request: Request) -> Fields:
+    return _store(server).file(request.path_params["file_id"], owner_of(request.scope))
 
 
-async def create(site: Site, body: BatchRequest, request: Request) -> JSONResponse:
+async def create(server: ModelServer, body: BatchRequest, request: Request) -> JSONResponse:
     """Queue a batch.
 
     Raises:
@@ -187,44 +188,44 @@ async def create(site: Site, body: BatchRequest, request: Request) -> JSONRespon
             cannot be written.
     """
     with refused_when_full():
-        batch = _store(site).add_batch(
+        batch = _store(server).add_batch(
             body.input_file_id, body.endpoint, body.metadata, owner_of(request.scope)
         )
-    site.batched.set()
+    server.batch_added.set()
     return JSONResponse(public(batch))
 
 
-async def batches(site: Site, request: Request) -> JSONResponse:
+async def batches(server: ModelServer, request: Request) -> JSONResponse:
     """The caller's batches, newest first."""
-    page, more = _page(_store(site).batches(owner_of(request.scope)), request)
+    page, more = _page(_store(server).batches(owner_of(request.scope)), request)
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return JSONResponse(
         {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": more}
     )
 
 
-async def batch(site: Site, request: Request) -> JSONResponse:
+async def batch(server: ModelServer, request: Request) -> JSONResponse:
     """How far a batch is. Raises APIError: 404."""
-    return JSONResponse(public(_batch(site, request)))
+    return JSONResponse(public(_batch(server, request)))
 
 
-async def cancel(site: Site, request: Request) -> JSONResponse:
+async def cancel(server: ModelServer, request: Request) -> JSONResponse:
     """Begin no further line of a batch; what is answered by then stays.
 
     Raises:
         APIError: 404; 409, it is over.
     """
-    known = _batch(site, request)
+    known = _batch(server, request)
     if known["status"] not in OPEN:
         raise APIError(f"the batch is {known['status']}: nothing is left to cancel", status=409)
     if known["status"] != "cancelling":
         with refused_when_full():
-            _store(site).change(known, "cancelling")
+            _store(server).change(known, "cancelling")
     return JSONResponse(public(known))
 
 
-def _batch(site: Site, request: Request) -> Fields:
-    return _store(site).batch(request.path_params["batch_id"], owner_of(request.scope))
+def _batch(server: ModelServer, request: Request) -> Fields:
+    return _store(server).batch(request.path_params["batch_id"], owner_of(request.scope))
 
 
 def _page(all_of_them: list[Fields], request: Request) -> tuple[list[Fields], bool]:
@@ -236,3 +237,58 @@ def _page(all_of_them: list[Fields], request: Request) -> tuple[list[Fields], bo
     start = ids.index(after) + 1 if after in ids else 0
     end = start + int(limit[:6])
     return [public(one) for one in all_of_them[start:end]], end < len(ids)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/v1/files",
+        "Upload a file of requests as a form with the fields purpose and file.",
+        upload,
+        StoredFile,
+        refusals=(*READING, 400, 404, 408, 413, 429),
+        method="POST",
+    ),
+    Endpoint("/v1/files", "List the files.", files, FileList, refusals=LISTING),
+    Endpoint("/v1/files/{file_id}", "Describe a file.", file, StoredFile, refusals=(*READING, 404)),
+    Endpoint(
+        "/v1/files/{file_id}/content",
+        "Return the content of a file.",
+        content,
+        "application/octet-stream",
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/v1/files/{file_id}",
+        "Delete a file.",
+        delete,
+        FileDeleted,
+        refusals=(*READING, 404, 409),
+        method="DELETE",
+    ),
+    Endpoint(
+        "/v1/batches",
+        "Answer the requests of a file, line by line.",
+        create,
+        Batch,
+        BatchRequest,
+        refusals=tuple(REFUSALS),
+        method="POST",
+        whole_server=True,
+    ),
+    Endpoint("/v1/batches", "List the batches.", batches, BatchList, refusals=LISTING),
+    Endpoint(
+        "/v1/batches/{batch_id}",
+        "Return the progress of a batch.",
+        batch,
+        Batch,
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/v1/batches/{batch_id}/cancel",
+        "Stop a batch. Lines in progress are answered.",
+        cancel,
+        Batch,
+        refusals=(*READING, 404, 409),
+        method="POST",
+    ),
+)

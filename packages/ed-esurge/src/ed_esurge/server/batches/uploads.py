@@ -11,9 +11,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.http.body import chunks
+from ed_esurge.server.http.body import aside, chunks
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.threads import aside
 
 # A form of /v1/files has two parts; the header of a part is at most 8 KiB.
 MAX_PARTS, MAX_HEADERS, MAX_HEADER = 16, 8, 1000

@@ -1,4 +1,4 @@
-"""The batches of a server, one after the other, beside the requests of those who wait."""
+"""The worker that answers the batches of a server, one at a time, between the other requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -20,27 +21,31 @@ from ed_esurge.server.batches.lines import (
     interrupted_line,
     succeeded,
 )
-from ed_esurge.server.generation.site import Site
+from ed_esurge.server.generation.models import ModelServer
+from ed_esurge.server.routing import Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, Fields, open_private
 
 logger = logging.getLogger(__name__)
 
-# Seconds until lines are tried again that a server or an engine that stops did not answer. After a
-# failed write the wait doubles with each failure, up to the longest.
-PATIENCE, LONGEST = 1.0, 60.0
-# Errors of a disk that is full or does not answer, and may do so again.
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
+# Seconds until lines without an answer are retried. The wait doubles after each failed write, up to
+# the maximum.
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+# Errors of a full or unavailable disk, which may be temporary.
+TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 
 @asynccontextmanager
-async def running(site: Site) -> AsyncIterator[None]:
-    """Run the batches of a server while it runs. One that is cut off goes on at the next start,
-    with the lines that have no answer."""
-    store = site.batches
+async def running(server: ModelServer, endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
+    """Answer batches during the block. The next start resumes an unfinished batch.
+
+    Args:
+        endpoints: the endpoints that lines may call, by path.
+    """
+    store = server.batches
     if store is None:
         yield
         return
-    task = asyncio.create_task(_always(site, store))
+    task = asyncio.create_task(_always(_Worker(server, store, endpoints)))
     try:
         yield
     finally:
@@ -49,49 +54,57 @@ async def running(site: Site) -> AsyncIterator[None]:
             await task
 
 
-async def _always(site: Site, store: BatchStore) -> None:
-    """Start the worker again whenever it ends."""
-    while True:
-        try:
-            await _run(site, store)
-        except Exception:
-            logger.exception("the batch worker failed and starts again")
-            await asyncio.sleep(PATIENCE)
+@dataclass(frozen=True)
+class _Worker:
+    """Answers the batches of a store."""
 
+    server: ModelServer
+    store: BatchStore
+    endpoints: Mapping[str, Endpoint]
 
-async def _run(site: Site, store: BatchStore) -> None:
-    """Run batches for ever. No failure of a batch or of the disk ends the loop."""
-    wait = PATIENCE
-    while True:
-        batch = store.next()
-        if batch is None:
-            site.batched.clear()
-            await site.batched.wait()
-            continue
-        try:
-            await _Run(site, store, batch).whole()
-        except Exception as group:
-            error = _first(group)
-            site.metrics.batch_failures.inc()
-            reason = _passing(error)
-            if reason is not None and time.time() < batch["expires_at"]:
-                site.stall_batches(f"files of batches cannot be written: {reason}")
-                logger.error("batch %s waits %g s: %s", batch["id"], wait, site.batch_trouble)
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, LONGEST)
+    async def run(self) -> None:
+        """Answer batches forever. An error of a batch or of the disk does not end the loop."""
+        wait = RETRY_SECONDS
+        while True:
+            batch = self.store.next()
+            if batch is None:
+                self.server.batch_added.clear()
+                await self.server.batch_added.wait()
                 continue
-            logger.error("batch %s failed", batch["id"], exc_info=error)
-            _fail(store, batch, error)
-        else:
-            wait = PATIENCE
-            site.stall_batches(None)
-            if batch["status"] in OPEN:  # nobody answers now
-                await asyncio.sleep(PATIENCE)
+            try:
+                await _BatchRun(self, batch).run()
+            except Exception as group:
+                error = _first(group)
+                self.server.metrics.batch_failures.inc()
+                reason = _temporary(error)
+                if reason is not None and time.time() < batch["expires_at"]:
+                    self.server.stall_batches(f"files of batches cannot be written: {reason}")
+                    logger.error("batch %s is retried in %g s: %s", batch["id"], wait, reason)
+                    await asyncio.sleep(wait)
+                    wait = min(2 * wait, MAX_RETRY_SECONDS)
+                    continue
+                logger.error("batch %s failed", batch["id"], exc_info=error)
+                _fail(self.store, batch, error)
+            else:
+                wait = RETRY_SECONDS
+                self.server.stall_batches(None)
+                if batch["status"] in OPEN:  # the engine does not answer at the moment
+                    await asyncio.sleep(RETRY_SECONDS)
 
 
-def _passing(error: BaseException) -> str | None:
-    """Return the text of an error that may pass, without paths; None for other errors."""
-    return error.strerror if isinstance(error, OSError) and error.errno in PASSING else None
+async def _always(worker: _Worker) -> None:
+    """Restart the worker after an unexpected error."""
+    while True:
+        try:
+            await worker.run()
+        except Exception:
+            logger.exception("the batch worker failed and restarts")
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+def _temporary(error: BaseException) -> str | None:
+    """Return the text of a temporary error, without paths; None for other errors."""
+    return error.strerror if isinstance(error, OSError) and error.errno in TEMPORARY else None
 
 
 def _first(error: BaseException) -> BaseException:
@@ -102,36 +115,42 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _fail(store: BatchStore, batch: Fields, error: BaseException) -> None:
-    """End a batch with an error. If its file cannot be written, the next start runs it again."""
-    said = {"code": "internal_error", "message": "the server failed on this batch"}
+    """End a batch with an error.
+
+    If the file of the batch cannot be written, the next start of the server runs the batch again.
+    """
+    problem = {"code": "internal_error", "message": "the server failed on this batch"}
     if isinstance(error, OSError):
-        said["message"] = f"its files cannot be read or written: {error.strerror}"
-    listed = {"object": "list", "data": [{**said, "line": None, "param": None}]}
+        problem["message"] = f"the files of the batch cannot be read or written: {error.strerror}"
+    listed = {"object": "list", "data": [{**problem, "line": None, "param": None}]}
     try:
         store.change(batch, "failed", errors=listed)
     except OSError:
         batch.update(status="failed", failed_at=int(time.time()), errors=listed)
 
 
-class _Run:
-    """One batch on its way."""
+class _BatchRun:
+    """The answering of one batch."""
 
-    def __init__(self, site: Site, store: BatchStore, batch: Fields) -> None:
-        self._site, self._store, self._batch = site, store, batch
-        self._ok, self._failed = store.results(batch, True), store.results(batch, False)
+    def __init__(self, worker: _Worker, batch: Fields) -> None:
+        self._server, self._store, self._batch = worker.server, worker.store, batch
+        self._endpoints = {batch["endpoint"]: worker.endpoints[batch["endpoint"]]}
+        self._ok, self._failed = self._store.results(batch, True), self._store.results(batch, False)
         self._done: set[int] = set()
         self._interrupted: set[int] = set()
         self._unanswered = False
 
-    async def whole(self) -> None:
-        """From where it stands to its end, or until a line cannot be answered now."""
+    async def run(self) -> None:
+        """Answer the remaining lines. Return early if a line cannot be answered at the moment."""
         store, batch = self._store, self._batch
         path = store.content(batch["input_file_id"])
         total = await asyncio.to_thread(_count, path)
         most = store.limits.max_batch_requests
         if total > most or not total:
-            said = f"has {total} lines, and this server takes 1 to {most}: send several files"
-            data = {"code": "invalid_file", "message": f"the file {said}", "line": None}
+            message = (
+                f"the file has {total} lines, and the limit is 1 to {most}: send several files"
+            )
+            data = {"code": "invalid_file", "message": message, "line": None}
             errors = {"object": "list", "data": [{**data, "param": "input_file_id"}]}
             store.change(batch, "failed", errors=errors)
             return
@@ -148,7 +167,7 @@ class _Run:
         self._interrupted = await asyncio.to_thread(_open_marks, marks, store.session) - self._done
         if batch["status"] == "validating":
             store.change(batch, "in_progress")
-        # On a full disk this fails before lines are answered for nothing.
+        # On a full disk, this write fails before any line is answered.
         store.change(batch, request_counts=counts)
         with (
             open_private(self._ok, "ab") as ok,
@@ -168,7 +187,9 @@ class _Run:
             if part.stat().st_size:
                 title = f"{batch['id']}_{name}.jsonl"
                 file = store.add_file(title, "batch_output", part, batch["owner"])
-                batch[key] = file["id"]  # at once: a later failure must not add the file again
+                batch[key] = file[
+                    "id"
+                ]  # immediately, so that a later error does not add the file again
                 store.change(batch)
             else:
                 part.unlink()
@@ -183,11 +204,11 @@ class _Run:
         return self._batch["expires_at"] - time.time()
 
     async def _lines(self, path: Path, files: dict[bool, IO[bytes]], started: IO[bytes]) -> None:
-        """Answer the lines, several at a time, and write each answer as it comes.
+        """Answer the lines, several concurrently, and write each answer when it is complete.
 
         Args:
-            files: where answers and failures are written.
-            started: where lines are marked that are being answered.
+            files: files of the answers (True) and of the failed lines (False).
+            started: file of the marks of lines in progress.
         """
         batch, seen = self._batch, set()
         gate = asyncio.Semaphore(self._store.limits.batch_concurrency)
@@ -220,10 +241,10 @@ class _Run:
     async def _answer(
         self, number: int, raw: bytes, seen: set[str], started: IO[bytes]
     ) -> Fields | None:
-        """Return the answer to a line; None if the line cannot be answered now.
+        """Return the answer to a line; None if the line cannot be answered at the moment.
 
-        A mark that a dead process left stands for a line that may have ended the process. The line
-        fails, because a second attempt could end this process, too.
+        A mark of a dead process identifies a line that may have caused its death. Such a line
+        fails, because a second attempt could end this process as well.
         """
         batch, session = self._batch, self._store.session
         name = f"batch_req_{batch['id'].removeprefix('batch_')}_{number}"
@@ -236,11 +257,11 @@ class _Run:
             _append(started, f"{session} +{number}\n".encode())
             async with asyncio.timeout(self._left):
                 entry = await answer_line(
-                    self._site,
+                    self._server,
                     raw,
                     name,
+                    self._endpoints,
                     owner=batch["owner"],
-                    endpoint=batch["endpoint"],
                     seen=seen,
                 )
             if (entry["response"] or {}).get("status_code") == 503:
@@ -256,7 +277,7 @@ class _Run:
 
 
 def _recorded(path: Path) -> set[int]:
-    """Return the numbers of the lines in a file of results; remove a half-written last line."""
+    """Return the numbers of the lines in a result file, and remove an incomplete last line."""
     numbers: set[int] = set()
     if not path.exists():
         return numbers
@@ -272,7 +293,7 @@ def _recorded(path: Path) -> set[int]:
 
 
 def _open_marks(path: Path, session: str) -> set[int]:
-    """Return the numbers of the lines that a process of another session was answering."""
+    """Return the numbers of the lines that another process had in progress."""
     marks: dict[int, bool] = {}
     if path.exists():
         for line in path.read_text("ascii", "replace").splitlines(keepends=True):
@@ -283,7 +304,7 @@ def _open_marks(path: Path, session: str) -> set[int]:
 
 
 def _append(file: IO[bytes], line: bytes) -> None:
-    """Write a whole line, or none of it.
+    """Write a complete line, or nothing.
 
     Raises:
         OSError: the line cannot be written.
@@ -299,7 +320,7 @@ def _append(file: IO[bytes], line: bytes) -> None:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, numbered from 1."""
+    """Yield the non-empty lines, numbered from 1."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -1,4 +1,4 @@
-"""One served model: the engine behind it, its names, and the way in that every endpoint takes."""
+"""The served models: names, adapters, and the requests to their engines."""
 
 from __future__ import annotations
 
@@ -6,129 +6,88 @@ import asyncio
 import copy
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 from fastapi import Request
 
-from ed_esurge.config import EngineConfig
+from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.prompts import Prompts
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.requests import GenerationRequest
-from ed_esurge.server.generation.state import ServerState
+from ed_esurge.server.http.auth import ApiKey
+from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable
-from ed_esurge.server.http.threads import aside
-from ed_esurge.server.http.watch import Watch
-from ed_esurge.server.metrics import Metrics, RequestTimer
-from ed_esurge.server.tracing import RequestSpan
+from ed_esurge.server.http.fields import UnknownFieldsPolicy
+from ed_esurge.server.http.streaming import RequestLifetime
+from ed_esurge.server.metrics import Metrics, RequestTimer, ServerMetrics
+from ed_esurge.server.stores import BatchStore, ResponseStore
+from ed_esurge.server.tracing import RequestSpan, Tracing
 
 
-@runtime_checkable
-class ServedEngine(Protocol):
-    """What the server needs of an engine; `ed_esurge.engine.AsyncEngine` has it."""
-
-    tokenizer: Any
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    config: EngineConfig
-
-    @property
-    def is_healthy(self) -> bool:
-        """False when the engine's thread is dead or stuck in a step."""
-        ...
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the device is lent to others, so that no request can be answered."""
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        ...
-
-    async def sleep(self, level: int = 1) -> None:
-        """Lend the device: 1 keeps the weights in host memory, 2 forgets them."""
-        ...
-
-    async def wake_up(self) -> None:
-        """Take the device again."""
-        ...
-
-    def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
-    ) -> AsyncGenerator[RequestOutput]:
-        """Deltas of one request. Closing the iterator early aborts the request."""
-        ...
-
-    async def embed(
-        self,
-        prompt_token_ids: list[int],
-        pooling_params: PoolingParams,
-        request_id: str,
-        *,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
-    ) -> RequestOutput:
-        """The pooled vector of one prompt; cancelling aborts the request."""
-        ...
-
-    async def load_lora_adapter(self, name: str, source: Path) -> None:
-        """Serve a LoRA adapter under a name."""
-        ...
-
-    async def unload_lora_adapter(self, name: str) -> None:
-        """Let no new request use an adapter."""
-        ...
-
-    def list_lora_adapters(self) -> list[LoadedAdapter]:
-        """The loaded adapters."""
-        ...
-
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
-        """Compile the grammar of a structured output. The result, or the call itself, raises a
-        ConfigError for what is no grammar."""
-        ...
-
-    def replica_stats(self) -> Sequence[Mapping[str, float]]:
-        """The numbers of each replica, which `metrics.EngineCollector` exports."""
-        ...
-
-
-class Served:
-    """A model as clients see it.
+class ServerState:
+    """The state that all models of a server share.
 
     Args:
-        engine: where requests go.
-        names: what clients may call the model; the first is its own.
-        prompts: the encoder of the model's prompts.
-        formats: how the model writes calls and thoughts.
-        metrics: where requests are counted.
-        state: what it shares with other models of the server.
-        adapter_directory: below which clients may name LoRA adapters to load; None: they may not.
+        limits: limits of requests.
+        tracing: exporter of the spans of requests; None = no tracing.
+        enable_sleep_mode: whether clients may let the engines sleep.
+        unknown_fields: policy for unknown request fields: "ignore", "warn" or "refuse".
+        keys: the API keys of the server.
+        share_prefix_cache: whether the keys share cached prefixes.
 
     Attributes:
-        name: what answers carry.
-        lora_name: the adapter that requests go to; None: the model itself.
-        owner: whose requests these are, see `auth.owner_of`; empty: nobody's in particular.
-        adapter_owners: name of an adapter -> the digests of the keys that may use the adapter. An
-            adapter without an entry is for every key.
+        draining: whether the server is stopping.
+        stopping: set when the server aborts the running requests.
+        responses: the stored responses.
+    """
+
+    def __init__(
+        self,
+        limits: ServerLimits,
+        tracing: Tracing | None = None,
+        enable_sleep_mode: bool = False,
+        unknown_fields: str = "warn",
+        keys: Sequence[ApiKey] = (),
+        share_prefix_cache: bool = False,
+    ) -> None:
+        self.limits, self.tracing = limits, tracing
+        self.enable_sleep_mode = enable_sleep_mode
+        self.keys, self.share_prefix_cache = tuple(keys), share_prefix_cache
+        self.unknown_fields = UnknownFieldsPolicy(unknown_fields)
+        self.draining = False
+        self.stopping = asyncio.Event()
+        self.responses = ResponseStore(limits.max_stored_responses)
+
+
+class ServedModel:
+    """A served model.
+
+    Args:
+        engine: the engine of the model.
+        names: names of the model in requests. Answers contain the first name.
+        prompts: the encoder of the model's prompts.
+        formats: the formats of the model's replies.
+        metrics: the counters of the model.
+        state: the state shared with the other models of the server.
+        adapter_directory: directory of the LoRA adapters that clients may load; None = clients
+            cannot load adapters.
+
+    Attributes:
+        name: the name in answers.
+        lora_name: the adapter of the requests; None = the base model.
+        owner: the owner of the requests, see `http.auth.owner_of`; empty without a key.
+        adapter_owners: name of an adapter -> digests of the keys that may use the adapter. Every
+            key may use an adapter without an entry.
     """
 
     def __init__(
@@ -153,7 +112,7 @@ class Served:
         self.owner = ""
         self.adapter_owners: dict[str, frozenset[str]] = {}
         self.decoding: asyncio.Task[str | None] | None = None
-        """The last look whether a token comes; see `ed_esurge.server.operations.health`."""
+        """The last decode check; see `operations.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
         self.created = int(time.time())
 
@@ -165,8 +124,8 @@ class Served:
             if owner in self.adapter_owners.get(adapter.name, (owner,))
         }
 
-    def seen_by(self, owner: str, adapter: str | None = None) -> Served:
-        """Return the same model for the requests of one key, with an adapter if one is named."""
+    def seen_by(self, owner: str, adapter: str | None = None) -> ServedModel:
+        """Return the model for the requests of one key, optionally with an adapter."""
         twin = copy.copy(self)
         twin.owner = owner
         if adapter is not None:
@@ -174,7 +133,7 @@ class Served:
         return twin
 
     def card(self, name: str) -> dict[str, Any]:
-        """What `/v1/models` says under one of its names."""
+        """Return the entry of `/v1/models` for one of the names."""
         return {
             "id": name,
             "object": "model",
@@ -188,12 +147,10 @@ class Served:
     async def sampling_params(
         self, request: GenerationRequest, max_tokens: int, **more: Any
     ) -> SamplingParams:
-        """Return the engine's options for a request.
-
-        Extensions that were not sent keep the engine's defaults.
+        """Return the sampling options of a request. Omitted extensions have the engine's defaults.
 
         Raises:
-            APIError: 400, the model does not know a token id.
+            APIError: 400, a token id is outside the vocabulary.
         """
         extensions = {
             name: value
@@ -224,47 +181,47 @@ class Served:
             "frequency_penalty": request.frequency_penalty,
             "max_tokens": max_tokens,
         }
-        listed = 32 * len(request.allowed_token_ids or ())  # bytes, roughly
+        listed = 32 * len(request.allowed_token_ids or ())  # approximate number of bytes
         return await aside(lambda: SamplingParams(**{**options, **extensions, **more}), listed)
 
     def check_generations(self, count: int) -> None:
-        """Refuse a request for more completions than the limit.
+        """Reject a request for more completions than the limit.
 
         Raises:
             APIError: 400.
         """
         if count > self.state.limits.max_generations:
             raise APIError(
-                f"the request asks for {count} completions, prompts times choices, and this server "
-                f"gives {self.state.limits.max_generations} at most: send several requests",
+                f"the request has {count} completions (prompts times choices), and the limit of "
+                f"this server is {self.state.limits.max_generations}: send several requests",
                 param="n",
                 code="invalid_value",
             )
 
-    def watch(self, request: Request) -> Watch:
-        """What may end a request from outside, from now on."""
-        return Watch(request.receive, self.state.stopping, self.state.limits.request_timeout)
+    def lifetime(self, request: Request) -> RequestLifetime:
+        """Return the lifetime of a request that starts now."""
+        return RequestLifetime(request, self.state.stopping, self.state.limits.request_timeout)
 
     def queue_options(self, request: GenerationRequest) -> dict[str, Any]:
-        """How the engine queues a request: keywords of its `generate`, where there are any.
+        """Return the keyword arguments of the engine's `generate` that queue a request.
 
         Raises:
-            APIError: 400, for a priority that would have no effect.
+            APIError: 400, the priority would have no effect.
         """
         if request.priority and self.engine.config.scheduling_policy != "priority":
             raise APIError(
-                "this server answers in order of arrival, so a priority has no effect: leave it at "
-                "0, or start the engine with scheduling_policy: priority",
+                "this server schedules requests in order of arrival, so a priority has no effect: "
+                "omit it, or start the engine with scheduling_policy: priority",
                 param="priority",
             )
         options = {"priority": request.priority, **self._salt(request.cache_salt)}
         return {name: value for name, value in options.items() if value}
 
     def _salt(self, own: str | None = None) -> dict[str, str]:
-        """Return the `cache_salt` of a request, as a keyword of the engine's methods.
+        """Return the `cache_salt` of a request as a keyword argument of the engine's methods.
 
-        Keys share no cached prefixes unless the server says so: otherwise a client learns from
-        `cached_tokens`, and from the time of an answer, that another key sent the same prompt.
+        By default, keys do not share cached prefixes. Otherwise `cached_tokens` and the response
+        time would reveal that another key sent the same prompt.
         """
         if self.owner and not self.state.share_prefix_cache:
             return {"cache_salt": f"{self.owner}:{own or ''}"}
@@ -273,18 +230,20 @@ class Served:
     async def generate(
         self, prompt: list[int], params: SamplingParams, label: str, **options: Any
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the deltas of one request, and count its tokens. Closing the generator aborts it.
+        """Yield the deltas of one request, and count its tokens.
+
+        Closing the generator aborts the request.
 
         Args:
-            label: what the log and traces call the request. Clients may send equal labels: the
-                engine gets an id of its own for each request.
+            label: name of the request in the log and in traces. Clients may send equal labels, so
+                the engine receives a unique id.
             options: see `queue_options`.
 
         Raises:
-            APIError: 400 when the engine cannot run the request as it is, 500 when it fails on it,
-                503 when it is down or gives the request up.
+            APIError: 400, the request is invalid; 500, the request failed; 503, the engine does not
+                run, or aborted the request.
         """
-        self._check_there()
+        self._check_running()
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
@@ -300,13 +259,12 @@ class Served:
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
 
-    def _check_there(self) -> None:
+    def _check_running(self) -> None:
         if not self.engine.is_healthy:
             raise engine_unavailable()
         if self.engine.is_sleeping:
             raise APIError(
-                f"the model {self.name!r} sleeps, and its device is lent to others: POST /wake_up, "
-                "or try again later",
+                f"the model {self.name!r} sleeps: POST /wake_up, or try again later",
                 status=503,
                 code="engine_sleeping",
             )
@@ -324,7 +282,7 @@ class Served:
 
     @contextmanager
     def _translated(self, timer: RequestTimer) -> Iterator[None]:
-        """Errors of the engine as those of the API; a request without its own end was aborted."""
+        """Convert errors of the engine to errors of the API, and end the metrics of the request."""
         try:
             yield
         except ConfigError as error:
@@ -336,19 +294,19 @@ class Served:
 
     @staticmethod
     def _check_ended(output: RequestOutput) -> None:
-        """Raise APIError where the engine ended a request itself."""
+        """Raise APIError if the engine aborted the request, or failed on it."""
         for out in output.outputs:
             if out.finish_reason == "abort":
-                raise engine_unavailable("the engine gave the request up")
+                raise engine_unavailable("the engine aborted the request")
             if out.finish_reason == "error":
-                said = output.error or "the engine failed on this request"
-                raise APIError(said, status=500, code="internal_error")
+                message = output.error or "the engine failed on this request"
+                raise APIError(message, status=500, code="internal_error")
 
     async def vectors(self, prompts: Sequence[list[int]], params: PoolingParams) -> np.ndarray:
-        """The pooled vectors of prompts, [n, d] float32.
+        """Return the pooled vectors of prompts, [n, d] float32.
 
         Raises:
-            APIError: as `generate`.
+            APIError: see `generate`.
         """
         name = new_id("embd", None)
 
@@ -361,10 +319,10 @@ class Served:
                 )
                 timer.observe(output)
                 self._check_ended(output)
-            assert output.pooled is not None, "a pooled request ends with its vector"
+            assert output.pooled is not None, "the last output of a pooled request has the vector"
             return output.pooled
 
-        self._check_there()
+        self._check_running()
         try:
             async with asyncio.TaskGroup() as group:
                 jobs = [group.create_task(one(*item)) for item in enumerate(prompts)]
@@ -373,10 +331,96 @@ class Served:
         return np.stack([job.result() for job in jobs])
 
 
-def new_id(kind: str, wanted: str | None) -> str:
-    """Return the id of an answer, as OpenAI's look: `cmpl-…`, `chatcmpl-…`.
+class ModelServer:
+    """The models of a server.
 
     Args:
-        wanted: the client's own label instead of a random part. Nothing is found by such an id.
+        models: at least one model. Requests without a model name use the first.
+        state: the state that the models share.
+        metrics: the counters of the server.
+        batches: the files and batches; None = batches are not supported.
+
+    Attributes:
+        batch_added: set when a batch is added.
+        batch_trouble: why batches wait for the disk; None = batches run.
+
+    Raises:
+        ConfigError: two models have the same name.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        state: ServerState,
+        metrics: ServerMetrics,
+        batches: BatchStore | None = None,
+    ) -> None:
+        self.models, self.state, self.metrics = tuple(models), state, metrics
+        self.batches, self.batch_added = batches, asyncio.Event()
+        self.batch_trouble: str | None = None
+        names = [name for model in self.models for name in model.names]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"two models have the name {name!r}: give each model a different name "
+                    "(served_model_name)"
+                )
+
+    @property
+    def first(self) -> ServedModel:
+        """The model for requests without a model name."""
+        return self.models[0]
+
+    def stall_batches(self, reason: str | None) -> None:
+        """Report why batches wait for the disk in `/health` and the metrics; None = batches run."""
+        self.batch_trouble = reason
+        self.metrics.batches_stalled.set(reason is not None)
+
+    def find(self, name: str | None, owner: str) -> ServedModel:
+        """Return a model, or one of its adapters, for the requests of one key.
+
+        Args:
+            name: the model name of the request; None = the first model.
+            owner: owner of the request, see `owner_of`. Adapters of other keys are not found.
+
+        Raises:
+            APIError: 404 `model_not_found`.
+        """
+        if name is None:
+            return self.first.seen_by(owner)
+        for model in self.models:
+            if name in model.names:
+                return model.seen_by(owner)
+            if name in model.adapters(owner):
+                return model.seen_by(owner, adapter=name)
+        known = [name for model in self.models for name in (*model.names, *model.adapters(owner))]
+        hint = did_you_mean(name, known) or f"; this server has {', '.join(known)}"
+        raise APIError(
+            f"the model {name[:160]!r} does not exist{hint}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def cards(self, owner: str) -> list[dict[str, Any]]:
+        """Return the entries of `/v1/models`: the names of each model, then its adapters.
+
+        Args:
+            owner: see `owner_of`. The adapters of other keys are omitted.
+        """
+        cards = []
+        for model in self.models:
+            cards += [model.card(name) for name in model.names]
+            for adapter in model.adapters(owner).values():
+                root = adapter.source or adapter.name
+                cards.append({**model.card(adapter.name), "root": root, "parent": model.name})
+        return cards
+
+
+def new_id(kind: str, wanted: str | None) -> str:
+    """Return the id of an answer in OpenAI's format: `cmpl-…`, `chatcmpl-…`.
+
+    Args:
+        wanted: label of the client, which replaces the random part.
     """
     return f"{kind}-{wanted or uuid.uuid4().hex}"

@@ -1,39 +1,136 @@
-"""One turn of a conversation: from a chat request through the engine to parsed replies.
+"""The path that every generation endpoint uses: request, prompts, engine, events, answer.
 
-Every endpoint that speaks in messages takes this path, and spells what comes back in its own way.
+`Generation` runs the prompts of a request on the engine. `ChatGeneration` adds what conversations
+need: the chat template, tools, and the parsing of replies. An endpoint converts its request to a
+`CompletionRequest` or `ChatRequest`, and writes the results in the format of its API.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
+from fastapi.responses import Response
 
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from ed_esurge.replies.blocks import Blocks, Change
 from ed_esurge.replies.events import CallEnds, Content, Event, Reply
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
-from ed_esurge.server.generation.choices import Tally, finish_reason
-from ed_esurge.server.generation.models import Served, new_id
+from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.reply_formats import Parser
-from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.generation.structured import of_tools, one_of
-from ed_esurge.server.generation.tools import NamedTool
-from ed_esurge.server.http.streaming import headers_of
-from ed_esurge.server.http.threads import size_of
-from ed_esurge.server.http.watch import Watch
+from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
+from ed_esurge.server.generation.structured import NamedTool, compile_one, required_calls
+from ed_esurge.server.http.body import size_of
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.streaming import ErrorEvent, merge
+
+#: Header of the answer to a truncated prompt: the number of removed tokens.
+TRUNCATED = "X-Truncated-Prompt-Tokens"
+
+
+@dataclass(slots=True)
+class PromptTask:
+    """One prompt of a request.
+
+    Attributes:
+        tokens: token ids of the prompt after truncation.
+        truncated_tokens: number of tokens that were removed from the prompt.
+        echo: text of the prompt, for answers that repeat the prompt.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    truncated_tokens: int = 0
+    echo: str | None = None
+
+
+class Generation:
+    """The running prompts of one request.
+
+    Args:
+        kind: prefix of the request id.
+        numbered: whether the log and traces name each prompt by the request id and its index.
+
+    Attributes:
+        completion_tokens: number of tokens generated so far.
+        cached_tokens: number of prompt tokens read from the prefix cache.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        body: GenerationRequest,
+        request: Request,
+        tasks: list[PromptTask],
+        kind: str,
+        *,
+        numbered: bool = False,
+    ) -> None:
+        self.model, self.tasks, self._numbered = model, tasks, numbered
+        self.request_id = new_id(kind, body.request_id)
+        self.lifetime = model.lifetime(request)
+        self.prompt_tokens = sum(len(task.tokens) for task in tasks)
+        self.truncated_tokens = sum(task.truncated_tokens for task in tasks)
+        self.completion_tokens = 0
+        self._cached = [0] * len(tasks)
+        self._queue = model.queue_options(body)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return answer_headers(self.request_id, self.truncated_tokens)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Yield the deltas of the engine, each with the index of its prompt, and count the tokens.
+
+        Closing the generator aborts the request.
+        """
+        streams = [
+            self.model.generate(task.tokens, task.params, self._label(index), **self._queue)
+            for index, task in enumerate(self.tasks)
+        ]
+        async with aclosing(merge(streams)) as deltas:
+            async for index, delta in deltas:
+                self._cached[index] = delta.metrics.num_cached_tokens
+                self.completion_tokens += sum(len(out.token_ids) for out in delta.outputs)
+                yield index, delta
+
+    def _label(self, index: int) -> str:
+        return f"{self.request_id}-{index}" if self._numbered else self.request_id
+
+    async def answer(
+        self,
+        stream: bool,
+        events: Callable[[], AsyncGenerator[str]],
+        whole: Callable[[], Any],
+        error_event: ErrorEvent | None = None,
+    ) -> Response:
+        """Answer with a stream of events, or with one JSON body.
+
+        Args:
+            events: returns the events of the stream.
+            whole: returns a coroutine for the body.
+            error_event: see `RequestLifetime.respond`.
+        """
+        if stream:
+            return await self.lifetime.respond(events(), self.headers, error_event)
+        return await self.lifetime.answer(whole(), self.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one choice.
+    """New output of one choice.
 
     Attributes:
-        events: what the new text says.
+        events: parsed events of the new text.
         out: the new tokens.
-        finish: OpenAI's reason, with the last piece of the choice.
+        finish: OpenAI's finish reason in the last piece of the choice, else None.
     """
 
     index: int
@@ -44,7 +141,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Choice:
-    """A whole choice."""
+    """A complete choice."""
 
     index: int
     reply: Reply
@@ -53,43 +150,40 @@ class Choice:
 
 
 @dataclass
-class Turn:
-    """A chat request on its way.
+class ChatGeneration:
+    """A running chat request. All endpoints with messages use this class.
 
     Attributes:
-        tokens: the prompt.
-        tally: counts tokens as they come.
-        prompt_logprobs: of the prompt, where they were asked for, once something has come.
+        prompt_logprobs: log-probabilities of the prompt, if requested, after the first output.
+        blocks: the blocks of the reply, filled by `changes`.
+        last: the piece with the finish reason, after `changes` has yielded that piece.
     """
 
-    served: Served
     body: ChatRequest
-    request_id: str
-    tokens: list[int]
-    params: SamplingParams
-    watch: Watch
-    tally: Tally
-    queue: dict[str, Any]
+    generation: Generation
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    blocks: Blocks = field(default_factory=Blocks)
+    last: Piece | None = None
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _called: set[int] = field(default_factory=set)
 
     @classmethod
-    async def begin(cls, served: Served, body: ChatRequest, request: Request, kind: str) -> Turn:
-        """Check a request and make its prompt.
+    async def begin(
+        cls, model: ServedModel, body: ChatRequest, request: Request, kind: str
+    ) -> ChatGeneration:
+        """Check a request, and create its prompt.
 
         Args:
-            kind: what the request's id begins with.
+            kind: prefix of the request id.
 
         Raises:
-            APIError: the conversation does not fit or the template refuses it, the model is not
-                this one, or the engine is down.
+            APIError: the conversation is too long, the template rejects it, or an option does not
+                fit the model.
         """
-        served.check_generations(body.n)
-        served.formats.check(body)
-        queue = served.queue_options(body)
-        whole = await served.prompts.chat(body, size_of(request))
-        tokens, limit = served.prompts.fit(
+        model.check_generations(body.n)
+        model.formats.check(body)
+        whole = await model.prompts.chat(body, size_of(request))
+        tokens, limit = model.prompts.fit(
             whole,
             body.max_completion_tokens or body.max_tokens,
             param="messages",
@@ -97,39 +191,43 @@ class Turn:
             last=body.truncate_prompt_tokens,
         )
         more: dict[str, Any] = {}
-        if served.formats.shows_special(body):
+        if model.formats.shows_special(body):
             more["skip_special_tokens"] = False
-        ends = served.formats.ends_of_thoughts(tokens)
-        structured = await one_of(served.engine, _wanted(body), ends)
+        ends = model.formats.ends_of_thoughts(tokens)
+        structured = await compile_one(model.engine, _structured_outputs(body), ends)
         if structured is not None:
             more["structured_outputs"] = structured
-        params = await served.sampling_params(
+        params = await model.sampling_params(
             body,
             limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             **more,
         )
-        request_id = new_id(kind, body.request_id)
-        watch = served.watch(request)
-        tally = Tally([tokens], truncated_tokens=len(whole) - len(tokens))
-        return cls(served, body, request_id, tokens, params, watch, tally, queue)
+        task = PromptTask(tokens, params, truncated_tokens=len(whole) - len(tokens))
+        return cls(body, Generation(model, body, request, [task], kind))
 
     @property
-    def headers(self) -> dict[str, str]:
-        """The headers of the answer."""
-        return headers_of(self.request_id, self.tally.truncated_tokens)
+    def model(self) -> ServedModel:
+        return self.generation.model
+
+    @property
+    def request_id(self) -> str:
+        return self.generation.request_id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self.generation.tasks[0].tokens
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
-        """What is new after each step of the engine. Closing it ends the request."""
-        make = self.served.formats.parsers(self.body, self.tokens)
-        deltas = self.served.generate(self.tokens, self.params, self.request_id, **self.queue)
-        async with aclosing(deltas) as items:
-            async for delta in items:
+        """Yield the new pieces after each step of the engine. Closing it aborts the request."""
+        make = self.model.formats.parsers(self.body, self.tokens)
+        async with aclosing(self.generation.outputs()) as items:
+            async for _, delta in items:
                 yield self._read(delta, make)
 
-    def _read(self, delta: RequestOutput, make: Any) -> list[Piece]:
-        self.tally.observe(0, delta)
+    def _read(self, delta: RequestOutput, make: Callable[[], Parser] | None) -> list[Piece]:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         result = []
@@ -146,41 +244,98 @@ class Turn:
                     events += parser.close(cut=reason == "length")
                 if any(isinstance(event, CallEnds) for event in events):
                     self._called.add(out.index)
-                # As OpenAI has it, a call that was asked for by name is no reason to stop.
-                asked = isinstance(self.body.tool_choice, NamedTool)
-                if reason == "stop" and out.index in self._called and not asked:
+                # OpenAI reports "stop" for a function that the request selected by name.
+                by_name = isinstance(self.body.tool_choice, NamedTool)
+                if reason == "stop" and out.index in self._called and not by_name:
                     reason = "tool_calls"
             result.append(Piece(out.index, events, out, reason))
         return result
 
-    async def choices(self) -> list[Choice] | None:
-        """All choices, whole; None if the client went away."""
+    async def choices(self) -> list[Choice]:
+        """Return all choices when they are complete."""
+        known: dict[int, Choice] = {}
+        async with aclosing(self.pieces()) as items:
+            async for pieces in items:
+                for piece in pieces:
+                    choice = known.get(piece.index)
+                    if choice is None:
+                        choice = Choice(piece.index, Reply(), piece.out, "")
+                        known[piece.index] = choice
+                    else:
+                        choice.out.add(piece.out)
+                    choice.reply.add(piece.events)
+                    choice.finish = piece.finish or choice.finish
+        return [known[index] for index in sorted(known)]
 
-        async def gather() -> list[Choice]:
-            known: dict[int, Choice] = {}
-            async with aclosing(self.pieces()) as items:
-                async for pieces in items:
-                    for piece in pieces:
-                        choice = known.get(piece.index)
-                        if choice is None:
-                            choice = Choice(piece.index, Reply(), piece.out, "")
-                            known[piece.index] = choice
-                        else:
-                            choice.out.add(piece.out)
-                        choice.reply.add(piece.events)
-                        choice.finish = piece.finish or choice.finish
-            return [known[index] for index in sorted(known)]
+    async def changes(self) -> AsyncGenerator[list[tuple[Change, str | None]]]:
+        """Yield the changes of the reply's blocks after each step of the engine.
 
-        return await self.watch.over(gather())
+        The changes at the end of the reply have its finish reason; the others have None.
+        """
+        async with aclosing(self.pieces()) as items:
+            async for pieces in items:
+                changes: list[tuple[Change, str | None]] = []
+                for piece in pieces:
+                    changes += [(change, None) for change in self.blocks.take(piece.events)]
+                    if piece.finish is not None:
+                        self.last = piece
+                        changes += [(change, piece.finish) for change in self.blocks.end()]
+                yield changes
+
+    async def finish(self) -> None:
+        """Read the reply to its end."""
+        async with aclosing(self.changes()) as items:
+            async for _ in items:
+                pass
 
 
-def _wanted(body: ChatRequest) -> dict[str, StructuredOutputs]:
-    """The structured outputs that a request asks for, by the field that asks."""
+def _structured_outputs(body: ChatRequest) -> dict[str, StructuredOutputs]:
+    """Return the structured outputs of a request by the field that requests them."""
     wanted = body.outputs()
-    calls = of_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    calls = required_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     text = body.response_format.schema_text if body.response_format is not None else None
-    if calls is not None:  # such a reply has no content that a response_format would concern
+    if calls is not None:  # a reply of calls has no content that response_format could constrain
         wanted["tool_choice"] = calls
     elif text is not None:
         wanted["response_format"] = StructuredOutputs(json_schema=text)
     return wanted
+
+
+def finish_reason(reason: str | None) -> str:
+    """Return a finish reason of the engine as OpenAI's.
+
+    Raises:
+        APIError: 503, the engine aborted the completion.
+    """
+    if reason not in ("stop", "length"):
+        raise APIError(f"the engine ended the completion ({reason})", status=503)
+    return reason
+
+
+def truncation(tokens: int) -> dict[str, int]:
+    """Return the usage field for the tokens that were removed from the prompt, if any."""
+    return {"truncated_tokens": tokens} if tokens else {}
+
+
+def answer_headers(request_id: str, truncated_tokens: int) -> dict[str, str]:
+    """Return the headers of a generated answer."""
+    headers = {"X-Request-Id": request_id}
+    if truncated_tokens:
+        headers[TRUNCATED] = str(truncated_tokens)
+    return headers
+
+
+def openai_usage(generation: Generation, completion_tokens: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's `usage` object.
+
+    Args:
+        completion_tokens: None = the tokens that were generated.
+    """
+    generated = generation.completion_tokens if completion_tokens is None else completion_tokens
+    details: Mapping[str, int] = truncation(generation.truncated_tokens)
+    return {
+        "prompt_tokens": generation.prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": generation.prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens, **details},
+    }

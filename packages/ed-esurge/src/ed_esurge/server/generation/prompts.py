@@ -12,7 +12,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.config import EngineConfig
 from ed_esurge.fitting import fit
 from ed_esurge.server.generation.requests import ChatRequest, Message
-from ed_esurge.server.generation.tools import Tool
+from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate, texts_in
 

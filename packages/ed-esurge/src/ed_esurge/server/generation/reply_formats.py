@@ -15,7 +15,7 @@ from ed_esurge.replies.formats import (
 )
 from ed_esurge.replies.parser import Calls, ReplyParser
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.generation.tools import NamedTool
+from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 
 Parser = ReplyParser | NamedCall

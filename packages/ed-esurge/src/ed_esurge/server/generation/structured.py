@@ -10,13 +10,109 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
-from ed_esurge.server.generation.tools import NamedTool, Tool, ToolChoice
 from ed_esurge.server.http.errors import APIError, Refusal
-from ed_esurge.server.http.fields import Body, Schema, SchemaOrText, few, unsupported
+from ed_esurge.server.http.fields import Body, History, Schema, SchemaOrText, few, unsupported
+
+MAX_TOOLS, MAX_TOOL_CALLS = 128, 128
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    """A function: what it is called and what it takes."""
+
+    name: Name
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """JSON schema of the arguments: an object, of anything if nothing was said."""
+        return self.parameters or {"type": "object", "properties": {}}
+
+
+class Tool(Body):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        function: dict[str, Any] = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.function.schema_of_arguments,
+        }
+        return {"type": "function", "function": function}
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(History):
+    """A call: name, and arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(History):
+    """A call in a message of the assistant."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @model_validator(mode="after")
+    def _arguments_are_json(self) -> ToolCall:
+        self.for_template()
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it: arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise Refusal(f"the arguments {self.function.arguments!r:.80} are no JSON object")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _distinct(value: object) -> object:
+    if value is None:
+        return []
+    names = [
+        tool["function"].get("name")
+        for tool in (value if isinstance(value, list) else ())
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+    ]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Refusal(f"two functions are called {twice!r}")
+    return value
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True), BeforeValidator(_distinct), few(MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
+
 
 MAX_CALLS = 64
 ANY_OBJECT = json.dumps({"type": "object"})
@@ -127,7 +223,7 @@ class Guided(Body):
         return result
 
 
-def of_tools(
+def required_calls(
     tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool
 ) -> StructuredOutputs | None:
     """Return the form of a reply that must call tools; None if the reply may do without calls."""
@@ -171,7 +267,7 @@ def _moved(schema: Any, prefix: str) -> Any:
 
 
 def _in_tools(message: str) -> str:
-    """Replace JSON paths in the schema of `of_tools` by the fields of the request."""
+    """Replace JSON paths in the schema of `required_calls` by the fields of the request."""
     message = re.sub(
         r"\$\.items\.anyOf\[(\d+)\]\.properties\.arguments",
         r"tools[\1].function.parameters",
@@ -180,7 +276,7 @@ def _in_tools(message: str) -> str:
     return re.sub(r"\$\.\$defs\.t(\d+)_", r"tools[\1].function.parameters.$defs.", message)
 
 
-async def one_of(
+async def compile_one(
     engine: Any, wanted: Mapping[str, StructuredOutputs], after: tuple[str, ...] = ()
 ) -> StructuredOutputs | None:
     """Return the one structured output that is asked for, once its grammar is compiled.

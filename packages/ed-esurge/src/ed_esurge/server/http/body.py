@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ed_infra.options import Options
@@ -14,9 +15,29 @@ from pydantic_core import from_json
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.admission import RESERVATION, Reservation
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import validated
-from ed_esurge.server.http.threads import BODY_BYTES, aside
-from ed_esurge.server.http.unknown import IgnoredKeys
+from ed_esurge.server.http.fields import IgnoredKeys, validated
+
+T = TypeVar("T")
+
+#: Bytes of a body from which work on the body takes more than a few milliseconds.
+LONG_BODY = 2**13
+#: Where the scope of a request has the length of its body.
+BODY_BYTES = "ed_esurge.body_bytes"
+# Few threads: each waits for the interpreter lock like the event loop, whose delay grows with them.
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="ed-esurge-body")
+
+
+def size_of(request: Request) -> int:
+    """Return the length of a request's body."""
+    return request.scope.get(BODY_BYTES, 0)
+
+
+async def aside(work: Callable[[], T], size: int) -> T:
+    """Return the result of work on `size` bytes: in a thread if there are many of them."""
+    if size < LONG_BODY:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 

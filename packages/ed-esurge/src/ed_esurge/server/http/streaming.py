@@ -1,7 +1,7 @@
-"""Server-sent events and disconnects: how answers leave, and how gone clients are noticed.
+"""Server-sent events, and the reasons that end a request early.
 
-Per token this costs one `json` call on the text and one write: chunks are assembled from parts
-that are serialised once per request, never from models.
+The cost per token is one `json` call for the text and one write. Chunks are joined from parts that
+are serialized once per request, not from models.
 """
 
 from __future__ import annotations
@@ -9,186 +9,128 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from ed_esurge.server.generation.choices import Tally
 from ed_esurge.server.http.errors import APIError, client_gone
 from ed_esurge.server.http.scope import WRITER, Receive, Scope, Send
-from ed_esurge.server.http.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
-#: The header of an answer to a prompt that was cut: the number of tokens that were cut off.
-TRUNCATED = "X-Truncated-Prompt-Tokens"
-# Seconds for the last event of a stream.
-LAST_WORDS = 5.0
+# Seconds to send the last event of a stream.
+LAST_EVENT_SECONDS = 5.0
 
 # `json.dumps(..., ensure_ascii=False)` would build an encoder on every call.
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
-
-class Chunks:
-    """Writes the chunks of one stream.
-
-    Args:
-        kind: the chunks' `object` (`text_completion`, `chat.completion.chunk`).
-        usage: the client asked for token counts, so every chunk has a `usage` field.
-        so_far: returns the token counts so far, for each chunk; None: only the last chunk has some.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        request_id: str,
-        model: str,
-        created: int,
-        *,
-        usage: bool,
-        so_far: Callable[[], dict[str, Any]] | None = None,
-    ) -> None:
-        fields = {"id": request_id, "object": kind, "created": created, "model": model}
-        self._head = "data: " + encode(fields)[:-1] + ',"choices":['
-        self._tail = ',"usage":null}\n\n' if usage else "}\n\n"
-        self._so_far = so_far
-
-    def choice(
-        self, index: int, payload: str, logprobs: Any, finish: str | None, beside: str = ""
-    ) -> str:
-        """One chunk with one choice.
-
-        Args:
-            payload: JSON of the choice: `"text":"…"` or `"delta":{…}`.
-            beside: JSON of the chunk: `,"prompt_token_ids":[…]`.
-        """
-        scores = "null" if logprobs is None else encode(logprobs)
-        reason = "null" if finish is None else f'"{finish}"'
-        tail = self._tail
-        if self._so_far is not None:
-            tail = f',"usage":{encode(self._so_far())}}}\n\n'
-        return (
-            f'{self._head}{{"index":{index},{payload},"logprobs":{scores},'
-            f'"finish_reason":{reason}}}]{beside}{tail}'
-        )
-
-    def usage(self, usage: dict[str, Any]) -> str:
-        """The last chunk of a stream with `include_usage`: no choices, all counts."""
-        return f'{self._head}],"usage":{encode(usage)}}}\n\n'
+ErrorEvent = Callable[[APIError], str]
+"""Writes the last event of a stream that fails."""
 
 
-def usage(tally: Tally, completion_tokens: int | None = None) -> dict[str, Any]:
-    """OpenAI's `usage` object.
-
-    Args:
-        completion_tokens: None: those of the tally.
-    """
-    generated = tally.completion_tokens if completion_tokens is None else completion_tokens
-    return {
-        "prompt_tokens": tally.prompt_tokens,
-        "completion_tokens": generated,
-        "total_tokens": tally.prompt_tokens + generated,
-        "prompt_tokens_details": {
-            "cached_tokens": tally.cached_tokens,
-            **truncation(tally.truncated_tokens),
-        },
-    }
-
-
-def truncation(tokens: int) -> dict[str, int]:
-    """The field that reports how many tokens of the prompt were cut off, where some were."""
-    return {"truncated_tokens": tokens} if tokens else {}
-
-
-def headers_of(request_id: str, truncated_tokens: int) -> dict[str, str]:
-    """The headers that every generated answer has."""
-    headers = {"X-Request-Id": request_id}
-    if truncated_tokens:
-        headers[TRUNCATED] = str(truncated_tokens)
-    return headers
-
-
-async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Items of several streams as they come, each with the number of its stream.
-
-    The first error ends all of them. Closing this iterator closes them.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
-
-    async def pump(place: int, stream: AsyncGenerator[T]) -> None:
-        try:
-            async with aclosing(stream) as items:
-                async for item in items:
-                    queue.put_nowait((place, item, None))
-            queue.put_nowait((place, None, None))
-        except Exception as error:
-            queue.put_nowait((place, None, error))
-
-    tasks = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            place, item, error = await queue.get()
-            if error is not None:
-                raise error
-            if item is None:
-                running -= 1
-            else:
-                yield place, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def named(event: str, fields: dict[str, Any]) -> str:
-    """A server-sent event with a name."""
+def named_event(event: str, fields: Mapping[str, Any]) -> str:
+    """Return a server-sent event with a name."""
     return f"event: {event}\ndata: {encode(fields)}\n\n"
 
 
-async def respond(
-    watch: Watch,
-    events: AsyncGenerator[str],
-    headers: Mapping[str, str],
-    *,
-    error_event: Callable[[APIError], str] | None = None,
-) -> Response:
-    """Answer with a stream of events.
+class RequestLifetime:
+    """The time in which a request is answered.
 
     Args:
-        headers: see `headers_of`.
-        error_event: writes the last event of a stream that fails. None: the OpenAI envelope, and
-            `[DONE]` after the last event.
-
-    Waits for the first event before it sends a status: what fails before the first token is an
-    HTTP error, as it would be without streaming.
+        request: its `receive` reports the disconnect of the client.
+        stopping: set when the server aborts the running requests.
+        seconds: time limit from now.
     """
-    try:
-        first = await watch.over(anext(events))
-    except BaseException:
-        await events.aclose()
-        raise
-    if first is None:
-        await events.aclose()
-        return client_gone()
-    return EventStream(first, events, watch, headers, error_event=error_event)
+
+    def __init__(self, request: Request, stopping: asyncio.Event, seconds: float) -> None:
+        self._receive, self._stopping, self._seconds = request.receive, stopping, seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+
+    async def run(self, work: Awaitable[T]) -> T | None:
+        """Await `work`. Cancel it when the request ends early.
+
+        Returns:
+            the result; None after a disconnect of the client.
+
+        Raises:
+            APIError: 408 after the time limit, 503 when the server stops.
+        """
+        task = asyncio.ensure_future(work)
+        gone = asyncio.create_task(_disconnected(self._receive))
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            left = self._deadline - asyncio.get_running_loop().time()
+            waiting = {task, gone, stopped}
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                return None
+            if stopped.done():
+                raise APIError(
+                    "the server is stopping and could not finish this request",
+                    status=503,
+                    code="server_stopping",
+                )
+            raise APIError(
+                f"the request was not answered within {self._seconds:g} seconds, the limit of "
+                "this server: request fewer tokens",
+                status=408,
+                code="request_timeout",
+            )
+        finally:
+            for each in (task, gone, stopped):
+                each.cancel()
+            await asyncio.gather(task, gone, stopped, return_exceptions=True)
+
+    async def respond(
+        self,
+        events: AsyncGenerator[str],
+        headers: Mapping[str, str],
+        error_event: ErrorEvent | None = None,
+    ) -> Response:
+        """Answer with a stream of events.
+
+        The status is sent after the first event exists, so that an error before the first token
+        has its own HTTP status.
+
+        Args:
+            error_event: None = the OpenAI error envelope, and `[DONE]` after the last event.
+        """
+        try:
+            first = await self.run(anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        if first is None:
+            await events.aclose()
+            return client_gone()
+        return EventStream(first, events, self, headers, error_event)
+
+    async def answer(
+        self, body: Awaitable[Mapping[str, Any]], headers: Mapping[str, str]
+    ) -> Response:
+        """Answer with a JSON body."""
+        content = await self.run(body)
+        return client_gone() if content is None else JSONResponse(content, headers=dict(headers))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(Response):
-    """A response of server-sent events; a client that goes away closes `events` at once.
+    """A response of server-sent events that closes `events` when the client disconnects.
 
-    (Starlette's StreamingResponse leaves a generator that is cut off while sending to the garbage
-    collector, and the request would go on generating until that runs.)
+    Starlette's StreamingResponse leaves an interrupted generator to the garbage collector, so the
+    engine would continue to generate until the next collection.
     """
 
     media_type = "text/event-stream"
@@ -197,10 +139,9 @@ class EventStream(Response):
         self,
         first: str,
         events: AsyncGenerator[str],
-        watch: Watch,
+        lifetime: RequestLifetime,
         headers: Mapping[str, str],
-        *,
-        error_event: Callable[[APIError], str] | None = None,
+        error_event: ErrorEvent | None = None,
     ) -> None:
         self._error_event = error_event
         self.status_code = 200
@@ -208,7 +149,7 @@ class EventStream(Response):
         self.body = b""
         self._first = first
         self._events = events
-        self._watch = watch
+        self._lifetime = lifetime
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
 
@@ -222,7 +163,7 @@ class EventStream(Response):
         async def everything() -> bool:
             await body(self._first)
             async for event in self._events:
-                if write is None:  # no connection of `ed_esurge.server.http.connections`
+                if write is None:  # another server than `http.connections`
                     await body(event)
                 else:
                     await write(event.encode())
@@ -232,10 +173,10 @@ class EventStream(Response):
         await send(start)
         async with aclosing(self._events):
             try:
-                if await self._watch.over(everything()) is None:
+                if await self._lifetime.run(everything()) is None:
                     return
                 end = DONE if self._error_event is None else ""
-            except Exception as error:  # too late for a status: the envelope is the last event
+            except Exception as error:  # the status has been sent: the error is the last event
                 if not isinstance(error, APIError):
                     logger.exception("a stream failed")
                     error = APIError("the server failed on this request", status=500)
@@ -243,11 +184,44 @@ class EventStream(Response):
                     end = self._error_event(error)
                 else:
                     end = f"data: {encode(error.envelope())}\n\n{DONE}"
-        # A client that has stopped reading does not get it; the connection is cut.
-        async with asyncio.timeout(LAST_WORDS):
+        # The connection of a client that no longer reads is cut.
+        async with asyncio.timeout(LAST_EVENT_SECONDS):
             await body(end, more=False)
 
 
-def answer(body: dict[str, Any], headers: Mapping[str, str]) -> JSONResponse:
-    """The answer without streaming."""
-    return JSONResponse(body, headers=dict(headers))
+async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield the items of several streams as they arrive, each with the index of its stream.
+
+    The first error ends all streams. Closing this iterator closes the streams.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[T]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    queue.put_nowait((index, item, None))
+            queue.put_nowait((index, None, None))
+        except Exception as error:
+            queue.put_nowait((index, None, error))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

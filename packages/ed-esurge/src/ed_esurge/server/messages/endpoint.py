@@ -1,95 +1,147 @@
-"""`POST /v1/messages` and its token count: a conversation as Anthropic's clients hold it."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, with the formats of Anthropic's API."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from ed_esurge.outputs import CompletionOutput
-from ed_esurge.replies.blocks import Block, Blocks, Change
-from ed_esurge.server.generation.conversation import Turn
-from ed_esurge.server.generation.models import Served
-from ed_esurge.server.http.errors import APIError, client_gone, renamed
-from ed_esurge.server.http.streaming import answer, named, respond, truncation
-from ed_esurge.server.http.threads import aside, size_of
+from ed_esurge.replies.blocks import Block, Change
+from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import ChatGeneration, Piece, truncation
+from ed_esurge.server.http.body import aside, size_of
+from ed_esurge.server.http.errors import APIError, renamed
+from ed_esurge.server.http.streaming import named_event
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
+from ed_esurge.server.routing import post
+
+
+class AnsweredBlock(Answer):
+    """A block: `text`, `thinking` with `signature`, or `tool_use` with `id`, `name`, `input`."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class MessagesUsage(Answer):
+    """Token counts. `input_tokens` excludes the tokens read from the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    truncated_tokens: int | None = None
+    """Number of tokens removed from the prompt (extension)."""
+
+
+class AnthropicAnswer(Answer):
+    """Answer of `POST /v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class AnthropicErrorBody(Answer):
+    """Type and message of an error. `details` contains the error code of this server."""
+
+    type: str
+    message: str
+    details: dict[str, str] | None = None
+
+
+class AnthropicError(Answer):
+    """Anthropic's error envelope."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str
+
+
+class TokenCount(Answer):
+    """Answer of `POST /v1/messages/count_tokens`."""
+
+    input_tokens: int
+
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-async def message(served: Served, body: MessagesRequest, request: Request) -> Response:
-    """Answer one request.
+async def message(model: ServedModel, body: MessagesRequest, request: Request) -> Response:
+    """Answer a message request.
 
     Raises:
-        APIError: see `Turn.begin`.
-    """
-    with renamed(NAMES):
-        turn = await Turn.begin(served, await aside(body.chat, size_of(request)), request, "msg")
-    if body.stream:
-        return await respond(turn.watch, _events(turn), turn.headers, error_event=_error_event)
-
-    async def gather() -> dict[str, Any]:
-        blocks, stop = Blocks(), _stop(None, None)
-        async with aclosing(turn.pieces()) as items:
-            async for pieces in items:
-                for piece in pieces:
-                    blocks.take(piece.events)
-                    if piece.finish is not None:
-                        stop = _stop(piece.finish, piece.out)
-        blocks.end()
-        return {**_head(turn), "content": [_block(one) for one in blocks.whole], **stop}
-
-    whole = await turn.watch.over(gather())
-    if whole is None:
-        return client_gone()
-    return answer({**whole, "usage": _usage(turn)}, turn.headers)
-
-
-async def count_tokens(served: Served, body: CountRequest, request: Request) -> Response:
-    """How many tokens a prompt has.
-
-    Raises:
-        APIError: the template refuses the conversation, or the model is not this one.
+        APIError: see `ChatGeneration.begin`.
     """
     with renamed(NAMES):
         chat = await aside(body.chat, size_of(request))
-        served.formats.check(chat)
-        return JSONResponse(
-            {"input_tokens": len(await served.prompts.chat(chat, size_of(request)))}
-        )
+        turn = await ChatGeneration.begin(model, chat, request, "msg")
+    return await turn.generation.answer(
+        body.stream, lambda: _events(turn), lambda: _whole(turn), _error_event
+    )
 
 
-def _head(turn: Turn) -> dict[str, Any]:
-    name = turn.served.name
+async def _whole(turn: ChatGeneration) -> dict[str, Any]:
+    await turn.finish()
+    content = [_block(block) for block in turn.blocks.whole]
+    return {**_head(turn), "content": content, **_stop(turn.last), "usage": _usage(turn)}
+
+
+async def count_tokens(model: ServedModel, body: CountRequest, request: Request) -> Response:
+    """Return the number of prompt tokens of a request.
+
+    Raises:
+        APIError: the chat template rejects the conversation.
+    """
+    with renamed(NAMES):
+        chat = await aside(body.chat, size_of(request))
+        model.formats.check(chat)
+        tokens = await model.prompts.chat(chat, size_of(request))
+    return JSONResponse({"input_tokens": len(tokens)})
+
+
+def _head(turn: ChatGeneration) -> dict[str, Any]:
+    name = turn.model.name
     return {"id": turn.request_id, "type": "message", "role": "assistant", "model": name}
 
 
-def _stop(finish: str | None, out: CompletionOutput | None) -> dict[str, Any]:
-    """Why a reply ended."""
-    found = out.stop_reason if out is not None and finish == "stop" else None
+def _stop(last: Piece | None) -> dict[str, Any]:
+    """Return the fields that report why a reply ended; null before its end."""
+    found = last.out.stop_reason if last is not None and last.finish == "stop" else None
     if isinstance(found, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": found}
-    return {"stop_reason": REASONS.get(finish or ""), "stop_sequence": None}
+    reason = None if last is None else REASONS.get(last.finish or "")
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(turn: Turn) -> dict[str, int]:
-    cached = turn.tally.cached_tokens
+def _usage(turn: ChatGeneration) -> dict[str, int]:
+    counts = turn.generation
     return {
-        "input_tokens": turn.tally.prompt_tokens - cached,
-        "output_tokens": turn.tally.completion_tokens,
+        "input_tokens": counts.prompt_tokens - counts.cached_tokens,
+        "output_tokens": counts.completion_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        **truncation(turn.tally.truncated_tokens),
+        "cache_read_input_tokens": counts.cached_tokens,
+        **truncation(counts.truncated_tokens),
     }
 
 
 def _block(block: Block) -> dict[str, Any]:
-    """A whole block. Arguments that were cut short are no object, and left out."""
+    """Return a complete block. Arguments of a call that was cut off are not valid JSON: omit."""
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "thoughts":
@@ -108,38 +160,54 @@ _DELTAS = {
 def _event(change: Change) -> str:
     block, index = change.block, {"index": change.block.index}
     if change.what == "closes":
-        return named("content_block_stop", {"type": "content_block_stop", **index})
+        return named_event("content_block_stop", {"type": "content_block_stop", **index})
     if change.what == "opens":
         empty = _block(Block(block.index, block.kind, "", block.call_id, block.name, whole=False))
         fields = {"type": "content_block_start", **index, "content_block": empty}
-        return named("content_block_start", fields)
+        return named_event("content_block_start", fields)
     kind, key = _DELTAS[block.kind]
     delta = {"type": kind, key: change.text}
-    return named("content_block_delta", {"type": "content_block_delta", **index, "delta": delta})
+    return named_event(
+        "content_block_delta", {"type": "content_block_delta", **index, "delta": delta}
+    )
 
 
 def _error_event(error: APIError) -> str:
-    return named("error", error.anthropic_envelope())
+    return named_event("error", error.anthropic_envelope())
 
 
-async def _events(turn: Turn) -> AsyncGenerator[str]:
-    blocks, begun = Blocks(), False
-    stop = _stop(None, None)
-    async with aclosing(turn.pieces()) as items:
-        async for pieces in items:
+async def _events(turn: ChatGeneration) -> AsyncGenerator[str]:
+    begun = False
+    async with aclosing(turn.changes()) as items:
+        async for changes in items:
             events = []
             if not begun:
                 begun = True
                 usage = {**_usage(turn), "output_tokens": 0}
-                first = {**_head(turn), "content": [], **stop, "usage": usage}
-                events.append(named("message_start", {"type": "message_start", "message": first}))
-            for piece in pieces:
-                changes = blocks.take(piece.events)
-                if piece.finish is not None:
-                    changes += blocks.end()
-                    stop = _stop(piece.finish, piece.out)
-                events += [_event(change) for change in changes]
+                first = {**_head(turn), "content": [], **_stop(None), "usage": usage}
+                start = {"type": "message_start", "message": first}
+                events.append(named_event("message_start", start))
+            events += [_event(change) for change, _ in changes]
             if events:
                 yield "".join(events)
-    last = {"type": "message_delta", "delta": stop, "usage": _usage(turn)}
-    yield named("message_delta", last) + named("message_stop", {"type": "message_stop"})
+    last = {"type": "message_delta", "delta": _stop(turn.last), "usage": _usage(turn)}
+    yield named_event("message_delta", last) + named_event("message_stop", {"type": "message_stop"})
+
+
+ENDPOINTS = (
+    post(
+        "/v1/messages",
+        "Answer a conversation in the format of Anthropic's API.",
+        message,
+        MessagesRequest,
+        AnthropicAnswer,
+        streams=True,
+    ),
+    post(
+        "/v1/messages/count_tokens",
+        "Count the prompt tokens of such a conversation.",
+        count_tokens,
+        CountRequest,
+        TokenCount,
+    ),
+)

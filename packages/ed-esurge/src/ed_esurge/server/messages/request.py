@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.generation.tools import MAX_TOOLS, Name
+from ed_esurge.server.generation.structured import MAX_TOOLS, Name
 from ed_esurge.server.http.errors import Refusal
 from ed_esurge.server.http.fields import (
     Body,

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: a conversation through the model's chat template."""
+"""`POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -19,47 +19,49 @@ from ed_esurge.replies.events import (
     Event,
     Reasoning,
 )
-from ed_esurge.server.generation.conversation import Choice, Turn
+from ed_esurge.server.generation.answers import ChatCompletion
 from ed_esurge.server.generation.logprobs import chat_logprobs, prompt_logprobs
-from ed_esurge.server.generation.models import Served
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import ChatGeneration, Choice, openai_usage
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.http.errors import client_gone
-from ed_esurge.server.http.streaming import Chunks, answer, encode, respond, usage
+from ed_esurge.server.http.streaming import encode
+from ed_esurge.server.openai.chunks import Chunks
+from ed_esurge.server.routing import post
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 
 
-async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
-    """Answer one request.
+async def chat(model: ServedModel, body: ChatRequest, request: Request) -> Response:
+    """Answer a chat request.
 
     Raises:
-        APIError: see `Turn.begin`.
+        APIError: see `ChatGeneration.begin`.
     """
-    turn = await Turn.begin(served, body, request, "chatcmpl")
-    if body.stream:
-        return await respond(turn.watch, _events(turn), turn.headers)
+    turn = await ChatGeneration.begin(model, body, request, "chatcmpl")
+    return await turn.generation.answer(body.stream, lambda: _events(turn), lambda: _whole(turn))
+
+
+async def _whole(turn: ChatGeneration) -> dict[str, Any]:
+    model, body = turn.model, turn.body
     choices = await turn.choices()
-    if choices is None:
-        return client_gone()
     completion = {
         "id": turn.request_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": served.name,
-        "choices": [_choice(served, body, choice) for choice in choices],
-        "usage": usage(turn.tally),
+        "model": model.name,
+        "choices": [_choice(model, body, choice) for choice in choices],
+        "usage": openai_usage(turn.generation),
     }
     if body.prompt_logprobs is not None:
         completion["prompt_logprobs"] = prompt_logprobs(
-            served.texts, turn.prompt_logprobs, body.prompt_logprobs
+            model.texts, turn.prompt_logprobs, body.prompt_logprobs
         )
     if body.return_token_ids:
         completion["prompt_token_ids"] = turn.tokens
-    return answer(completion, turn.headers)
+    return completion
 
 
-def _choice(served: Served, body: ChatRequest, choice: Choice) -> dict[str, Any]:
-    """One entry of `choices`, whole."""
+def _choice(model: ServedModel, body: ChatRequest, choice: Choice) -> dict[str, Any]:
     reply, out = choice.reply, choice.out
     calls = [_call(call) for call in reply.calls.values()]
     message: dict[str, Any] = {
@@ -74,7 +76,7 @@ def _choice(served: Served, body: ChatRequest, choice: Choice) -> dict[str, Any]
     entry = {
         "index": choice.index,
         "message": message,
-        "logprobs": _logprobs(served, body, out),
+        "logprobs": _logprobs(model, body, out),
         "finish_reason": choice.finish,
     }
     if body.return_token_ids:
@@ -87,15 +89,17 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[str, Any] | None:
+def _logprobs(
+    model: ServedModel, body: ChatRequest, out: CompletionOutput
+) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
-    return chat_logprobs(served.texts, out.token_ids, out.logprobs or [], body.top_logprobs or 0)
+    return chat_logprobs(model.texts, out.token_ids, out.logprobs or [], body.top_logprobs or 0)
 
 
 def _deltas(events: Sequence[Event]) -> list[str]:
-    """The `delta` of each chunk that some events make: JSON."""
-    if len(events) == 1 and isinstance(events[0], Content):  # the usual one
+    """Return the `delta` of each chunk for some events, as JSON."""
+    if len(events) == 1 and isinstance(events[0], Content):  # the most frequent case
         return [f'{{"content":{encode(events[0].text)}}}']
     fields: list[tuple[str, str]] = []
     for event in events:
@@ -129,16 +133,16 @@ def _deltas(events: Sequence[Event]) -> list[str]:
     return result
 
 
-async def _events(turn: Turn) -> AsyncGenerator[str]:
-    """The chunks of a stream: the role, what comes, an empty delta with the reason."""
-    served, body = turn.served, turn.body
+async def _events(turn: ChatGeneration) -> AsyncGenerator[str]:
+    """Yield the chunks of a stream: the role, the new text, an empty delta with the reason."""
+    model, body = turn.model, turn.body
     chunks = Chunks(
         "chat.completion.chunk",
         turn.request_id,
-        served.name,
+        model.name,
         int(time.time()),
         usage=body.include_usage,
-        so_far=(lambda: usage(turn.tally)) if body.continuous_usage else None,
+        so_far=(lambda: openai_usage(turn.generation)) if body.continuous_usage else None,
     )
     begun: set[int] = set()
     prompt = f',"prompt_token_ids":{encode(turn.tokens)}' if body.return_token_ids else ""
@@ -151,7 +155,7 @@ async def _events(turn: Turn) -> AsyncGenerator[str]:
                     begun.add(piece.index)
                     events.append(chunks.choice(piece.index, ROLE, None, None, prompt))
                     prompt = ""
-                shown = _logprobs(served, body, out) if out.token_ids else None
+                shown = _logprobs(model, body, out) if out.token_ids else None
                 ids = f',"token_ids":{encode(out.token_ids)}' if body.return_token_ids else ""
                 deltas = _deltas(piece.events)
                 if not deltas and (shown is not None or (ids and out.token_ids)):
@@ -164,4 +168,17 @@ async def _events(turn: Turn) -> AsyncGenerator[str]:
             if events:
                 yield "".join(events)
     if body.include_usage:
-        yield chunks.usage(usage(turn.tally))
+        yield chunks.usage(openai_usage(turn.generation))
+
+
+ENDPOINTS = (
+    post(
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        chat,
+        ChatRequest,
+        ChatCompletion,
+        streams=True,
+        batched=True,
+    ),
+)

@@ -1,113 +1,65 @@
-"""`POST /v1/completions`: several prompts, several choices of each, echo, logprobs, streams."""
+"""`POST /v1/completions`: several prompts, several choices per prompt, echo, log-probabilities."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from ed_esurge.outputs import CompletionOutput, RequestOutput
+from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.server.generation.choices import Tally, collect, finish_reason
+from ed_esurge.server.generation.answers import Completion
 from ed_esurge.server.generation.logprobs import CompletionLogprobs, join, prompt_logprobs
-from ed_esurge.server.generation.models import Served, new_id
-from ed_esurge.server.generation.requests import CompletionRequest
-from ed_esurge.server.generation.structured import one_of
-from ed_esurge.server.http.errors import client_gone
-from ed_esurge.server.http.streaming import (
-    Chunks,
-    answer,
-    encode,
-    headers_of,
-    merge,
-    respond,
-    usage,
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import (
+    Generation,
+    PromptTask,
+    finish_reason,
+    openai_usage,
 )
+from ed_esurge.server.generation.requests import CompletionRequest
+from ed_esurge.server.generation.structured import compile_one
+from ed_esurge.server.http.streaming import encode
+from ed_esurge.server.openai.chunks import Chunks
+from ed_esurge.server.routing import post
 
-# What OpenAI generates when `max_tokens` is not given.
+# OpenAI's default of `max_tokens`.
 DEFAULT_MAX_TOKENS = 16
 
 
-@dataclass(slots=True)
-class _Job:
-    """One prompt of the request.
-
-    Attributes:
-        tokens: of the prompt, as far as it is used.
-        truncated_tokens: how many tokens were cut off the prompt.
-        echo: what `echo` shows of the prompt.
-        params: how to sample.
-    """
-
-    tokens: list[int]
-    truncated_tokens: int
-    echo: str | None
-    params: SamplingParams
-
-
-async def complete(served: Served, body: CompletionRequest, request: Request) -> Response:
-    """Answer one request.
+async def complete(model: ServedModel, body: CompletionRequest, request: Request) -> Response:
+    """Answer a completion request.
 
     Raises:
-        APIError: the prompt does not fit, the model is not this one, or the engine is down.
+        APIError: a prompt is too long, or an option does not fit the model.
     """
-    served.check_generations(len(body.prompt) * (body.best_of or body.n))
-    queue = served.queue_options(body)
-    jobs = await _jobs(served, body)
-    request_id = new_id("cmpl", body.request_id)
-    watch = served.watch(request)
-    streams = [
-        served.generate(job.tokens, job.params, f"{request_id}-{place}", **queue)
-        for place, job in enumerate(jobs)
-    ]
-    deltas = merge(streams)
-    tally = Tally(
-        [job.tokens for job in jobs], truncated_tokens=sum(job.truncated_tokens for job in jobs)
-    )
-    headers = headers_of(request_id, tally.truncated_tokens)
-    if body.stream:
-        return await respond(watch, _events(served, body, jobs, deltas, tally, request_id), headers)
-    outputs = await watch.over(collect(deltas, len(jobs), tally))
-    if outputs is None:
-        return client_gone()
-    choices = []
-    for job, output in zip(jobs, outputs, strict=True):
-        for completion in _best(output, body):
-            choices.append(_choice(served, body, job, output, completion, len(choices)))
-    return answer(
-        {
-            "id": request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": served.name,
-            "choices": choices,
-            "usage": _usage(body, tally),
-        },
-        headers,
-    )
+    model.check_generations(len(body.prompt) * (body.best_of or body.n))
+    tasks = await _tasks(model, body)
+    generation = Generation(model, body, request, tasks, "cmpl", numbered=True)
+    completions = _Completions(body, generation)
+    return await generation.answer(body.stream, completions.events, completions.whole)
 
 
-async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
-    """The prompts of a request as tokens that fit, and how each is sampled."""
-    prompts = served.prompts
+async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask]:
+    """Return the prompts as token ids that fit the context, with their sampling options."""
+    prompts = model.prompts
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     encoded = iter(await prompts.encode(texts, add_special_tokens=body.add_special_tokens))
-    # Scoring alone (max_tokens 0) still runs one sampled position, which is thrown away.
+    # The engine also samples one token of a request that only scores (max_tokens 0).
     wanted = None if body.max_tokens is None else max(body.max_tokens, 1)
     best_of, logprobs = body.best_of or body.n, body.logprobs
     if best_of > body.n and logprobs is None:
-        logprobs = 0  # to choose by
+        logprobs = 0  # `_best` compares the log-probabilities
     scored = [body.logprobs] if body.echo else []
     scored = [count for count in (*scored, body.prompt_logprobs) if count is not None]
-    structured = await one_of(served.engine, body.outputs())
+    structured = await compile_one(model.engine, body.outputs())
     first: SamplingParams | None = None
     params: dict[int, SamplingParams] = {}
-    jobs = []
+    tasks = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
             whole = next(encoded)
@@ -123,7 +75,7 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
         )
         if limit not in params:
             if first is None:
-                first = await served.sampling_params(
+                first = await model.sampling_params(
                     body,
                     limit,
                     n=best_of,
@@ -131,123 +83,159 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
                     prompt_logprobs=max(scored, default=None),
                     structured_outputs=structured,
                 )
-            # The prompts of a request differ in nothing else, and validating long lists takes time.
+            # Only the limit differs between the prompts, and validating long lists takes time.
             params[limit] = first.model_copy(update={"max_tokens": limit})
         echo = None
         if body.echo:
-            as_sent = isinstance(prompt, str) and tokens == whole
-            echo = str(prompt) if as_sent else await prompts.decode(tokens)
-        jobs.append(_Job(tokens, len(whole) - len(tokens), echo, params[limit]))
-    return jobs
+            unchanged = isinstance(prompt, str) and tokens == whole
+            echo = str(prompt) if unchanged else await prompts.decode(tokens)
+        tasks.append(PromptTask(tokens, params[limit], len(whole) - len(tokens), echo))
+    return tasks
 
 
-def _best(output: RequestOutput, body: CompletionRequest) -> list[CompletionOutput]:
-    """The `n` completions with the highest log-probability per token, best first."""
-    if (body.best_of or body.n) == body.n:
-        return output.outputs
+class _Completions:
+    """Writes the answer to a completion request.
 
-    def score(completion: CompletionOutput) -> float:
-        return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
+    A request with `max_tokens: 0` scores its prompts: the sampled token is not part of the answer.
+    """
 
-    return sorted(output.outputs, key=score, reverse=True)[: body.n]
+    def __init__(self, body: CompletionRequest, generation: Generation) -> None:
+        self.body, self.generation = body, generation
+        self._scores_only = body.max_tokens == 0
 
+    async def whole(self) -> dict[str, Any]:
+        """Return the complete answer."""
+        generation = self.generation
+        outputs: list[RequestOutput | None] = [None] * len(generation.tasks)
+        async with aclosing(generation.outputs()) as deltas:
+            async for index, delta in deltas:
+                known = outputs[index]
+                if known is None:
+                    outputs[index] = delta
+                else:
+                    known.add(delta)
+        choices: list[dict[str, Any]] = []
+        for task, output in zip(generation.tasks, outputs, strict=True):
+            if output is not None:
+                for completion in self._best(output):
+                    choices.append(self._choice(task, output, completion, len(choices)))
+        return {
+            "id": generation.request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": generation.model.name,
+            "choices": choices,
+            "usage": self._usage(),
+        }
 
-def _choice(
-    served: Served,
-    body: CompletionRequest,
-    job: _Job,
-    output: RequestOutput,
-    completion: CompletionOutput,
-    index: int,
-) -> dict[str, Any]:
-    """One entry of `choices`, whole."""
-    scoring = body.max_tokens == 0
-    logprobs = None
-    if body.logprobs is not None:
-        writer = CompletionLogprobs(served.texts, body.logprobs)
-        parts = []
-        if job.echo is not None:
-            parts.append(writer.prompt(job.echo, job.tokens, output.prompt_logprobs or []))
-        if not scoring:
-            parts.append(writer.completion(completion.token_ids, completion.logprobs or []))
-        logprobs = join(parts)
-    choice = {
-        "index": index,
-        "text": (job.echo or "") + ("" if scoring else completion.text),
-        "logprobs": logprobs,
-        "finish_reason": "length" if scoring else finish_reason(completion.finish_reason),
-    }
-    if body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(
-            served.texts, output.prompt_logprobs, body.prompt_logprobs
+    def _best(self, output: RequestOutput) -> list[CompletionOutput]:
+        """Return the `n` completions with the highest log-probability per token, best first."""
+        body = self.body
+        if (body.best_of or body.n) == body.n:
+            return output.outputs
+
+        def score(completion: CompletionOutput) -> float:
+            return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
+
+        return sorted(output.outputs, key=score, reverse=True)[: body.n]
+
+    def _choice(
+        self, task: PromptTask, output: RequestOutput, completion: CompletionOutput, index: int
+    ) -> dict[str, Any]:
+        body, scores_only = self.body, self._scores_only
+        logprobs = None
+        writer = self._writer()
+        if writer is not None:
+            parts = []
+            if task.echo is not None:
+                parts.append(writer.prompt(task.echo, task.tokens, output.prompt_logprobs or []))
+            if not scores_only:
+                parts.append(writer.completion(completion.token_ids, completion.logprobs or []))
+            logprobs = join(parts)
+        choice = {
+            "index": index,
+            "text": (task.echo or "") + ("" if scores_only else completion.text),
+            "logprobs": logprobs,
+            "finish_reason": "length" if scores_only else finish_reason(completion.finish_reason),
+        }
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self.generation.model.texts, output.prompt_logprobs, body.prompt_logprobs
+            )
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = task.tokens
+            choice["token_ids"] = [] if scores_only else completion.token_ids
+        return choice
+
+    def _writer(self) -> CompletionLogprobs | None:
+        count = self.body.logprobs
+        return None if count is None else CompletionLogprobs(self.generation.model.texts, count)
+
+    def _usage(self) -> dict[str, Any]:
+        return openai_usage(self.generation, completion_tokens=0 if self._scores_only else None)
+
+    async def events(self) -> AsyncGenerator[str]:
+        """Yield the chunks of a stream. The chunks of one engine step are sent in one write."""
+        body, generation = self.body, self.generation
+        chunks = Chunks(
+            "text_completion",
+            generation.request_id,
+            generation.model.name,
+            int(time.time()),
+            usage=body.include_usage,
+            so_far=self._usage if body.continuous_usage else None,
         )
-    if body.return_token_ids:
-        choice["prompt_token_ids"] = job.tokens
-        choice["token_ids"] = [] if scoring else completion.token_ids
-    return choice
-
-
-def _usage(body: CompletionRequest, tally: Tally) -> dict[str, Any]:
-    return usage(tally, completion_tokens=0 if body.max_tokens == 0 else None)
-
-
-async def _events(
-    served: Served,
-    body: CompletionRequest,
-    jobs: list[_Job],
-    deltas: AsyncGenerator[tuple[int, RequestOutput]],
-    tally: Tally,
-    request_id: str,
-) -> AsyncGenerator[str]:
-    """The chunks of a stream; those that one engine step gives leave in one write."""
-    chunks = Chunks(
-        "text_completion",
-        request_id,
-        served.name,
-        int(time.time()),
-        usage=body.include_usage,
-        so_far=(lambda: _usage(body, tally)) if body.continuous_usage else None,
-    )
-    scoring = body.max_tokens == 0
-    writers: dict[int, CompletionLogprobs | None] = {}
-    prompt_logprobs: dict[int, Any] = {}
-    async with aclosing(deltas) as items:
-        async for place, delta in items:
-            tally.observe(place, delta)
-            if delta.prompt_logprobs is not None:
-                prompt_logprobs[place] = delta.prompt_logprobs
-            job = jobs[place]
-            events = []
-            for out in delta.outputs:
-                index = place * body.n + out.index
-                ids = ""
-                if body.return_token_ids:
-                    ids = f',"token_ids":{encode([] if scoring else out.token_ids)}'
-                    if index not in writers:
-                        ids += f',"prompt_token_ids":{encode(job.tokens)}'
-                if index not in writers:
-                    writers[index] = writer = (
-                        None
-                        if body.logprobs is None
-                        else CompletionLogprobs(served.texts, body.logprobs)
-                    )
-                    if job.echo is not None:
-                        known = prompt_logprobs.get(place) or []
-                        shown = writer and writer.prompt(job.echo, job.tokens, known)
-                        payload = f'"text":{encode(job.echo)}'
+        writers: dict[int, CompletionLogprobs | None] = {}
+        scores: dict[int, list[PositionLogprobs | None]] = {}
+        async with aclosing(generation.outputs()) as deltas:
+            async for place, delta in deltas:
+                if delta.prompt_logprobs is not None:
+                    scores[place] = delta.prompt_logprobs
+                task = generation.tasks[place]
+                events = []
+                for out in delta.outputs:
+                    index = place * body.n + out.index
+                    first = index not in writers
+                    ids = self._ids(task, out, first)
+                    if first:
+                        writers[index] = self._writer()
+                    writer = writers[index]
+                    if first and task.echo is not None:
+                        known = scores.get(place) or []
+                        shown = writer and writer.prompt(task.echo, task.tokens, known)
+                        payload = f'"text":{encode(task.echo)}'
                         events.append(chunks.choice(index, payload, shown, None))
-                writer = writers[index]
-                finish = out.finish_reason and finish_reason(out.finish_reason)
-                if scoring:
-                    events.append(chunks.choice(index, f'"text":""{ids}', None, "length"))
-                    continue
-                shown = None
-                if writer is not None and out.token_ids:
-                    shown = writer.completion(out.token_ids, out.logprobs or [])
-                if out.text or finish or ids or shown is not None:
-                    payload = f'"text":{encode(out.text)}{ids}'
-                    events.append(chunks.choice(index, payload, shown, finish))
-            if events:
-                yield "".join(events)
-    if body.include_usage:
-        yield chunks.usage(_usage(body, tally))
+                    finish = out.finish_reason and finish_reason(out.finish_reason)
+                    if self._scores_only:
+                        events.append(chunks.choice(index, f'"text":""{ids}', None, "length"))
+                        continue
+                    shown = None
+                    if writer is not None and out.token_ids:
+                        shown = writer.completion(out.token_ids, out.logprobs or [])
+                    if out.text or finish or ids or shown is not None:
+                        payload = f'"text":{encode(out.text)}{ids}'
+                        events.append(chunks.choice(index, payload, shown, finish))
+                if events:
+                    yield "".join(events)
+        if body.include_usage:
+            yield chunks.usage(self._usage())
+
+    def _ids(self, task: PromptTask, out: CompletionOutput, first: bool) -> str:
+        """Return the JSON fields of the token ids, if requested."""
+        if not self.body.return_token_ids:
+            return ""
+        ids = f',"token_ids":{encode([] if self._scores_only else out.token_ids)}'
+        return f'{ids},"prompt_token_ids":{encode(task.tokens)}' if first else ids
+
+
+ENDPOINTS = (
+    post(
+        "/v1/completions",
+        "Continue one or several prompts.",
+        complete,
+        CompletionRequest,
+        Completion,
+        streams=True,
+        batched=True,
+    ),
+)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.answers import Answer
-from ed_esurge.server.generation.models import Served, new_id
-from ed_esurge.server.generation.requests import as_prompts
-from ed_esurge.server.http.errors import APIError, client_gone
-from ed_esurge.server.http.fields import Body
-from ed_esurge.server.http.streaming import answer, headers_of, truncation
+from ed_esurge.server.generation.models import ServedModel, new_id
+from ed_esurge.server.generation.pipeline import answer_headers, truncation
+from ed_esurge.server.generation.requests import MAX_PROMPTS, as_prompts
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.fields import Body, few
+from ed_esurge.server.routing import post
 
 Pooling = Literal["last", "mean"]
 
@@ -64,49 +67,53 @@ class Embeddings(Answer):
     usage: EmbeddingUsage
 
 
-async def embed(served: Served, body: EmbeddingRequest, request: Request) -> Response:
-    """Answer one request.
+async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) -> Response:
+    """Answer an embedding request.
 
     Raises:
-        APIError: a text does not fit, or the vectors have fewer dimensions than were asked for.
+        APIError: a text is too long, or the vectors have fewer dimensions than requested.
     """
-    prompts, truncated = await served.prompts.tokens_of(
+    prompts, truncated = await model.prompts.tokens_of(
         body.input,
         add_special_tokens=body.add_special_tokens,
         last=body.truncate_prompt_tokens,
         param="input",
     )
     params = PoolingParams(pooling=body.pooling, normalize=body.normalize)
-    vectors = await served.watch(request).over(served.vectors(prompts, params))
-    if vectors is None:
-        return client_gone()
-    if body.dimensions is not None:
-        vectors = shortened(vectors, body.dimensions, normalize=body.normalize)
-    data = [
-        {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    count = sum(map(len, prompts))
-    return answer(
-        {
+
+    async def whole() -> dict[str, Any]:
+        vectors = await model.vectors(prompts, params)
+        if body.dimensions is not None:
+            vectors = shortened(vectors, body.dimensions, normalize=body.normalize)
+        values = [_encoded(vector, body.encoding_format) for vector in vectors]
+        return {
             "object": "list",
-            "data": data,
-            "model": served.name,
-            "usage": {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)},
-        },
-        headers_of(new_id("embd", None), truncated),
-    )
+            "data": [
+                {"object": "embedding", "index": index, "embedding": value}
+                for index, value in enumerate(values)
+            ],
+            "model": model.name,
+            "usage": _usage(prompts, truncated),
+        }
+
+    headers = answer_headers(new_id("embd", None), truncated)
+    return await model.lifetime(request).answer(whole(), headers)
+
+
+def _usage(prompts: list[list[int]], truncated: int) -> dict[str, int]:
+    count = sum(map(len, prompts))
+    return {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)}
 
 
 def shortened(vectors: np.ndarray, count: int, *, normalize: bool) -> np.ndarray:
-    """The first `count` numbers of each vector.
+    """Return the first `count` elements of each vector.
 
     Raises:
-        APIError: there are not so many.
+        APIError: the vectors have fewer elements.
     """
     if count > vectors.shape[1]:
         raise APIError(
-            f"{count} is more than the {vectors.shape[1]} dimensions that the vectors have",
+            f"{count} exceeds the {vectors.shape[1]} dimensions of the vectors",
             param="dimensions",
             code="invalid_value",
         )
@@ -116,7 +123,203 @@ def shortened(vectors: np.ndarray, count: int, *, normalize: bool) -> np.ndarray
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-def _spelt(vector: np.ndarray, encoding: str) -> Any:
+def _encoded(vector: np.ndarray, encoding: str) -> Any:
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)]
+
+
+class ScoreRequest(Body):
+    """Body of `POST /v1/score`: one text against many, or as many pairs. The names are vLLM's."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("queries", "data_1"), "text_1"),
+        **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
+    }
+
+    text_1: Texts
+    text_2: Texts
+    model: str | None = None
+    user: str | None = None
+    pooling: Pooling = "last"
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+
+
+class RerankRequest(Body):
+    """Body of `POST /v1/rerank`, as Jina and Cohere have it."""
+
+    query: str
+    documents: Texts
+    model: str | None = None
+    user: str | None = None
+    top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    """How many documents to return, the best first; 0 or null: all."""
+    return_documents: bool = True
+    pooling: Pooling = "last"
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+
+
+class Score(Answer):
+    """The cosine of two texts' vectors."""
+
+    index: int
+    object: str
+    score: float
+
+
+class Scores(Answer):
+    """Answer of `POST /v1/score`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(Answer):
+    """A document that was sent."""
+
+    text: str
+
+
+class Ranked(Answer):
+    """A document's place among those that were sent, and its score."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Reranked(Answer):
+    """Answer of `POST /v1/rerank`, best first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Response:
+    """Answer a score request.
+
+    Raises:
+        APIError: 400, the numbers of texts do not match, or a text is too long.
+    """
+    first, second = body.text_1, body.text_2
+    if len(first) not in (1, len(second)):
+        raise APIError(
+            f"has {len(first)} texts, and text_2 has {len(second)}: send one text, or as many as "
+            "text_2 has",
+            param="text_1",
+        )
+    pairs = await _Pairs.of(model, body, first, second)
+    request_id = new_id("score", None)
+
+    async def whole() -> dict[str, Any]:
+        scores = await pairs.cosines(len(first))
+        return {
+            "id": request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": model.name,
+            "data": [
+                {"index": index, "object": "score", "score": value}
+                for index, value in enumerate(scores)
+            ],
+            "usage": pairs.usage,
+        }
+
+    return await model.lifetime(request).answer(whole(), pairs.headers(request_id))
+
+
+async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
+    """Answer a rerank request. Raises APIError: 400, a text is too long."""
+    pairs = await _Pairs.of(model, body, [body.query], body.documents)
+    request_id = new_id("rerank", None)
+
+    async def whole() -> dict[str, Any]:
+        scores = await pairs.cosines(1)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results: list[dict[str, Any]] = []
+        for index in order[: body.top_n or len(order)]:
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents:
+                result["document"] = {"text": body.documents[index]}
+            results.append(result)
+        return {"id": request_id, "model": model.name, "results": results, "usage": pairs.usage}
+
+    return await model.lifetime(request).answer(whole(), pairs.headers(request_id))
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Encoded texts whose vectors are compared."""
+
+    model: ServedModel
+    prompts: list[list[int]]
+    truncated: int
+    pooling: Pooling
+
+    @classmethod
+    async def of(
+        cls,
+        model: ServedModel,
+        body: ScoreRequest | RerankRequest,
+        first: list[str],
+        second: list[str],
+    ) -> _Pairs:
+        prompts, truncated = await model.prompts.tokens_of(
+            [*first, *second], last=body.truncate_prompt_tokens, param="the texts"
+        )
+        return cls(model, prompts, truncated, body.pooling)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return _usage(self.prompts, self.truncated)
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        return answer_headers(request_id, self.truncated)
+
+    async def cosines(self, count: int) -> list[float]:
+        """Return the cosines of the first `count` prompts with the other prompts."""
+        params = PoolingParams(pooling=self.pooling, normalize=True)
+        vectors = await self.model.vectors(self.prompts, params)
+        left, right = vectors[:count], vectors[count:]
+        products = np.atleast_2d(left.astype(np.float64) * right)
+        return [float(row.sum()) for row in products]
+
+
+ENDPOINTS = (
+    post("/v1/embeddings", "Embed texts.", embed, EmbeddingRequest, Embeddings, batched=True),
+    *(
+        post(
+            path,
+            "Score the similarity of texts.",
+            score,
+            ScoreRequest,
+            Scores,
+            batched=path == "/v1/score",
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        post(
+            path,
+            "Rank documents by their similarity to a query.",
+            rerank,
+            RerankRequest,
+            Reranked,
+            batched=path == "/v1/rerank",
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+)

@@ -10,16 +10,17 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from tokenizers import AddedToken
 
-from ed_esurge.server.generation.models import Served
+from ed_esurge.server.generation.answers import ModelCard, ModelList, Text, TokenizerInfo, Tokens
+from ed_esurge.server.generation.models import ModelServer, ServedModel
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
-from ed_esurge.server.generation.site import Site
 from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.threads import aside, size_of
+from ed_esurge.server.http.body import aside, size_of
+from ed_esurge.server.routing import READING, Endpoint, post
 
 
-async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a text, or of messages."""
-    prompts = served.prompts
+    prompts = model.prompts
     if body.messages is not None:
         tokens = await prompts.conversation(
             body.messages,
@@ -38,25 +39,25 @@ async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> R
 
     def content() -> bytes:
         if body.return_token_strs:
-            answer["token_strs"] = [served.texts.text_of(token) for token in tokens]
+            answer["token_strs"] = [model.texts.text_of(token) for token in tokens]
         return to_json(answer)
 
     return Response(await aside(content, len(tokens)), media_type="application/json")
 
 
-async def detokenize(served: Served, body: DetokenizeRequest, request: Request) -> JSONResponse:
+async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Request) -> JSONResponse:
     """Text of token ids."""
-    served.prompts.check_tokens(body.tokens, param="tokens")
-    return JSONResponse({"prompt": await served.prompts.decode(body.tokens)})
+    model.prompts.check_tokens(body.tokens, param="tokens")
+    return JSONResponse({"prompt": await model.prompts.decode(body.tokens)})
 
 
-async def info(site: Site, request: Request) -> JSONResponse:
+async def info(server: ModelServer, request: Request) -> JSONResponse:
     """What the tokenizer's configuration says; `model` of the query names one of several models.
 
     Raises:
         APIError: 404, there is no such model.
     """
-    prompts = site.find(request.query_params.get("model"), owner_of(request.scope)).prompts
+    prompts = server.find(request.query_params.get("model"), owner_of(request.scope)).prompts
     known = _plain(getattr(prompts.tokenizer, "init_kwargs", {}))
     return JSONResponse(
         {
@@ -82,3 +83,40 @@ def _plain(value: Any) -> Any:
         names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
         return {name: getattr(value, name) for name in names}
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+async def names(server: ModelServer, request: Request) -> JSONResponse:
+    """Return the models, and the adapters that the caller may use."""
+    return JSONResponse({"object": "list", "data": server.cards(owner_of(request.scope))})
+
+
+async def one(server: ModelServer, request: Request) -> JSONResponse:
+    """Return one model or adapter.
+
+    Raises:
+        APIError: 404.
+    """
+    name, owner = request.path_params["model"], owner_of(request.scope)
+    server.find(name, owner)
+    return JSONResponse(next(card for card in server.cards(owner) if card["id"] == name))
+
+
+ENDPOINTS = (
+    Endpoint("/v1/models", "List the names of models and adapters.", names, ModelList),
+    Endpoint(
+        "/v1/models/{model}",
+        "Describe a model or an adapter.",
+        one,
+        ModelCard,
+        refusals=(*READING, 404),
+    ),
+    post("/tokenize", "Convert text or messages to token ids.", tokenize, TokenizeRequest, Tokens),
+    post("/detokenize", "Convert token ids to text.", detokenize, DetokenizeRequest, Text),
+    Endpoint(
+        "/tokenizer_info",
+        "Return the configuration of the tokenizer.",
+        info,
+        TokenizerInfo,
+        refusals=(*READING, 404),
+    ),
+)

@@ -16,9 +16,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.server.generation.models import Served, new_id
-from ed_esurge.server.generation.site import Site
+from ed_esurge.server.generation.answers import Load, State, Version
+from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.routing import Endpoint
 
 # Seconds in which a token must come.
 DECODE_SECONDS = 30.0
@@ -33,46 +34,46 @@ def _down(reason: str, status: str = "down") -> JSONResponse:
     return JSONResponse({"status": status, "reason": reason}, 503)
 
 
-async def live(site: Site, request: Request) -> JSONResponse:
+async def live(server: ModelServer, request: Request) -> JSONResponse:
     """Whether every engine runs."""
-    if not _healthy(site):
+    if not _healthy(server):
         return _down("the engine is not running")
     return JSONResponse({"status": "ok"})
 
 
-async def ready(site: Site, request: Request) -> JSONResponse:
+async def ready(server: ModelServer, request: Request) -> JSONResponse:
     """Whether requests are taken."""
-    if _healthy(site) and site.state.draining:
+    if _healthy(server) and server.state.draining:
         return _down("the server is stopping", "draining")
-    if _healthy(site) and any(served.engine.is_sleeping for served in site.models):
+    if _healthy(server) and any(model.engine.is_sleeping for model in server.models):
         return _down("a model sleeps: POST /wake_up", "sleeping")
-    if _healthy(site) and site.batch_trouble is not None:
-        return JSONResponse({"status": "ok", "degraded": {"batches": site.batch_trouble}})
-    return await live(site, request)
+    if _healthy(server) and server.batch_trouble is not None:
+        return JSONResponse({"status": "ok", "degraded": {"batches": server.batch_trouble}})
+    return await live(server, request)
 
 
-def _healthy(site: Site) -> bool:
-    return all(served.engine.is_healthy for served in site.models)
+def _healthy(server: ModelServer) -> bool:
+    return all(model.engine.is_healthy for model in server.models)
 
 
-async def decode(site: Site, request: Request) -> JSONResponse:
+async def decode(server: ModelServer, request: Request) -> JSONResponse:
     """Whether every model gives a real token by the way that requests take. Those who ask at the
     same time share one."""
-    for served in site.models:
-        if served.decoding is None or served.decoding.done():
-            served.decoding = asyncio.create_task(_decode(served))
-    tasks = [served.decoding for served in site.models if served.decoding is not None]
+    for model in server.models:
+        if model.decoding is None or model.decoding.done():
+            model.decoding = asyncio.create_task(_decode(model))
+    tasks = [model.decoding for model in server.models if model.decoding is not None]
     reasons = await asyncio.gather(*map(asyncio.shield, tasks))
     wrong = next((reason for reason in reasons if reason is not None), None)
     return JSONResponse({"status": "ok"}) if wrong is None else _down(wrong)
 
 
-async def _decode(served: Served) -> str | None:
+async def _decode(model: ServedModel) -> str | None:
     """What is wrong; None: nothing."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         async with asyncio.timeout(DECODE_SECONDS):
-            deltas = served.generate([0], params, new_id("health", None))
+            deltas = model.generate([0], params, new_id("health", None))
             async with aclosing(deltas) as items:
                 tokens = [token async for one in items for token in one.outputs[0].token_ids]
         return None if tokens else "no token came"
@@ -82,23 +83,91 @@ async def _decode(served: Served) -> str | None:
         return error.message
 
 
-async def metrics(site: Site, request: Request) -> Response:
+async def metrics(server: ModelServer, request: Request) -> Response:
     """The text that Prometheus scrapes."""
-    return Response(site.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def ping(site: Site, request: Request) -> Response:
+async def ping(server: ModelServer, request: Request) -> Response:
     """Whether requests are taken, by the status alone."""
-    return Response(status_code=(await ready(site, request)).status_code)
+    return Response(status_code=(await ready(server, request)).status_code)
 
 
-async def load(site: Site, request: Request) -> JSONResponse:
+async def load(server: ModelServer, request: Request) -> JSONResponse:
     """The number of requests that wait or run."""
-    numbers = [stats for served in site.models for stats in served.engine.replica_stats()]
+    numbers = [stats for model in server.models for stats in model.engine.replica_stats()]
     names = ("num_requests_running", "num_requests_waiting")
     return JSONResponse({"server_load": int(sum(one[name] for one in numbers for name in names))})
 
 
-async def version(site: Site, request: Request) -> JSONResponse:
+async def version(server: ModelServer, request: Request) -> JSONResponse:
     """The version of the server."""
     return JSONResponse({"version": server_version()})
+
+
+OPEN = (421, 503)
+ENDPOINTS = (
+    *(
+        Endpoint(
+            path,
+            "Return whether the server accepts requests.",
+            ready,
+            State,
+            refusals=OPEN,
+            access="open",
+        )
+        for path in ("/health", "/health/ready")
+    ),
+    Endpoint(
+        "/health/live",
+        "Return whether the engine runs. If not, restart the server.",
+        live,
+        State,
+        refusals=OPEN,
+        access="open",
+    ),
+    Endpoint(
+        "/health/decode",
+        "Return whether the model generates a token.",
+        decode,
+        State,
+        refusals=OPEN,
+        access="open",
+    ),
+    *(
+        Endpoint(
+            "/ping",
+            "Return whether the server accepts requests. The body is empty.",
+            ping,
+            "text/plain",
+            refusals=OPEN,
+            method=method,
+            access="open",
+        )
+        for method in ("GET", "POST")
+    ),
+    Endpoint(
+        "/load",
+        "Return the number of waiting and running requests.",
+        load,
+        Load,
+        refusals=(421,),
+        access="open",
+    ),
+    Endpoint(
+        "/metrics",
+        "Return Prometheus metrics.",
+        metrics,
+        "text/plain",
+        refusals=(421,),
+        access="open",
+    ),
+    Endpoint(
+        "/version",
+        "Return the version of the server.",
+        version,
+        Version,
+        refusals=(421,),
+        access="open",
+    ),
+)

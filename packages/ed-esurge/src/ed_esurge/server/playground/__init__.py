@@ -13,7 +13,8 @@ from importlib.resources import files
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from ed_esurge.server.generation.site import Site
+from ed_esurge.server.generation.models import ModelServer
+from ed_esurge.server.routing import Endpoint
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def policy() -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-async def playground(site: Site, request: Request) -> HTMLResponse:
+async def playground(server: ModelServer, request: Request) -> HTMLResponse:
     """The page. It holds nothing of the server: what it shows, it asks for."""
     headers = {
         "Content-Security-Policy": policy(),
@@ -60,3 +61,10 @@ async def playground(site: Site, request: Request) -> HTMLResponse:
         "Cache-Control": "no-cache",
     }
     return HTMLResponse(page(), headers=headers)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/", "Return the playground page.", playground, "text/html", refusals=(421,), access="open"
+    ),
+)

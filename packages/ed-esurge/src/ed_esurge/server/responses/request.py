@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.generation.tools import MAX_TOOLS, Name
+from ed_esurge.server.generation.structured import MAX_TOOLS, Name
 from ed_esurge.server.http.errors import Refusal
 from ed_esurge.server.http.fields import (
     Body,
