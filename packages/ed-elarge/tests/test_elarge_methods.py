@@ -30,13 +30,13 @@ def test_methods_report_missing_and_unused_model_sections() -> None:
     assert "distillation needs the section 'teacher_model'" in problems(
         trainer__trainer_type="distillation"
     )
-    assert "sft does not read it (it reads no other model)" in problems(
+    assert "sft does not read teacher_model (it reads no other model)" in problems(
         teacher_model__name_or_path="org/teacher"
     )
     said = problems(trainer__trainer_type="dpo", teacher_model__name_or_path="org/teacher")
-    assert "dpo does not read it (it reads reference_model)" in said
+    assert "dpo does not read teacher_model (it reads reference_model)" in said
     said = problems(trainer__trainer_type="dpo", reward_model__name_or_path="org/reward")
-    assert "dpo does not read it (it reads reference_model)" in said
+    assert "dpo does not read reward_model (it reads reference_model)" in said
     said = problems(
         mixture__pack_tokens=False,
         trainer__trainer_type="grpo",
@@ -80,12 +80,12 @@ def test_reward_functions_are_found_in_run_file_folder(
 
 def test_generate_action_rejects_non_language_models() -> None:
     said = problems(trainer__trainer_type="reward", actions=["train", "generate"])
-    assert "trains a model for 'sequence-classification', which generates nothing" in said
+    assert "the model is for 'sequence-classification' and generates no text" in said
 
 
 def test_prompt_methods_reject_packing() -> None:
     said = problems(trainer__trainer_type="seq_kd", teacher_model__name_or_path="org/teacher")
-    assert "given prompts, which are not packed" in said
+    assert "reads prompts, which are not packed" in said
 
 
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:

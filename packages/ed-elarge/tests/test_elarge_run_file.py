@@ -194,7 +194,7 @@ def test_batch_sizes_are_one_number() -> None:
 
 def test_conflicting_sequence_lengths_raise_input_error() -> None:
     unpacked = {"mixture__pack_tokens": False, "mixture__pack_seq_length": ...}
-    assert "the length of a sequence is not given" in refuse(with_changes(**unpacked))
+    assert "the sequence length is missing" in refuse(with_changes(**unpacked))
     assert run(with_changes(**unpacked, trainer__max_length=32))
     message = refuse(with_changes(trainer__max_length=32))
     assert "trainer.max_length: 32 differs from mixture.pack_seq_length (64)" in message
@@ -253,20 +253,20 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"quantization": {"model": {}}, "trainer__trainable_rules": [["", True]]},
         "trainer.trainable_rules",
-        "with quantization.model the adapters",
+        "with quantization.model only the adapters",
     ),
-    ({"quantization": {"model": {}}}, "quantization.model", "random weights could not learn"),
+    ({"quantization": {"model": {}}}, "quantization.model", "has randomly initialized weights"),
     ({"lora": {"name_or_path": "a/b", "rank": 4}}, "lora", "rank: the adapter of name_or_path"),
     ({"lora": {"name_or_path": "./nowhere"}}, "lora.name_or_path", "no such directory"),
     (
         {"lora": {}, "trainer__trainable_rules": [["", True]]},
         "trainer.trainable_rules",
-        "the adapters alone learn",
+        "only the adapters are trained",
     ),
     (
         {"lora": {}, "trainer__trainer_type": "kto", "trainer__sync_ref_model": True},
         "trainer.sync_ref_model",
-        "the base under them, which stays",
+        "is its base, which is not trained",
     ),
     ({"loader": {"dtype": "bf61"}}, "loader.dtype", "did you mean 'bf16'?"),
     ({"loader": 3}, "loader", "must be a mapping of keys to values, got 3"),

@@ -43,6 +43,7 @@ TASK_ALIASES: dict[str, str] = {
     "base": "base-module",
     "vision": "vision-module",
     "seq2seq": "sequence-to-sequence",
+    "seq2seq-lm": "sequence-to-sequence",
     "speech-seq2seq": "speech-sequence-to-sequence",
     "auto": "auto-bind",
 }

@@ -55,6 +55,7 @@ class MethodEntry(NamedTuple):
         needs: the frozen models that it cannot do without.
         may_read: the frozen models that it can also do without.
         task: what its model is for, a `TaskType`.
+        other_tasks: further tasks of models that it trains.
         labels: outputs of the model's head, where it is no language model.
         samples: whether it learns from completions of its own: its trainer takes a `rollout`.
     """
@@ -65,13 +66,18 @@ class MethodEntry(NamedTuple):
     needs: tuple[str, ...] = ()
     may_read: tuple[str, ...] = ()
     task: TaskType = TaskType.CAUSAL_LM
+    other_tasks: tuple[TaskType, ...] = ()
     labels: int | None = None
     samples: bool = False
 
 
 #: `trainer_type` -> the method.
 METHODS: dict[str, MethodEntry] = {
-    "sft": MethodEntry(SFTArguments, "ed_trainers.methods.sft:SFTTrainer"),
+    "sft": MethodEntry(
+        SFTArguments,
+        "ed_trainers.methods.sft:SFTTrainer",
+        other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
+    ),
     "dpo": MethodEntry(
         DPOArguments,
         "ed_trainers.methods.dpo:DPOTrainer",

@@ -15,6 +15,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 
 from ed_elarge.config.adaptation import WeightFormat
+from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import ModelSection, OtherModelSection
 from ed_elarge.config.table import SECTIONS
@@ -119,7 +120,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
                 f"vocab_size {config.vocab_size} is less than the tokenizer's {len(tokens)} "
                 "tokens: raise it, or leave it out"
             )
-        module = registry.get_module(run.method_entry.task, config.model_type)
+        module = registry.get_module(run.task, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
         made = module.create(config, seed=seed, **_dtypes(run))
     if run.weight_format is None:
@@ -139,15 +140,15 @@ def _load(run: RunConfig) -> CausalLM:
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
         local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
-        task = task_of(local) if section.task == TaskType.AUTO_BIND else section.task
-        wanted = run.method_entry.task
-        if wanted != TaskType.CAUSAL_LM:
-            task, changes = wanted, {**_labels(run), **changes}
-        elif task != wanted:
+        task = task_of(local) if run.task == TaskType.AUTO_BIND else run.task
+        if run.trainer is not None and task not in run.tasks:
+            known = ", ".join(repr(task.value) for task in run.tasks)
             raise ConfigError(
-                f"{local} is saved as a model for {task.value!r} (its architectures say so); "
-                f"trainers and engine take {TaskType.CAUSAL_LM.value!r}"
+                f"`architectures` in config.json of {local} names a model for {task.value!r}, and "
+                f"{run.method} trains models for {known}: set model.task"
             )
+        if task not in GENERATING:
+            changes = {**_labels(run), **changes}
         module = registry.get_module(task, hub.read_config(local).model_type)
         options = {"sharding_axis_dims": dims, "config_kwargs": changes, **_dtypes(run)}
         if run.weight_format is None:

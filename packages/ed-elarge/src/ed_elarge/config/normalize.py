@@ -97,10 +97,10 @@ def _warnings(run: RunConfig) -> list[Problem]:
     out = [run.place(problem) for problem in unused.without_effect(run)]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
-            for problem in unused.warnings(options, section.idle, run):
+            for problem in unused.warnings(options, section.unused, run):
                 out.append(run.place(problem._replace(path=(name, *problem.path))))
     for action in run.actions:
-        for problem in unused.warnings(action.options, ACTIONS[action.name].idle, run):
+        for problem in unused.warnings(action.options, ACTIONS[action.name].unused, run):
             out.append(run.place_in(action, problem))
     return out
 

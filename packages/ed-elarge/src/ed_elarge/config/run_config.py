@@ -16,6 +16,7 @@ from ed_data import schema as schemas
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_esurge.config import EngineConfig
+from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
@@ -123,6 +124,23 @@ class RunConfig:
     def method_entry(self) -> MethodEntry:
         """What the method is and wants; without a trainer, that of `sft`."""
         return METHODS[self.method or "sft"]
+
+    @property
+    def tasks(self) -> tuple[TaskType, ...]:
+        """Tasks of the models that the method trains; the first is the default."""
+        return (self.method_entry.task, *self.method_entry.other_tasks)
+
+    @property
+    def task(self) -> TaskType:
+        """Task of the model: `model.task`, or the default of the method.
+
+        `auto-bind` stands for the task that the checkpoint names.
+        """
+        chosen = self.model.task if self.model is not None else None
+        if self.trainer is None:
+            return chosen or TaskType.CAUSAL_LM
+        automatic = chosen == TaskType.AUTO_BIND and len(self.tasks) > 1
+        return chosen if chosen in self.tasks or automatic else self.tasks[0]
 
     @property
     def schema(self) -> schemas.Schema:

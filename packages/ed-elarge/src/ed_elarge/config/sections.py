@@ -79,17 +79,25 @@ Tokenizer = Annotated[
 ]
 
 
+#: Tasks that trainers and the engine support.
+TASKS = (
+    TaskType.CAUSAL_LM,
+    TaskType.SEQUENCE_TO_SEQUENCE,
+    TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.SEQUENCE_CLASSIFICATION,
+    TaskType.EMBEDDING,
+    TaskType.AUTO_BIND,
+)
+
+
 def _task(value: Any) -> Any:
     try:
         task = canonical_task(value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    if task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
-        raise ValueError(
-            f"models of task {task.value!r} are not part of this version: trainers and engine take "
-            f"{TaskType.CAUSAL_LM.value!r} (or {TaskType.AUTO_BIND.value!r}, which reads the task "
-            "from the checkpoint)"
-        )
+    if task not in TASKS:
+        known = ", ".join(task.value for task in TASKS)
+        raise ValueError(f"trainers and engine support no models for {task.value!r} ({known})")
     return task
 
 
@@ -128,8 +136,9 @@ class ModelSection(Options):
     """A model configuration (`model_type` and its keys): the weights start random."""
     tokenizer: Tokenizer | None = None
     """A directory, a hub id, or a section. None: the model's own."""
-    task: Annotated[TaskType, BeforeValidator(_task)] = TaskType.CAUSAL_LM
-    """What the model is for; `auto-bind` reads the task from the checkpoint."""
+    task: Annotated[TaskType, BeforeValidator(_task)] | None = None
+    """Task of the model. `auto-bind` reads it from the checkpoint. None: the default task of the
+    trainer's method, or `causal-language-model` without a trainer."""
     extra_kwargs: LoadingExtras = LoadingExtras()
 
     @model_validator(mode="after")

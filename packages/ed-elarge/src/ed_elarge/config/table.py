@@ -28,7 +28,7 @@ from ed_elarge.config.action_options import (
     WriteOptions,
 )
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection
-from ed_elarge.config.checks import consistency, machine, unused
+from ed_elarge.config.checks import machine, model_fields, training, unused
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import (
     BaseConfigSection,
@@ -44,7 +44,7 @@ from ed_elarge.errors import KeyPath, Problem
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
-Idle = Callable[[Any, RunConfig], unused.Idle]
+FindUnused = Callable[[Any, RunConfig], unused.Unused]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Section:
         has_default: left out, the section has its defaults; else there is none.
         checks: checks that need more than one key; the same on every machine.
         looks: checks that look at this machine.
-        idle: keys that others make idle.
+        unused: finds keys without effect because of other keys.
         builds: part -> address of its builder, a function of `eLargeModel`.
         finishes: address of a function of `(eLargeModel, model)` that the built model goes through.
     """
@@ -67,7 +67,7 @@ class Section:
     has_default: bool = True
     checks: tuple[SectionCheck, ...] = ()
     looks: tuple[SectionCheck, ...] = ()
-    idle: Idle | None = None
+    unused: FindUnused | None = None
     builds: Mapping[str, str] = field(default_factory=dict)
     finishes: str = ""
 
@@ -99,9 +99,9 @@ SECTIONS: dict[str, Section] = {
     "model": Section(
         ModelSection,
         has_default=False,
-        checks=(consistency.model_config, consistency.tokenizer),
+        checks=(model_fields.model_config, model_fields.tokenizer, training.task),
         looks=(machine.model,),
-        idle=unused.model,
+        unused=unused.model,
         builds={
             "tokenizer": "ed_elarge.building.parts:tokenizer",
             "model": "ed_elarge.building.parts:model",
@@ -128,33 +128,33 @@ SECTIONS: dict[str, Section] = {
     "quantization": Section(
         QuantizationSection,
         has_default=False,
-        checks=(consistency.quantized_weights_do_not_learn,),
-        idle=unused.quantization,
+        checks=(model_fields.frozen_weights,),
+        unused=unused.quantization,
     ),
     "lora": Section(
         LoraSection,
         has_default=False,
-        checks=(consistency.one_says_what_learns,),
+        checks=(model_fields.adapters_or_rules,),
         looks=(machine.adapter,),
         finishes="ed_elarge.building.parts:adapted",
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
-    "sharding": Section(ShardingSection, checks=(consistency.axes,)),
+    "sharding": Section(ShardingSection, checks=(model_fields.mesh_axes,)),
     "platform": Section(PlatformSection),
     "base_config": Section(
         BaseConfigSection,
         checks=(
-            consistency.base_config,
-            consistency.one_opinion,
-            consistency.weights_are_quantized_by_their_section,
+            model_fields.base_config,
+            model_fields.conflicting_fields,
+            model_fields.quantization_fields,
         ),
     ),
     "mixture": Section(
         Mixture,
         has_default=False,
-        checks=(consistency.lengths, consistency.rows_of_text),
+        checks=(training.sequence_length, training.visual_rows),
         looks=(machine.data,),
-        idle=unused.mixture,
+        unused=unused.mixture,
         builds={
             "loaders": "ed_elarge.building.parts:loaders",
             "held_out_texts": "ed_elarge.building.parts:held_out_texts",
@@ -164,14 +164,14 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
-        checks=(consistency.other_models, consistency.benchmarks, consistency.a_base_does_not_move),
+        checks=(training.other_models, training.benchmarks, training.fixed_reference),
         looks=(machine.save_directory, machine.reward_functions),
-        idle=unused.trainer,
+        unused=unused.trainer,
         builds={"trainer": "ed_elarge.building.parts:trainer"},
     ),
     "esurge": Section(
         EngineConfig,
-        idle=unused.engine,
+        unused=unused.engine,
         builds={
             "engine": "ed_elarge.building.parts:engine",
             "rollout": "ed_elarge.building.parts:rollout",
@@ -179,9 +179,9 @@ SECTIONS: dict[str, Section] = {
     ),
     "eval": Section(
         EvalSection,
-        checks=(consistency.tasks_of_section,),
+        checks=(training.evaluation_tasks,),
         looks=(machine.include_path,),
-        idle=unused.evaluation,
+        unused=unused.evaluation,
     ),
 }
 
@@ -207,7 +207,7 @@ class ActionKind:
             training of days, whether the action can be done. Actions that have one load jax.
         checks: checks of its parameters against the run; the same on every machine.
         looks: checks that look at this machine.
-        idle: parameters that others make idle.
+        unused: finds parameters without effect because of others.
     """
 
     doc: str
@@ -219,7 +219,7 @@ class ActionKind:
     prepares: str = ""
     checks: tuple[ActionCheck, ...] = ()
     looks: tuple[ActionCheck, ...] = ()
-    idle: Idle | None = None
+    unused: FindUnused | None = None
 
 
 def _write(doc: str, does: str, *also: str) -> ActionKind:
@@ -263,9 +263,9 @@ ACTIONS: dict[str, ActionKind] = {
         EvalOptions,
         needs=("model",),
         prepares="ed_elarge.actions.execution:prepare_eval",
-        checks=(consistency.tasks_of_action, consistency.is_a_language_model),
+        checks=(training.action_tasks, training.evaluates),
         looks=(machine.written_file,),
-        idle=unused.evaluation,
+        unused=unused.evaluation,
     ),
     "generate": ActionKind(
         "print completions",
@@ -274,8 +274,8 @@ ACTIONS: dict[str, ActionKind] = {
         scalar="prompts",
         needs=("model",),
         prepares="ed_elarge.actions.execution:prepare_model",
-        checks=(consistency.is_a_language_model,),
-        idle=unused.generation,
+        checks=(training.generates,),
+        unused=unused.generation,
     ),
     "serve": ActionKind(
         "serve an OpenAI-compatible API",
@@ -284,7 +284,6 @@ ACTIONS: dict[str, ActionKind] = {
         also=("server",),
         needs=("model",),
         prepares="ed_elarge.actions.execution:prepare_model",
-        checks=(consistency.is_a_language_model,),
         looks=(machine.serve,),
     ),
 }

@@ -1,7 +1,7 @@
-"""Keys that another key, or a missing one, makes idle: they are warned of, with their line.
+"""Keys without effect because of another key. The run warns about them with their line.
 
-Each function looks at one section (or at the parameters of one action) and yields the keys that do
-nothing, and why. Only keys that the user set to something else than their default are told.
+Each function receives one section, or the parameters of one action, and yields keys without effect
+and the reason. Only keys that the user set to a value other than the default are reported.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ed_data import checks as data_checks
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
+from ed_infra.enums import TaskType
 from ed_trainers.arguments import TrainingArguments, idle_options
 
 from ed_elarge.config.action_options import GenerateOptions
@@ -22,75 +23,77 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import EvalSection, ModelSection
 from ed_elarge.errors import KeyPath, Problem
 
-#: `(keys, why)`: keys divided by spaces, and inside a key by dots; or one key as a path.
-Idle = Iterable[tuple[str | KeyPath, str]]
+#: `(keys, reason)`: keys separated by spaces, with dots inside a key; or one key as a path.
+Unused = Iterable[tuple[str | KeyPath, str]]
 
-_GREEDY = "temperature 0 always takes the likeliest token"
+_GREEDY = "temperature 0 always selects the likeliest token"
 
 
-def model(options: ModelSection, run: RunConfig) -> Idle:
+def model(options: ModelSection, run: RunConfig) -> Unused:
     if options.config is not None and options.tokenizer_section.train is not None:
-        why = "model and tokenizer are made by this run, and nothing is loaded"
+        why = "this run creates the model and the tokenizer, and loads nothing"
         yield "extra_kwargs.trust_remote_code extra_kwargs.revision", why
+    if run.trainer is not None and options.task == TaskType.CAUSAL_LM not in run.tasks:
+        yield "task", f"{run.method} trains a model for {run.tasks[0].value!r}"
 
 
-def mixture(options: Mixture, run: RunConfig) -> Idle:
+def mixture(options: Mixture, run: RunConfig) -> Unused:
     for path, message in data_checks.idle_options(options, run.schema):
         yield path, message.partition("no effect: ")[2]
 
 
-def trainer(options: TrainingArguments, run: RunConfig) -> Idle:
+def trainer(options: TrainingArguments, run: RunConfig) -> Unused:
     if run.mixture is not None and not run.has_held_out:
-        why = "the mixture holds no texts out: set mixture.eval_fraction or mixture.eval_informs"
+        why = "no texts are held out: set mixture.eval_fraction or mixture.eval_informs"
         yield "evaluation_steps eval_batch_size", why
     yield from idle_options(options)
 
 
-def engine(options: EngineConfig, run: RunConfig) -> Idle:
+def engine(options: EngineConfig, run: RunConfig) -> Unused:
     if options.strict_context:
         keys = "auto_truncate_prompt truncate_mode auto_cap_new_tokens"
-        yield keys, "strict_context refuses whatever does not fit"
+        yield keys, "strict_context rejects requests that do not fit"
     elif not options.auto_truncate_prompt:
         keys = "truncate_mode prefer_preserve_prompt"
-        yield keys, "auto_truncate_prompt is false: prompts are not cut"
+        yield keys, "auto_truncate_prompt is false: prompts are not truncated"
     if options.num_pages is not None:
-        yield "hbm_utilization cpu_cache_gib", "num_pages says how large the pool is"
+        yield "hbm_utilization cpu_cache_gib", "num_pages sets the size of the cache"
 
 
-def quantization(options: QuantizationSection, run: RunConfig) -> Idle:
+def quantization(options: QuantizationSection, run: RunConfig) -> Unused:
     if options.model is not None and not options.apply_quantization:
         yield "model", "apply_quantization is false"
     if options.platform not in (None, "jax"):
-        yield "platform", "plain XLA computes the products of quantized weights"
+        yield "platform", "XLA computes the products of quantized weights on every platform"
 
 
-def evaluation(options: EvalSection, run: RunConfig) -> Idle:
+def evaluation(options: EvalSection, run: RunConfig) -> Unused:
     if options.temperature == 0:
         yield "top_p", _GREEDY
     if not options.apply_chat_template:
-        yield "fewshot_as_multiturn", "examples are turns of a chat with apply_chat_template only"
+        yield "fewshot_as_multiturn", "examples are chat turns only with apply_chat_template"
 
 
-def generation(options: GenerateOptions, run: RunConfig) -> Idle:
+def generation(options: GenerateOptions, run: RunConfig) -> Unused:
     if options.temperature == 0:
         yield "top_k top_p seed", _GREEDY
 
 
 def warnings(
-    options: pydantic.BaseModel, look: Callable[[Any, RunConfig], Idle] | None, run: RunConfig
+    options: pydantic.BaseModel, find: Callable[[Any, RunConfig], Unused] | None, run: RunConfig
 ) -> Iterator[Problem]:
-    """The idle keys of one section or action; paths start there."""
-    told = set[KeyPath]()
-    for keys, why in look(options, run) if look is not None else ():
+    """Yield a warning for each key without effect; paths start at the section or action."""
+    reported = set[KeyPath]()
+    for keys, why in find(options, run) if find is not None else ():
         paths = [keys] if isinstance(keys, tuple) else [tuple(k.split(".")) for k in keys.split()]
         for path in paths:
-            if path not in told and _is_set(options, path):
-                told.add(path)
+            if path not in reported and _is_set(options, path):
+                reported.add(path)
                 yield _warning(path, why)
 
 
 def _is_set(options: pydantic.BaseModel, path: KeyPath) -> bool:
-    """Whether a key has another value than its default."""
+    """Return whether a key has a value other than its default."""
     name, *rest = path
     value = getattr(options, name)
     if isinstance(value, pydantic.BaseModel) and rest:
@@ -101,12 +104,12 @@ def _is_set(options: pydantic.BaseModel, path: KeyPath) -> bool:
 
 
 def without_effect(run: RunConfig) -> Iterator[Problem]:
-    """Fields of the model's configuration that nothing reads; paths start at the sections."""
+    """Yield configuration fields that no code reads; paths start at the sections."""
     config = (run.model.config if run.model is not None else None) or {}
     fields = {canonical_field(k): (("model", "config", k), v) for k, v in config.items()}
     for name, (path, value) in (fields | run.config_fields()).items():
         if name in WITHOUT_EFFECT and value != FIELDS[name].default:
-            yield _warning(path, "nothing reads it in this version")
+            yield _warning(path, "no code reads it in this version")
 
 
 def _warning(path: KeyPath, why: str) -> Problem:

@@ -1,0 +1,206 @@
+"""Checks of training and evaluation: the method, its data, its other models, and tasks.
+
+As in `ed_elarge.config.checks.model_fields`, each function receives the whole run and yields
+problems whose paths start at the sections. Checks of an action yield paths that start at its
+parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from ed_data.checks import without_tokens
+from ed_infra.enums import TaskType
+from ed_infra.errors import did_you_mean
+
+from ed_elarge import heldout_tasks
+from ed_elarge.config.checks import architectures
+from ed_elarge.config.run_config import Action, RunConfig
+from ed_elarge.config.sections import EvalSection
+from ed_elarge.errors import KeyPath, Problem
+
+#: Tasks of models that generate text.
+GENERATING = (
+    TaskType.CAUSAL_LM,
+    TaskType.SEQUENCE_TO_SEQUENCE,
+    TaskType.IMAGE_TEXT_TO_TEXT,
+)
+
+
+def task(run: RunConfig) -> Iterator[Problem]:
+    """Check that the method trains models for the task of `model.task`."""
+    if run.model is None or run.trainer is None or run.is_broken("trainer"):
+        return
+    chosen = run.model.task
+    # A causal language model without its head is the base of every other task.
+    if chosen not in (None, TaskType.AUTO_BIND, TaskType.CAUSAL_LM, *run.tasks):
+        known = ", ".join(repr(task.value) for task in run.tasks)
+        message = f"{run.method} trains no model for {chosen.value!r} (it trains: {known})"
+        yield Problem(("model", "task"), message)
+
+
+def visual_rows(run: RunConfig) -> Iterator[Problem]:
+    """Reject images in the data of a method that learns from batches of tokens."""
+    if run.mixture is None or run.trainer is None or run.takes_prompts:
+        return
+    for path, message in without_tokens(run.mixture):
+        yield Problem(("mixture", *path), message)
+
+
+def sequence_length(run: RunConfig) -> Iterator[Problem]:
+    """Check that the sequence length is set once and does not exceed the model's positions."""
+    trainer, mixture = run.trainer, run.mixture
+    if mixture is None or run.is_broken("trainer"):
+        return
+    if run.takes_prompts:
+        if mixture.pack_tokens:
+            message = f"{run.method} reads prompts, which are not packed: omit the key"
+            yield Problem(("mixture", "pack_tokens"), message)
+        return
+    length, source = run.sequence_length
+    if length is None:
+        if trainer is not None:
+            key = "pack_seq_length" if mixture.pack_tokens else "pack_tokens"
+            yield Problem(
+                ("mixture", key) if key in run.written["mixture"] else ("mixture",),
+                "the sequence length is missing: set mixture.pack_seq_length (with pack_tokens: "
+                "true), trainer.max_length or mixture.tokenization.max_length",
+                True,
+            )
+        return
+    of_trainer = trainer.max_length if trainer is not None else None
+    of_texts = mixture.tokenization.max_length
+    if of_trainer is not None and of_trainer != length:
+        yield Problem(
+            ("trainer", "max_length"),
+            f"{of_trainer} differs from {source} ({length}), which sets the sequence length of "
+            "packed rows: keep one of them",
+        )
+    if of_texts is not None and of_texts > length:
+        yield Problem(
+            ("mixture", "tokenization", "max_length"),
+            f"{of_texts} is more than {source} ({length}): a text cannot be longer than a "
+            "sequence; lower it, or omit it",
+        )
+    limit = _positions(run)
+    if limit is not None and length > limit:
+        yield Problem(
+            tuple(source.split(".")),
+            f"{length} is more than the model's max_position_embeddings ({limit})",
+        )
+
+
+def _positions(run: RunConfig) -> int | None:
+    """Return the model's `max_position_embeddings`, or None if it is unknown before loading."""
+    values = run.base_config.values if run.base_config is not None else {}
+    config = {**(run.known_model or {}), **values}
+    default = architectures.default(config.get("model_type"), "max_position_embeddings")
+    limit = config.get("max_position_embeddings", default)
+    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
+
+
+def fixed_reference(run: RunConfig) -> Iterator[Problem]:
+    """Reject a synchronized reference that is the frozen base of the adapters."""
+    if run.adapters is not None and getattr(run.trainer, "sync_ref_model", False):
+        yield Problem(
+            ("trainer", "sync_ref_model"),
+            "the reference of a model with adapters is its base, which is not trained: omit "
+            "sync_ref_model, or train without the sections lora and quantization.model",
+        )
+
+
+def other_models(run: RunConfig) -> Iterator[Problem]:
+    """Check that the other models are those that the method reads."""
+    if run.trainer is None:
+        return
+    entry = run.method_entry
+    reads = [*entry.needs, *entry.may_read]
+    for name in ("reference", "teacher", "reward"):
+        section = f"{name}_model"
+        if section in run.written and name not in reads:
+            listing = ", ".join(f"{other}_model" for other in reads) or "no other model"
+            message = f"{run.method} does not read {section} (it reads {listing}): omit the section"
+            yield Problem((section,), message, True)
+        if name in entry.needs and section not in run.written:
+            message = f"{run.method} needs the section {section!r}: {section}: {{name_or_path: …}}"
+            yield Problem(("trainer", "trainer_type"), message)
+
+
+def generates(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Check that the model of an action generates text."""
+    if run.task not in GENERATING:
+        message = (
+            f"the model is for {run.task.value!r} and generates no text: omit the action "
+            f"{action.name}"
+        )
+        yield Problem((), message, True)
+
+
+def evaluates(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Check that lm-evaluation-harness supports the model's task."""
+    if run.task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
+        message = (
+            f"lm-evaluation-harness needs a causal language model, and the model is for "
+            f"{run.task.value!r}: omit the action {action.name}"
+        )
+        yield Problem((), message, True)
+
+
+# Tasks of an evaluation.
+
+
+def evaluation_tasks(run: RunConfig) -> Iterator[Problem]:
+    """Check the tasks of the section `eval`."""
+    if run.eval is not None:
+        run_here = any(a.name == "eval" and not a.options.tasks for a in run.actions)
+        yield from _tasks(run, run.eval, ("eval", "tasks"), run_here)
+
+
+def benchmarks(run: RunConfig) -> Iterator[Problem]:
+    """Check the tasks of `trainer.benchmarks`, and that the model can generate text for them."""
+    trainer = run.trainer
+    if trainer is None or run.eval is None:
+        return
+    for option in ("generation_interval", "benchmark_interval"):
+        if run.task not in GENERATING and getattr(trainer, option) is not None:
+            message = f"the model is for {run.task.value!r} and generates no text: omit the key"
+            yield Problem(("trainer", option), message, True)
+    named = run.eval.model_copy(update={"tasks": trainer.benchmarks})
+    yield from _tasks(run, named, ("trainer", "benchmarks"), run.will("train"))
+
+
+def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Check that an `eval` action has tasks, and that they exist."""
+    if run.eval is None:
+        return
+    merged = action.options.over(run.eval)
+    if not merged.tasks:
+        names = ", ".join(heldout_tasks.NAMES)
+        yield Problem((), f"no tasks are given; tasks of this package: {names}", True)
+    elif action.options.tasks:
+        yield from _tasks(run, merged, ("tasks",), True)
+
+
+def _tasks(
+    run: RunConfig, options: EvalSection, path: KeyPath, run_here: bool
+) -> Iterator[Problem]:
+    reported = False
+    for i, task in enumerate(options.tasks):
+        if task in heldout_tasks.NAMES:
+            if run_here and not run.is_broken("mixture") and not run.has_held_out and not reported:
+                reported = True
+                message = (
+                    f"{task} needs held-out texts: set mixture.eval_fraction or "
+                    "mixture.eval_informs"
+                )
+                yield Problem((*path, i), message)
+        elif not options.include_path and _resembles_heldout_task(task):
+            # Other names are looked up when lm-eval is imported, before training.
+            message = f"unknown task {task!r}{did_you_mean(task.lower(), heldout_tasks.NAMES)}"
+            yield Problem((*path, i), message)
+
+
+def _resembles_heldout_task(task: str) -> bool:
+    near = difflib.get_close_matches(task.lower(), heldout_tasks.NAMES, n=1, cutoff=0.85)
+    return task.lower().startswith("heldout") or bool(near)
