@@ -40,7 +40,7 @@ def test_cloze_labels_are_balanced_and_independent_of_length() -> None:
 def test_too_little_held_out_text_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hold out more"):
         heldout_tasks.write(["Too short."], tmp_path)
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="contains no text"):
         heldout_tasks.write(["  "], tmp_path)
     # perplexity alone needs no questions
     heldout_tasks.write(["Too short."], tmp_path, [heldout_tasks.PERPLEXITY])

@@ -26,7 +26,7 @@ def test_from_nothing_to_a_model(folder: Path, capsys: pytest.CaptureFixture[str
     directory = folder / "run"
 
     assert "held-out cross-entropy" in shown
-    assert "What to type next" in shown
+    assert "Next commands" in shown
     summary = json.loads((directory / "summary.json").read_text())
     learned = summary["learned"]
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -85,7 +85,7 @@ def test_rerun_of_finished_run_does_not_train(
     before = metrics.read_text()
     assert run(small(folder, actions=["train"])) == 0
     shown = capsys.readouterr().out
-    assert "the training was finished before (3 steps): nothing was left to train" in shown
+    assert "the training had already finished (3 steps)" in shown
     assert "training a tokenizer" not in shown.split("finished before")[0].splitlines()[-3:]
     assert metrics.read_text() == before
 

@@ -1,7 +1,7 @@
 """The command line: `elarge FILE`, and `elarge data FILE`.
 
-Exit codes: 0 done; 1 something failed that the input could not have shown; 2 the input is wrong
-(one message, no traceback unless `--verbose`); 130 interrupted.
+Exit codes: 0 success; 1 a failure that is not an input error; 2 invalid input (a message, and a
+traceback only with `--verbose`); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def elarge(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check the file, print what would be done, and stop."),
+        typer.Option("--dry-run", help="Check the file, print the actions, and exit."),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more, and show tracebacks of bad input.")
     ] = False,
 ) -> None:
-    """Train, evaluate, generate with and serve a language model, as FILE says."""
+    """Train, evaluate, generate with and serve a language model as specified in FILE."""
     if (file is None) == (config is None):
-        problem = "give one run file" if file is None else "the run file is named twice"
+        problem = "the run file is missing" if file is None else "the run file is given twice"
         raise typer.BadParameter(f"{problem}: elarge FILE, or elarge --config FILE")
     raise typer.Exit(run_file(file or config or "", dry_run, verbose))
 
@@ -54,21 +54,21 @@ def data(
         ),
     ] = None,
     near: Annotated[
-        bool, typer.Option("--near", help="Look for nearly equal documents too (MinHash).")
+        bool, typer.Option("--near", help="Also find nearly equal documents (MinHash).")
     ] = False,
-    samples: Annotated[int, typer.Option(min=0, max=100, help="Rows that are shown.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, max=100, help="Number of rows to show.")] = 3,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show tracebacks of bad input.")
     ] = False,
 ) -> None:
-    """Tell what the mixture of FILE holds: rows, tokens, lengths, fill, duplicates, first rows."""
+    """Report the mixture of FILE: rows, tokens, lengths, fill, duplicates and the first rows."""
     from ed_elarge.actions.data_report import show
 
     raise typer.Exit(_guarded(lambda: show(file, output, near, samples), verbose))
 
 
 def run_file(path: str, dry_run: bool = False, verbose: bool = False) -> int:
-    """Do what a file says; a mistake of the input becomes a message and an exit code."""
+    """Execute a run file. Invalid input becomes a message and an exit code."""
     return _guarded(lambda: _run(path, dry_run, verbose), verbose)
 
 
@@ -78,7 +78,7 @@ def _guarded(work: Callable[[], int], verbose: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (EasyDeLError, DataError) as error:  # anything else is a defect, or the machine
+    except (EasyDeLError, DataError) as error:  # other errors are defects or machine failures
         if verbose:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
@@ -108,7 +108,7 @@ def _run(path: str, dry_run: bool, verbose: bool) -> int:
 def main() -> None:
     """Entry point of `elarge` and of `python -m ed_elarge`.
 
-    `elarge data FILE` is a command of its own; a run file that is called `data` is `elarge ./data`.
+    `elarge data FILE` is a separate command; write `elarge ./data` for a run file named `data`.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)

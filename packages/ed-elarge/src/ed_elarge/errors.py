@@ -1,4 +1,4 @@
-"""A mistake in an input, told once and in place: `file:line:column`, the line, a caret."""
+"""Input errors with their location: `file:line:column`, the line, and a caret."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KeyPath = tuple[Any, ...]
 
 
 class Span(NamedTuple):
-    """A piece of one line, counted from zero; `end` is exclusive."""
+    """A part of one line. Lines and columns start at zero, and `end` is exclusive."""
 
     line: int
     column: int
@@ -22,14 +22,14 @@ class Span(NamedTuple):
 
 @dataclass
 class Document:
-    """What a file says and where it says it.
+    """The values of a file with their locations.
 
     Attributes:
-        name: what error messages call it: the path as the user typed it.
-        text: the file's text; empty where the configuration is a Python value.
-        value: plain Python values (dict, list, str, int, float, bool, None).
-        keys: path of a value -> where its key stands.
-        values: path of a value -> where the value stands.
+        name: Name in error messages: the path as the user typed it.
+        text: Text of the file; empty for a configuration from Python.
+        value: Plain Python values (dict, list, str, int, float, bool, None).
+        keys: Path of a value -> location of its key.
+        values: Path of a value -> location of the value.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Document:
     values: dict[KeyPath, Span] = field(default_factory=dict)
 
     def span(self, path: KeyPath, *, on_key: bool) -> Span | None:
-        """The place of `path`, or of its nearest ancestor that the file has; None without text."""
+        """Return the location of `path` or of its nearest ancestor; None without text."""
         while path and path not in self.values:
             path, on_key = path[:-1], True
         if on_key and path in self.keys:
@@ -47,12 +47,12 @@ class Document:
         return self.values.get(path)
 
     def line(self, number: int) -> str:
-        """One line of the text, without its end."""
+        """Return one line of the text, without its line break."""
         lines = self.text.splitlines()
         return lines[number] if number < len(lines) else ""
 
     def show(self, problem: Problem) -> str:
-        """A problem as text: its place, its message, the line and a caret."""
+        """Format a problem: location, message, line and caret."""
         where = dotted(problem.path)
         message = f"{where}: {problem.message}" if where else problem.message
         span = self.span(problem.path, on_key=problem.on_key) if self.text else None
@@ -60,7 +60,7 @@ class Document:
             return f"{self.name}: {message}"
         number = str(span.line + 1)
         text = self.line(span.line)
-        # a tab is one character of the text and one of the caret line, whatever its width
+        # The caret line repeats tabs, so that the caret is below the value at every tab width.
         indent = "".join(c if c == "\t" else " " for c in text[: span.column])
         caret = "^" * max(1, min(span.end, len(text)) - span.column)
         return (
@@ -70,18 +70,18 @@ class Document:
         )
 
     def sort_key(self, problem: Problem) -> tuple[int, int]:
-        """Orders problems as they stand in the text; those without a place come last."""
+        """Return the line and column of a problem; problems without location sort last."""
         span = self.span(problem.path, on_key=problem.on_key)
         return (span.line, span.column) if span else (1 << 30, 0)
 
 
 class Problem(NamedTuple):
-    """One mistake, or one thing to warn of.
+    """An error or a warning about one value.
 
     Attributes:
-        path: keys and list positions from the top of the file.
-        message: the value, the constraint and the way out.
-        on_key: point at the key itself rather than at its value.
+        path: Keys and list positions from the top of the file.
+        message: The value, the constraint and a solution.
+        on_key: Whether the location is the key instead of its value.
     """
 
     path: KeyPath
@@ -90,11 +90,11 @@ class Problem(NamedTuple):
 
 
 class InputError(ConfigError):
-    """All the problems of one file (or of one dict), in the order in which they stand there.
+    """All problems of one file or mapping, in the order of the file.
 
     Attributes:
-        document: what the problems are about.
-        problems: every problem, in order.
+        document: The file or mapping.
+        problems: The problems, in order.
     """
 
     def __init__(self, document: Document | str, problems: Sequence[Problem]) -> None:
@@ -107,7 +107,7 @@ class InputError(ConfigError):
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """`("mixture", "informs", 0, "type")` -> `mixture.informs[0].type`."""
+    """Format a path: `("mixture", "informs", 0, "type")` becomes `mixture.informs[0].type`."""
     out = ""
     for part in path:
         out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else str(part)

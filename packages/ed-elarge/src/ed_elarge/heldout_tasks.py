@@ -1,9 +1,9 @@
-"""lm-evaluation-harness tasks made from the run's own held-out texts.
+"""Tasks of lm-evaluation-harness that are built from the held-out texts of a run.
 
-`heldout_perplexity`: word and byte perplexity and bits per byte of each held-out text, by rolling
-log-likelihood. `heldout_cloze`: which of four continuations a text really has; the other three come
-from other places of the held-out texts. Both are ordinary task files: lm-eval runs them as it runs
-any local task, and they can be kept and run elsewhere.
+`heldout_perplexity` computes word perplexity, byte perplexity and bits per byte of each held-out
+text by rolling log-likelihood. `heldout_cloze` asks for the continuation of a text out of four;
+three of them come from other held-out texts. Both are ordinary local task files that also run
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ NAMES = (PERPLEXITY, CLOZE)
 CHOICES = 4
 MAX_QUESTIONS = 200
 CONTEXT_CHARACTERS = 400
-"""Text before the gap; enough for some sentences and short enough for a small model's window."""
+"""Characters before the gap: some sentences, within the context of a small model."""
 WORDS = (6, 14)
-"""Words of a continuation, least and most."""
+"""Smallest and largest number of words of a continuation."""
 
 _SENTENCE = re.compile(r"[A-Z][^.!?]{40,400}[.!?](?=\s)")
 
 
 def write(texts: Sequence[str], directory: Path, names: Sequence[str] = NAMES) -> Path:
-    """Write tasks.
+    """Write task files and their data.
 
     Args:
-        texts: held-out texts.
-        directory: where the task files (`*.yaml`) and their data (`*.jsonl`) go.
-        names: which of `NAMES`.
+        texts: The held-out texts.
+        directory: The folder for task files (`*.yaml`) and data (`*.jsonl`).
+        names: The tasks to write, from `NAMES`.
 
     Returns:
-        The directory, to be given to lm-eval as `include_path`.
+        The directory, for lm-eval's `include_path`.
 
     Raises:
-        ConfigError: there is no held-out text, or too little to ask questions about.
+        ConfigError: There is no held-out text, or too little text for questions.
     """
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise ConfigError("the held-out part of the mixture holds no text")
+        raise ConfigError("the held-out part of the mixture contains no text")
     directory.mkdir(parents=True, exist_ok=True)
     if PERPLEXITY in names:
         _task(directory, PERPLEXITY, [{"text": text} for text in texts], _PERPLEXITY)
@@ -57,7 +57,7 @@ def write(texts: Sequence[str], directory: Path, names: Sequence[str] = NAMES) -
 
 
 class Gap(NamedTuple):
-    """A sentence cut in its middle: the text up to the cut, the white space there, the rest."""
+    """A sentence that is split in the middle: the first part, the white space, the rest."""
 
     context: str
     space: str
@@ -69,19 +69,19 @@ class Gap(NamedTuple):
 
 
 def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Make the cloze: `{"context", "choices", "label"}`, the same for the same texts.
+    """Build cloze questions (`{"context", "choices", "label"}`), a pure function of the texts.
 
-    A sentence is cut in its middle. The true continuation stands among three second halves of other
-    sentences with nearly as many words, so that neither length nor form gives it away.
+    A sentence is split in the middle. The wrong choices are second halves of three other sentences
+    with nearly the same number of words, so that neither length nor form reveals the answer.
 
     Raises:
-        ConfigError: the texts have fewer than four usable sentences.
+        ConfigError: The texts have fewer than four usable sentences.
     """
     gaps = [gap for text in texts for gap in _gaps(text)]
     if len({gap.rest for gap in gaps}) < CHOICES:
         raise ConfigError(
             f"the held-out texts have only {len(gaps)} usable sentences, and {CLOZE} needs "
-            f"{CHOICES}: hold out more (mixture.eval_fraction), or leave the task out"
+            f"{CHOICES}: hold out more text (mixture.eval_fraction), or omit the task"
         )
     count = min(len(gaps), MAX_QUESTIONS)
     rows = []
@@ -89,7 +89,7 @@ def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
         gap = gaps[number * len(gaps) // count]
         choose = random.Random(number)
         wrong = sorted({g.rest for g in gaps} - {gap.rest})
-        wrong.sort(key=lambda rest: abs(len(rest.split()) - gap.words))  # stable: ties by text
+        wrong.sort(key=lambda rest: abs(len(rest.split()) - gap.words))  # stable
         options = choose.sample(wrong[: CHOICES * 8], CHOICES - 1)
         label = choose.randrange(CHOICES)
         options.insert(label, gap.rest)
@@ -99,7 +99,7 @@ def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _gaps(text: str) -> list[Gap]:
-    """The usable sentences of a text, cut, each with some of what stands before it."""
+    """Return the usable sentences of a text, split, each with the text before it."""
     out = []
     for match in _SENTENCE.finditer(text):
         words = list(re.finditer(r"\S+", match.group()))
@@ -110,7 +110,7 @@ def _gaps(text: str) -> list[Gap]:
         cut, resume, end = words[half - 1].end(), rest[0].start(), rest[-1].end()
         start = max(0, match.start() - CONTEXT_CHARACTERS)
         before = text[start : match.start()]
-        if start:  # begin with a whole word
+        if start:  # start at a word boundary
             before = before[before.find(" ") + 1 :]
         sentence = match.group()
         out.append(Gap(before + sentence[:cut], sentence[cut:resume], sentence[resume:end]))

@@ -1,4 +1,4 @@
-"""Setters of `eLargeModel`: each is a change of sections, and returns the object."""
+"""Setters of `eLargeModel`. Each setter changes sections and returns the object."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def _setter(section: str, leading: str = "") -> Callable[Concatenate[SettersT, .
         first = {} if value is None else {leading: value}
         return self.update_config({section: {**keys, **first}})
 
-    set_section.__doc__ = f"Set keys of `{section}`" + (leading and f"; `{leading}` may be bare")
+    optional = f"; the positional argument is `{leading}`" if leading else ""
+    set_section.__doc__ = f"Set keys of `{section}`{optional}."
     set_section.__name__ = f"set_{section}"
     return set_section
 
 
 class Setters:
-    """What `update_config` can do, a method for each section."""
+    """A method for each section, based on `update_config`."""
 
     _document: Document
 
@@ -47,7 +48,7 @@ class Setters:
     set_trainer = _setter("trainer", "trainer_type")
 
     def set_dtype(self, dtype: str, param_dtype: str | None = None) -> Self:
-        """Set the dtype of computation, and of stored parameters (the same by default)."""
+        """Set the dtype of computation and of the parameters (by default the same)."""
         return self.update_config({"loader": {"dtype": dtype, "param_dtype": param_dtype or dtype}})
 
     def set_base_config(self, **values: Any) -> Self:
@@ -57,11 +58,11 @@ class Setters:
     def set_operation_configs(
         self, configs: Mapping[str, Mapping[str, Any]] | None = None, **values: Any
     ) -> Self:
-        """Set kernel settings by operation; execution fields such as `attn_mechanism` go along.
+        """Set kernel settings of operations, and execution fields such as `attn_mechanism`.
 
         Args:
-            configs: operation -> settings, such as `{"flash_attn2": {"block_q": 128}}`.
-            values: operations with their settings, or execution fields with their values.
+            configs: Operation -> settings, such as `{"flash_attn2": {"block_q": 128}}`.
+            values: Operations with their settings, or execution fields with their values.
         """
         fields = {k: v for k, v in values.items() if canonical_field(k) in FIELDS}
         operations = {**(configs or {}), **{k: v for k, v in values.items() if k not in fields}}
@@ -84,14 +85,14 @@ class Setters:
         """Add a source of texts to the mixture.
 
         Args:
-            data_files: files, globs, or what `dataset_type` reads.
+            data_files: Files, globs, or another address that `dataset_type` reads.
             dataset_type: `json`, `parquet`, `csv`, `txt`, `huggingface`, `python`, …
-            content_field: the field that holds the text.
-            split: which split of it.
-            dataset_name: id of a Hugging Face dataset, instead of `data_files`.
-            max_length: tokens at which each text of the mixture is cut.
-            held_out: read for evaluation only.
-            inform: further keys of an inform.
+            content_field: The field with the text.
+            split: The split of the dataset.
+            dataset_name: The id of a Hugging Face dataset, instead of `data_files`.
+            max_length: The number of tokens at which texts of the mixture are truncated.
+            held_out: Whether the source is used only for evaluation.
+            inform: Further keys of an inform.
         """
         if dataset_name is not None:
             data_files, dataset_type = dataset_name, "huggingface"
@@ -121,10 +122,10 @@ class Setters:
         """Set keys of `quantization`.
 
         Args:
-            method: format of the model's weights (`quantization.model.quantization_method`).
-            group_size: of the weights.
-            kv_cache: format of the cache, or the keys of `quantization.kv_cache`.
-            quantization: further keys.
+            method: Format of the model's weights (`quantization.model.quantization_method`).
+            group_size: Number of weights that share a scale.
+            kv_cache: Format of the cache, or the keys of `quantization.kv_cache`.
+            quantization: Further keys.
         """
         weights = {"quantization_method": method, "group_size": group_size}
         weights = {key: value for key, value in weights.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`elarge data FILE`: what the mixture of a run file holds, before anything is trained on it."""
+"""`elarge data FILE`: a report on the mixture of a run file, before training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ed_elarge.model import eLargeModel
 
 
 def show(path: str, output: Path | None, near: bool, samples: int) -> int:
-    """Print the report, and write it as a page.
+    """Print the report and write it as an HTML page.
 
     Args:
         path: The run file.
-        output: The file of the page. None writes `data.html` in the directory of the trainer, and
-            no page where there is no trainer.
-        near: Whether to look for nearly equal documents.
-        samples: How many rows are shown.
+        output: The file of the page. None writes `data.html` to the trainer's directory; without a
+            trainer no page is written.
+        near: Whether to find nearly equal documents.
+        samples: The number of rows to show.
 
     Raises:
-        InputError: the file is wrong.
-        DataError: the data is.
-        ConfigError: the page cannot be written.
+        InputError: The run file is invalid.
+        DataError: The data is invalid.
+        ConfigError: The page cannot be written.
     """
     run = normalize(nodes.read(path), require_actions=False)
     if run.mixture is None:

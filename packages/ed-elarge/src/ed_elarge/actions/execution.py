@@ -30,13 +30,13 @@ from ed_elarge.model import eLargeModel
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
 
-#: Exit codes of a run that a signal ended. SIGTERM is a request, which the run has met: it saved.
+#: Exit codes of a run that a signal ended. After SIGTERM the run saves and exits with 0.
 _BY_SIGNAL = {"SIGINT": 130}
 
 
 @dataclass
 class Session:
-    """One run of a file: what acts, what there is to tell at the end, what stopped it."""
+    """State of one run: the model, the summary, and the signal that stopped the run."""
 
     elm: eLargeModel
     summary: Summary = field(default_factory=Summary)
@@ -44,14 +44,14 @@ class Session:
 
 
 def execute(run: RunConfig, *, verbose: bool = False) -> int:
-    """Do what the file says; returns the exit code.
+    """Execute the actions of a run and return the exit code.
 
     Raises:
-        InputError: something is wrong with the input; nothing was begun, or what was trained until
-            then is kept, and standard error says where.
+        InputError: The input is invalid. No action was started, or the trained model is kept and
+            standard error names its location.
     """
     if not sys.stderr.isatty():
-        # tqdm reads it when it is imported; lm-eval and datasets draw bars whatever they write to
+        # tqdm reads the variable at import; lm-eval and datasets draw progress bars into files
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = Session(eLargeModel.from_run(run))
@@ -65,19 +65,19 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
             with run.blame_at(action.path):
                 pkgutil.resolve_name(ACTIONS[action.name].does)(session, action.options)
         except BaseException:
-            session.summary.say_what_is_kept()
+            session.summary.print_location_of_model()
             raise
         if session.stopped is not None:
             skipped = ", ".join(action.name for action in run.actions[number + 1 :])
             if skipped:
-                print(f"not done: {skipped}", file=sys.stderr)
+                print(f"skipped: {skipped}", file=sys.stderr)
             return _BY_SIGNAL.get(session.stopped, 0)
     session.summary.show()
     return 0
 
 
 def _prepare(elm: eLargeModel) -> None:
-    """Find out whether the actions can be done, before the first of them begins."""
+    """Prepare all actions before the first one starts, so that errors appear early."""
     from ed_infra import distributed
 
     keep_compiled_programs()
@@ -89,7 +89,7 @@ def _prepare(elm: eLargeModel) -> None:
                 pkgutil.resolve_name(prepare)(elm, action.options)
 
 
-# What finds out beforehand.
+# Preparation.
 
 
 def prepare_train(elm: eLargeModel, options: NoOptions) -> None:
@@ -108,11 +108,11 @@ def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> 
     elm.build_model()
 
 
-# What is done.
+# Actions.
 
 
 def validate(session: Session, options: NoOptions) -> None:
-    """Every run begins with it."""
+    """Report success: every run is validated before its first action."""
     print("the configuration is valid")
 
 
@@ -139,7 +139,7 @@ def to_yaml(session: Session, options: WriteOptions) -> None:
 
 
 def train(session: Session, options: NoOptions) -> None:
-    """Train, and measure on held-out text what was learned."""
+    """Train the model and evaluate it on held-out text."""
     from ed_elarge.evaluation import heldout_metrics
 
     elm, summary = session.elm, session.summary
@@ -152,15 +152,15 @@ def train(session: Session, options: NoOptions) -> None:
     if session.stopped is not None:
         return
     if before is not None and before == output.metrics["steps"]:
-        print(f"the training was finished before ({before} steps): nothing was left to train")
+        print(f"the training had already finished ({before} steps)")
     held_out = elm.build_eval_dataset()
     if held_out is not None and elm.config.method_entry.rows == "text":
-        batches = _with_progress(held_out, "measuring what was learned")
+        batches = _with_progress(held_out, "evaluating on held-out text")
         summary.learned = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
 def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:
-    """The batches of a loader under a progress bar, where there is a terminal."""
+    """Yield the batches of a loader, with a progress bar on a terminal."""
     from rich.progress import track
 
     hidden = not sys.stdout.isatty()
@@ -170,7 +170,7 @@ def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:
 
 
 def _newest_step(directory: Path) -> int | None:
-    """The step of the newest checkpoint, by the names of the folders."""
+    """Return the step of the newest checkpoint, from the folder names."""
     names = [p.name for p in (directory / "checkpoints").glob("*") if p.name.isdigit()]
     return max(map(int, names), default=None)
 
@@ -179,7 +179,7 @@ def evaluate(session: Session, options: EvalOptions) -> None:
     """Evaluate with lm-evaluation-harness."""
     elm = session.elm
     results = elm.eval(**options.model_dump(exclude_unset=True))
-    tasks = elm.prepare_eval(options)  # the same that were used
+    tasks = elm.prepare_eval(options)  # cached
     session.summary.evaluated(results, tasks.results)
     if tasks.options.print_results:
         session.summary.print_evaluation(results)
@@ -193,11 +193,11 @@ def generate(session: Session, options: GenerateOptions) -> None:
         if isinstance(prompt, str):
             print(f"--- {prompt!r} continues:\n{completion}\n---")
         else:
-            asked = "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
-            print(f"--- {asked}\nassistant: {completion}\n---")
+            turns = "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
+            print(f"--- {turns}\nassistant: {completion}\n---")
 
 
 def serve(session: Session, options: ServeOptions) -> None:
-    """Show what was done before, and serve."""
+    """Print the summary of the earlier actions, and serve."""
     session.summary.show()
     session.elm.serve(**options.model_dump(exclude_unset=True))

@@ -1,4 +1,4 @@
-"""The end of a run: what was learned, how it scores, where everything is, what to type next."""
+"""The summary of a run: metrics, evaluation, file locations and suggested next commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Summary:
-    """Collects what the actions found, and shows it once."""
+    """Collects the results of the actions and prints them once."""
 
     def __init__(self) -> None:
         self.directory: Path | None = None
@@ -37,33 +37,33 @@ class Summary:
 
     @property
     def model(self) -> Path | None:
-        """Where the trained model is, if it was saved."""
+        """Directory of the trained model, or None if it was not saved."""
         path = self.directory / "model" if self.directory is not None else None
         return path if path is not None and (path / "config.json").is_file() else None
 
     @property
     def adapter(self) -> Path | None:
-        """Where the adapters are, if they were saved; a merged model lies beside them."""
+        """Directory of the adapters, or None; a merged model is saved next to it."""
         path = self.directory / "adapter" if self.directory is not None else None
         return path if path is not None and (path / "adapter_config.json").is_file() else None
 
     def trained(self, output: TrainerOutput, run: RunConfig) -> None:
-        """Training ended."""
+        """Record the results of training."""
         self.directory = run.directory
         self.base = {k: run.written[k] for k in ("model", "quantization") if run.written.get(k)}
         self.metrics = dict(output.metrics)
         self.chats = trains_on_chats(run)
 
     def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
-        """Keep the figures of an evaluation, and the file with its results."""
+        """Record the metrics of an evaluation and the file with its results."""
         self.evaluation.update(harness.figures(results))
         self.results = path
 
-    def say_what_is_kept(self) -> None:
-        """After an error: nothing that was trained is lost."""
+    def print_location_of_model(self) -> None:
+        """Print the location of the trained model after a later action failed."""
         kept = self.model or self.adapter
         if kept is not None:
-            print(f"what was trained is kept: {kept}", file=sys.stderr)
+            print(f"the trained model is kept: {kept}", file=sys.stderr)
 
     def print_evaluation(self, results: dict[str, Any]) -> None:
         """Print a line for each metric of an evaluation."""
@@ -72,7 +72,7 @@ class Summary:
                 print(f"{task}: {name} {value:.4f}")
 
     def show(self) -> None:
-        """Print the summary, and keep its figures in the run's directory."""
+        """Print the summary and write its figures to the run's directory."""
         if self._shown or not (self.directory or self.evaluation):
             return
         self._shown = True
@@ -94,7 +94,7 @@ class Summary:
         rows = []
         if "steps" in self.metrics:
             rows.append(("steps", f"{self.metrics['steps']:.0f}", ""))
-        # The trainer gives `train_<name>` of the figures that its method's progress shows.
+        # The trainer adds `train_<name>` for each metric in its progress columns.
         names = [n.removeprefix("train_") for n in self.metrics if n.startswith("train_")]
         rows += [(f"training {n}", f"{self.metrics[f'train_{n}']:.4f}", "") for n in names]
         learned = self.learned
@@ -122,7 +122,7 @@ class Summary:
         return rows
 
     def _keep(self, directory: Path) -> None:
-        """Write the figures, and a run file that serves the model."""
+        """Write `summary.json`, the report, and a run file that serves the model."""
         figures = {
             "metrics": self.metrics,
             "learned": self.learned.to_dict() if self.learned is not None else None,
@@ -140,13 +140,13 @@ class Summary:
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
 
     def _served(self) -> dict[str, Any]:
-        """The sections that serve what was trained."""
+        """Return the sections that serve the trained model."""
         if self.model is not None:
             return {"model": {"name_or_path": str(self.model)}}
         return {**self.base, "lora": {"name_or_path": str(self.adapter)}} if self.adapter else {}
 
     def _places(self, directory: Path) -> str:
-        lines = ["Where everything is"]
+        lines = ["Files"]
         if self.model is not None:
             lines.append(f"  model (Hugging Face layout)  {self.model}")
         if self.adapter is not None:
@@ -166,7 +166,7 @@ class Summary:
             uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
             route, request = self._suggestion()
             lines += [
-                "What to type next",
+                "Next commands",
                 f"  serve it:  {uv}elarge {directory / 'serve.yaml'}",
                 f"  ask it:    curl -s http://127.0.0.1:11556/v1/{route} "
                 f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'",
@@ -182,7 +182,7 @@ class Summary:
 
 
 def _against(other: float, own: float) -> tuple[str, str]:
-    """A figure that the model's own is compared with, and in words by how much it is worse."""
+    """Return a baseline as text, and the difference between the model and the baseline."""
     difference = other - own
     side = "the model is better" if difference > 0 else "the model is worse"
     return f"{other:.4f}", f"{side} by {abs(difference):.2f}"

@@ -1,4 +1,4 @@
-"""The tokens that end a completion of a model that learns from chats."""
+"""End tokens of a model that is trained on chats."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger("ed_elarge")
 def stop_after_answers(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the token that ends an answer of the chat template to the model's end tokens.
 
-    A model that learns from chats writes this token at the end of an answer. The token is often not
-    the end-of-text token of the checkpoint: that of Qwen2.5 is `<|endoftext|>`, and its template
-    ends an answer with `<|im_end|>`. `generate`, the engine and `generation_config.json` read the
-    end tokens from the model.
+    A model that is trained on chats generates this token at the end of an answer. The token often
+    differs from the end-of-text token of the checkpoint: Qwen2.5 has `<|endoftext|>`, and its
+    template ends an answer with `<|im_end|>`. `generate`, the engine and `generation_config.json`
+    read the end tokens from the model.
 
     Args:
-        model: changed in place.
-        tokenizer: the model's, with or without a chat template.
+        model: The model; changed in place.
+        tokenizer: The model's tokenizer, with or without a chat template.
     """
     end = end_of_answer(tokenizer)
     stored = json.loads(model.generation_json) if model.generation_json else {}

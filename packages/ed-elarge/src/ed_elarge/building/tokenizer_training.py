@@ -1,4 +1,4 @@
-"""A tokenizer of the run's own: trained once on the training texts, then read back."""
+"""Training of a tokenizer on the texts of the run. Later runs load the stored tokenizer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def load_or_train(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
-    It is kept in `directory` with a record of what it was trained on; when options or data have
-    changed since, it is trained again. Held-out texts are not read.
+    The tokenizer is stored in `directory` with a record of its options and data. If they change,
+    the tokenizer is trained again. Held-out texts are not read.
 
     Raises:
-        DataError: there is no text, or a source cannot be read.
+        DataError: There is no text, or a source cannot be read.
     """
     record = _record(options, mixture, schema)
     kept = directory / _RECORD
@@ -52,7 +52,7 @@ def load_or_train(
 
 
 def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema) -> str:
-    """Everything that the tokenizer depends on, as text."""
+    """Return the options and data that determine the tokenizer, as text."""
     from ed_data.rows.documents import fingerprint
     from ed_data.sources import open_source
 
@@ -69,11 +69,11 @@ def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema) -> str
 
 
 def _publish(tokenizer: PreTrainedTokenizerBase, record: str, directory: Path) -> None:
-    """Write beside the target and rename, so that a crash leaves no half of a tokenizer."""
+    """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     tokenizer.save_pretrained(part)
     (part / _RECORD).write_text(record)
-    part.chmod(0o755)  # mkdtemp makes it private
+    part.chmod(0o755)  # mkdtemp creates a private folder
     shutil.rmtree(directory, ignore_errors=True)
     part.rename(directory)

@@ -1,4 +1,4 @@
-"""Benchmarks while a model learns: tasks of lm-eval by an engine that borrows the weights."""
+"""Benchmarks during training: lm-eval tasks on an engine that borrows the weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class EngineBenchmark:
     """Runs the tasks of `trainer.benchmarks`; see `ed_trainers.probes.Benchmark`.
 
-    Results stand in `benchmarks/<step>.json` in the run's directory, as lm-eval writes them.
+    The results of lm-eval are written to `benchmarks/<step>.json` in the run's directory.
 
     Args:
-        elm: names the tasks, how they are run (`eval`) and the engine (`esurge`).
+        elm: The run: its tasks, the section `eval` and the section `esurge`.
 
     Raises:
-        ConfigError: lm-eval is not installed, a task does not exist, or its data cannot be had.
+        ConfigError: lm-eval is not installed, a task is unknown, or its data is not available.
     """
 
     def __init__(self, elm: eLargeModel):
@@ -31,7 +31,7 @@ class EngineBenchmark:
         self._tasks = elm.prepare_eval(EvalOptions(tasks=elm.build_training_arguments().benchmarks))
 
     def __call__(self, tasks: Sequence[str], weights: Weights) -> dict[str, dict[str, float]]:
-        """Run the tasks with the weights that are being trained: task -> metric -> value."""
+        """Run the tasks with the current weights, and return task -> metric -> value."""
         results = self._elm.config.directory / "benchmarks" / f"{weights.version}.json"
         with engine_of_run(self._elm, weights.model).serving(weights) as engine:
             return harness.figures(harness.run(engine, self._tasks, results))

@@ -1,4 +1,4 @@
-"""An engine that is lent the weights of a training, for completions and for benchmarks alike."""
+"""An engine that borrows the weights of a training run, for completions and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ed_elarge.model import eLargeModel
 
 
 class LentEngine:
-    """An engine that has weights within `serving` alone; its pages are there all the time.
+    """An engine that has weights only inside `serving`. Its cache pages stay allocated.
 
     Args:
-        engine: serves a model of the learner's architecture; nobody else uses it while training.
+        engine: An engine for the trained model's architecture, for exclusive use by the training.
     """
 
     def __init__(self, engine: eSurge):
@@ -38,19 +38,18 @@ class LentEngine:
         length: int | None = None,
         benchmarks: bool = False,
     ) -> LentEngine:
-        """Make the engine of a run.
+        """Create the engine of a run.
 
         Args:
-            model: the learner; the engine keeps none of its arrays.
-            tokenizer: says which tokens end a completion.
-            config: options of the engine. What it leaves open is chosen for rollouts where there
-                are any: shapes are compiled when they first come, and the engine is silent.
-            length: of a row of rollouts, in tokens; None where there are none. The longest context
-                is that of a row, where the configuration leaves it open.
-            benchmarks: whether these run too: their prompts may be longer than a row.
+            model: The trained model; the engine keeps none of its arrays.
+            tokenizer: The tokenizer, which defines the end tokens.
+            config: Options of the engine. For rollouts, unset options get these values: programs
+                compile at first use, the engine prints nothing, and the context has `length`.
+            length: Tokens of a row of rollouts; None without rollouts.
+            benchmarks: Whether benchmarks use the engine; their prompts may exceed a row.
 
         Raises:
-            ConfigError: the context is too short for a row.
+            ConfigError: The context is too short for a row.
         """
         left: dict[str, Any] = {}
         if length is not None:
@@ -60,9 +59,10 @@ class LentEngine:
         engine = eSurge(without_value_head(model), tokenizer, config.replace(**left))
         if length is not None and engine.max_model_len < length:
             raise ConfigError(
-                f"prompts and completions take up to {length} tokens (max_prompt_length + "
-                f"max_completion_length), and the engine has {engine.max_model_len}: lower one of "
-                "them, or raise esurge.max_model_len or the model's max_position_embeddings"
+                f"prompts and completions need up to {length} tokens (max_prompt_length + "
+                f"max_completion_length), and the context of the engine has "
+                f"{engine.max_model_len}: lower one of them, or raise esurge.max_model_len or the "
+                "model's max_position_embeddings"
             )
         with engine.together():
             engine.execute(DropWeights())
@@ -70,7 +70,7 @@ class LentEngine:
 
     @contextmanager
     def serving(self, weights: Weights) -> Iterator[eSurge]:
-        """Return the engine with weights, without a value head, until the block ends."""
+        """Lend the weights, without a value head, to the engine for the duration of the block."""
         with (
             self.engine.together(),
             self.engine.weights(without_value_head(weights.model)),
@@ -79,14 +79,14 @@ class LentEngine:
 
 
 def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
-    """The engine of the section `esurge` for a training, made when it is first asked for.
+    """Return the engine that rollouts and benchmarks of a training run share.
 
     Args:
-        elm: rollouts and benchmarks of the section `trainer` share the engine.
-        model: the learner with its present weights.
+        elm: The run; it creates the engine at the first call.
+        model: The trained model with its current weights.
 
     Raises:
-        ConfigError: see `LentEngine.of`.
+        ConfigError: See `LentEngine.of`.
     """
     arguments = elm.build_training_arguments()
     return elm.once(

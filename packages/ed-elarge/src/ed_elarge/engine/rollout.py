@@ -1,4 +1,4 @@
-"""The engine as the `Rollout` of a trainer: completions by the weights that are being trained."""
+"""The engine as the `Rollout` of a trainer: completions with the current weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ed_elarge.engine.lending import LentEngine
 
 
 class EngineRollout:
-    """Completes prompts by an engine that borrows the trainer's weights for each call.
+    """Completes prompts with an engine that borrows the trainer's weights for each call.
 
-    Where the model lies on devices of several processes, each of them makes the engine and the
-    calls, so that all take the same steps.
+    If the model is sharded over several processes, each process creates the engine and makes the
+    same calls, so that all processes execute the same steps.
 
     Args:
-        engine: serves a model of the learner's architecture; nobody else uses it while training.
+        engine: An engine for the trained model's architecture, for exclusive use by the training.
     """
 
     def __init__(self, engine: eSurge | LentEngine):
@@ -28,14 +28,14 @@ class EngineRollout:
 
     @property
     def engine(self) -> eSurge:
-        """The engine itself; it has weights within calls only."""
+        """The engine; it has weights only during a call."""
         return self._lent.engine
 
     @classmethod
     def of(
         cls, model: CausalLM, tokenizer: Tokenizer | None, config: EngineConfig, *, length: int
     ) -> EngineRollout:
-        """Make an engine for the rollouts of a run alone; see `LentEngine.of`."""
+        """Create an engine for rollouts only; see `LentEngine.of`."""
         return cls(LentEngine.of(model, tokenizer, config, length=length))
 
     def generate(
@@ -49,10 +49,10 @@ class EngineRollout:
         """Complete each prompt; see `ed_trainers.rollout.Rollout.generate`.
 
         Args:
-            prompts: token ids.
-            params: fields of `SamplingParams`.
-            weights: what to sample with; borrowed until this call returns.
-            seeds: of each prompt.
+            prompts: Token ids of each prompt.
+            params: Fields of `SamplingParams`.
+            weights: The weights, borrowed until the call returns.
+            seeds: A seed for each prompt.
         """
         fixed = {
             **params,

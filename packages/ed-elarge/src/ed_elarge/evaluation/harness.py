@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over eSurge: tasks found before training starts, results kept as JSON."""
+"""lm-evaluation-harness on the engine. Tasks load before training, and results are JSON files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Tasks:
-    """The tasks of one evaluation, loaded: a wrong name or a missing data set shows here.
+    """The loaded tasks of one evaluation.
 
     Args:
-        options: names, and where else to look (`include_path`).
-        held_out: reads the run's held-out texts, for the tasks that are made from them.
-        directory: Task files go to its folder `tasks`, and results to its file `results.json`,
-            unless `options.output_path` names another file. None: task files go to a temporary
-            folder, and results are written to `options.output_path` alone.
+        options: Task names, and folders with further tasks (`include_path`).
+        held_out: Returns the held-out texts of the run, for tasks that are built from them.
+        directory: The folder for task files (`tasks`) and for the results (`results.json`, unless
+            `options.output_path` is set). None: task files are temporary, and results are written
+            only to `options.output_path`.
 
     Attributes:
-        results: the file of the results, or None.
+        results: The file of the results, or None.
 
     Raises:
-        ConfigError: lm-eval is not installed, a task does not exist, or its data cannot be had.
+        ConfigError: lm-eval is not installed, a task is unknown, or its data is not available.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Tasks:
             else:
                 folder = directory / "tasks"
             paths.append(str(heldout_tasks.write(held_out(), folder, local)))
-        # lm-eval's own tasks are thousands of files: they are listed only when one is asked for
+        # lm-eval's own tasks are thousands of files: list them only if one of them is needed.
         self.manager = TaskManager(include_path=paths or None, include_defaults=False)
         if any(name not in self.manager.all_tasks for name in options.tasks):
             self.manager = TaskManager(include_path=paths or None, include_defaults=True)
@@ -75,26 +75,26 @@ class Tasks:
                 )
 
     def _check_data(self, names: list[str]) -> None:
-        """Load the data of tasks that are not ours, so that none is missing after training."""
+        """Load the data of lm-eval's own tasks before training starts."""
         for name in names:
             try:
                 self.manager.load(name)
-            except Exception as error:  # whatever a task's data set raises
+            except Exception as error:  # data sets raise arbitrary errors
                 reason = str(error).strip().splitlines()
                 detail = f"{type(error).__name__}: {reason[0] if reason else ''}"
                 raise ConfigError(f"the task {name!r} cannot be loaded ({detail})") from error
 
 
 def run(engine: eSurge, tasks: Tasks, results_file: Path | None = None) -> dict[str, Any]:
-    """Evaluate, and write the results to their file.
+    """Evaluate the model and write the results to a file.
 
     Args:
-        engine: Answers the requests.
+        engine: The engine with the model.
         tasks: The tasks.
-        results_file: The file of the results; None takes `tasks.results`.
+        results_file: The file of the results; the default is `tasks.results`.
 
     Returns:
-        The results of lm-eval, with JSON values only.
+        The results of lm-eval as JSON values.
     """
     from ed_esurge.lm_eval import eSurgeLM
     from lm_eval.evaluator import simple_evaluate
@@ -138,7 +138,7 @@ def run(engine: eSurge, tasks: Tasks, results_file: Path | None = None) -> dict[
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Task -> metric -> value, without lm-eval's filters, aliases and missing errors."""
+    """Return task -> metric -> value, without lm-eval's filters, aliases and missing errors."""
     out: dict[str, dict[str, float]] = {}
     for task, values in results.get("results", {}).items():
         out[task] = {
@@ -150,10 +150,10 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def shown(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics that are printed; the others stay in the files.
+    """Return the metrics to print; the files contain all metrics.
 
-    Bits per byte compare models of any tokenizer. The perplexities per word and per byte are the
-    same figure in other units, and per word a small model has tens of thousands.
+    Bits per byte are comparable between tokenizers. The perplexities per word and per byte express
+    the same quantity in other units.
     """
     if "bits_per_byte" not in metrics:
         return metrics
@@ -161,6 +161,6 @@ def shown(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _plain(value: object) -> object:
-    """numpy numbers as numbers; anything else that JSON lacks as text."""
+    """Convert a numpy number to a Python number, and other non-JSON values to text."""
     item = getattr(value, "item", None)
     return item() if item is not None else str(value)

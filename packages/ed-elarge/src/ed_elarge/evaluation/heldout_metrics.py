@@ -1,9 +1,8 @@
-"""What a model has learned, against two things that any table could know.
+"""Held-out cross-entropy of a model, compared with two simple baselines.
 
-All figures are of the same held-out tokens, in nats per token: the model's cross-entropy, the
-entropy of the tokens' own frequencies (the best that a unigram distribution could do), and the
-cross-entropy of the same model when it sees one token of context instead of all (what a table of
-pairs could do).
+All values are nats per token on the same held-out tokens: the model's cross-entropy, the entropy of
+the token frequencies (the optimum of a unigram distribution), and the cross-entropy of the same
+model with one token of context (comparable to a bigram table).
 
 Legend: b rows, s positions, v vocabulary, n distinct context tokens.
 """
@@ -25,28 +24,28 @@ if TYPE_CHECKING:
 Batch = Mapping[str, np.ndarray]
 
 MAX_TOKENS = 200_000
-"""Held-out tokens that are looked at: enough for three figures after the point."""
+"""Maximum number of held-out tokens: enough for three decimal places."""
 _LOGITS_AT_ONCE = 1 << 24
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that this module uses."""
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any:
-        """The text of tokens."""
+        """Return the text of tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The figures.
+    """Metrics of a model on held-out tokens.
 
     Attributes:
-        tokens: held-out tokens that were predicted.
-        cross_entropy: of the model, nats per token.
-        unigram: entropy of the tokens' frequencies, nats per token.
-        one_token: of the model with one token of context, nats per token.
-        bits_per_byte: of the model, over the bytes that the tokens stand for.
+        tokens: Number of predicted held-out tokens.
+        cross_entropy: Cross-entropy of the model, nats per token.
+        unigram: Entropy of the token frequencies, nats per token.
+        one_token: Cross-entropy with one token of context, nats per token.
+        bits_per_byte: Cross-entropy of the model in bits per byte of text.
     """
 
     tokens: int
@@ -56,7 +55,7 @@ class Learned:
     bits_per_byte: float
 
     def to_dict(self) -> dict[str, float]:
-        """The figures by name."""
+        """Return the metrics by name."""
         return asdict(self)
 
 
@@ -65,12 +64,12 @@ def measure(
     batches: Iterable[Batch],
     tokenizer: Decoder,
 ) -> Learned | None:
-    """Evaluate a causal language model on batches; None when they predict nothing.
+    """Evaluate a causal language model on batches, or return None if no token is predicted.
 
     Args:
-        model: the model.
-        batches: as the trainers take them; see `docs/data.md`.
-        tokenizer: to count the bytes that tokens stand for.
+        model: The model.
+        batches: Training batches; see `docs/data.md`.
+        tokenizer: The tokenizer, which converts tokens to bytes.
     """
     score = _full_context(model)
     total, contexts, targets, size = 0.0, [], [], 0
@@ -98,7 +97,7 @@ def measure(
 
 
 def _full_context(model: LanguageModel) -> Callable[[Batch], tuple[np.ndarray, ...]]:
-    """A function from a batch to (log-probabilities, targets, weights), each [b, s]."""
+    """Return a function from a batch to (log-probabilities, targets, weights), each [b, s]."""
     import jax
     from ed_layers.losses import token_logprobs
     from ed_models.tasks.causal_lm import next_token_targets
@@ -129,7 +128,7 @@ def _full_context(model: LanguageModel) -> Callable[[Batch], tuple[np.ndarray, .
 
 
 def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Log-probability of each target after its context token alone, [tokens]."""
+    """Return the log-probability of each target given only its previous token, [tokens]."""
     import jax
     from flax import nnx
 
@@ -144,7 +143,7 @@ def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) ->
     rows = max(1, min(len(distinct), _LOGITS_AT_ONCE // model.config.vocab_size))
     out = np.empty(len(target), np.float32)
     for start in range(0, len(distinct), rows):
-        part = np.resize(distinct[start : start + rows], rows)  # one shape, one program
+        part = np.resize(distinct[start : start + rows], rows)  # one shape: one compilation
         here = (place >= start) & (place < start + rows)
         logp = np.asarray(table(state, other, part.astype(np.int32)))
         out[here] = logp[place[here] - start, target[here]]
@@ -152,6 +151,6 @@ def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) ->
 
 
 def _byte_count(tokenizer: Decoder, targets: list[np.ndarray]) -> int:
-    """Bytes of the text that tokens stand for; special tokens stand for none."""
+    """Return the number of bytes of the decoded tokens, without special tokens."""
     texts = (tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in targets)
     return sum(len(text.encode("utf-8")) for text in texts)

@@ -1,4 +1,4 @@
-"""What a trained model is asked first: the sample of a run, and the request that it suggests."""
+"""Prompts from held-out data, for the sample of a run and for the suggested request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ def trains_on_chats(run: RunConfig) -> bool:
 
 
 def held_out_prompt(run: RunConfig, texts: Sequence[str]) -> Prompt:
-    """Return a prompt that training does not see.
-
-    This is the beginning of the longest held-out text, or of the first held-out chat.
+    """Return a held-out prompt: the start of the longest text, or of the first chat.
 
     Args:
         run: The run with its mixture.
-        texts: The held-out texts; empty where nothing is held out.
+        texts: The held-out texts; may be empty.
     """
     if texts and run.mixture is not None and trains_on_chats(run):
         chats = contents(run.mixture, "eval", schema=run.schema)
