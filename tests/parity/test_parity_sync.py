@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.testing import require_torch
-from ed_trainers.following import Following
+from ed_trainers.roles.frozen import Following
 from flax import nnx
 from safetensors.numpy import load_file
 

@@ -151,8 +151,9 @@ def our_model(path: Path, task: str = "causal-language-model") -> Any:
 
 def our_outcome(trainer: Any, batch: Any) -> Outcome:
     """Loss, metrics and gradients of a trainer's method over one batch."""
-    from ed_trainers import Models, value_head
+    from ed_trainers import Models
     from ed_trainers.contract import logged
+    from ed_trainers.roles import value_head
     from flax import nnx
     from safetensors.numpy import load_file
 

@@ -111,7 +111,7 @@ def ppo(**options: Any) -> dict[str, float]:
     """`ppo` beside 1707.06347 and TRL's figures, advantages by the definition of 1506.02438."""
     import jax.numpy as jnp
     import torch
-    from ed_trainers.value_head import value_head
+    from ed_trainers.roles.value_head import value_head
 
     beta, gamma, lam, clip, clip_value, vf_coef = 0.3, 0.9, 0.8, 0.2, 0.25, 0.4
     estimator, temperature = options.get("kl_estimator", "k1"), options.get("temperature", 1.0)

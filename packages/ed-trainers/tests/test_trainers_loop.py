@@ -12,7 +12,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer, TrainingDiverged
 from ed_trainers.figures.metrics import CLOCKED, read_rows
-from ed_trainers.interrupt import StopRequest
+from ed_trainers.running.stopping import StopRequest
 
 SETTINGS = {
     "total_batch_size": 8,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers.mixture import GeometricMixture
+from ed_trainers.online.mixture import GeometricMixture
 
 NEW = 4
 

@@ -12,10 +12,10 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models
 from ed_trainers.arguments import arguments_class
 from ed_trainers.methods.nash_md import NashMDTrainer
-from ed_trainers.online.models import ModelRollout
+from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.online.trainer import OnlineTrainer
+from ed_trainers.roles.value_head import FILE, NAME, value_head
 from ed_trainers.rollout import Weights
-from ed_trainers.value_head import FILE, NAME, value_head
 from flax import nnx
 from method_runs import StopAt, near, near_reports, rows_of
 from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online

@@ -9,9 +9,9 @@ from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.figures.metrics import read_rows
-from ed_trainers.online.models import ModelRollout
+from ed_trainers.online.model_rollout import ModelRollout
+from ed_trainers.roles.value_head import FILE, NAME
 from ed_trainers.stored.arrays import flat_arrays
-from ed_trainers.value_head import FILE, NAME
 from flax import nnx
 from online_runs import END, online
 

@@ -18,8 +18,8 @@ from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.feed import HostBatch
-from ed_trainers.following import Following
+from ed_trainers.batches import HostBatch
+from ed_trainers.roles.frozen import Following
 from ed_trainers.state import EasyDeLState
 
 Batch = Mapping[str, jax.Array]

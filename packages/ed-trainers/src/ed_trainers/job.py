@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ed_trainers.batches import Feed
 from ed_trainers.contract import Method
-from ed_trainers.evaluation import Evaluator
-from ed_trainers.feed import Feed
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement
 from ed_trainers.probes import Probe
+from ed_trainers.running.evaluation import Evaluator
 from ed_trainers.state import EasyDeLState
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from ed_infra.chats import Prompt
 from ed_infra.errors import ConfigError
 
+from ed_trainers.batches import Dataset, HostBatch, evaluation_batches
 from ed_trainers.endings import until_end
-from ed_trainers.feed import Dataset, HostBatch, evaluation_batches
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.rollout import Weights
 

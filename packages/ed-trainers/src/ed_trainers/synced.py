@@ -10,8 +10,8 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.contract import Frozen
-from ed_trainers.following import Following
 from ed_trainers.options.sync import SyncArguments
+from ed_trainers.roles.frozen import Following
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 

@@ -16,22 +16,22 @@ from ed_models.adapters.lora import has_lora, merge_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_trainers.batches import Dataset, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
-from ed_trainers.evaluation import Evaluator
-from ed_trainers.feed import Dataset, Feed, HostBatch, Share
 from ed_trainers.figures.metrics import RECORD
 from ed_trainers.job import Job
-from ed_trainers.loop import TrainingLoop
 from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, probes_of
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
-from ed_trainers.saveable import Saveable, with_length
+from ed_trainers.running.evaluation import Evaluator
+from ed_trainers.running.loop import TrainingLoop
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import disk
+from ed_trainers.stored.processor import Saveable, with_length
 
 #: Folder of a run that holds the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"

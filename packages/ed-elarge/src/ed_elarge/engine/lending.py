@@ -12,8 +12,8 @@ from ed_esurge.tokenizer import Tokenizer
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 from ed_trainers.options.online import OnlineArguments
+from ed_trainers.roles.value_head import without_value_head
 from ed_trainers.rollout import Weights
-from ed_trainers.value_head import without_value_head
 
 from ed_elarge.model import eLargeModel
 

@@ -6,7 +6,7 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.tasks.causal_lm import next_token_targets
 
-from ed_trainers.feed import HostBatch
+from ed_trainers.batches import HostBatch
 
 
 def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:

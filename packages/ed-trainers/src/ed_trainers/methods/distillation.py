@@ -19,8 +19,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.body.attention_maps import watched_attention
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.attention import attention_divergences
 from ed_trainers.losses.divergence import compared
 from ed_trainers.losses.next_token import next_token_batch

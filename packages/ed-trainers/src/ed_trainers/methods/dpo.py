@@ -18,8 +18,8 @@ import numpy as np
 from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Float
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.pairs import pair_metrics, sides_of, smoothed
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.pairs import PairTrainer, ScoredPairs

@@ -18,8 +18,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import EmbeddingOutput, Metric
 from jaxtyping import Array, Float
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.pairs import as_rows, pair_batch
 from ed_trainers.losses.scoring import noise_of
 from ed_trainers.options.base import TrainingArguments

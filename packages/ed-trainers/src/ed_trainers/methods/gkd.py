@@ -17,8 +17,8 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.divergence import compared
 from ed_trainers.online.completions import Completions, Content, PromptBatch
 from ed_trainers.online.feed import Generation

@@ -18,8 +18,8 @@ import numpy as np
 from ed_infra.outputs import Metric
 from jax.nn import sigmoid
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers

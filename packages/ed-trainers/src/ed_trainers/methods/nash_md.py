@@ -18,9 +18,9 @@ import numpy as np
 from ed_infra.outputs import Metric
 
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.mixture import GeometricMixture
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.groups import row_metrics
+from ed_trainers.online.mixture import GeometricMixture
 from ed_trainers.online.self_play import SelfPlayTrainer
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.self_play import NashMDArguments

@@ -15,8 +15,8 @@ import numpy as np
 from ed_infra.outputs import Metric
 from jax.nn import log_sigmoid
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.pairs import pair_batch, pair_metrics, sides_of
 from ed_trainers.methods.pairs import PairTrainer, ScoredPairs
 from ed_trainers.options.base import TrainingArguments

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from ed_infra.outputs import CausalLMOutput
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.pairs import as_rows, by_side, pair_batch
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers

@@ -21,8 +21,8 @@ from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.policy import Policy
 from ed_trainers.losses.ppo import (
     generalized_advantages,
@@ -37,9 +37,7 @@ from ed_trainers.online.groups import row_metrics
 from ed_trainers.online.rewarded import RewardedTrainer
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.ppo import PPOArguments
-from ed_trainers.rollout import Weights
-from ed_trainers.state import EasyDeLState
-from ed_trainers.value_head import (
+from ed_trainers.roles.value_head import (
     NAME,
     PolicyWeights,
     save_value_head,
@@ -48,6 +46,8 @@ from ed_trainers.value_head import (
     with_value_head,
     without_value_head,
 )
+from ed_trainers.rollout import Weights
+from ed_trainers.state import EasyDeLState
 
 
 class PPOTrainer(RewardedTrainer):

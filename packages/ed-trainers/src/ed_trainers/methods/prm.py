@@ -15,8 +15,8 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.options.base import TrainingArguments

@@ -21,8 +21,8 @@ from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_trainers.batches import HostBatch, Loader
 from ed_trainers.contract import Batch, Models
-from ed_trainers.feed import HostBatch, Loader
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import FILE, ReferenceLogps

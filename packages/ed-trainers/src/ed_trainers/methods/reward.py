@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.outputs import Metric
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.pairs import SIDES, as_rows, pair_batch
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens, segment_sums

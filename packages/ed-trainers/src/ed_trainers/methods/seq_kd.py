@@ -16,8 +16,8 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.endings import until_end
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.methods.sft import SFTTrainer
 from ed_trainers.options.base import TrainingArguments

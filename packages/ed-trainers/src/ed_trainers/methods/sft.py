@@ -13,8 +13,8 @@ import numpy as np
 from ed_layers.losses import TokenLoss
 
 from ed_trainers.arguments import SFTArguments, TrainingArguments
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ed_infra.errors import ConfigError
 
-from ed_trainers.feed import Dataset, Feed, HostBatch
+from ed_trainers.batches import Dataset, Feed, HostBatch
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.stored.npz import read_npz
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.outputs import Metric
 
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Models
-from ed_trainers.feed import HostBatch
 from ed_trainers.losses.policy import Policy
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.feed import Generation

@@ -22,19 +22,19 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ed_trainers.batches import Dataset, Feed, HostBatch
 from ed_trainers.callbacks import Callback
 from ed_trainers.contract import Batch, Models
-from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.online.completions import Completions, Content, PromptBatch
 from ed_trainers.online.feed import Generation, RolloutFeed
-from ed_trainers.online.models import ModelRollout
+from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.placement import pad_rows
 from ed_trainers.probes import Benchmark
 from ed_trainers.rollout import Rollout, Sampled, Weights
-from ed_trainers.saveable import Saveable
 from ed_trainers.state import EasyDeLState
+from ed_trainers.stored.processor import Saveable
 from ed_trainers.trainer import Trainer
 
 #: What a model says of rows: arrays [n, ...] by name.

@@ -22,12 +22,12 @@ from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
-from ed_trainers.interrupt import StopRequest
 from ed_trainers.job import Job
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
+from ed_trainers.running.stopping import StopRequest
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 from ed_trainers.stored import disk

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from ed_infra.errors import ConfigError
 
+from ed_trainers.batches import Dataset, HostBatch, Share, evaluation_batches
 from ed_trainers.contract import MAIN, Batch, Method, logged
-from ed_trainers.feed import Dataset, HostBatch, Share, evaluation_batches
 from ed_trainers.placement import Placement, pad_rows
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import EvalStep, Leaves, Metrics, Step, build_eval_step, build_statistics_step

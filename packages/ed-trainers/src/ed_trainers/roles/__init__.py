@@ -1,0 +1,1 @@
+"""Models beside the learner: frozen ones, and a value head."""
