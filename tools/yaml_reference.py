@@ -184,7 +184,7 @@ def actions() -> Iterator[str]:
     yield "## `actions`\n"
     yield "| action | what it does | also spelled |\n| --- | --- | --- |"
     for name, kind in ACTIONS.items():
-        yield f"| `{name}` | {kind.doc} | {', '.join(f'`{other}`' for other in kind.also)} |"
+        yield f"| `{name}` | {kind.doc} | {', '.join(f'`{other}`' for other in kind.aliases)} |"
     yield ""
     for name, kind in ACTIONS.items():
         if kind.options.model_fields:

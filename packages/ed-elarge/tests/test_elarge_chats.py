@@ -10,7 +10,7 @@ import pytest
 from ed_elarge import eLargeModel
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
-from ed_elarge.config.table import look
+from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
 from ed_elarge.evaluation.prompts import question
 from run_files import run, small, with_changes
@@ -139,7 +139,7 @@ def test_wrong_keys_of_the_tokenizer_are_refused(
 
     text = yaml.safe_dump(with_changes(model__tokenizer=tokenizer))
     with pytest.raises(InputError) as error:
-        look(normalize(nodes.parse(text, "f"), require_actions=True))
+        check_machine(normalize(nodes.parse(text, "f"), require_actions=True))
     line = next(line for line in str(error.value).splitlines() if words in line)
     assert where in line
 

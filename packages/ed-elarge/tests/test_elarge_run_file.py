@@ -10,7 +10,7 @@ import yaml
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.config.table import look
+from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
 from ed_trainers.options.optimizers import OPTIMIZERS
 from run_files import GOOD, with_changes
@@ -27,7 +27,7 @@ def run(config: dict[str, Any]) -> RunConfig:
 def refuse(config: dict[str, Any] | str) -> str:
     text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
     with pytest.raises(InputError) as error:
-        look(normalize(nodes.parse(text, "f"), require_actions=True))
+        check_machine(normalize(nodes.parse(text, "f"), require_actions=True))
     return str(error.value)
 
 

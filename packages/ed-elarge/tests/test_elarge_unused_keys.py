@@ -14,7 +14,7 @@ from ed_elarge.building.parts import look_ahead
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.config.table import look
+from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
 from run_files import GOOD, with_changes
 
@@ -110,7 +110,7 @@ def test_functions_are_looked_up_without_importing_them(
 ) -> None:
     inform = {"type": "python", "data_files": "pydoc_data.topics:topics", **keys}
     with pytest.raises(InputError) as error:
-        look(run(with_changes(mixture__informs=[inform])))
+        check_machine(run(with_changes(mixture__informs=[inform])))
     assert f"mixture.informs[0].{where}: " in str(error.value)
     assert words in str(error.value)
 
@@ -131,7 +131,7 @@ def test_fields_are_looked_up_in_the_first_row_of_every_source(
         path.write_text(json.dumps({"text": "a b c"}) + "\n")
     informs = [{"data_files": str(good), "content_field": "text"}, {"data_files": str(bad), **keys}]
     checked = run(with_changes(mixture__informs=informs))
-    look(checked)
+    check_machine(checked)
     with pytest.raises(InputError) as error:
         look_ahead(checked)
     assert f"mixture.informs[1].{where}: " in str(error.value)

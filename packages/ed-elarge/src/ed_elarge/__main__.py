@@ -94,9 +94,9 @@ def _run(path: str, dry_run: bool, verbose: bool) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
         from ed_elarge.config.description import describe
-        from ed_elarge.config.table import look
+        from ed_elarge.config.table import check_machine
 
-        look(run)
+        check_machine(run)
         print(run.to_yaml(secrets=False))
         print(describe(run))
         return 0

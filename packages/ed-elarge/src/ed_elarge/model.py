@@ -17,7 +17,7 @@ from ed_elarge.config.action_options import EvalOptions, GenerateOptions, ServeO
 from ed_elarge.config.description import describe
 from ed_elarge.config.normalize import check_section, normalize
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.config.table import SECTIONS, look
+from ed_elarge.config.table import SECTIONS, check_machine
 from ed_elarge.config.validation import validate
 from ed_elarge.errors import Document, InputError
 from ed_elarge.setters import Setters
@@ -39,17 +39,17 @@ _PARTS = {p: (name, at) for name, section in SECTIONS.items() for p, at in secti
 
 
 class eLargeModel(Setters):
-    """Builds, trains, evaluates and serves what a configuration describes.
+    """Builds, trains, evaluates and serves a model from a configuration.
 
-    Setters return the object, so that they can be chained; each checks the keys and their values at
-    once. What one section demands of another is checked when something is built, or by `validate`.
-    Whatever is built is kept until the configuration changes or `clear_cache`.
+    Setters return the object, so that calls can be chained. A setter validates its keys and values
+    immediately. Constraints between sections are checked by `validate` and before a part is built.
+    Parts are cached until the configuration changes or `clear_cache` is called.
 
     Args:
-        config: the sections as a mapping (see `docs/yaml.md`), or the path of a YAML or JSON file.
+        config: The sections as a mapping (see `docs/yaml.md`), or the path of a YAML or JSON file.
 
     Raises:
-        InputError: an unknown key, a value of the wrong type, ….
+        InputError: A key is unknown, or a value is invalid.
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path | None = None) -> None:
@@ -63,11 +63,11 @@ class eLargeModel(Setters):
         if config:
             self.update_config(config)
 
-    # Where a configuration comes from and goes to.
+    # Reading and writing configurations.
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, task: str | None = None, **model: Any) -> Self:
-        """Begin with an existing model: a directory in Hugging Face layout, or a hub id."""
+        """Create a configuration for a model: a directory in Hugging Face layout, or a hub id."""
         section = {"name_or_path": name_or_path, **model}
         return cls({"model": section if task is None else {**section, "task": task}})
 
@@ -83,14 +83,14 @@ class eLargeModel(Setters):
 
     @classmethod
     def from_run(cls, run: RunConfig) -> Self:
-        """Begin with a configuration that is checked already."""
+        """Create the object from a validated configuration."""
         self = cls()
         self._document, self._run = run.document, run
         return self
 
     @property
     def config(self) -> RunConfig:
-        """The whole configuration, checked: sections with defaults and derived values.
+        """The validated configuration: sections with defaults and derived values.
 
         Raises:
             InputError: all that is wrong with it.
@@ -106,7 +106,7 @@ class eLargeModel(Setters):
         return run
 
     def to_dict(self) -> dict[str, Any]:
-        """The canonical configuration, defaults included, as JSON values."""
+        """Return the canonical configuration, including defaults, as JSON values."""
         return self.config.to_dict()
 
     def to_yaml(self, path: str | Path) -> None:
@@ -118,14 +118,14 @@ class eLargeModel(Setters):
         _write(path, self.config.to_json())
 
     def validate(self) -> Self:
-        """Check everything that can be checked without loading anything.
+        """Check the configuration without loading models or data.
 
         Raises:
             InputError: all that is wrong.
         """
         if self.config.model is None:
             raise self.config.missing("model")
-        look(self.config)
+        check_machine(self.config)
         return self
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ class eLargeModel(Setters):
         return describe(self.config)
 
     def update_config(self, config: Mapping[str, Any]) -> Self:
-        """Merge sections into the configuration; lists and plain values replace what was there."""
+        """Merge sections into the configuration; lists and plain values replace the old values."""
         value = _merged(self._document.value or {}, config)
         problems = [p for k, v in value.items() if k != "actions" for p in check_section(k, v)]
         if problems:
@@ -146,7 +146,7 @@ class eLargeModel(Setters):
     # Building; each part is built once.
 
     def part(self, name: str) -> Any:
-        """A part of `ed_elarge.config.table.SECTIONS`, built when it is first asked for.
+        """Return a part of `ed_elarge.config.table.SECTIONS`; the first call builds it.
 
         Raises:
             InputError: the section that it is built of is missing, or cannot be built.
@@ -158,90 +158,90 @@ class eLargeModel(Setters):
             return self.once(name, lambda: pkgutil.resolve_name(builder)(self))
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returned when `name` was first asked for."""
+        """Return the cached value of `name`; the first call creates it with `make`."""
         if name not in self._built:
             self._built[name] = make()
         return self._built[name]
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, loaded or trained."""
+        """Load or train the tokenizer."""
         return self.part("tokenizer")
 
     def build_model(self) -> CausalLM:
-        """The model on its devices."""
+        """Create or load the model on its devices."""
         return self.part("model")
 
     def build_reference_model(self) -> CausalLM:
-        """The model of the section `reference_model`."""
+        """Load the model of the section `reference_model`."""
         return self.part("reference")
 
     def build_teacher_model(self) -> CausalLM:
-        """The model of the section `teacher_model`."""
+        """Load the model of the section `teacher_model`."""
         return self.part("teacher")
 
     def build_reward_model(self) -> CausalLM:
-        """The model of the section `reward_model`."""
+        """Load the model of the section `reward_model`."""
         return self.part("reward")
 
     def build_dataset(self) -> Loader | StreamLoader:
-        """The loader of training batches."""
+        """Return the loader of training batches."""
         return self.part("loaders")[0]
 
     def build_eval_dataset(self) -> Loader | StreamLoader | None:
-        """The loader of held-out batches, or None where nothing is held out."""
+        """Return the loader of held-out batches, or None if no data is held out."""
         return self.part("loaders")[1]
 
     def build_training_arguments(self) -> TrainingArguments:
-        """The arguments of the trainer, derived values included."""
+        """Return the arguments of the trainer, including derived values."""
         if self.config.trainer is None:
             raise self.config.missing("trainer")
         return self.config.trainer
 
     def build_trainer(self) -> Trainer:
-        """The trainer with model, tokenizer and data."""
+        """Create the trainer with model, tokenizer and data."""
         return self.part("trainer")
 
     def build_esurge(self) -> eSurge:
-        """The serving engine around the model."""
+        """Create the serving engine of the model."""
         return self.part("engine")
 
     def held_out_texts(self) -> list[str]:
-        """The texts that training does not see."""
+        """Return the texts that are held out from training."""
         return self.part("held_out_texts") if self.config.has_held_out else []
 
     def clear_cache(self) -> Self:
-        """Let go of everything that was built; the configuration stays."""
+        """Release all parts; the configuration is kept."""
         for loader in self._built.get("loaders") or ():
             if loader is not None:
                 loader.close()
         self._built.clear()
         return self
 
-    # Doing.
+    # Actions.
 
     def train(self) -> TrainerOutput:
-        """Train; goes on from the newest checkpoint of the run, if there is one."""
+        """Train the model, from the newest checkpoint of the run if there is one."""
         trainer = self.build_trainer()
-        self._built.pop("engine", None)  # it holds the untrained weights
+        self._built.pop("engine", None)  # has the untrained weights
         with self.config.blame("trainer", "save_directory"):
             return trainer.train()
 
     def eval(
         self, tasks: Sequence[str] | str | None = None, *, engine: str = "auto", **options: Any
     ) -> dict[str, Any]:
-        """Evaluate with lm-evaluation-harness over eSurge.
+        """Evaluate with lm-evaluation-harness on the engine.
 
         Args:
-            tasks: task names; default: those of the `eval` section.
-            engine: `esurge`, or `auto`, which takes it.
-            options: keys of the `eval` section, for this time.
+            tasks: Task names; the default is `tasks` of the section `eval`.
+            engine: `esurge` or `auto`, which selects `esurge`.
+            options: Keys of the section `eval` for this call.
 
         Returns:
-            lm-eval's results. They are written as JSON too (`output_path`); without a trainer only
-            where `output_path` is set.
+            The results of lm-eval. They are also written to a JSON file (`output_path`); without a
+            trainer only if `output_path` is set.
 
         Raises:
-            ConfigError: an option is wrong, a task does not exist, or its data cannot be had.
+            ConfigError: An option is invalid, a task is unknown, or its data is not available.
         """
         from ed_elarge.evaluation import harness
 
@@ -251,7 +251,7 @@ class eLargeModel(Setters):
         return harness.run(self.build_esurge(), prepared)
 
     def prepare_eval(self, options: EvalOptions) -> Tasks:
-        """Find the tasks of an evaluation and load their data; `eval` then uses them."""
+        """Load the tasks of an evaluation and their data, for a later `eval`."""
         from ed_elarge.evaluation import harness
 
         merged = options.over(self.config.eval)
@@ -267,7 +267,7 @@ class eLargeModel(Setters):
         """Complete prompts with the engine.
 
         Args:
-            prompts: Texts, conversations (lists of messages), or one of them. None takes the
+            prompts: Texts, conversations (lists of messages), or one of them. The default is the
                 beginning of a held-out text or chat.
             options: Keys of the `generate` action.
 
@@ -294,7 +294,7 @@ class eLargeModel(Setters):
         return [(p, out.outputs[0].text) for p, out in zip(given, outputs, strict=True)]
 
     def serve(self, **options: Any) -> None:
-        """Serve the OpenAI-compatible API until interrupted; options: of the `serve` action."""
+        """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action."""
         from ed_esurge.server import read_keys, serve
 
         values = _options(ServeOptions, options).model_dump(exclude={"require_api_key"})
@@ -316,7 +316,7 @@ def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` over `old`, mapping by mapping."""
+    """Merge nested mappings; values of `new` replace values of `old`."""
     out = dict(old)
     for key, value in new.items():
         before = out.get(key)

@@ -24,7 +24,7 @@ from ed_elarge.config.action_options import (
 )
 from ed_elarge.config.description import describe
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.config.table import ACTIONS, look
+from ed_elarge.config.table import ACTIONS, check_machine
 from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = Session(eLargeModel.from_run(run))
-    look(run)
+    check_machine(run)
     prepared = False
     for number, action in enumerate(run.actions):
-        if ACTIONS[action.name].prepares and not prepared:
+        if ACTIONS[action.name].prepare and not prepared:
             _prepare(session.elm)
             prepared = True
         try:
             with run.blame_at(action.path):
-                pkgutil.resolve_name(ACTIONS[action.name].does)(session, action.options)
+                pkgutil.resolve_name(ACTIONS[action.name].function)(session, action.options)
         except BaseException:
             session.summary.print_location_of_model()
             raise
@@ -83,7 +83,7 @@ def _prepare(elm: eLargeModel) -> None:
     keep_compiled_programs()
     distributed.initialize()
     for action in elm.config.actions:
-        prepare = ACTIONS[action.name].prepares
+        prepare = ACTIONS[action.name].prepare
         if prepare:
             with elm.config.blame_at(action.path):
                 pkgutil.resolve_name(prepare)(elm, action.options)

@@ -1,11 +1,11 @@
-"""The table of sections and the table of actions: whatever a run file may say is one row here.
+"""The tables of sections and actions of a run file.
 
-A row names the class that checks the keys, the checks that need more than this class, and the
-functions that build or do it. Checking, building, documentation and the command line go through
-these rows, so that a new section or action is one row and the code behind it.
+A row contains the option class, further checks, and the functions that build or execute the section
+or action. Validation, building, documentation and the command line use these rows, so a new section
+or action is one row and its code.
 
-Functions that load jax are named by their address (`"module:function"`): this table, and whoever
-checks a run file, imports none of it.
+A function that imports jax is given as an address (`"module:function"`), so that this table and the
+validation of a run file do not import jax.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ class Section:
     """One section of a run file.
 
     Attributes:
-        options: the class that checks it; or, where a key chooses among several, value -> class.
-        chosen_by: that key; without it the first class is taken.
-        has_default: left out, the section has its defaults; else there is none.
-        checks: checks that need more than one key; the same on every machine.
-        looks: checks that look at this machine.
-        unused: finds keys without effect because of other keys.
-        builds: part -> address of its builder, a function of `eLargeModel`.
-        finishes: address of a function of `(eLargeModel, model)` that the built model goes through.
+        options: The option class; or value -> class, if the key `chosen_by` selects the class.
+        chosen_by: The key that selects the class; the default is the first class.
+        has_default: Whether an omitted section has its defaults; otherwise it is None.
+        checks: Checks that need several keys and do not depend on the machine.
+        machine_checks: Checks of files, functions and ports on this machine.
+        unused: Finds keys without effect because of other keys.
+        builds: Part -> address of its builder, a function of `eLargeModel`.
+        finishes: Address of a function of `(eLargeModel, model)` that returns the adapted model.
     """
 
     options: type[Options] | type[Mixture] | Mapping[str, type[Options]]
     chosen_by: str = ""
     has_default: bool = True
     checks: tuple[SectionCheck, ...] = ()
-    looks: tuple[SectionCheck, ...] = ()
+    machine_checks: tuple[SectionCheck, ...] = ()
     unused: FindUnused | None = None
     builds: Mapping[str, str] = field(default_factory=dict)
     finishes: str = ""
 
     def classes(self) -> Mapping[str, type[Options] | type[Mixture]]:
-        """Every class that may check the section, by the value that chooses it."""
+        """Return the option classes by the value that selects them."""
         return self.options if isinstance(self.options, Mapping) else {"": self.options}
 
     def validate(
@@ -100,7 +100,7 @@ SECTIONS: dict[str, Section] = {
         ModelSection,
         has_default=False,
         checks=(model_fields.model_config, model_fields.tokenizer, training.task),
-        looks=(machine.model,),
+        machine_checks=(machine.model,),
         unused=unused.model,
         builds={
             "tokenizer": "ed_elarge.building.parts:tokenizer",
@@ -110,19 +110,19 @@ SECTIONS: dict[str, Section] = {
     "reference_model": Section(
         OtherModelSection,
         has_default=False,
-        looks=(machine.reference_model,),
+        machine_checks=(machine.reference_model,),
         builds={"reference": "ed_elarge.building.parts:reference_model"},
     ),
     "teacher_model": Section(
         OtherModelSection,
         has_default=False,
-        looks=(machine.teacher_model,),
+        machine_checks=(machine.teacher_model,),
         builds={"teacher": "ed_elarge.building.parts:teacher_model"},
     ),
     "reward_model": Section(
         OtherModelSection,
         has_default=False,
-        looks=(machine.reward_model,),
+        machine_checks=(machine.reward_model,),
         builds={"reward": "ed_elarge.building.parts:reward_model"},
     ),
     "quantization": Section(
@@ -135,7 +135,7 @@ SECTIONS: dict[str, Section] = {
         LoraSection,
         has_default=False,
         checks=(model_fields.adapters_or_rules,),
-        looks=(machine.adapter,),
+        machine_checks=(machine.adapter,),
         finishes="ed_elarge.building.parts:adapted",
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
@@ -153,7 +153,7 @@ SECTIONS: dict[str, Section] = {
         Mixture,
         has_default=False,
         checks=(training.sequence_length, training.visual_rows),
-        looks=(machine.data,),
+        machine_checks=(machine.data,),
         unused=unused.mixture,
         builds={
             "loaders": "ed_elarge.building.parts:loaders",
@@ -165,7 +165,7 @@ SECTIONS: dict[str, Section] = {
         chosen_by="trainer_type",
         has_default=False,
         checks=(training.other_models, training.benchmarks, training.fixed_reference),
-        looks=(machine.save_directory, machine.reward_functions),
+        machine_checks=(machine.save_directory, machine.reward_functions),
         unused=unused.trainer,
         builds={"trainer": "ed_elarge.building.parts:trainer"},
     ),
@@ -180,7 +180,7 @@ SECTIONS: dict[str, Section] = {
     "eval": Section(
         EvalSection,
         checks=(training.evaluation_tasks,),
-        looks=(machine.include_path,),
+        machine_checks=(machine.include_path,),
         unused=unused.evaluation,
     ),
 }
@@ -197,34 +197,36 @@ class ActionKind:
     """One action of a run file.
 
     Attributes:
-        doc: one line for messages.
-        does: address of the function of `(Session, options)` that does it.
-        options: class of its parameters.
-        scalar: the parameter that `name: VALUE` sets, where that makes sense.
-        also: other spellings.
-        needs: sections without which it cannot be done.
-        prepares: address of a function of `(eLargeModel, options)` that finds out, before a
-            training of days, whether the action can be done. Actions that have one load jax.
-        checks: checks of its parameters against the run; the same on every machine.
-        looks: checks that look at this machine.
-        unused: finds parameters without effect because of others.
+        doc: One line for messages.
+        function: Address of the function of `(Session, options)` that executes the action.
+        options: Class of its parameters.
+        scalar: The parameter that `name: VALUE` sets, if any.
+        aliases: Other spellings.
+        needs: Required sections.
+        prepare: Address of a function of `(eLargeModel, options)` that raises errors of the action
+            before the first action starts. Actions with this function import jax.
+        checks: Checks of the parameters that do not depend on the machine.
+        machine_checks: Checks of files and ports on this machine.
+        unused: Finds parameters without effect because of other parameters.
     """
 
     doc: str
-    does: str
+    function: str
     options: type[Options] = NoOptions
     scalar: str | None = None
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    prepares: str = ""
+    prepare: str = ""
     checks: tuple[ActionCheck, ...] = ()
-    looks: tuple[ActionCheck, ...] = ()
+    machine_checks: tuple[ActionCheck, ...] = ()
     unused: FindUnused | None = None
 
 
-def _write(doc: str, does: str, *also: str) -> ActionKind:
-    looks = (machine.written_file,)
-    return ActionKind(doc, does, WriteOptions, scalar="path", also=also, looks=looks)
+def _write(doc: str, function: str, *aliases: str) -> ActionKind:
+    written = (machine.written_file,)
+    return ActionKind(
+        doc, function, WriteOptions, scalar="path", aliases=aliases, machine_checks=written
+    )
 
 
 ACTIONS: dict[str, ActionKind] = {
@@ -232,12 +234,14 @@ ACTIONS: dict[str, ActionKind] = {
         "check the configuration", "ed_elarge.actions.execution:validate", needs=("model",)
     ),
     "print": ActionKind(
-        "print a summary of the configuration", "ed_elarge.actions.execution:show", also=("show",)
+        "print a summary of the configuration",
+        "ed_elarge.actions.execution:show",
+        aliases=("show",),
     ),
     "dump_config": ActionKind(
         "print the whole configuration, defaults included",
         "ed_elarge.actions.execution:dump_config",
-        also=("print_config", "config"),
+        aliases=("print_config", "config"),
     ),
     "to_json": _write(
         "save the whole configuration as JSON",
@@ -255,16 +259,16 @@ ACTIONS: dict[str, ActionKind] = {
         "train the model",
         "ed_elarge.actions.execution:train",
         needs=("model", "trainer", "mixture"),
-        prepares="ed_elarge.actions.execution:prepare_train",
+        prepare="ed_elarge.actions.execution:prepare_train",
     ),
     "eval": ActionKind(
         "evaluate with lm-evaluation-harness",
         "ed_elarge.actions.execution:evaluate",
         EvalOptions,
         needs=("model",),
-        prepares="ed_elarge.actions.execution:prepare_eval",
+        prepare="ed_elarge.actions.execution:prepare_eval",
         checks=(training.action_tasks, training.evaluates),
-        looks=(machine.written_file,),
+        machine_checks=(machine.written_file,),
         unused=unused.evaluation,
     ),
     "generate": ActionKind(
@@ -273,7 +277,7 @@ ACTIONS: dict[str, ActionKind] = {
         GenerateOptions,
         scalar="prompts",
         needs=("model",),
-        prepares="ed_elarge.actions.execution:prepare_model",
+        prepare="ed_elarge.actions.execution:prepare_model",
         checks=(training.generates,),
         unused=unused.generation,
     ),
@@ -281,16 +285,16 @@ ACTIONS: dict[str, ActionKind] = {
         "serve an OpenAI-compatible API",
         "ed_elarge.actions.execution:serve",
         ServeOptions,
-        also=("server",),
+        aliases=("server",),
         needs=("model",),
-        prepares="ed_elarge.actions.execution:prepare_model",
-        looks=(machine.serve,),
+        prepare="ed_elarge.actions.execution:prepare_model",
+        machine_checks=(machine.serve,),
     ),
 }
 
 #: Other spelling -> action.
 ACTION_ALIASES: dict[str, str] = {
-    other: name for name, kind in ACTIONS.items() for other in kind.also
+    other: name for name, kind in ACTIONS.items() for other in kind.aliases
 }
 
 
@@ -302,27 +306,27 @@ def canonical_action(name: object) -> str | None:
 
 
 def unknown_action(name: object) -> str:
-    """The message for an action that does not exist."""
+    """Return the message for an unknown action."""
     hint = did_you_mean(str(name), [*ACTIONS, *ACTION_ALIASES])
     return f"unknown action {name!r}{hint} (known: {', '.join(ACTIONS)})"
 
 
-def look(run: RunConfig) -> None:
-    """Look on this machine for everything that a run names.
+def check_machine(run: RunConfig) -> None:
+    """Check the files, functions and ports of a run on this machine.
 
     Raises:
-        InputError: whatever is not there, or may not be used.
+        InputError: One of them is missing or not accessible.
     """
     problems = [
         run.place(problem)
         for section in SECTIONS.values()
-        for check in section.looks
+        for check in section.machine_checks
         for problem in check(run)
     ]
     problems += [
         run.place_in(action, problem)
         for action in run.actions
-        for check in ACTIONS[action.name].looks
+        for check in ACTIONS[action.name].machine_checks
         for problem in check(run, action)
     ]
     if problems:
