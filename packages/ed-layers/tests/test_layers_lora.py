@@ -15,8 +15,9 @@ from ed_infra.specs import LoraSpec
 from ed_layers.context import Ctx
 from ed_layers.lora.layers import LoRAExperts, adopt
 from ed_layers.lora.slots import LoRASlots, written
-from ed_layers.moe.experts import ExpertLinear, Experts
+from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
+from ed_layers.projections.linear import ExpertLinear
 from flax import nnx
 
 B, S, D, F, E, K = 4, 8, 16, 24, 8, 3

@@ -33,7 +33,7 @@ _HEADS = ("batch", "sequence", "heads", None)
 _KEY_HEADS = ("batch", "sequence", "kv_heads", None)
 _INNER = ("batch", "sequence", "mlp")
 
-#: Logical axes (`ed_infra.sharding.axes.ACTIVATION_AXES`) of the named arrays with a fixed sharding.
+#: Logical axes (`ed_infra.sharding.axes.ACTIVATION_AXES`) of named arrays with a fixed sharding.
 AXES: dict[str, tuple[str | None, ...]] = {
     "attn_query": _HEADS,
     "attn_key": _KEY_HEADS,

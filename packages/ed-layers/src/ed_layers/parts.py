@@ -18,7 +18,7 @@ from ed_layers.depth.remat import Remat
 from ed_layers.depth.stack import Stack
 from ed_layers.norms import LayerNorm, RMSNorm
 from ed_layers.projections.embed import Embed
-from ed_layers.projections.linear import Axes, Initializer, Linear
+from ed_layers.projections.linear import Axes, ExpertLinear, Initializer, Linear
 
 #: Creates a layer: `(parts, index of the layer) -> layer`.
 MakePart = Callable[["Parts", int], nnx.Module]
@@ -60,6 +60,21 @@ class Parts:
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
+            kernel_init=self.initializer,
+            rngs=self.rngs,
+        )
+
+    def expert_linear(
+        self, experts: int, inputs: int, outputs: int, *, axes: Axes, bias: bool = False
+    ) -> ExpertLinear:
+        """Create the linear layers of all experts; `axes`: the logical axes of one kernel."""
+        return ExpertLinear(
+            experts,
+            inputs,
+            outputs,
+            axes=axes,
+            use_bias=bias,
+            param_dtype=self.param_dtype,
             kernel_init=self.initializer,
             rngs=self.rngs,
         )

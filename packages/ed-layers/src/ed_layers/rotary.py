@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) of a batch; frequencies are `ed_infra.rope.frequencies`.
+"""Rotary position embedding (Su et al. 2021); `ed_infra.rope.frequencies` has the frequencies.
 
 Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
 """

@@ -4,8 +4,8 @@ Both layouts produce the same numbers and the same checkpoint. The scanned layou
 for any depth. The unrolled layout is faster per step on a CPU, because every weight is a separate
 leaf.
 
-The storage names contain the layer numbers (`ed_infra.parameter_names`): `run_0_30_1` holds layers 0 to 29,
-stacked; `layer_3` holds layer 3.
+The storage names contain the layer numbers (`ed_infra.parameter_names`): `run_0_30_1` holds layers
+0 to 29, stacked; `layer_3` holds layer 3.
 
 Legend: L layers, n layers of a run, p period.
 """

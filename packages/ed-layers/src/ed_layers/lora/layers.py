@@ -22,9 +22,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
-from ed_layers.moe.experts import ExpertLinear
 from ed_layers.projections.embed import Embed
-from ed_layers.projections.linear import Linear, Weight, dot
+from ed_layers.projections.linear import ExpertLinear, Linear, Weight, dot
 from ed_layers.quantization.qarray import QArray
 
 

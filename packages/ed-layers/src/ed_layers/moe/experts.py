@@ -21,37 +21,7 @@ from ed_layers.moe.blocks import Network, Params, Product, blocks_of, over_block
 from ed_layers.moe.groups import over_groups
 from ed_layers.moe.mesh import ExpertMesh
 from ed_layers.parts import Parts
-from ed_layers.projections.linear import Axes
-
-
-class ExpertLinear(nnx.Module):
-    """The linear layers of all experts: kernel [e, in, out], bias [e, out].
-
-    Args:
-        parts: dtypes and initialisation.
-        experts: e.
-        inputs, outputs: sizes.
-        axes: logical axes of one kernel, (in, out).
-        bias: whether the layers have biases.
-    """
-
-    def __init__(
-        self, parts: Parts, experts: int, inputs: int, outputs: int, *, axes: Axes, bias: bool
-    ):
-        shape = (experts, inputs, outputs)
-        kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
-        self.kernel = nnx.Param(kernel, axes=("expert", *axes))
-        if bias:
-            zeros = jnp.zeros((experts, outputs), parts.param_dtype)
-            self.bias = nnx.Param(zeros, axes=("expert", axes[1]))
-
-    def variables(self) -> dict[str, nnx.Variable]:
-        """The arrays of the experts by name; the first dimension of each is the expert."""
-        return {name: v for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
-
-    def arrays(self) -> dict[str, jax.Array]:
-        """Return the values of the variables as `ed_layers.moe.blocks.Params`."""
-        return {name: variable.get_value() for name, variable in self.variables().items()}
+from ed_layers.projections.linear import ExpertLinear
 
 
 class Experts(nnx.Module):
@@ -90,7 +60,7 @@ class Experts(nnx.Module):
     ):
         config = parts.config
         d, f = features or config.hidden_size, intermediate_size
-        make = partial(ExpertLinear, parts, experts, bias=bias)
+        make = partial(parts.expert_linear, experts, bias=bias)
         if gated:
             self.gate_proj = make(d, f, axes=("embed", "mlp"))
         self.up_proj = make(d, f, axes=("embed", "mlp"))

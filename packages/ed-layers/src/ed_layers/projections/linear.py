@@ -120,3 +120,43 @@ class Linear(nnx.Module):
         if self.use_bias:
             y = y + self.bias.get_value().astype(self.dtype)
         return y
+
+
+class ExpertLinear(nnx.Module):
+    """The linear layers of all experts: kernel [e, in, out], bias [e, out].
+
+    Args:
+        experts: e.
+        in_features, out_features: sizes.
+        axes: logical axes of one kernel, (in, out).
+        use_bias: whether the layers have biases, which start at zero.
+        param_dtype: dtype of the stored parameters.
+        kernel_init: initializer of the kernels.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: Axes,
+        use_bias: bool = False,
+        param_dtype: jnp.dtype = jnp.float32,
+        kernel_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        shape = (experts, in_features, out_features)
+        kernel = kernel_init(rngs.params(), shape, param_dtype)
+        self.kernel = nnx.Param(kernel, axes=("expert", *axes))
+        if use_bias:
+            zeros = jnp.zeros((experts, out_features), param_dtype)
+            self.bias = nnx.Param(zeros, axes=("expert", axes[1]))
+
+    def variables(self) -> dict[str, nnx.Variable]:
+        """The arrays of the experts by name; the first dimension of each is the expert."""
+        return {name: v for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return the values of the variables as `ed_layers.moe.blocks.Params`."""
+        return {name: variable.get_value() for name, variable in self.variables().items()}

@@ -18,9 +18,8 @@ from ed_infra.rules import Rules
 from ed_infra.specs import QUANTIZATION_FIELD_ALIASES, EasyDeLQuantizationConfig, from_mapping
 from flax import nnx
 
-from ed_layers.moe.experts import ExpertLinear
 from ed_layers.projections.embed import Embed
-from ed_layers.projections.linear import Linear
+from ed_layers.projections.linear import ExpertLinear, Linear
 from ed_layers.quantization.encoding import encoded
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated

@@ -29,7 +29,10 @@ BLOCK = 2**21
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QArray(Stored):
-    """A quantized matrix that is an `ed_layers.projections.linear.Product`; gradients are of its other side."""
+    """A quantized matrix, used as an `ed_layers.projections.linear.Product`.
+
+    Only the other operand of a product has a gradient.
+    """
 
     def product(self, x: Float[Array, "*rows i"], *, precision: Any = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""

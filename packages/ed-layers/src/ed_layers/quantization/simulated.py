@@ -28,7 +28,7 @@ class Simulated:
     """A matrix [.., i, o], or a table [v, d], and the format that products see it in.
 
     Attributes:
-        value: the matrix; of the name that paths of parameters leave out (`ed_infra.parameter_names`), so the
+        value: the matrix. `ed_infra.parameter_names` omits the field name from paths, so the
             parameter keeps its name.
         spec: the format.
         absorbed: of `ed_layers.projections.linear.Linear`.

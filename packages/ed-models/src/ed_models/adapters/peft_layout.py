@@ -26,7 +26,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_layers.lora.layers import ADAPTED
 from ed_layers.lora.slots import SlotParam
-from ed_layers.moe.experts import ExpertLinear
+from ed_layers.projections.linear import ExpertLinear
 from flax import nnx
 
 from ed_models.adapters.values import Adapter, LayerAdapter
@@ -46,7 +46,8 @@ class Modules:
     """What a family says of transformers' modules where they are not as its checkpoint is.
 
     Attributes:
-        names: parts of a name in the checkpoint -> of a module, as `ed_models.weights.rules.renamed`.
+        names: parts of a checkpoint name -> parts of a module name; see
+            `ed_models.weights.rules.renamed`.
         swapped: PEFT takes the outputs of experts for their inputs (Llama 4, whose parameters are
             [e, i, o] and do not say so).
     """

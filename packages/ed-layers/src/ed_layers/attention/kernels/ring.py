@@ -1,10 +1,11 @@
 """`ring`: attention over a sequence that is split over devices (context parallelism).
 
-Each device keeps its queries; keys and values go round the ring of devices (Liu, Zaharia & Abbeel
-2023, "Ring Attention with Blockwise Transformers"), and each step is the online softmax of
-`ed_layers.attention.kernels.online` over the part in hand. Causal attention runs in zig-zag order, in which
-each device has the same work at each step. The backward pass goes round once more: gradients of
-keys and values travel with them. No device ever holds more keys than its own and the part in hand.
+Each device keeps its queries. Keys and values travel around the ring of devices (Liu, Zaharia &
+Abbeel 2023, "Ring Attention with Blockwise Transformers"). Each step adds the visiting keys to the
+online softmax of `ed_layers.attention.kernels.online`. Causal attention runs in zig-zag order, in
+which each device has the same work at each step. The backward pass is a second round, in which the
+gradients of keys and values travel with them. No device holds more keys than its own and the
+visiting ones.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head, k head dim
 of queries and keys, d head dim of values, n devices of the ring, L positions of one device, i query
