@@ -91,7 +91,7 @@ def test_names_are_taken_and_places_few(http):
     assert "already been loaded" in refused(load(http), 400).message
     assert load(http, path="two", load_inplace=True).status_code == 200
     assert http.get("models/mine").json()["root"].endswith("two")
-    assert "the model itself" in refused(load(http, "scripted"), 400).message
+    assert "name of the model" in refused(load(http, "scripted"), 400).message
     load(http, "second")
     assert "max_loras 2" in refused(load(http, "third"), 400).message
     assert refused(load(http, "a b"), 400).param == "lora_name"

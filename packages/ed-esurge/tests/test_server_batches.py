@@ -13,8 +13,7 @@ import httpx
 import openai
 import pytest
 from ed_esurge.command.run_batch import answer_lines
-from ed_esurge.server import create_app
-from ed_esurge.server import stores
+from ed_esurge.server import create_app, stores
 from ed_esurge.server.batches import worker
 from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background

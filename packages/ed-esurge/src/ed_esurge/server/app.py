@@ -1,4 +1,4 @@
-"""The ASGI application: what stands between a socket and the endpoints."""
+"""The ASGI application: models, middleware and routes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ed_infra.errors import ConfigError
 from fastapi import FastAPI, Request
@@ -32,6 +32,28 @@ from ed_esurge.server.stores import BatchStore
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
 
+class AppOptions(TypedDict, total=False):
+    """The keyword arguments of `create_app`."""
+
+    served_model_name: str | Sequence[str] | None
+    api_key: str | ApiKey | Sequence[str | ApiKey] | None
+    chat_template: str | None
+    cors_origins: Sequence[str] | None
+    allowed_hosts: Sequence[str] | None
+    limits: ServerLimits | Mapping[str, Any] | None
+    enable_function_calling: bool
+    tool_parser_name: str
+    reasoning_parser: str
+    oai_like_processor: bool
+    lora_directory: str | Path | None
+    batch_directory: str | Path | None
+    otlp_traces_endpoint: str | None
+    enable_sleep_mode: bool
+    unknown_fields: str
+    admin_api_key: str | None
+    share_prefix_cache: bool
+
+
 def create_app(
     engine: Any,
     *,
@@ -53,45 +75,44 @@ def create_app(
     admin_api_key: str | None = None,
     share_prefix_cache: bool = False,
 ) -> FastAPI:
-    """Build the application that serves one engine, or several.
+    """Create the application that serves one or several engines.
 
     Args:
-        engine: an `eSurge`, which is then driven by a thread that starts and stops with the
-            application, or something like an `AsyncEngine`, which its owner stops. A mapping of
-            names to engines serves several models; requests that name none get the first.
-        served_model_name: what clients call the one model; several names are aliases, and answers
-            carry the first. None: the model's own name.
-        api_key: a key, or several, one of which each request must bring; an `ApiKey` has limits.
-            None: anybody may.
-        chat_template: Jinja text instead of the tokenizer's own template.
-        cors_origins: web origins whose pages may call this server (`["*"]`: all). None: only the
-            server's own playground.
-        allowed_hosts: what the `Host` header of a request may name, without ports. None: anything
-            (`serve` allows this machine alone where it listens to this machine alone).
-        limits: see `ServerLimits`; a mapping of its fields is as good.
-        enable_function_calling: False: requests with tools are refused.
-        tool_parser_name: how the model writes calls, see `ed_esurge.replies.formats`; "auto": the
-            chat template tells.
-        reasoning_parser: the same of its thoughts; "none": thoughts stay in the content.
+        engine: an `eSurge`, which a background thread of the application runs, or a `ServedEngine`
+            such as `AsyncEngine`, which its owner stops. A mapping of names to engines serves
+            several models; requests without a model name use the first.
+        served_model_name: name of the only model in requests. Several names are aliases; answers
+            contain the first name. None = the name of the model.
+        api_key: keys that requests must send. An `ApiKey` has limits. None = no key is required.
+        chat_template: Jinja text that replaces the template of the tokenizer.
+        cors_origins: web origins whose pages may call this server (`["*"]` = all). None = only the
+            playground of the server.
+        allowed_hosts: allowed values of the `Host` header, without ports. None = any value
+            (`serve` allows only this machine if it listens on the loopback address).
+        limits: see `ServerLimits`; also a mapping of its fields.
+        enable_function_calling: False rejects requests with tools.
+        tool_parser_name: format of the model's function calls, see `ed_esurge.replies.formats`;
+            "auto" = detect the format in the chat template.
+        reasoning_parser: format of the model's thoughts; "auto" as above, "none" = thoughts remain
+            in the content.
         oai_like_processor: see `Prompts`.
-        lora_directory: clients may load the LoRA adapters below it, where the engine has
-            `max_loras`. None: they load none.
-        batch_directory: where the files and results of batches lie, over the end of the server.
-            None: there are no batches.
-        otlp_traces_endpoint: URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP;
-            see `ed_esurge.server.tracing`. None: nothing is traced.
-        enable_sleep_mode: clients may let the engine sleep, and wake it up (`POST /sleep`,
-            `/wake_up`).
-        unknown_fields: what becomes of request fields that the server does not know: "ignore",
-            "warn" (the header `X-Ignored-Fields` of the answer names the fields, and the log does
-            once) or "refuse".
-        admin_api_key: the key that opens the administrative routes (sleep, adapters, resetting the
-            prefix cache) of a server that has keys. Without `api_key` the other routes need no key.
-        share_prefix_cache: API keys share cached prefixes. False: each key has its own, so that no
-            client learns from `cached_tokens` or from the time of an answer what others have sent.
+        lora_directory: directory of the LoRA adapters that clients may load, if the engine has
+            `max_loras`. None = clients cannot load adapters.
+        batch_directory: directory of the files and results of batches, which persist after the end
+            of the server. None = batches are not supported.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP), see
+            `ed_esurge.server.tracing`. None = no tracing.
+        enable_sleep_mode: whether clients may use `POST /sleep` and `/wake_up`.
+        unknown_fields: policy for unknown request fields: "ignore", "warn" (the header
+            `X-Ignored-Fields` of the answer lists the fields, and the log lists each field once)
+            or "refuse".
+        admin_api_key: key of the administrative routes (sleep, adapters, resetting the prefix
+            cache) of a server with keys. Without `api_key`, other routes require no key.
+        share_prefix_cache: whether API keys share cached prefixes. If False, neither
+            `cached_tokens` nor response times reveal the prompts of other clients.
 
     Raises:
-        ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
+        ConfigError: an engine has no tokenizer, a parser is unknown, or two models have the same
             name.
     """
     if not isinstance(limits, ServerLimits):
@@ -108,7 +129,7 @@ def create_app(
 
     def model(engine: Any, names: str | Sequence[str] | None) -> ServedModel:
         if not isinstance(engine, ServedEngine):
-            from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
+            from ed_esurge.engine import AsyncEngine  # imports jax, which other engines do not need
 
             engine = AsyncEngine(engine)
             own.append(engine)
@@ -129,8 +150,8 @@ def create_app(
     if isinstance(engine, Mapping):
         if served_model_name is not None or not engine:
             raise ConfigError(
-                "several models are a mapping of their names to engines, of one at least: leave "
-                "served_model_name out"
+                "several models require a non-empty mapping of names to engines: omit "
+                "served_model_name"
             )
         models = [model(each, name) for name, each in engine.items()]
     else:
@@ -142,7 +163,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for model in models:
             start = getattr(model.engine, "start", None)
-            if start is not None:  # which does nothing where its owner has done it
+            if start is not None:  # has no effect on a running engine
                 start()
         try:
             async with running(server, BATCHED):
@@ -153,7 +174,7 @@ def create_app(
             if tracing is not None:
                 await asyncio.to_thread(tracing.shutdown)
 
-    # FastAPI's pages at /docs and /redoc load scripts from another host; /openapi.json stays.
+    # FastAPI's pages at /docs and /redoc load scripts from another host.
     app = FastAPI(
         title="ed-esurge",
         version=server_version(),
@@ -183,28 +204,27 @@ def create_app(
         Admission,
         hosts=allowed_hosts,
         origins=cors_origins or (),
-        most=limits.max_concurrent_requests,
-        most_bytes=limits.max_bytes_in_flight,
+        max_requests=limits.max_concurrent_requests,
+        max_bytes=limits.max_bytes_in_flight,
     )
-    app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost: it sees every status
+    app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost, to count every status
     return app
 
 
 def _keys(
     api_key: str | ApiKey | Sequence[str | ApiKey] | None, admin_api_key: str | None
 ) -> list[ApiKey]:
-    """Return all keys of a server, the administrator's included."""
+    """Return all keys of a server, including the key of the administrator."""
     given = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
     keys = [ApiKey.of(key) if isinstance(key, str) else key for key in given]
     return keys + ([ApiKey.of(admin_api_key, admin=True)] if admin_api_key else [])
 
 
 def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -> Prompts:
-    """The encoder of an engine's prompts."""
     if engine.tokenizer is None:
         raise ConfigError(
-            "the server speaks text, and this engine has no tokenizer: "
-            "build it with eSurge(model, tokenizer=...)"
+            "the server requires a tokenizer, and this engine has none: "
+            "build the engine with eSurge(model, tokenizer=...)"
         )
     return Prompts(
         engine.tokenizer,
@@ -217,7 +237,7 @@ def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -
 
 
 def _register(app: FastAPI, server: ModelServer, endpoint: Endpoint) -> None:
-    """Route requests to an endpoint. Names of models may have slashes."""
+    """Add the route of an endpoint. Model names may contain slashes."""
     path = endpoint.path.replace("{model}", "{model:path}")
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
 

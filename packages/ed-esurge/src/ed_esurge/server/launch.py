@@ -1,4 +1,4 @@
-"""Running the application under uvicorn: binding, the one line that says where, draining."""
+"""Run the application under uvicorn: listen, print the URL, drain."""
 
 from __future__ import annotations
 
@@ -10,79 +10,80 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import FastAPI
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
-from ed_esurge.config import ServerLimits
-from ed_esurge.server.app import create_app
+from ed_esurge.server.app import AppOptions, create_app
 from ed_esurge.server.http.admission import LOOPBACK
-from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.connections import connection_class
 
-# Seconds in which the other processes must have heard of the end.
-FAREWELL = 30
+# Time limit to notify the other processes of the end.
+NOTIFY_SECONDS = 30
 
 
 @contextmanager
 def leading(engine: Any) -> Iterator[bool]:
-    """Whether this process takes the requests of an engine.
+    """Yield whether this process accepts the requests of an engine.
 
-    One that does not has followed the first to its end before the block begins. The first lets the
-    others go after the block.
+    A process that does not accept requests runs the steps of the first process to its end, before
+    the block begins. After the block, the first process ends the others.
 
     Args:
-        engine: what is served; several by their names.
+        engine: the served engine, or several engines by name.
 
     Raises:
-        ConfigError: there are several engines, and one lies on devices of several processes.
+        ConfigError: there are several engines, and one uses devices of several processes.
     """
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
-    bare = [getattr(one, "engine", one) for one in engines]  # without the thread around it
+    bare = [getattr(one, "engine", one) for one in engines]  # the engine of an AsyncEngine
     roles = [getattr(one, "role", "alone") for one in bare]
     if set(roles) == {"alone"}:
         yield True
         return
     if len(engines) > 1:
         raise ConfigError(
-            f"{len(engines)} models cannot be served together over several processes, which take "
-            "the steps of one engine: serve one model, or start one process"
+            f"{len(engines)} models cannot be served with several processes, which run the steps "
+            "of one engine: serve one model, or start one process"
         )
     if roles == ["follows"]:
-        with _ends_with_the_first():
+        with _ends_after_the_first():
             bare[0].follow()
         yield False
         return
     try:
         yield True
     finally:
-        # In a thread: an engine that hangs in a step must not keep this process.
-        farewell = threading.Thread(target=bare[0].terminate, daemon=True)
-        farewell.start()
-        farewell.join(FAREWELL)
-        if farewell.is_alive():
-            logger.error("the other processes could not be told to end: the engine hangs")
+        # In a thread, because an engine that hangs in a step must not block this process.
+        notice = threading.Thread(target=bare[0].terminate, daemon=True)
+        notice.start()
+        notice.join(NOTIFY_SECONDS)
+        if notice.is_alive():
+            logger.error("the other processes could not be notified of the end: the engine hangs")
 
 
 @contextmanager
-def _ends_with_the_first() -> Iterator[None]:
-    """Who stops a run signals all of its processes: the others go on until the first has drained.
-    A second signal ends them at once."""
+def _ends_after_the_first() -> Iterator[None]:
+    """Ignore the first signal, because the first process receives it as well and drains.
 
-    def patient(number: int, _: object) -> None:
+    A second signal ends this process immediately.
+    """
+
+    def on_signal(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        logger.info("this process ends when the first one has; a second signal ends it now")
+        logger.info("this process ends after the first process; a second signal ends it now")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, patient) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
@@ -92,12 +93,12 @@ def _ends_with_the_first() -> Iterator[None]:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that requests have to tell their clients that they were given up.
-LAST_WORDS = 5
+# Seconds to send an error to the clients of aborted requests.
+ABORT_SECONDS = 5
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that tells when it accepts, and treats a signal as a wish to end well."""
+    """uvicorn's server with a callback for the start, and a graceful end after a signal."""
 
     def __init__(
         self,
@@ -131,8 +132,8 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        # uvicorn raises the signal again once it has drained, and the process would die of it:
-        # a command that was asked to stop, and did, has succeeded.
+        # uvicorn raises the signal again after the drain, which would end the process with an
+        # error. A command that stops after a signal has succeeded.
         with super().capture_signals():
             try:
                 yield
@@ -141,10 +142,10 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -160,7 +161,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _url(host: str, listener: socket.socket, tls: bool) -> str:
-    """Where clients of this machine find the server."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http{'s' if tls else ''}://{shown}:{listener.getsockname()[1]}/v1"
 
@@ -170,47 +170,32 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 11556,
     *,
-    served_model_name: str | Sequence[str] | None = None,
-    api_key: str | ApiKey | Sequence[str | ApiKey] | None = None,
-    chat_template: str | None = None,
-    cors_origins: Sequence[str] | None = None,
-    allowed_hosts: Sequence[str] | None = None,
-    limits: ServerLimits | Mapping[str, Any] | None = None,
-    enable_function_calling: bool = True,
-    tool_parser_name: str = "auto",
-    reasoning_parser: str = "auto",
-    oai_like_processor: bool = True,
-    lora_directory: str | Path | None = None,
-    batch_directory: str | Path | None = None,
-    otlp_traces_endpoint: str | None = None,
-    enable_sleep_mode: bool = False,
-    unknown_fields: str = "warn",
-    admin_api_key: str | None = None,
-    share_prefix_cache: bool = False,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
     ssl_certfile: str | None = None,
+    **options: Unpack[AppOptions],
 ) -> None:
-    """Serve an engine until SIGTERM or Ctrl-C; then finish what runs, and return.
+    """Serve an engine until SIGTERM or Ctrl-C. Return after the running requests are finished.
 
-    Prints one line with the URL once requests are accepted. Where the model lies on devices of
-    several processes, each of them calls this: the first serves, the others return after it.
+    Prints one line with the URL when the server accepts requests. If the model uses devices of
+    several processes, every process calls this function: the first process serves, and the others
+    return after it.
 
     Args:
-        engine: an `eSurge`, or several (see `create_app`, also for the options not listed here).
-        host: address to listen on. Anything but the loopback address opens the server to others.
-        port: 0 takes a free one.
-        log_level: uvicorn's; from `"info"` on, every request is logged.
-        allowed_hosts: see `create_app`; None allows this machine's own names where `host` is its
-            loopback address, and anything elsewhere.
-        drain_seconds: how long running requests may take after the signal; what runs then still is
-            told so.
-        ssl_keyfile: PEM file of the private key; needs `ssl_certfile`.
+        engine: an `eSurge`, or several, see `create_app`.
+        host: address to listen on. Other machines can reach any address but the loopback address.
+        port: 0 selects a free port.
+        log_level: log level of uvicorn; from `"info"` on, every request is logged.
+        drain_seconds: time limit of the running requests after the signal. Requests that take
+            longer are aborted with an error.
+        ssl_keyfile: PEM file of the private key; requires `ssl_certfile`.
         ssl_certfile: PEM file of the certificate.
+        options: options of `create_app`. `allowed_hosts=None` allows only the names of this machine
+            if `host` is the loopback address, and any name otherwise.
 
     Raises:
-        ConfigError: the address cannot be had, or one of the two TLS files is missing.
+        ConfigError: the address is not available, or one of the two TLS files is missing.
         EasyDeLError: the server could not start.
     """
     with leading(engine) as leads:
@@ -223,29 +208,11 @@ def serve(
                 log_level=log_level,
                 drain_seconds=drain_seconds,
                 tls=(ssl_keyfile, ssl_certfile),
-                options={
-                    "served_model_name": served_model_name,
-                    "api_key": api_key,
-                    "chat_template": chat_template,
-                    "cors_origins": cors_origins,
-                    "allowed_hosts": allowed_hosts,
-                    "limits": limits,
-                    "enable_function_calling": enable_function_calling,
-                    "tool_parser_name": tool_parser_name,
-                    "reasoning_parser": reasoning_parser,
-                    "oai_like_processor": oai_like_processor,
-                    "lora_directory": lora_directory,
-                    "batch_directory": batch_directory,
-                    "otlp_traces_endpoint": otlp_traces_endpoint,
-                    "enable_sleep_mode": enable_sleep_mode,
-                    "unknown_fields": unknown_fields,
-                    "admin_api_key": admin_api_key,
-                    "share_prefix_cache": share_prefix_cache,
-                },
+                options=options,
             )
-            if host not in LOOPBACK and not api_key:
-                logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
-            # Garbage collections stop all threads. They need not visit the objects of the start.
+            if host not in LOOPBACK and not options.get("api_key"):
+                logger.warning("%s accepts requests without a key: set api_key to require one", url)
+            # A garbage collection stops all threads. Exclude the objects that exist at the start.
             gc.collect()
             gc.freeze()
             try:
@@ -261,12 +228,17 @@ def serve(
 
 @contextmanager
 def background(
-    engine: Any, host: str = "127.0.0.1", port: int = 0, *, drain_seconds: int = 5, **options: Any
+    engine: Any,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    drain_seconds: int = 5,
+    **options: Unpack[AppOptions],
 ) -> Iterator[str]:
-    """Serve from a thread while the block runs; gives the URL (for notebooks and tests).
+    """Serve from a thread during the block. Yields the URL (for notebooks and tests).
 
     Args:
-        options: as for `create_app`.
+        options: options of `create_app`.
     """
     ready = threading.Event()
     server, listener, url = _prepare(
@@ -293,7 +265,7 @@ def background(
         yield url
     finally:
         server.should_exit = True
-        deadline = time.monotonic() + drain_seconds + LAST_WORDS + 5
+        deadline = time.monotonic() + drain_seconds + ABORT_SECONDS + 5
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(0.1)
         listener.close()
@@ -301,7 +273,7 @@ def background(
 
 @contextmanager
 def _logs() -> Iterator[None]:
-    """Show uvicorn's messages on standard error and its requests on standard output meanwhile."""
+    """Write uvicorn's messages to standard error, and its requests to standard output."""
     shown = {
         "uvicorn": (sys.stderr, DefaultFormatter("%(levelprefix)s %(message)s")),
         "uvicorn.access": (
@@ -332,24 +304,24 @@ def _prepare(
     log_level: str,
     drain_seconds: int,
     tls: tuple[str | None, str | None],
-    options: dict[str, Any],
+    options: AppOptions,
 ) -> tuple[_Server, socket.socket, str]:
     if (tls[0] is None) != (tls[1] is None):
-        raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
+        raise ConfigError("TLS requires both ssl_keyfile and ssl_certfile")
     if options.get("allowed_hosts") is None and host in LOOPBACK:
-        options = {**options, "allowed_hosts": LOOPBACK}
+        options = AppOptions(**{**options, "allowed_hosts": LOOPBACK})
     app = create_app(engine, **options)
     listener = _bind(host, port)
     config = uvicorn.Config(
         app,
         http=connection_class(app.state.server.state.limits),
-        # Its own configuration would close every handler of the process, whoever made it.
+        # The default configuration closes every log handler of the process.
         log_config=None,
         log_level=log_level,
         access_log=log_level in ("info", "debug", "trace"),
-        # Clients keep connections in pools; uvicorn's 5 s would cut them just before reuse.
+        # Clients pool connections; the default of 5 s would close them before the next request.
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=drain_seconds + LAST_WORDS,
+        timeout_graceful_shutdown=drain_seconds + ABORT_SECONDS,
         ws="none",
         server_header=False,
         ssl_keyfile=tls[0],

@@ -1,6 +1,6 @@
-"""Prometheus metrics of one application, under vLLM's names so that its dashboards work.
+"""Prometheus metrics of one application, with the names of vLLM for its dashboards.
 
-Every application has a registry of its own: two in one process (tests, two models) do not collide.
+Each application has its own registry, so that several applications can share a process.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
 class ServerMetrics:
-    """Everything that one server counts.
+    """The metrics of one server.
 
     Attributes:
-        engines: name of a model -> current numbers of its engine's replicas; see
+        engines: name of a model -> function that returns the statistics of its replicas; see
             `EngineCollector`.
-        tokens: name of a model -> what is counted with every token of it.
+        tokens: name of a model -> its token counts.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ServerMetrics:
             return Counter(name, text, labels, registry=self.registry)
 
         self.batch_failures = counter(
-            "esurge:batch_failures", "Times a batch failed, or could not write its files."
+            "esurge:batch_failures", "Failures of batches, including failed writes of files."
         )
         self.batches_stalled = Gauge(
             "esurge:batches_stalled",
@@ -85,18 +85,18 @@ class ServerMetrics:
         )
         self.http_duration = histogram(
             "http_request_duration_seconds",
-            "Time until the whole answer was sent.",
+            "Time until the complete answer was sent.",
             _FIRST_TOKEN,
             *("handler", "method"),
         )
 
     def of(self, model_name: str, replica_stats: ReadStats) -> Metrics:
-        """The part of one model."""
+        """Return the metrics of one model."""
         self.engines[model_name] = replica_stats
         return Metrics(self, model_name)
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text for Prometheus."""
         return generate_latest(self.registry)
 
 
@@ -124,10 +124,10 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
 
 
 class Metrics:
-    """Counts what one model does.
+    """The metrics of one model.
 
     Args:
-        server: where it is counted.
+        server: the metrics of the server.
         model_name: value of the label `model_name`.
     """
 
@@ -147,12 +147,12 @@ class Metrics:
     def request(
         self, prompt_tokens: int, completions: int = 1, span: RequestSpan | None = None
     ) -> RequestTimer:
-        """Start to count a request; what is counted is told to its span too."""
+        """Start the timer of a request. The timer also updates the span of the request."""
         return RequestTimer(self, prompt_tokens, completions, span)
 
 
 class RequestTimer:
-    """Follows one request from arrival to its end."""
+    """Measures one request from its arrival to its end."""
 
     __slots__ = ("_generated", "_last", "_metrics", "_open", "_prompt_tokens", "_span", "_start")
 
@@ -168,7 +168,7 @@ class RequestTimer:
         self._last: float | None = None
 
     def observe(self, delta: RequestOutput) -> None:
-        """Count one delta of the engine."""
+        """Record a delta of the engine."""
         metrics = self._metrics
         if self._span is not None:
             self._span.observe(delta)
@@ -208,8 +208,7 @@ class RequestTimer:
                 phase.observe(end - begin)
 
     def over(self) -> None:
-        """The request has ended. Where the client went away, or the engine failed, its open
-        completions have no other end."""
+        """End the request. Completions without a finish reason count as aborted."""
         if self._span is not None:
             self._span.end()
         if self._open > 0:
@@ -218,13 +217,15 @@ class RequestTimer:
 
 
 class TokenCounts:
-    """What is counted with every token: plain numbers, because a histogram of prometheus_client
-    takes locks and walks through its buckets. One thread counts, that of the server's loop.
+    """The counters that change with every token.
+
+    Plain numbers are faster than a histogram of prometheus_client, which acquires locks and visits
+    all buckets. Only the thread of the event loop changes the counters.
 
     Attributes:
-        generated: tokens.
-        gaps: times between outputs, as many as fall into each bucket; the last is beyond all.
-        seconds: their sum.
+        generated: number of tokens.
+        gaps: number of times between outputs in each bucket; the last bucket has no upper bound.
+        seconds: sum of these times.
     """
 
     __slots__ = ("gaps", "generated", "seconds")
@@ -240,7 +241,7 @@ class TokenCounts:
 
 
 class TokenCollector(Collector):
-    """Exports `TokenCounts` by the name of the model."""
+    """Exports the `TokenCounts` of each model."""
 
     def __init__(self, counts: Mapping[str, TokenCounts]) -> None:
         self._counts = counts
@@ -251,7 +252,9 @@ class TokenCollector(Collector):
             "vllm:generation_tokens", "Tokens generated.", labels=labels
         )
         gaps = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between two outputs of a request.", labels=labels
+            "vllm:inter_token_latency_seconds",
+            "Time between two outputs of a request.",
+            labels=labels,
         )
         bounds = [*map(floatToGoString, _BETWEEN_TOKENS), "+Inf"]
         for name, counts in self._counts.items():
@@ -265,26 +268,25 @@ class TokenCollector(Collector):
 
 
 class EngineCollector(Collector):
-    """Reads the engines at scrape time, so that an idle server spends nothing on its gauges.
+    """Reads the statistics of the engines when Prometheus scrapes the server.
 
-    The numbers of a replica, whose label `engine` is its index, are a mapping with
-    `num_requests_running`, `num_requests_waiting`, `kv_cache_usage` (0 … 1),
-    `prefix_cache_queries`, `prefix_cache_hits` (tokens), `num_preemptions`, `recompiles` (since it
-    was ready); with proposals, `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and
-    `spec_decode_num_accepted_tokens`; with pages in host memory, `external_prefix_cache_queries`,
-    `external_prefix_cache_hits` (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and
-    `kv_offload_cpu_cache_usage`
-    (0 … 1). A number that is missing is not exported.
+    The statistics of a replica are a mapping with `num_requests_running`, `num_requests_waiting`,
+    `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens),
+    `num_preemptions` and `recompiles` (after the warmup). Speculative decoding adds
+    `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and `spec_decode_num_accepted_tokens`.
+    Pages in host memory add `external_prefix_cache_queries`, `external_prefix_cache_hits` (tokens),
+    `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage` (0 … 1).
+    Missing statistics are not exported. The label `engine` is the index of the replica.
     """
 
     _GAUGES = (
         ("num_requests_running", "vllm:num_requests_running", "Requests in the running batch."),
-        ("num_requests_waiting", "vllm:num_requests_waiting", "Requests that wait for pages."),
-        ("kv_cache_usage", "vllm:kv_cache_usage_perc", "Part of the pages in use, 0 to 1."),
+        ("num_requests_waiting", "vllm:num_requests_waiting", "Requests waiting for pages."),
+        ("kv_cache_usage", "vllm:kv_cache_usage_perc", "Fraction of the pages in use, 0 to 1."),
         (
             "kv_offload_cpu_cache_usage",
             "vllm:kv_offload_cpu_cache_usage_perc",
-            "Part of the host memory for pages in use, 0 to 1.",
+            "Fraction of the host memory for pages in use, 0 to 1.",
         ),
     )
     _COUNTERS = (
@@ -298,7 +300,7 @@ class EngineCollector(Collector):
         (
             "external_prefix_cache_hits",
             "vllm:external_prefix_cache_hits",
-            "Prompt tokens found there.",
+            "Prompt tokens found in host memory.",
         ),
         (
             "kv_offload_store_bytes",
@@ -308,20 +310,20 @@ class EngineCollector(Collector):
         (
             "kv_offload_load_bytes",
             "vllm:kv_offload_load_bytes",
-            "Bytes of pages copied back.",
+            "Bytes of pages copied from host memory.",
         ),
-        ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
-        ("recompiles", "esurge:recompiles", "Functions compiled while somebody waited for them."),
-        ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Proposals of tokens."),
+        ("num_preemptions", "vllm:num_preemptions", "Preemptions of requests."),
+        ("recompiles", "esurge:recompiles", "Functions compiled during requests."),
+        ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Drafts of tokens."),
         (
             "spec_decode_num_draft_tokens",
             "vllm:spec_decode_num_draft_tokens",
-            "Tokens that were proposed.",
+            "Tokens in drafts.",
         ),
         (
             "spec_decode_num_accepted_tokens",
             "vllm:spec_decode_num_accepted_tokens",
-            "Proposed tokens that the model samples too.",
+            "Draft tokens accepted by the model.",
         ),
     )
 
@@ -348,7 +350,7 @@ class EngineCollector(Collector):
 
 
 class HTTPMetrics:
-    """ASGI middleware: counts requests and their durations, streams to their last byte."""
+    """ASGI middleware that counts requests and their durations. Streams end with the last byte."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
@@ -361,16 +363,16 @@ class HTTPMetrics:
         status = 500
         start = time.monotonic()
 
-        async def noting(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, noting)
+            await self.app(scope, receive, send_and_record)
         finally:
-            # The route's template, not the path: a client must not be able to add label values.
+            # The template of the route, because clients could create label values with paths.
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if handler != "none" else "none"
             self.metrics.http_requests.labels(handler, method, str(status)).inc()

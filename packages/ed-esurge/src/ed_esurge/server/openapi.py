@@ -1,4 +1,4 @@
-"""The OpenAPI document: each endpoint, what it takes, what it answers, and how it refuses."""
+"""The OpenAPI document: each endpoint with its body, its answer and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ed_esurge.server.routing import REFUSALS, Endpoint
 
 
 def document(version: str) -> dict[str, Any]:
-    """The document, as JSON."""
+    """Return the document as JSON."""
     models: dict[tuple[type[BaseModel], Any], None] = {
         (answers.Error, "serialization"): None,
         (AnthropicError, "serialization"): None,

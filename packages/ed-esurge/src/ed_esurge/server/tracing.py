@@ -1,8 +1,8 @@
-"""Spans of requests by OpenTelemetry, an extra: `pip install ed-esurge[otel]`.
+"""OpenTelemetry spans of requests; requires the extra `ed-esurge[otel]`.
 
-One span `llm_request` for each prompt, with vLLM's attributes and those of the GenAI conventions
-(https://opentelemetry.io/docs/specs/semconv/gen-ai). A request with `traceparent` is their parent.
-Neither prompts nor answers are in them.
+Each prompt has one span `llm_request`, with the attributes of vLLM and of the GenAI conventions
+(https://opentelemetry.io/docs/specs/semconv/gen-ai). The header `traceparent` of the request sets
+the parent of the span. Spans contain neither prompts nor answers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
 
 _MISSING = (
-    "traces need opentelemetry: pip install 'ed-esurge[otel]', or leave otlp_traces_endpoint out"
+    "traces require opentelemetry: pip install 'ed-esurge[otel]', or omit otlp_traces_endpoint"
 )
-#: The context of the request that is being answered, as its headers tell.
+#: The trace context in the headers of the current request.
 _parent: ContextVar[Any] = ContextVar("ed_esurge_trace_parent", default=None)
 
 
 def provider_for(endpoint: str) -> Any:
-    """A tracer provider that sends spans to a collector by OTLP over HTTP.
+    """Return a tracer provider that sends spans to a collector with OTLP over HTTP.
 
     Args:
-        endpoint: such as `http://127.0.0.1:4318/v1/traces`.
+        endpoint: URL such as `http://127.0.0.1:4318/v1/traces`.
 
     Raises:
         ConfigError: opentelemetry is not installed.
@@ -39,14 +39,14 @@ def provider_for(endpoint: str) -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from None
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say more.
+    # The variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the name.
     provider = TracerProvider(resource=Resource.create({"service.name": "ed-esurge"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
 
 
 class Tracing:
-    """Makes the spans of a server.
+    """Creates the spans of a server.
 
     Args:
         provider: an OpenTelemetry tracer provider.
@@ -63,7 +63,7 @@ class Tracing:
         prompt_tokens: int,
         params: SamplingParams | PoolingParams,
     ) -> RequestSpan:
-        """Begin the span of a prompt."""
+        """Start the span of a prompt."""
         from opentelemetry.trace import SpanKind
 
         attributes: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Tracing:
         return RequestSpan(span)
 
     def shutdown(self) -> None:
-        """Send what was not sent yet."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
@@ -101,7 +101,7 @@ class RequestSpan:
         self._last: RequestOutput | None = None
 
     def observe(self, delta: RequestOutput) -> None:
-        """Note what the engine gives."""
+        """Record a delta of the engine."""
         self._last = delta
         for out in delta.outputs:
             self._generated += len(out.token_ids)
@@ -109,7 +109,7 @@ class RequestSpan:
                 self._reasons[out.index] = out.finish_reason
 
     def end(self) -> None:
-        """The request is over, one way or another."""
+        """End the span."""
         from opentelemetry.trace import Status, StatusCode
 
         span, last = self._span, self._last
@@ -117,7 +117,7 @@ class RequestSpan:
         span.set_attribute("gen_ai.usage.output_tokens", self._generated)
         if last is None or not last.finished:
             span.set_attribute("gen_ai.response.finish_reasons", ["abort"])
-            span.set_status(Status(StatusCode.ERROR, "the request was not answered to its end"))
+            span.set_status(Status(StatusCode.ERROR, "the request was aborted"))
             span.end()
             return
         reasons = [self._reasons[index] for index in sorted(self._reasons)]
@@ -142,7 +142,7 @@ class RequestSpan:
 
 
 class TraceContext:
-    """ASGI middleware: the spans of a request belong to the trace that its headers name."""
+    """ASGI middleware that reads the trace context from the headers of a request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -15,7 +15,7 @@ from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 @runtime_checkable
 class ServedEngine(Protocol):
-    """What the server needs of an engine; `ed_esurge.engine.AsyncEngine` has it."""
+    """An engine that a server can use. `ed_esurge.engine.AsyncEngine` implements the protocol."""
 
     tokenizer: Any
     model_name: str
@@ -25,24 +25,24 @@ class ServedEngine(Protocol):
 
     @property
     def is_healthy(self) -> bool:
-        """False when the engine's thread is dead or stuck in a step."""
+        """False if the thread of the engine is dead, or stuck in a step."""
         ...
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the device is lent to others, so that no request can be answered."""
+        """Whether the engine sleeps and cannot answer requests."""
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Clear the prefix cache."""
         ...
 
     async def sleep(self, level: int = 1) -> None:
-        """Lend the device: 1 keeps the weights in host memory, 2 forgets them."""
+        """Release the device memory. Level 1 keeps the weights in host memory, 2 drops them."""
         ...
 
     async def wake_up(self) -> None:
-        """Take the device again."""
+        """Resume after `sleep`."""
         ...
 
     def generate(
@@ -55,7 +55,7 @@ class ServedEngine(Protocol):
         cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Deltas of one request. Closing the iterator early aborts the request."""
+        """Yield the deltas of one request. Closing the iterator early aborts the request."""
         ...
 
     async def embed(
@@ -67,26 +67,28 @@ class ServedEngine(Protocol):
         cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> RequestOutput:
-        """The pooled vector of one prompt; cancelling aborts the request."""
+        """Return the pooled vector of one prompt. Cancelling aborts the request."""
         ...
 
     async def load_lora_adapter(self, name: str, source: Path) -> None:
-        """Serve a LoRA adapter under a name."""
+        """Load a LoRA adapter under a name."""
         ...
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Let no new request use an adapter."""
+        """Reject new requests for an adapter."""
         ...
 
     def list_lora_adapters(self) -> list[LoadedAdapter]:
-        """The loaded adapters."""
+        """Return the loaded adapters."""
         ...
 
     def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
-        """Compile the grammar of a structured output. The result, or the call itself, raises a
-        ConfigError for what is no grammar."""
+        """Compile the grammar of a structured output.
+
+        For an invalid grammar, the call or its result raises ConfigError.
+        """
         ...
 
     def replica_stats(self) -> Sequence[Mapping[str, float]]:
-        """The numbers of each replica, which `metrics.EngineCollector` exports."""
+        """Return the statistics of each replica for `metrics.EngineCollector`."""
         ...

@@ -31,47 +31,53 @@ _DRAFTS = "send temperature, top_k, top_p and min_p"
 class OtherSamplers(Body):
     """Sampling fields of vLLM, SGLang, llama.cpp and text-generation-inference."""
 
-    use_beam_search: unsupported("beam search; send n or best_of", False) = None  # type: ignore[valid-type]
-    length_penalty: unsupported("beam search", 1, 1.0) = None  # type: ignore[valid-type]
-    early_stopping: unsupported("beam search", False) = None  # type: ignore[valid-type]
-    logits_processors: unsupported(  # type: ignore[valid-type]
-        "code of clients; send logit_bias, allowed_token_ids or bad_words", []
-    ) = None
-    custom_logit_processor: unsupported(  # type: ignore[valid-type]
-        "code of clients; send logit_bias, allowed_token_ids or bad_words"
-    ) = None
-    repetition_detection: unsupported(  # type: ignore[valid-type]
-        "repetition_detection; send repetition_penalty"
-    ) = None
-    thinking_token_budget: unsupported(  # type: ignore[valid-type]
-        "thinking_token_budget; send max_tokens, or reasoning_effort", -1
-    ) = None
-    kv_transfer_params: unsupported("transfers of pages between servers", {}) = None  # type: ignore[valid-type]
-    vllm_xargs: unsupported("vllm_xargs; send the fields of this API", {}) = None  # type: ignore[valid-type]
-    prompt_embeds: unsupported("embeddings as a prompt; send text or token ids", []) = None  # type: ignore[valid-type]
-    return_tokens_as_token_ids: unsupported("send return_token_ids", False) = None  # type: ignore[valid-type]
-    guided_whitespace_pattern: unsupported("send guided_grammar") = None  # type: ignore[valid-type]
-    typical_p: unsupported(f"typical_p; {_DRAFTS}", 1, 1.0) = None  # type: ignore[valid-type]
-    mirostat: unsupported(f"mirostat; {_DRAFTS}", 0) = None  # type: ignore[valid-type]
-    dry_multiplier: unsupported("dry_multiplier; send repetition_penalty", 0, 0.0) = None  # type: ignore[valid-type]
-    xtc_probability: unsupported(f"xtc_probability; {_DRAFTS}", 0, 0.0) = None  # type: ignore[valid-type]
-    repeat_penalty: unsupported("send repetition_penalty", 1, 1.0) = None  # type: ignore[valid-type]
+    use_beam_search: Annotated[None, unsupported("beam search; send n or best_of", False)] = None
+    length_penalty: Annotated[None, unsupported("beam search", 1, 1.0)] = None
+    early_stopping: Annotated[None, unsupported("beam search", False)] = None
+    logits_processors: Annotated[
+        None, unsupported("code of clients; send logit_bias, allowed_token_ids or bad_words", [])
+    ] = None
+    custom_logit_processor: Annotated[
+        None, unsupported("code of clients; send logit_bias, allowed_token_ids or bad_words")
+    ] = None
+    repetition_detection: Annotated[
+        None, unsupported("repetition_detection; send repetition_penalty")
+    ] = None
+    thinking_token_budget: Annotated[
+        None, unsupported("thinking_token_budget; send max_tokens, or reasoning_effort", -1)
+    ] = None
+    kv_transfer_params: Annotated[None, unsupported("transfers of pages between servers", {})] = (
+        None
+    )
+    vllm_xargs: Annotated[None, unsupported("vllm_xargs; send the fields of this API", {})] = None
+    prompt_embeds: Annotated[
+        None, unsupported("embeddings as a prompt; send text or token ids", [])
+    ] = None
+    return_tokens_as_token_ids: Annotated[None, unsupported("send return_token_ids", False)] = None
+    guided_whitespace_pattern: Annotated[None, unsupported("send guided_grammar")] = None
+    typical_p: Annotated[None, unsupported(f"typical_p; {_DRAFTS}", 1, 1.0)] = None
+    mirostat: Annotated[None, unsupported(f"mirostat; {_DRAFTS}", 0)] = None
+    dry_multiplier: Annotated[
+        None, unsupported("dry_multiplier; send repetition_penalty", 0, 0.0)
+    ] = None
+    xtc_probability: Annotated[None, unsupported(f"xtc_probability; {_DRAFTS}", 0, 0.0)] = None
+    repeat_penalty: Annotated[None, unsupported("send repetition_penalty", 1, 1.0)] = None
 
 
 class OtherTemplates(Body):
     """Fields of vLLM's chat requests about the template and what it is given."""
 
-    chat_template: unsupported(  # type: ignore[valid-type]
-        "templates of clients; start the server with chat_template"
-    ) = None
-    documents: unsupported("documents; put them into a message", []) = None  # type: ignore[valid-type]
-    mm_processor_kwargs: unsupported("this model takes text only", {}) = None  # type: ignore[valid-type]
-    echo: unsupported("echo of a conversation; use /v1/completions", False) = None  # type: ignore[valid-type]
-    add_special_tokens: unsupported("the chat template writes them", False) = None  # type: ignore[valid-type]
-    best_of: unsupported("best_of of a conversation; send n", 1) = None  # type: ignore[valid-type]
-    include_reasoning: unsupported(  # type: ignore[valid-type]
-        "leaving thoughts out; ignore reasoning_content", True
-    ) = None
+    chat_template: Annotated[
+        None, unsupported("templates of clients; start the server with chat_template")
+    ] = None
+    documents: Annotated[None, unsupported("documents; put them into a message", [])] = None
+    mm_processor_kwargs: Annotated[None, unsupported("this model takes text only", {})] = None
+    echo: Annotated[None, unsupported("echo of a conversation; use /v1/completions", False)] = None
+    add_special_tokens: Annotated[None, unsupported("the chat template writes them", False)] = None
+    best_of: Annotated[None, unsupported("best_of of a conversation; send n", 1)] = None
+    include_reasoning: Annotated[
+        None, unsupported("leaving thoughts out; ignore reasoning_content", True)
+    ] = None
 
 
 #: How much to think, as OpenAI and Anthropic say it.
@@ -229,11 +235,14 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     add_special_tokens: bool = True  # extension
-    suffix: unsupported(  # type: ignore[valid-type]
-        "a causal language model continues a text and cannot fill in before a suffix; "
-        "put the text that follows into the prompt, or drop `suffix`",
-        "",
-    ) = None
+    suffix: Annotated[
+        None,
+        unsupported(
+            "a causal language model continues a text and cannot fill in before a suffix; "
+            "put the text that follows into the prompt, or drop `suffix`",
+            "",
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
@@ -284,8 +293,8 @@ class Message(History):
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
     reasoning_content: str | None = None  # extension
-    function_call: unsupported("function calls; send tool_calls") = None  # type: ignore[valid-type]
-    audio: unsupported("audio") = None  # type: ignore[valid-type]
+    function_call: Annotated[None, unsupported("function calls; send tool_calls")] = None
+    audio: Annotated[None, unsupported("audio")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -340,15 +349,19 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
-    functions: unsupported("functions; send tools", []) = None  # type: ignore[valid-type]
-    function_call: unsupported("functions; send tool_choice", "none", "auto") = None  # type: ignore[valid-type]
+    functions: Annotated[None, unsupported("functions; send tools", [])] = None
+    function_call: Annotated[None, unsupported("functions; send tool_choice", "none", "auto")] = (
+        None
+    )
     response_format: ResponseFormat | None = None
-    modalities: unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
-    audio: unsupported("audio output") = None  # type: ignore[valid-type]
+    modalities: Annotated[None, unsupported("this model answers with text only", ["text"])] = None
+    audio: Annotated[None, unsupported("audio output")] = None
     reasoning_effort: Effort | None = None
-    moderation: unsupported("moderation") = None  # type: ignore[valid-type]
-    verbosity: unsupported("verbosity; ask for a length in a message", "medium") = None  # type: ignore[valid-type]
-    web_search_options: unsupported("web search") = None  # type: ignore[valid-type]
+    moderation: Annotated[None, unsupported("moderation")] = None
+    verbosity: Annotated[
+        None, unsupported("verbosity; ask for a length in a message", "medium")
+    ] = None
+    web_search_options: Annotated[None, unsupported("web search")] = None
     # A hint about the expected answer that may only save time.
     prediction: Any = None
 

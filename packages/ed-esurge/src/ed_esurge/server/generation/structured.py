@@ -166,12 +166,16 @@ class StructuredOutputsField(Body):
     choice: Choice | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: unsupported("structural_tag; send json, regex or grammar") = None  # type: ignore[valid-type]
-    disable_any_whitespace: unsupported("white space is the model's choice", False) = None  # type: ignore[valid-type]
-    disable_additional_properties: unsupported(  # type: ignore[valid-type]
-        "write additionalProperties: false into the schema", False
-    ) = None
-    whitespace_pattern: unsupported("whitespace_pattern; send grammar") = None  # type: ignore[valid-type]
+    structural_tag: Annotated[None, unsupported("structural_tag; send json, regex or grammar")] = (
+        None
+    )
+    disable_any_whitespace: Annotated[
+        None, unsupported("white space is the model's choice", False)
+    ] = None
+    disable_additional_properties: Annotated[
+        None, unsupported("write additionalProperties: false into the schema", False)
+    ] = None
+    whitespace_pattern: Annotated[None, unsupported("whitespace_pattern; send grammar")] = None
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputsField:

@@ -1,4 +1,4 @@
-"""The bytes of request bodies that the server holds at the same time, over all clients."""
+"""Admission of requests: hosts and origins, concurrent requests, bytes of request bodies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RESERVATION = "ed_esurge.reservation"
 
 
 class Budget:
-    """Bytes of bodies and uploads of all requests in flight.
+    """The bytes of the bodies and uploads of all requests in flight.
 
-    A client (an API key, or the address of a client without a key) with a request in flight gets
-    at most half of the budget, so that one client cannot keep the others out.
+    A client (an API key, or the address of a client without a key) with several requests gets at
+    most half of the budget, so that one client cannot block the others.
 
     Args:
-        most: bytes of all clients together.
+        most: maximum number of bytes of all clients together.
     """
 
     def __init__(self, most: int) -> None:
@@ -28,13 +28,13 @@ class Budget:
         self.by_client: Counter[str] = Counter()
 
     def take(self, client: str, own: int, count: int) -> None:
-        """Take bytes for a request.
+        """Reserve bytes for a request.
 
         Args:
-            own: bytes that this request has already taken.
+            own: bytes that the request has already reserved.
 
         Raises:
-            APIError: 503, the budget has too few bytes left.
+            APIError: 503, the rest of the budget is too small.
         """
         held = self.by_client[client]
         others = held - own
@@ -49,7 +49,7 @@ class Budget:
         self.by_client[client] += count
 
     def give_back(self, client: str, count: int) -> None:
-        """Return the bytes of a request that has ended."""
+        """Release the bytes of a request that has ended."""
         self.used -= count
         self.by_client[client] -= count
         if not self.by_client[client]:
@@ -57,13 +57,13 @@ class Budget:
 
 
 class Reservation:
-    """The bytes that one request has taken; `close` returns them."""
+    """The reserved bytes of one request."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget, self._client, self._bytes = budget, "", 0
 
     def grow(self, scope: Scope, size: int) -> None:
-        """Take bytes until the request has `size` of them.
+        """Reserve bytes until the request has `size` bytes.
 
         Raises:
             APIError: see `Budget.take`.
@@ -74,7 +74,7 @@ class Reservation:
             self._bytes = size
 
     def close(self) -> None:
-        """Return all bytes."""
+        """Release all bytes."""
         if self._bytes:
             self._budget.give_back(self._client, self._bytes)
             self._bytes = 0
@@ -88,22 +88,25 @@ def _client_of(scope: Scope) -> str:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-#: Methods that change nothing, so that any page may send them: without CORS no page reads answers.
+#: Methods without side effects. Any page may send them, because it cannot read the answers.
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Admission:
-    """Refuses foreign `Host` headers, requests of foreign web pages, and requests beyond a number.
+    """ASGI middleware that rejects foreign hosts, foreign web pages, and too many requests.
 
-    A web page may let its own name point at this machine ("DNS rebinding"). The requests of such a
-    page carry that name. A browser also sends forms and simple requests of any page to any server
-    ("cross-site request forgery"), and says so in `Origin` and `Sec-Fetch-Site`.
+    The owner of a web page can map the name of the page to this machine ("DNS rebinding"). Requests
+    of such a page have that name in `Host`. A browser also sends forms and simple requests of any
+    page to any server ("cross-site request forgery"), with the headers `Origin` and
+    `Sec-Fetch-Site`.
 
     Args:
-        hosts: names and addresses, without ports, that the header may have; None: any.
-        origins: web origins whose pages may send requests beside the server's own; `*`: all.
-        most: POST requests at the same time. Reading (health, metrics) is not counted.
-        most_bytes: bytes of request bodies at the same time.
+        hosts: allowed names and addresses in `Host`, without ports; None = any.
+        origins: web origins whose pages may send requests, in addition to the server's own pages;
+            `*` = all.
+        max_requests: maximum number of concurrent POST requests. GET requests (health, metrics)
+            are not counted.
+        max_bytes: maximum number of bytes of request bodies in flight.
     """
 
     def __init__(
@@ -111,13 +114,13 @@ class Admission:
         app: ASGIApp,
         hosts: Iterable[str] | None,
         origins: Iterable[str],
-        most: int,
-        most_bytes: int,
+        max_requests: int,
+        max_bytes: int,
     ) -> None:
-        self.app, self.most, self.budget = app, most, Budget(most_bytes)
+        self.app, self.max_requests, self.budget = app, max_requests, Budget(max_bytes)
         self.hosts = None if hosts is None else frozenset(name.lower() for name in hosts)
         self.origins = frozenset(origin.lower().rstrip("/") for origin in origins)
-        self.inside = 0
+        self.running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,8 +132,8 @@ class Admission:
         host = _host(headers)
         if self.hosts is not None and host not in self.hosts:
             error = APIError(
-                f"this server does not answer for the host {host!r}: start it with "
-                "allowed_hosts=[...] to name more than this machine",
+                f"this server does not serve the host {host!r}: start the server with "
+                "allowed_hosts=[...] to allow more names than those of this machine",
                 status=421,
                 code="host_not_allowed",
             )
@@ -138,7 +141,7 @@ class Admission:
         elif scope["method"] not in SAFE and self._is_foreign(headers):
             error = APIError(
                 f"a web page of {headers.get(b'origin', 'another site')!r:.200} sent this request, "
-                "and this server does not take requests of that page: list its origin in "
+                "and this server does not allow requests of that page: add its origin to "
                 "cors_origins",
                 status=403,
                 code="origin_not_allowed",
@@ -146,28 +149,26 @@ class Admission:
             await error.response()(scope, receive, send)
         elif scope["method"] != "POST":
             await self.app(scope, receive, send)
-        elif self.inside >= self.most:
+        elif self.running >= self.max_requests:
             error = APIError(
-                f"{self.most} requests are being answered, which is this server's limit: "
-                "try again in a moment",
+                f"the server is answering {self.max_requests} requests, its limit: try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
             await error.response()(scope, receive, send)
         else:
-            self.inside += 1
+            self.running += 1
             reservation = scope[RESERVATION] = Reservation(self.budget)
             try:
                 await self.app(scope, receive, send)
             finally:
-                self.inside -= 1
+                self.running -= 1
                 reservation.close()
 
     def _is_foreign(self, headers: Mapping[bytes, str]) -> bool:
-        """Whether a browser sent the request for a page of another site that is not listed.
+        """Return whether a page of an unlisted site sent the request.
 
-        The rules are those of `http.CrossOriginProtection` in Go. Clients that are not browsers
-        send neither header.
+        The rules are those of `http.CrossOriginProtection` in Go. Only browsers send the headers.
         """
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
         if "*" in self.origins or origin in self.origins:
@@ -178,6 +179,6 @@ class Admission:
 
 
 def _host(headers: Mapping[bytes, str]) -> str:
-    """The host of a request, without port and brackets."""
+    """Return the host of a request without port and brackets."""
     text = headers.get(b"host", "")
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]

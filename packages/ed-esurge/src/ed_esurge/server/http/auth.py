@@ -1,4 +1,4 @@
-"""Optional API keys: hashed, compared in constant time, each with limits and an expiry date."""
+"""Optional API keys with limits and an expiry date, stored as digests."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
 
-#: Entries of an ASGI scope: the digest of the request's key, and "anyone", "key" or "admin".
-#: Neither entry exists on a server that has no keys.
+#: Keys of the ASGI scope: the digest of the request's key, and "anyone", "key" or "admin". The
+#: scope of a server without keys has neither.
 OWNER, ROLE = "ed_esurge.owner", "ed_esurge.role"
 
 Access = Literal["open", "key", "admin"]
-"""Who may call a route of a server that has keys: anyone, the owner of any key, or an
-administrator."""
+"""Who may call a route of a server with keys: anyone, any key, or an administrator."""
 
 
 class ApiKey(Options):
-    """A key as a server knows it: never the key itself."""
+    """The digest of a key, and its limits."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Digest of the key, hexadecimal: `printf %s KEY | sha256sum`."""
+    """Hexadecimal digest of the key: `printf %s KEY | sha256sum`."""
     name: Annotated[str, Field(max_length=256)] = ""
-    """Whose it is, for those who read the file."""
+    """Name of the owner, for readers of the file."""
     expires: AwareDatetime | None = None
-    """From then on it opens nothing; with a time zone (`2030-01-01T00:00:00Z`)."""
+    """Time after which the key is rejected, with a time zone (`2030-01-01T00:00:00Z`)."""
     max_concurrent_requests: Count | None = None
-    """Its requests at the same time (429)."""
+    """Maximum number of concurrent requests (429)."""
     requests_per_minute: Count | None = None
-    """Its requests of the last 60 seconds (429)."""
+    """Maximum number of requests in 60 seconds (429)."""
     admin: bool = False
-    """The key opens the administrative routes too: sleep, adapters, resetting the prefix cache."""
+    """Whether the key may call the administrative routes: sleep, adapters, resetting the prefix
+    cache."""
 
     @classmethod
     def of(cls, key: str, *, admin: bool = False) -> ApiKey:
@@ -51,10 +51,10 @@ class ApiKey(Options):
 
 
 def read_keys(path: str | Path) -> list[ApiKey]:
-    """The keys of a file: a JSON list of `ApiKey`.
+    """Return the keys of a file: a JSON list of `ApiKey`.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such list.
+        ConfigError: the file cannot be read, or is not such a list.
     """
     try:
         raw = json.loads(Path(path).read_text("utf-8"))
@@ -66,7 +66,7 @@ def read_keys(path: str | Path) -> list[ApiKey]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"api_key_file {path} cannot be read ({error}): write a JSON list of objects with "
-            "sha256 and, if wanted, name, expires, max_concurrent_requests, requests_per_minute, "
+            "sha256 and optionally name, expires, max_concurrent_requests, requests_per_minute, "
             "admin"
         ) from None
 
@@ -81,28 +81,28 @@ class _Account:
         self._times: deque[float] = deque()
 
     def check(self) -> None:
-        """Raises APIError: the key has expired."""
+        """Raise APIError if the key has expired."""
         if self.key.expires is not None and datetime.now(UTC) >= self.key.expires:
             raise APIError(
-                f"this API key has expired ({self.key.expires.isoformat()}): ask for another",
+                f"this API key has expired ({self.key.expires.isoformat()}): use another key",
                 status=401,
                 code="invalid_api_key",
             )
 
     def enter(self) -> None:
-        """Count a request. Raises APIError: the key has no more."""
+        """Count a request. Raise APIError if the key has reached a limit."""
         most, rate = self.key.max_concurrent_requests, self.key.requests_per_minute
         now = time.monotonic()
         while self._times and now - self._times[0] >= 60:
             self._times.popleft()
-        said = None
+        limit = None
         if most is not None and self.inside >= most:
-            said = f"{most} requests at the same time"
+            limit = f"{most} concurrent requests"
         elif rate is not None and len(self._times) >= rate:
-            said = f"{rate} requests a minute"
-        if said is not None:
+            limit = f"{rate} requests a minute"
+        if limit is not None:
             raise APIError(
-                f"this API key may have {said}: try again later",
+                f"this API key has reached its limit of {limit}: try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -112,13 +112,13 @@ class _Account:
 
 
 class BearerAuth:
-    """ASGI middleware that finds the key of each request, and refuses requests without one.
+    """ASGI middleware that finds the key of each request, and rejects requests without a key.
 
-    Keys are kept as SHA-256 digests: comparing digests takes the same time whatever was sent.
+    The comparison of SHA-256 digests takes the same time for every key.
 
     Args:
-        keys: the known keys. If all of them are administrators' keys, the other routes need no key.
-        open_paths: paths that need no key: what load balancers, Prometheus and browsers read.
+        keys: the known keys. If all keys belong to administrators, other routes require no key.
+        open_paths: paths without a key, for load balancers, Prometheus and browsers.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
@@ -131,7 +131,7 @@ class BearerAuth:
         if (
             scope["type"] != "http"
             or scope["path"] in self._open_paths
-            or scope["method"] == "OPTIONS"  # CORS asks before it has a key to send
+            or scope["method"] == "OPTIONS"  # CORS requests have no key
         ):
             await self.app(scope, receive, send)
             return
@@ -161,7 +161,7 @@ class BearerAuth:
         matches = [one for one in self._accounts if hmac.compare_digest(digest, one.digest)]
         if not matches and self._needed:
             raise APIError(
-                "this server needs an API key: send `Authorization: Bearer YOUR_KEY` "
+                "this server requires an API key: send `Authorization: Bearer YOUR_KEY` "
                 "(the openai and anthropic clients: api_key=)",
                 status=401,
                 code="invalid_api_key",
@@ -170,29 +170,29 @@ class BearerAuth:
 
 
 def owner_of(scope: Scope) -> str:
-    """Return whose request it is: the digest of its key. Empty where the request has no key."""
+    """Return the owner of a request: the digest of its key, or empty without a key."""
     return scope.get(OWNER, "")
 
 
 def check_access(access: Access, scope: Scope) -> None:
-    """Refuse a request to an administrative route whose key is not an administrator's.
+    """Check the key of a request to an administrative route.
 
-    A server without any key serves one user, who may do everything.
+    A server without keys has one user, who may call all routes.
 
     Raises:
         APIError: 403.
     """
     if access == "admin" and scope.get(ROLE, "admin") != "admin":
         raise APIError(
-            "this route needs an administrator's key: start the server with admin_api_key (the "
-            "environment variable ESURGE_ADMIN_API_KEY), and send that key",
+            "this route requires the key of an administrator: start the server with admin_api_key "
+            "(the environment variable ESURGE_ADMIN_API_KEY), and send that key",
             status=403,
             code="admin_key_required",
         )
 
 
 def _key(scope: Scope) -> bytes:
-    """The key that a request brings: OpenAI's header, or Anthropic's."""
+    """Return the key in OpenAI's or Anthropic's header."""
     headers: dict[bytes, Any] = dict(reversed(scope["headers"]))
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":

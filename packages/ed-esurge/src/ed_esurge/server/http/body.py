@@ -1,4 +1,4 @@
-"""Bodies of requests: read within limits, parsed and checked without holding up other clients."""
+"""Request bodies: read within limits, then parsed and validated without blocking other clients."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ed_esurge.server.http.fields import IgnoredKeys, validated
 
 T = TypeVar("T")
 
-#: Bytes of a body from which work on the body takes more than a few milliseconds.
+#: Length in bytes above which work on a body takes more than a few milliseconds.
 LONG_BODY = 2**13
-#: Where the scope of a request has the length of its body.
+#: Key of the scope for the length of the body.
 BODY_BYTES = "ed_esurge.body_bytes"
-# Few threads: each waits for the interpreter lock like the event loop, whose delay grows with them.
+# More threads would delay the event loop, because all threads share the interpreter lock.
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="ed-esurge-body")
 
 
 def size_of(request: Request) -> int:
-    """Return the length of a request's body."""
+    """Return the length of a request's body in bytes."""
     return request.scope.get(BODY_BYTES, 0)
 
 
 async def aside(work: Callable[[], T], size: int) -> T:
-    """Return the result of work on `size` bytes: in a thread if there are many of them."""
+    """Return the result of work on `size` bytes. Run the work in a thread if `size` is large."""
     if size < LONG_BODY:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
@@ -41,7 +41,7 @@ async def aside(work: Callable[[], T], size: int) -> T:
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-#: Keys, lists and objects of a body together, and values of a body.
+#: Maximum number of keys, lists and objects of a body, and of its values.
 MAX_KEYS, MAX_ITEMS = 2**17, 2**20
 _OPENING = (b":", b"[", b"{")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -50,25 +50,25 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 async def read(
     request: Request, kind: type[OptionsT], limits: ServerLimits, ignored: IgnoredKeys | None = None
 ) -> OptionsT:
-    """Return the body of a request as one of the request models.
+    """Return the body of a request as a request model.
 
     Args:
-        ignored: collects the unknown keys; None: unknown keys are refused.
+        ignored: receives the unknown keys; None = unknown keys are errors.
 
     Raises:
-        APIError: 400 no JSON, or a field is not as it should be; 408 too slow, 413 too long, 415
-            compressed, 503 the server holds too many bodies.
+        APIError: 400, the body is not JSON, or a field is invalid; 408, the body is too slow; 413,
+            too long; 415, compressed; 503, the server has too many bodies in memory.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise APIError(
-            f"the request body is compressed ({encoding}): send it as it is",
+            f"the request body is compressed ({encoding}): send the body without compression",
             status=415,
             code="unsupported_encoding",
         )
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
-        # Also what keeps a form on a foreign page from sending requests.
+        # This check also rejects forms of foreign web pages.
         raise APIError(
             "the request body is not a JSON object sent with Content-Type: application/json",
             code="invalid_json",
@@ -80,16 +80,17 @@ async def read(
 
 
 async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:
-    """Yield a body as its bytes arrive, which count as in flight until the request has ended.
+    """Yield a body in the chunks that arrive. The bytes count as in flight until the request ends.
 
     Raises:
-        APIError: 408 too slow, 413 too long, 503 the server holds too many bodies.
+        APIError: 408, the body is too slow; 413, too long; 503, the server has too many bodies in
+            memory.
     """
     reservation: Reservation = request.scope[RESERVATION]
-    said = request.headers.get("content-length", "")
-    size = int(said) if said.isdecimal() and len(said) < 20 else 0
+    length = request.headers.get("content-length", "")
+    size = int(length) if length.isdecimal() and len(length) < 20 else 0
     too_long = APIError(
-        f"the request body is longer than {most} bytes, which is this server's limit",
+        f"the request body is longer than {most} bytes, the limit of this server",
         status=413,
         code="request_too_large",
     )
@@ -121,10 +122,10 @@ async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[
 def parsed_json(raw: bytes) -> Any:
     """Return the value of a JSON text.
 
-    The parser holds the interpreter lock, so the number of its objects is limited first.
+    The parser holds the interpreter lock, so the number of objects is checked first.
 
     Raises:
-        ValueError: the text is not JSON, or has more values than `MAX_KEYS` and `MAX_ITEMS` allow.
+        ValueError: the text is not JSON, or exceeds `MAX_KEYS` or `MAX_ITEMS`.
     """
     if sum(map(raw.count, _OPENING)) > MAX_KEYS or raw.count(b",") > MAX_ITEMS:
         _check_structure(raw)
@@ -134,10 +135,11 @@ def parsed_json(raw: bytes) -> Any:
 def _check_structure(raw: bytes) -> None:
     """Count the objects of a JSON text outside its strings.
 
-    The text is read string by string: one call for the whole text would hold the interpreter lock.
+    The strings are found one by one, because one call for the entire text would hold the
+    interpreter lock.
 
     Raises:
-        ValueError: there are more than `MAX_KEYS` or `MAX_ITEMS` allow.
+        ValueError: the text exceeds `MAX_KEYS` or `MAX_ITEMS`.
     """
     keys = items = at = 0
     for string in _STRING.finditer(raw):

@@ -1,4 +1,4 @@
-"""Connections that uvicorn holds: how many, and how long a request may take to arrive."""
+"""Limits of uvicorn's connections: their number, and the time for the head of a request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ed_esurge.server.http.scope import WRITER, ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
-# Files that the process needs besides its connections.
+# File descriptors of the process for other purposes than connections.
 OTHER_FILES = 128
 
 
 def most_connections(limits: ServerLimits) -> int:
-    """As many as the options say and the process may have files."""
+    """Return the limit of the options, or that of the process's file descriptors if lower."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.max_connections
@@ -29,17 +29,17 @@ def most_connections(limits: ServerLimits) -> int:
 def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
     """Return uvicorn's h11 protocol with limits.
 
-    uvicorn would prefer httptools where it is installed, which has no limit on header sizes.
+    By default, uvicorn uses httptools if installed, which does not limit the size of headers.
     """
     most, seconds = most_connections(limits), limits.body_timeout
 
     class Connection(H11Protocol):
-        """Closed at once beyond the limit, and when the head of a request does not arrive.
+        """A connection that is closed if there are too many, or if a head does not arrive in time.
 
-        uvicorn waits forever for the first bytes of a connection, and for the rest of a head.
+        uvicorn itself has no time limit for the head of a request.
         """
 
-        _patience: asyncio.TimerHandle | None = None
+        _timer: asyncio.TimerHandle | None = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -53,7 +53,7 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
             self.app = with_writer
 
         async def _write_chunk(self, data: bytes) -> None:
-            """Send a part of a body without length; between its head and its last part."""
+            """Write a chunk of a body with chunked encoding, after the head of the response."""
             if self.flow.write_paused:
                 await self.flow.drain()
             if data and self.cycle is not None and not self.cycle.disconnected:
@@ -62,7 +62,7 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > most:
-                logger.warning("more than %d connections: a new one is closed", most)
+                logger.warning("closed a connection: there are more than %d connections", most)
                 transport.close()
                 return
             self._wait_for_head()
@@ -72,24 +72,24 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
             if self.cycle is None or self.cycle.response_complete:
                 self._wait_for_head()
             else:
-                self._forget()
+                self._stop_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
+            self._stop_timer()
             super().connection_lost(exc)
 
         def _wait_for_head(self) -> None:
-            if self._patience is None:
-                self._patience = self.loop.call_later(seconds, self._give_up)
+            if self._timer is None:
+                self._timer = self.loop.call_later(seconds, self._close_idle)
 
-        def _give_up(self) -> None:
-            self._patience = None
+        def _close_idle(self) -> None:
+            self._timer = None
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.close()
 
-        def _forget(self) -> None:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     return Connection

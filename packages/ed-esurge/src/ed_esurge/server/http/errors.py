@@ -1,4 +1,4 @@
-"""The error envelopes of the OpenAI and the Anthropic API, for every answer that is not a success.
+"""Errors in the formats of the OpenAI and the Anthropic API.
 
 The official clients turn `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
 `{"type": "error", "error": {"type", "message"}}`, into typed exceptions.
@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from ed_esurge.server.http.scope import Receive, Scope, Send
 
 Part = str | int
-# Fields whose name differs from a name that the body may use: the aliases of the request models.
+# Other names of fields in the body: the aliases of the request models.
 _SPELLED: dict[Part, tuple[str, ...]] = {
     "json_schema": ("json_schema", "schema", "json"),
     "text_1": ("text_1", "queries", "data_1"),
@@ -31,6 +31,8 @@ _SPELLED: dict[Part, tuple[str, ...]] = {
 
 def in_body(location: Sequence[Part], body: Any, *, missing: bool = False) -> list[Part]:
     """Return the parts of a location that are fields and positions of a body.
+
+    A location of pydantic also contains members of unions, tags and validators.
 
     Args:
         location: from an error of pydantic.
@@ -42,7 +44,8 @@ def in_body(location: Sequence[Part], body: Any, *, missing: bool = False) -> li
 
 
 def _matched(location: tuple[Part, ...], here: Any, missing: bool) -> tuple[list[Part], bool]:
-    """The longest list of parts that is a path of the body, and whether the last part is in it."""
+    """Return the longest list of parts that is a path of the body, and whether it has the last
+    part."""
     if not location:
         return [], False
     head, rest = location[0], location[1:]
@@ -78,23 +81,23 @@ def joined(path: str | None, field: str) -> str:
     return f"{path}{field}" if field.startswith("[") else f"{path}.{field}"
 
 
-#: Problems that one error reports, and the errors of a validation that are looked at for them.
+#: Maximum number of problems in one error, and of validation errors that are examined for it.
 MAX_PROBLEMS, MAX_EXAMINED = 8, 256
-#: Characters of an error's message, of one problem in it, and of the name of a field.
+#: Maximum length in characters of an error message, of one problem, and of a field name.
 MAX_MESSAGE, MAX_PROBLEM, MAX_PARAM = 2048, 240, 160
 
 
 class APIError(Exception):
-    """An error that a client should see, with the HTTP status it travels under.
+    """An error for a client, with an HTTP status.
 
-    Messages quote what clients send, so `MAX_MESSAGE` and `MAX_PARAM` bound their length.
+    Messages quote the request, so `MAX_MESSAGE` and `MAX_PARAM` limit their length.
 
     Args:
-        message: what was given, what is allowed, how to go on.
+        message: the problem with the value, the allowed values, and a solution.
         status: HTTP status code.
-        param: the request field at fault, as the client spells it.
+        param: name of the invalid field, in the spelling of the client.
         code: OpenAI's machine-readable code (`context_length_exceeded`, ...).
-        type: OpenAI's error class; derived from the status when not given.
+        type: OpenAI's error class; None = derived from the status.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class APIError(Exception):
         self.type = type or ("invalid_request_error" if status < 500 else "server_error")
 
     def envelope(self) -> dict[str, Any]:
-        """The JSON body of the answer."""
+        """Return the JSON body of the answer."""
         return {
             "error": {
                 "message": self.message,
@@ -125,16 +128,16 @@ class APIError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """Return the answer."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = "1"
-        if self.status in (408, 413):  # the rest of the request may still be on its way
+        if self.status in (408, 413):  # the client may still be sending the body
             headers["Connection"] = "close"
         return ErrorResponse(self, headers)
 
     def anthropic_envelope(self) -> dict[str, Any]:
-        """The JSON body of the answer as Anthropic's clients read errors.
+        """Return the JSON body of the answer in Anthropic's format.
 
         https://docs.anthropic.com/en/api/errors
         """
@@ -161,9 +164,10 @@ _ANTHROPIC_TYPES = {
 
 
 class ErrorResponse(JSONResponse):
-    """An error in the envelope of the API that the client called.
+    """An error in the format of the API that the client called.
 
-    The path decides when the response is sent, so that errors of middlewares have the envelope too.
+    The format is selected by the path when the response is sent, so that errors of middleware have
+    the right format as well.
     """
 
     def __init__(self, error: APIError, headers: Mapping[str, str]) -> None:
@@ -180,13 +184,13 @@ class ErrorResponse(JSONResponse):
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
+    """Return whether a path belongs to Anthropic's API."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Name fields of the chat request in errors as the client's own API spells them."""
+    """Rename the fields of errors of the block from the chat request to the API of the client."""
     try:
         yield
     except APIError as error:
@@ -196,12 +200,12 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class Refusal(ValueError):
-    """A value that a request model does not accept.
+    """An invalid value of a request model.
 
     Args:
-        message: as in `APIError`.
-        field: the field at fault, when a check of the whole model raises.
-        code: as in `APIError`.
+        message: see `APIError`.
+        field: name of the invalid field, for a check of the complete model.
+        code: see `APIError`.
     """
 
     def __init__(self, message: str, field: str | None = None, *, code: str | None = None) -> None:
@@ -210,7 +214,7 @@ class Refusal(ValueError):
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without its middle where the text has more than `most` characters."""
+    """Return a text with at most `most` characters: remove the middle of a longer text."""
     if len(text) <= most:
         return text
     half = (most - 5) // 2
@@ -218,14 +222,14 @@ def shortened(text: str, most: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """JSON lets clients send halves of surrogate pairs, which no answer in UTF-8 can repeat."""
+    """Escape lone surrogates, which JSON allows and UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def engine_unavailable(reason: str = "the engine is not running") -> APIError:
-    """503: nothing is wrong with the request; the process behind it cannot answer."""
+    """Return the error 503 for an engine that cannot answer."""
     return APIError(
-        f"{reason}; GET /health says more. Restart the server if this does not pass.",
+        f"{reason}; see GET /health. Restart the server if the problem persists.",
         status=503,
         code="engine_unavailable",
     )
@@ -235,7 +239,7 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
     """Return one error that reports up to `MAX_PROBLEMS` problems and names the first field.
 
     Args:
-        body: what was validated, so that fields are named as the client spells them.
+        body: the validated body, to name fields in the spelling of the client.
     """
     lines: dict[str, None] = {}
     param = code = None
@@ -271,7 +275,7 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
 
 
 def _quoted(value: str | int | float | bool) -> str:
-    """The beginning of a value. An integer may have more digits than Python converts to text."""
+    """Return the beginning of a value. Python does not convert very long integers to text."""
     if isinstance(value, str):
         return f"{value[:80]!r:.80}"
     if isinstance(value, int) and value.bit_length() > 256:
@@ -280,7 +284,7 @@ def _quoted(value: str | int | float | bool) -> str:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str | None:
-    """The field of an error, as the client spells it; None: the whole body."""
+    """Return the field of an error in the spelling of the client; None = the body itself."""
     parts: Sequence[str | int] = error["loc"]
     if body is not None:
         parts = in_body(parts, body, missing=error["type"] == "missing")
@@ -289,9 +293,9 @@ def _path(error: Mapping[str, Any], body: Any) -> str | None:
     return spelled(parts) or None
 
 
-# Errors of a union whose members are told apart by the field `type`.
+# Errors of a union whose members are distinguished by the field `type`.
 _OF_TAGS = frozenset({"union_tag_invalid", "union_tag_not_found"})
-# Errors about the type of a value: each member of a union reports one.
+# Errors about the type of a value, which every member of a union reports.
 _OF_TYPES = frozenset(
     {
         *("string_type", "list_type", "dict_type", "int_type", "float_type", "bool_type"),
@@ -301,7 +305,7 @@ _OF_TYPES = frozenset(
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """The message of an error, without the names of pydantic and of this server's classes."""
+    """Return the message of an error without names of pydantic and of classes."""
     context = error.get("ctx", {})
     match error["type"]:
         case "union_tag_invalid":
@@ -315,10 +319,10 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _of_best_branches(errors: Sequence[Any], body: Any) -> list[Any]:
-    """The errors of the union members that the client meant.
+    """Return the errors of the matching member of each union.
 
-    Every member of a union reports why a value is not of its type. A problem deeper in the value
-    shows that the value has the type of that member, so the others' reports say nothing.
+    Every member of a union reports a type error for a value of another member. A problem deeper in
+    the value shows that the value has the type of that member, so the type errors are omitted.
     """
     if body is None or len(errors) < 2:
         return [*errors]
@@ -334,7 +338,7 @@ def _of_best_branches(errors: Sequence[Any], body: Any) -> list[Any]:
 
 
 def client_gone() -> Response:
-    """For the log only (nginx's 499): nobody reads it."""
+    """Return the answer to a disconnected client, for the log (status 499 of nginx)."""
     return Response(status_code=499)
 
 
@@ -345,7 +349,7 @@ def _with_headers(error: APIError, cause: HTTPException) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Register the handlers that answer in the envelope, whatever went wrong."""
+    """Register the handlers that convert every exception to an error answer."""
 
     @app.exception_handler(APIError)
     async def _api(_: Request, error: APIError) -> JSONResponse:
@@ -374,10 +378,10 @@ def install(app: FastAPI) -> None:
         known = APIError(message, status=error.status_code, code="unknown_url")
         return _with_headers(known, error)
 
-    @app.exception_handler(Exception)  # the ASGI server logs the traceback
+    @app.exception_handler(Exception)  # uvicorn logs the traceback
     async def _unexpected(_: Request, __: Exception) -> JSONResponse:
         return APIError(
-            "the server failed on this request; its log has the traceback",
+            "the server failed on this request; see the traceback in its log",
             status=500,
             code="internal_error",
         ).response()

@@ -1,10 +1,10 @@
-"""Building blocks of the request models."""
+"""Types of the request models, and the policy for unknown fields."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options
@@ -23,9 +23,9 @@ from ed_esurge.server.http.errors import Refusal, from_validation
 
 logger = logging.getLogger(__name__)
 
-#: The header of an answer that names the ignored keys of its request.
+#: Header of an answer with the ignored keys of its request.
 HEADER = "X-Ignored-Fields"
-# Bounds of that header, and of the keys that are remembered for the log.
+# Limits of that header: number and length of the keys; limit of the keys that are logged once.
 MAX_NAMED, MAX_CHARACTERS, MAX_LOGGED = 8, 64, 1024
 
 
@@ -47,7 +47,7 @@ class IgnoredKeys:
         return self.policy == "refuse"
 
     def add(self, key: object) -> None:
-        """Note an ignored key."""
+        """Add an ignored key."""
         if len(self._names) < MAX_NAMED:
             self._names[_printable(str(key)[: MAX_CHARACTERS + 1])] = None
         elif key not in self._names:
@@ -60,7 +60,7 @@ class IgnoredKeys:
 
     @property
     def header(self) -> str | None:
-        """The value of `X-Ignored-Fields`; None: the answer needs no such header."""
+        """The value of `X-Ignored-Fields`; None = no such header."""
         if self.policy != "warn" or not self._names:
             return None
         more = f" (and {self._more} more)" if self._more else ""
@@ -68,24 +68,24 @@ class IgnoredKeys:
 
 
 def _printable(text: str) -> str:
-    """ASCII without control characters: the text goes into a header and into the log."""
+    """Return a text for headers and the log: ASCII without control characters."""
     shown = text[:MAX_CHARACTERS].encode("ascii", "backslashreplace").decode()
     plain = "".join(char if " " <= char <= "~" else "?" for char in shown)[:MAX_CHARACTERS]
     return plain + "..." if len(text) > MAX_CHARACTERS else plain
 
 
 class UnknownFieldsPolicy:
-    """The policy of a server. Each ignored key is logged once.
+    """The policy of a server for unknown fields. Each ignored key is logged once.
 
     Raises:
-        ConfigError: the policy has another name.
+        ConfigError: the policy is unknown.
     """
 
     def __init__(self, policy: str = "warn") -> None:
         if policy not in get_args(UnknownFields):
             known = ", ".join(get_args(UnknownFields))
-            raise ConfigError(f"unknown_fields={policy!r} is not known: choose one of {known}")
-        self.policy: UnknownFields = policy  # type: ignore[assignment]
+            raise ConfigError(f"unknown_fields={policy!r} is unknown: choose one of {known}")
+        self.policy: UnknownFields = cast(UnknownFields, policy)
         self._logged: set[str] = set()
 
     def request(self) -> IgnoredKeys:
@@ -93,7 +93,7 @@ class UnknownFieldsPolicy:
         return IgnoredKeys(self.policy)
 
     def log(self, ignored: IgnoredKeys, path: str) -> None:
-        """Log the keys of a request that were not logged before."""
+        """Log the new keys of a request."""
         if ignored.header is None:
             return
         for name in ignored.names:
@@ -102,15 +102,15 @@ class UnknownFieldsPolicy:
                 logger.warning("%s: the unknown request field %s is ignored", path, name)
 
 
-# A JSON schema that clients send: it is walked in Python, and compiled.
+# Limits of a JSON schema in a request, which Python code traverses and the engine compiles.
 MAX_SCHEMA_DEPTH, MAX_SCHEMA_ITEMS, MAX_SCHEMA_CHARACTERS = 32, 4096, 2**17
 
 
 class Body(Options):
-    """Base of everything that clients send.
+    """Base of all request models.
 
-    `null` is the default of an optional field. An unknown key is ignored and noted where the
-    context of the validation is an `IgnoredKeys` that does not refuse it; else it is an error.
+    `null` is the default of an optional field. An unknown key is an error, unless the context of
+    the validation is an `IgnoredKeys` with another policy, which receives the key.
     """
 
     HISTORY: ClassVar[bool] = False
@@ -136,10 +136,10 @@ class Body(Options):
 
 
 class History(Body):
-    """Base of everything that clients send back: messages, their parts, calls, items.
+    """Base of the models of a conversation: messages, their parts, calls, items.
 
-    Clients append whole answers to the conversation, with keys of their own and of other servers.
-    Unknown keys are therefore ignored, whatever the server does with unknown request fields.
+    Clients append complete answers to the conversation, with additional keys of the client or of
+    another server. Unknown keys are therefore always ignored.
     """
 
     HISTORY = True
@@ -149,13 +149,13 @@ BodyT = TypeVar("BodyT", bound=Options)
 
 
 def validated(kind: type[BodyT], body: object, ignored: IgnoredKeys | None = None) -> BodyT:
-    """Return a parsed body as one of the request models.
+    """Return a parsed body as a request model.
 
     Args:
-        ignored: collects the unknown keys; None: unknown keys are refused.
+        ignored: receives the unknown keys; None = unknown keys are errors.
 
     Raises:
-        APIError: 400, naming the field at fault as the client spells it.
+        APIError: 400, with the invalid field in the spelling of the client.
     """
     try:
         return kind.model_validate(body, context=ignored)
@@ -164,11 +164,11 @@ def validated(kind: type[BodyT], body: object, ignored: IgnoredKeys | None = Non
 
 
 def few(count: int) -> BeforeValidator:
-    """A limit that is checked before the items of a list or an object are."""
+    """Return a limit of the items of a list or object, which is checked before the items."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > count:
-            raise Refusal(f"has {len(value)} items, and this server takes {count} at most")
+            raise Refusal(f"has {len(value)} items, and the limit of this server is {count}")
         return value
 
     return BeforeValidator(check)
@@ -177,11 +177,12 @@ def few(count: int) -> BeforeValidator:
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-def unsupported(why: str, *harmless: object, code: str | None = None) -> Any:
-    """A field that is refused unless its value asks for nothing (`None` or one of `harmless`).
+def unsupported(why: str, *harmless: object, code: str | None = None) -> PlainValidator:
+    """Return the check of a field that must be `None` or one of `harmless`.
 
     Args:
-        code: the code of the error, where clients know one.
+        why: reason for the error message.
+        code: code of the error, if clients know one.
     """
 
     def check(value: object) -> object:
@@ -189,11 +190,11 @@ def unsupported(why: str, *harmless: object, code: str | None = None) -> Any:
             return None
         raise Refusal(f"not supported by this server: {why}", code=code)
 
-    return Annotated[Any, PlainValidator(check)]
+    return PlainValidator(check)
 
 
 def parts_of(*kinds: str) -> BeforeValidator:
-    """Refuse a part of a message that is of no known kind, and name the part."""
+    """Return a check of the types of a message's parts, whose error names the part."""
 
     def check(value: object) -> object:
         for place, part in enumerate(value if isinstance(value, list) else ()):
@@ -210,7 +211,7 @@ def parts_of(*kinds: str) -> BeforeValidator:
 
 
 def _schema(value: object) -> object:
-    """Limit what a schema may hold, before anybody walks it."""
+    """Check the limits of a schema."""
     if not isinstance(value, Mapping):
         return value
     items = characters = 0
@@ -220,10 +221,10 @@ def _schema(value: object) -> object:
         items += 1
         characters += len(here) if isinstance(here, str) else 0
         if depth > MAX_SCHEMA_DEPTH:
-            raise Refusal(f"is deeper than the {MAX_SCHEMA_DEPTH} levels that this server takes")
+            raise Refusal(f"is deeper than {MAX_SCHEMA_DEPTH} levels, the limit of this server")
         if items > MAX_SCHEMA_ITEMS or characters > MAX_SCHEMA_CHARACTERS:
             raise Refusal(
-                f"is larger than this server takes: {MAX_SCHEMA_ITEMS} items, "
+                f"is larger than the limit of this server: {MAX_SCHEMA_ITEMS} items, "
                 f"{MAX_SCHEMA_CHARACTERS} characters"
             )
         if isinstance(here, Mapping):
@@ -238,7 +239,7 @@ Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
 
 
 def _parsed(value: object) -> object:
-    """Read a schema that is JSON text."""
+    """Parse a schema that is JSON text."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_SCHEMA_CHARACTERS:

@@ -1,4 +1,4 @@
-"""The types of the ASGI interface (https://asgi.readthedocs.io), for middleware and streams."""
+"""Types of the ASGI interface (https://asgi.readthedocs.io), for middleware and streams."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Where a scope has a function that sends a part of a stream at once: `send` would take it through
-#: every layer of middleware and a model of the protocol, for each token of each client.
+#: Key of the scope for a function that writes a part of a stream to the connection. `send` would
+#: pass every token through all middleware and the protocol's state machine.
 WRITER = "ed_esurge.write_chunk"

@@ -203,15 +203,19 @@ class CountRequest(Body):
     # What may be cached, and how quickly to answer: there is one way here.
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
-    container: unsupported("containers") = None  # type: ignore[valid-type]
-    context_management: unsupported("context_management; shorten the messages", {}) = None  # type: ignore[valid-type]
-    compaction: unsupported("compaction; shorten the messages") = None  # type: ignore[valid-type]
-    mcp_servers: unsupported("mcp_servers; call them in the client, and send tools", []) = None  # type: ignore[valid-type]
-    fallbacks: unsupported("fallbacks; ask again with another model", []) = None  # type: ignore[valid-type]
+    container: Annotated[None, unsupported("containers")] = None
+    context_management: Annotated[
+        None, unsupported("context_management; shorten the messages", {})
+    ] = None
+    compaction: Annotated[None, unsupported("compaction; shorten the messages")] = None
+    mcp_servers: Annotated[
+        None, unsupported("mcp_servers; call them in the client, and send tools", [])
+    ] = None
+    fallbacks: Annotated[None, unsupported("fallbacks; ask again with another model", [])] = None
     # By this code the client learns to send whole conversations.
-    thread: unsupported(  # type: ignore[valid-type]
-        "threads; send all messages", code="thread_unsupported_request"
-    ) = None
+    thread: Annotated[
+        None, unsupported("threads; send all messages", code="thread_unsupported_request")
+    ] = None
 
     @model_validator(mode="after")
     def _one_format(self) -> CountRequest:

@@ -1,7 +1,6 @@
-"""What administrators do with the memory of an engine, under vLLM's names.
+"""Endpoints for administrators, with vLLM's names: sleep, the prefix cache, LoRA adapters.
 
-`POST /sleep` and `/wake_up` lend the memory of the device to a trainer beside the server, and
-`POST /reset_prefix_cache` forgets cached prefixes.
+A trainer on the same device can use its memory between `POST /sleep` and `POST /wake_up`.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ LEVELS = {"1": 1, "2": 2}
 
 
 async def sleep(server: ModelServer, request: Request) -> JSONResponse:
-    """Give the memory of the device to others; `level` and `model` are of the query.
+    """Release the device memory of the models; query parameters: `level` and `model`.
 
     Raises:
-        APIError: 400, `level` is neither 1 nor 2; 403, the server does not do that; 404, there is
-            no such model; 409, the engine cannot sleep so; 503, it does not run.
+        APIError: 400, `level` is neither 1 nor 2; 403, sleep mode is disabled; 404, the model does
+            not exist; 409, the engine does not support the level; 503, the engine does not run.
     """
     models = _asked(server, request, ("level", "model"))
     level = LEVELS.get(request.query_params.get("level", "1"))
     if level is None:
         raise APIError(
-            "level is 1, which keeps the weights in host memory, or 2, which forgets them",
+            "level must be 1 (keeps the weights in host memory) or 2 (drops the weights)",
             param="level",
             code="invalid_value",
         )
@@ -46,10 +45,10 @@ async def sleep(server: ModelServer, request: Request) -> JSONResponse:
 
 
 async def wake_up(server: ModelServer, request: Request) -> JSONResponse:
-    """Go on after `sleep`; `model` is of the query.
+    """Resume after `sleep`; query parameter: `model`.
 
     Raises:
-        APIError: as `sleep`; 409, the weights were forgotten.
+        APIError: see `sleep`; 409, the weights were dropped.
     """
     models = _asked(server, request, ("model",))
     for model in models:
@@ -58,18 +57,18 @@ async def wake_up(server: ModelServer, request: Request) -> JSONResponse:
 
 
 async def is_sleeping(server: ModelServer, request: Request) -> JSONResponse:
-    """Whether the models sleep, or the one that the query names. Raises APIError: as `sleep`."""
+    """Return whether the models sleep; query parameter: `model`. Raises APIError: see `sleep`."""
     return _state(_asked(server, request, ("model",)))
 
 
 async def reset_prefix_cache(server: ModelServer, request: Request) -> Response:
-    """Forget the cached prefixes of the models, or of the one that the query names.
+    """Clear the prefix cache of the models; query parameter: `model`.
 
-    Running requests are computed anew, and prefixes in host memory are forgotten too, whatever
-    vLLM's `reset_running_requests` and `reset_external` say.
+    Running requests are recomputed, and prefixes in host memory are cleared as well, independent
+    of vLLM's parameters `reset_running_requests` and `reset_external`.
 
     Raises:
-        APIError: 400, a parameter is not known; 404, there is no such model; 503, an engine does
+        APIError: 400, a parameter is unknown; 404, the model does not exist; 503, an engine does
             not run.
     """
     _check_query(request, ("model", "reset_running_requests", "reset_external"))
@@ -79,10 +78,10 @@ async def reset_prefix_cache(server: ModelServer, request: Request) -> Response:
 
 
 def _asked(server: ModelServer, request: Request, known: Sequence[str]) -> list[ServedModel]:
-    """The models that a request means."""
+    """Return the models of a request."""
     if not server.state.enable_sleep_mode:
         raise APIError(
-            "this server does not sleep for its clients: start it with enable_sleep_mode",
+            "sleep mode is disabled: start the server with enable_sleep_mode",
             status=403,
             code="sleep_off",
         )
@@ -94,7 +93,7 @@ def _check_query(request: Request, known: Sequence[str]) -> None:
     for name in request.query_params:
         if name not in known:
             raise APIError(
-                f"{name!r:.50} is not known here: {', '.join(known)}",
+                f"the parameter {name!r:.50} is unknown: use {', '.join(known)}",
                 param=name[:50],
                 code="unknown_parameter",
             )
@@ -127,11 +126,11 @@ class LoadAdapterRequest(Body):
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
-    """True: an adapter of that name is replaced."""
+    """Whether to replace a loaded adapter with the same name."""
     model: str | None = None
-    """The model that it is for, where a server has several (extension)."""
+    """The model of the adapter, for a server with several models (extension)."""
     owner: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Name or SHA-256 of the API keys that may use the adapter; null: every key (extension)."""
+    """Name or SHA-256 of the API keys that may use the adapter; null = every key (extension)."""
 
 
 class UnloadAdapterRequest(Body):
@@ -139,23 +138,23 @@ class UnloadAdapterRequest(Body):
 
     lora_name: Name
     lora_int_id: int | None = None
-    """vLLM's number, which names nothing here."""
+    """vLLM's number of the adapter; ignored."""
     model: str | None = None
 
 
 async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
-    """Serve an adapter under a name.
+    """Load an adapter under a name.
 
     Raises:
-        APIError: 400, the adapter cannot be loaded, or no key belongs to its owner; 403, it lies
-            outside the server's directory; 404, it is not there.
+        APIError: 400, the adapter cannot be loaded, or the owner has no key; 403, the path is
+            outside the server's directory; 404, the directory does not exist.
     """
     _check_open(model)
     owners = _owners(model, body.owner)
     path = _inside(model.adapter_directory, body.lora_path)
     if body.lora_name in model.names:
         raise APIError(
-            f"{body.lora_name!r} is the model itself: choose another name", param="lora_name"
+            f"{body.lora_name!r} is the name of the model: choose another name", param="lora_name"
         )
     loaded = body.lora_name in model.adapters(model.owner)
     if loaded and not body.load_inplace:
@@ -169,7 +168,7 @@ async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -
             await model.engine.unload_lora_adapter(body.lora_name)
         if owners is None:
             model.adapter_owners.pop(body.lora_name, None)
-        else:  # before it is there: nobody else must see it meanwhile
+        else:  # before loading, so that other keys never see the adapter
             model.adapter_owners[body.lora_name] = owners
         await model.engine.load_lora_adapter(body.lora_name, path)
     except (ConfigError, CheckpointError) as error:
@@ -182,23 +181,23 @@ async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -
 async def unload(
     model: ServedModel, body: UnloadAdapterRequest, request: Request
 ) -> PlainTextResponse:
-    """Let no new request use an adapter; those that use it end as they would.
+    """Unload an adapter. Unfinished requests continue to use the adapter.
 
     Raises:
-        APIError: 404, there is none of that name.
+        APIError: 404, the adapter is not loaded.
     """
     _check_open(model)
     if body.lora_name not in model.adapters(model.owner):
         raise APIError(
-            f"the LoRA adapter {body.lora_name!r} is not loaded; GET /v1/models lists those that "
-            "are",
+            f"the LoRA adapter {body.lora_name!r} is not loaded; GET /v1/models lists the loaded "
+            "adapters",
             status=404,
             param="lora_name",
             code="model_not_found",
         )
     try:
         await model.engine.unload_lora_adapter(body.lora_name)
-    except ConfigError as error:  # somebody else was quicker
+    except ConfigError as error:  # a concurrent request has unloaded the adapter
         raise APIError(str(error), status=404, param="lora_name") from None
     except EasyDeLError as error:
         raise engine_unavailable(str(error)) from error
@@ -206,10 +205,10 @@ async def unload(
 
 
 def _owners(model: ServedModel, wanted: str | None) -> frozenset[str] | None:
-    """Return the digests of the keys that may use an adapter, administrators' keys included.
+    """Return the digests of the keys that may use an adapter, including administrators' keys.
 
     Args:
-        wanted: name or SHA-256 of the keys. None: every key.
+        wanted: name or SHA-256 of the keys; None = every key.
 
     Raises:
         APIError: 400, the server has no such key.
@@ -221,7 +220,7 @@ def _owners(model: ServedModel, wanted: str | None) -> frozenset[str] | None:
     if not owners:
         raise APIError(
             f"the owner {wanted!r} is neither the name nor the sha256 of an API key of this "
-            "server: name a key of its api_key_file, or leave owner out",
+            "server: use a key of its api_key_file, or omit owner",
             param="owner",
             code="invalid_value",
         )
@@ -231,23 +230,23 @@ def _owners(model: ServedModel, wanted: str | None) -> frozenset[str] | None:
 def _check_open(model: ServedModel) -> None:
     if not model.engine.config.max_loras:
         raise APIError(
-            "this server serves no LoRA adapters: start the engine with max_loras, how many can be "
-            "loaded at the same time",
+            "this server does not support LoRA adapters: start the engine with max_loras, the "
+            "maximum number of loaded adapters",
             status=404,
             code="adapters_off",
         )
     if model.adapter_directory is None:
         raise APIError(
-            "this server loads no adapters for its clients: start it with lora_directory, below "
-            "which they may name them",
+            "clients of this server cannot load adapters: start the server with lora_directory, "
+            "the directory of the adapters",
             status=403,
             code="adapters_off",
         )
 
 
 def _inside(directory: Path | None, wanted: str) -> Path:
-    """The directory of an adapter, links followed, which must lie below another one."""
-    assert directory is not None, "checked before"
+    """Return the resolved directory of an adapter, which must be inside `directory`."""
+    assert directory is not None, "checked by _check_open"
     root = directory.resolve()
     try:
         path = (root / wanted).resolve()
@@ -261,14 +260,14 @@ def _inside(directory: Path | None, wanted: str) -> Path:
         inside = there = strays = False
     if not inside or strays:
         raise APIError(
-            f"{wanted!r:.200} is not below the directory from which this server loads adapters: "
-            "give a path relative to it",
+            f"{wanted!r:.200} is not inside the adapter directory of this server: give a path "
+            "relative to this directory",
             status=403,
             param="lora_path",
         )
     if not there:
         raise APIError(
-            f"there is no directory {wanted!r:.200} with an adapter", status=404, param="lora_path"
+            f"the adapter directory {wanted!r:.200} does not exist", status=404, param="lora_path"
         )
     return path
 

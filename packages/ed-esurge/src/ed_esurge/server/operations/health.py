@@ -1,8 +1,8 @@
-"""What orchestrators and monitors ask.
+"""Endpoints for orchestrators and monitors.
 
-`live` fails when only a restart helps: the engine's thread is dead, or stuck in a step. `ready` and
-`/health` fail then too, while the server drains, and while a model sleeps. `decode` fails where the
-model gives no token.
+`live` fails if the server needs a restart, because the engine's thread is dead or stuck in a step.
+`ready` and `/health` also fail while the server drains and while a model sleeps. `decode` fails if
+the model does not generate a token.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import Endpoint
 
-# Seconds in which a token must come.
+# Time limit for the token of the decode check.
 DECODE_SECONDS = 30.0
 
 
 def server_version() -> str:
-    """The version of this package."""
+    """Return the version of this package."""
     return importlib.metadata.version("ed-esurge")
 
 
@@ -35,14 +35,14 @@ def _down(reason: str, status: str = "down") -> JSONResponse:
 
 
 async def live(server: ModelServer, request: Request) -> JSONResponse:
-    """Whether every engine runs."""
+    """Return whether every engine runs."""
     if not _healthy(server):
         return _down("the engine is not running")
     return JSONResponse({"status": "ok"})
 
 
 async def ready(server: ModelServer, request: Request) -> JSONResponse:
-    """Whether requests are taken."""
+    """Return whether the server accepts requests."""
     if _healthy(server) and server.state.draining:
         return _down("the server is stopping", "draining")
     if _healthy(server) and any(model.engine.is_sleeping for model in server.models):
@@ -57,8 +57,7 @@ def _healthy(server: ModelServer) -> bool:
 
 
 async def decode(server: ModelServer, request: Request) -> JSONResponse:
-    """Whether every model gives a real token by the way that requests take. Those who ask at the
-    same time share one."""
+    """Return whether every model generates a token. Concurrent checks share one request."""
     for model in server.models:
         if model.decoding is None or model.decoding.done():
             model.decoding = asyncio.create_task(_decode(model))
@@ -69,39 +68,39 @@ async def decode(server: ModelServer, request: Request) -> JSONResponse:
 
 
 async def _decode(model: ServedModel) -> str | None:
-    """What is wrong; None: nothing."""
+    """Return the reason of a failed check; None = success."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         async with asyncio.timeout(DECODE_SECONDS):
             deltas = model.generate([0], params, new_id("health", None))
             async with aclosing(deltas) as items:
                 tokens = [token async for one in items for token in one.outputs[0].token_ids]
-        return None if tokens else "no token came"
+        return None if tokens else "the model generated no token"
     except TimeoutError:
-        return f"no token came within {DECODE_SECONDS:g} seconds"
+        return f"the model generated no token within {DECODE_SECONDS:g} seconds"
     except APIError as error:
         return error.message
 
 
 async def metrics(server: ModelServer, request: Request) -> Response:
-    """The text that Prometheus scrapes."""
+    """Return the text for Prometheus."""
     return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def ping(server: ModelServer, request: Request) -> Response:
-    """Whether requests are taken, by the status alone."""
+    """Return the status of `ready` without a body."""
     return Response(status_code=(await ready(server, request)).status_code)
 
 
 async def load(server: ModelServer, request: Request) -> JSONResponse:
-    """The number of requests that wait or run."""
+    """Return the number of waiting and running requests."""
     numbers = [stats for model in server.models for stats in model.engine.replica_stats()]
     names = ("num_requests_running", "num_requests_waiting")
     return JSONResponse({"server_load": int(sum(one[name] for one in numbers for name in names))})
 
 
 async def version(server: ModelServer, request: Request) -> JSONResponse:
-    """The version of the server."""
+    """Return the version of the server."""
     return JSONResponse({"version": server_version()})
 
 

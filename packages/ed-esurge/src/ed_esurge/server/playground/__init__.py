@@ -1,6 +1,6 @@
-"""The page at `/`: one file that needs nothing else, put together from the parts in this directory.
+"""The playground page at `/`: one HTML file, assembled from the parts in this directory.
 
-It is a client like any other and may do nothing that a request with the same key may not.
+The page is a regular client, with the permissions of its API key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ed_esurge.server.routing import Endpoint
 
 @functools.cache
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = {part.name: part.read_text("utf-8") for part in files(__name__).iterdir() if _is(part)}
     script = "\n".join(parts[name] for name in sorted(parts) if name.endswith(".js"))
     text = parts["page.html"].replace("{{STYLE}}", parts["style.css"])
@@ -32,7 +32,7 @@ def _is(part: object) -> bool:
 
 @functools.cache
 def policy() -> str:
-    """What a browser lets the page do: run its own script, and talk with this server alone."""
+    """Return the content security policy: only the page's script, and requests to this server."""
 
     def source(tag: str) -> str:
         inner = page().split(f"<{tag}", 1)[1].split(">", 1)[1].split(f"</{tag}>", 1)[0]
@@ -53,7 +53,7 @@ def policy() -> str:
 
 
 async def playground(server: ModelServer, request: Request) -> HTMLResponse:
-    """The page. It holds nothing of the server: what it shows, it asks for."""
+    """Return the page, which contains no data of the server."""
     headers = {
         "Content-Security-Policy": policy(),
         "X-Content-Type-Options": "nosniff",

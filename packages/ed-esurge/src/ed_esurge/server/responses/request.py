@@ -152,7 +152,9 @@ class TextOptions(Body):
     """Options of the answer's text."""
 
     format: TextFormat = TextFormat()
-    verbosity: unsupported("verbosity; ask for a length in a message", "medium") = None  # type: ignore[valid-type]
+    verbosity: Annotated[
+        None, unsupported("verbosity; ask for a length in a message", "medium")
+    ] = None
 
 
 class ReasoningOptions(Body):
@@ -192,14 +194,16 @@ class ResponseRequest(Body):
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    background: unsupported("background; stream the answer", False) = None  # type: ignore[valid-type]
-    conversation: unsupported("conversation; use previous_response_id") = None  # type: ignore[valid-type]
-    context_management: unsupported("context_management", []) = None  # type: ignore[valid-type]
-    image: unsupported("images; this model answers with text only") = None  # type: ignore[valid-type]
-    moderation: unsupported("moderation") = None  # type: ignore[valid-type]
-    prompt: unsupported("stored prompts; send instructions") = None  # type: ignore[valid-type]
-    top_logprobs: unsupported("top_logprobs; use /v1/chat/completions", 0) = None  # type: ignore[valid-type]
-    truncation: unsupported("truncation; see truncate_mode of the engine", "disabled") = None  # type: ignore[valid-type]
+    background: Annotated[None, unsupported("background; stream the answer", False)] = None
+    conversation: Annotated[None, unsupported("conversation; use previous_response_id")] = None
+    context_management: Annotated[None, unsupported("context_management", [])] = None
+    image: Annotated[None, unsupported("images; this model answers with text only")] = None
+    moderation: Annotated[None, unsupported("moderation")] = None
+    prompt: Annotated[None, unsupported("stored prompts; send instructions")] = None
+    top_logprobs: Annotated[None, unsupported("top_logprobs; use /v1/chat/completions", 0)] = None
+    truncation: Annotated[
+        None, unsupported("truncation; see truncate_mode of the engine", "disabled")
+    ] = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, few(16)] = None
     """Thoughts need no key to be sent back: their items hold them."""
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
