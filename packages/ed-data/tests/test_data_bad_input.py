@@ -136,7 +136,7 @@ def test_one_empty_file_among_others(mixture, tokenizer, tmp_path):
     informs = [{"data_files": f"{tmp_path}/?.jsonl"}]
     assert build_loader(mixture(informs=informs), tokenizer).stats["documents"] == 1
     (tmp_path / "b.jsonl").write_bytes(b"")
-    with pytest.raises(DataError, match=r"has no documents: there are no rows"):
+    with pytest.raises(DataError, match=r"has no documents: the source has no rows"):
         build_loader(mixture(informs=informs), tokenizer)
     (tmp_path / "c.csv").write_bytes(b"")
     assert list(read_rows(Inform(data_files=tmp_path / "c.csv"))) == []
@@ -189,7 +189,7 @@ def test_data_without_any_label_is_refused(mixture, tokenizer, on_the_fly):
     # An answer that a length limit cuts off is no answer.
     long = {"role": "user", "content": "hi " * 50}
     options["tokenization"]["max_length"] = 16
-    with pytest.raises(DataError, match="cut off"):
+    with pytest.raises(DataError, match="truncation removed"):
         build_loader(mixture([{"content": [long, ANSWER]}], **options), tokenizer)
 
 
@@ -223,7 +223,7 @@ def test_a_cache_that_is_only_read_is_used(mixture, tokenizer, tmp_path, monkeyp
     monkeypatch.setattr("ed_data.cache._begin", refuse)
     other = made.replace(seed=3)  # needs another plan, and the same tokens
     assert build_loader(other, tokenizer, batch_size=2).stats["documents"] == 60
-    assert "the plan of the rows is not kept" in caplog.text
+    assert "the plan of the rows is not cached" in caplog.text
     again = build_loader(made, tokenizer, batch_size=2).batch_at(3)
     assert all(np.array_equal(again[key], first[key]) for key in first)
     with pytest.raises(DataError, match=r"Read-only file system; set mixture\.cache_dir"):

@@ -11,7 +11,7 @@ from ed_data import DataError, build_loader
 from ed_data.order import plan
 from ed_data.storage import background as growing
 from ed_data.storage import prepare
-from ed_data.storage.background import GrowingTokens
+from ed_data.storage.background import BackgroundTokens
 from ed_data.tokens.parallel import Encoding
 
 TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(300)]
@@ -34,7 +34,7 @@ def aside(monkeypatch):
             yield encoded
 
     monkeypatch.setattr(Encoding, "all", gated)
-    monkeypatch.setattr(prepare, "ASIDE", 0)
+    monkeypatch.setattr(prepare, "BACKGROUND_BYTES", 0)
     monkeypatch.setattr(plan, "WINDOW", 60)
     yield gate
     gate.set()
@@ -49,7 +49,7 @@ def test_batches_come_before_the_cache_is_complete(mixture, tokenizer, tmp_path,
     loader = build_loader(made, tokenizer, batch_size=2)
     held_out = build_loader(made, tokenizer, batch_size=2, split="eval")
     tokens = loader._order.tokens[0]
-    assert isinstance(tokens, GrowingTokens)
+    assert isinstance(tokens, BackgroundTokens)
     assert held_out._order.tokens[0] is tokens, "one store is written once"
     assert same(loader.batch_at(0), expected.batch_at(0))
     assert same(loader.batch_at(3), expected.batch_at(3))
@@ -65,7 +65,7 @@ def test_batches_come_before_the_cache_is_complete(mixture, tokenizer, tmp_path,
     assert loader.stats == expected.stats
     loader.close()
     again = build_loader(made, tokenizer, batch_size=2)
-    assert not isinstance(again._order.tokens[0], GrowingTokens)
+    assert not isinstance(again._order.tokens[0], BackgroundTokens)
     again.load_state_dict(state)
     assert same(again.batch_at(9), expected.batch_at(9))
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
@@ -126,4 +126,4 @@ def test_background_encoding_error_is_raised_with_next_batch(mixture, tokenizer,
 
 def test_a_small_source_is_waited_for(mixture, tokenizer):
     loader = build_loader(mixture(TEXTS), tokenizer, batch_size=2)
-    assert not isinstance(loader._order.tokens[0], GrowingTokens)
+    assert not isinstance(loader._order.tokens[0], BackgroundTokens)

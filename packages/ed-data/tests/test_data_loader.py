@@ -310,7 +310,7 @@ def test_packing_plan_is_stored_next_to_the_cache(mixture, tokenizer, monkeypatc
     first = build_loader(made, tokenizer, batch_size=2)
     rows = first.stats["rows"]
     monkeypatch.setattr(
-        "ed_data.order.plan.pack", None
+        "ed_data.order.windows.pack", None
     )  # finding a row must not pack an epoch again
     assert build_loader(made, tokenizer, batch_size=2).stats["rows"] == rows
 
@@ -322,7 +322,7 @@ def test_missing_or_conflicting_lengths_raise_data_error(mixture, tokenizer):
         build_loader(mixture(pack_seq_length=None), tokenizer)
     with pytest.raises(DataError, match=r"set tokenization\.max_length"):
         build_loader(mixture(pack_tokens=False), tokenizer)
-    with pytest.raises(DataError, match=r"is 32 here and mixture\.pack_seq_length is 64"):
+    with pytest.raises(DataError, match=r"seq_length=32 contradicts mixture\.pack_seq_length=64"):
         build_loader(mixture(), tokenizer, seq_length=32)
     with pytest.raises(DataError, match="above the sequence length 16"):
         build_loader(

@@ -11,7 +11,7 @@ import pytest
 from ed_data import build_loader, cache
 from ed_data.order import stream
 from ed_data.schema import PREFERENCE, TEXT
-from ed_data.storage.background import GrowingTokens
+from ed_data.storage.background import BackgroundTokens
 
 TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(230)]
 PAIRS = [
@@ -96,8 +96,8 @@ def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
         ("pathlib:Path", "write_text", 1),
         ("pathlib:Path", "rename", 1),
         ("ed_data.storage.store:", "TokenStore", 1),
-        ("ed_data.order.plan:", "pack", 1),
-        ("ed_data.order.plan:", "pack", 3),
+        ("ed_data.order.windows:", "pack", 1),
+        ("ed_data.order.windows:", "pack", 3),
         ("os:", "replace", 1),
     ],
 )
@@ -131,14 +131,14 @@ def test_a_kill_while_a_store_is_written_aside(
 ):
     import pkgutil
 
-    monkeypatch.setattr("ed_data.storage.prepare.ASIDE", 0)
+    monkeypatch.setattr("ed_data.storage.prepare.BACKGROUND_BYTES", 0)
     made = mixture(TEXTS, tokenization={"batch_size": 50})
 
     def work() -> list[dict[str, np.ndarray]]:
         loader = build_loader(made, tokenizer, batch_size=2)
         batches = [loader.batch_at(step) for step in range(5)]
         for tokens in loader._order.tokens:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(tokens, GrowingTokens):
+            if isinstance(tokens, BackgroundTokens):
                 tokens._thread.join()
         return batches
 

@@ -144,7 +144,7 @@ def test_documents_with_values_are_never_split(mixture, tokenizer):
     loader = build_loader(mixture(rows), tokenizer, schema=LABELLED)
     assert loader.stats["rows"] == 3
     assert loader.stats["tokens_cut"] > 0
-    with pytest.raises(DataError, match="'wrapped' cuts documents anywhere"):
+    with pytest.raises(DataError, match="'wrapped' splits documents at any token"):
         build_loader(mixture(rows, pack_strategy="wrapped"), tokenizer, schema=LABELLED)
 
 
@@ -152,7 +152,7 @@ def test_invalid_schema_raises_data_error():
     column = Column("", "content")
     with pytest.raises(DataError, match="different names"):
         Schema((column,), values=(Value("x", "a"), Value("x", "b")))
-    with pytest.raises(DataError, match="stands at no column"):
+    with pytest.raises(DataError, match="names the column 'y'"):
         Schema((column,), values=(Value("x", "a", column="y"),))
 
 

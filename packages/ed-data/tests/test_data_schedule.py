@@ -63,7 +63,7 @@ def test_divided_blocks_follow_weights_within_two_documents(blocks):
 def test_any_window_can_be_asked_for(sizes, block, window, shuffle):
     def fresh() -> ScheduledOrder:
         order = ScheduledOrder(sizes, LINEAR, block_size=block, seed=3, shuffle=shuffle)
-        order.follow(window, lambda number: 3 * number)
+        order.set_windows(window, lambda number: 3 * number)
         return order
 
     order = fresh()

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 from ed_data import Column, DataError, Schema, StreamLoader, build_loader, contents, texts
-from ed_data.batches.arrays import Layout
+from ed_data.batches.arrays import BatchLayout
 from ed_data.order.mixing import IntArray
-from ed_data.order.plan import Rows
+from ed_data.order.windows import PlannedRows
 from ed_data.schema import PREFERENCE, TEXT, Example
 from ed_data.storage.lazy import LazyTokens
 from ed_data.tokens.encoder import Encoder
@@ -88,7 +88,7 @@ def test_pairs_are_cut_and_never_split(mixture, tokenizer):
         whole = [pair_of(tokenizer, row, "chosen")[0][:24] for row in PAIRS]
         assert all(tokens in whole for tokens, _ in pieces)
         assert loader.stats["tokens_cut"] > 0
-    with pytest.raises(DataError, match=r"never split: take 'bfd'") as error:
+    with pytest.raises(DataError, match=r"never split: use 'bfd'") as error:
         build_loader(mixture(PAIRS, pack_strategy="wrapped"), tokenizer, schema=PREFERENCE)
     assert error.value.path == ("pack_strategy",)
     split = mixture(PAIRS, tokenization={"truncation": False})
@@ -227,7 +227,7 @@ class Counted:
         zeros = np.zeros_like(which)
         lengths = self.tokens.lengths(which)
         numbers = np.arange(1, len(which) + 1)
-        return Rows([self.tokens], zeros, which, zeros, lengths, zeros, numbers)
+        return PlannedRows([self.tokens], zeros, which, zeros, lengths, zeros, numbers)
 
     def state_dict(self):
         return {"read": self.read}
@@ -240,7 +240,7 @@ def stream(tokenizer, size: int = 64, **details) -> StreamLoader:
     encoder = Encoder(tokenizer, True, tokenizer.eos_token_id, False, 100, TEXT)
     documents = [Example({"content": f"number {i} " + "sheep " * (i % 5)}) for i in range(30)]
     order = Counted(LazyTokens(documents, Encoding(encoder), "x"), size)
-    return StreamLoader(order, Layout(1, size, 0), {"size": size, **details})
+    return StreamLoader(order, BatchLayout(1, size, 0), {"size": size, **details})
 
 
 def test_streamed_prompts_resume_from_saved_state(tokenizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ed_data import DataError, build_loader, contents, texts
-from ed_data.storage.prepare import held_out
+from ed_data.rows.splits import held_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -156,7 +156,7 @@ def test_missing_tokenizer_features_raise_data_error(tokenizer):
     bare.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         encoder_of(bare).encode([document(CHAT)], "x")
-    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+    with pytest.raises(DataError, match="requires a chat template, but the tokenizer has none"):
         encoder_of(bare, assistant_only_loss=True)
     bare.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(DataError, match="no such role"):
@@ -233,7 +233,7 @@ def test_a_broken_store_is_made_again(mixture, tokenizer, tmp_path, caplog):
     with open(store / "tokens.bin", "r+b") as stream:
         stream.truncate(100)
     assert tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
-    assert "cut short" in caplog.text
+    assert "truncated" in caplog.text
 
 
 def test_a_store_appears_whole_or_not_at_all(tmp_path):

@@ -117,11 +117,11 @@ def test_prompt_batches_contain_images_and_token_batches_reject_images(
     ("row", "field", "says"),
     [
         ({"image_path": "x.png"}, "image_field", r"rows\.json, item 0: there is no image 'x\.png'"),
-        ({"image_path": 3}, "image_field", r"a path, bytes, or \{path, bytes\}, not int 3"),
+        ({"image_path": 3}, "image_field", r"a path, bytes, or \{path, bytes\}, got int 3"),
         ({"image_path": {}}, "image_field", "a path, bytes"),
-        ({"image_path": [[1], [1, 2]]}, "pixel_field", "holds pixels"),
-        ({"image_path": [1, 2]}, "pixel_field", "holds pixels"),
-        ({"image_path": [["a"]]}, "pixel_field", "holds pixels"),
+        ({"image_path": [[1], [1, 2]]}, "pixel_field", "must hold pixels"),
+        ({"image_path": [1, 2]}, "pixel_field", "must hold pixels"),
+        ({"image_path": [["a"]]}, "pixel_field", "must hold pixels"),
         ({"other": "x"}, "image_field", "there is no field 'image_path'"),
     ],
 )

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ed_data.order.packing import Packing, pack
     from ed_data.report import Report, data_report
     from ed_data.rows.documents import documents
+    from ed_data.rows.splits import contents, default_cache_dir, texts
     from ed_data.save import remove_cache, save_mixture
     from ed_data.schema import Column, Example, Schema, Value
     from ed_data.sources import read_rows
-    from ed_data.storage.prepare import contents, default_cache_dir, texts
     from ed_data.tokens.bpe import train_bpe
 
 _OWNERS = {
@@ -30,7 +30,7 @@ _OWNERS = {
     "errors": "DataError",
     "batches.loader": "Loader StreamLoader",
     "order.packing": "Packing pack",
-    "storage.prepare": "contents default_cache_dir texts",
+    "rows.splits": "contents default_cache_dir texts",
     "batches.prompts": "PromptLoader build_prompts",
     "report": "Report data_report",
     "save": "remove_cache save_mixture",

@@ -1,35 +1,38 @@
-"""`build_loader`: a mixture and a tokenizer to batches that are a pure function of the step."""
+"""`build_loader`: the loader of a mixture, for a tokenizer or a processor."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_data.batches.arrays import Layout
+from ed_data.batches.arrays import BatchLayout
 from ed_data.batches.loader import Loader, StreamLoader, hash_of
 from ed_data.checks import check_names, without_tokens
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.order import stream
 from ed_data.order.options import document_order, order_details, schedule_of, shares_of
-from ed_data.order.plan import WINDOW, RowOptions, RowPlan
-from ed_data.order.reading import SHARDS, MixedDocuments, Passes, in_split
+from ed_data.order.plan import WINDOW, RowPlan
+from ed_data.order.reading import SHARDS, MixedDocuments, Passes
 from ed_data.order.stream import StreamPlan
+from ed_data.order.windows import RowOptions
 from ed_data.rows.documents import Documents
+from ed_data.rows.splits import check_split, default_cache_dir, file_cache, in_split, named
 from ed_data.save import save_mixture
 from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
-from ed_data.storage.prepare import check_split, default_cache_dir, file_cache, named, prepare
+from ed_data.storage.prepare import prepare
 from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.images import ImageEncoder, Processor
 from ed_data.tokens.parallel import Encoding
 from ed_data.tokens.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Changes when the same options and data give other batches: old runs are then refused, not bent.
+#: Increased when the same options and data give different batches; older states are then rejected.
 ORDER_VERSION = 1
-_LONGEST_MULTIPLE = 8  # columns of a batch padded to its longest row
+_LONGEST_MULTIPLE = 8  # the length of batches that are padded to their longest row
 _DEFAULT_SEED = 42
 
 
@@ -44,38 +47,57 @@ def build_loader(
     cache_dir: str | None = None,
     shuffle: bool = True,
     schema: Schema = TEXT,
+    processor: Processor | None = None,
+    decoder_start_token_id: int | None = None,
 ) -> Loader | StreamLoader:
-    """Tokenize a mixture (or find it in the cache) and plan its batches.
+    """Tokenize a mixture, or read its tokens from the cache, and return the loader of its batches.
 
-    With `streaming: true` nothing is read ahead but the next window, and the result is a
-    `StreamLoader`.
+    With `streaming: true` the loader reads only the next window in advance, and the result is a
+    `StreamLoader`. With a processor, documents are tokenized on the fly, because the images are
+    read when a batch needs them.
 
     Args:
         mixture: the sources, and how they are mixed, tokenized and packed.
-        tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
+        tokenizer: tokenizer of the model, used unless `mixture.tokenization.tokenizer` is set; by
+            default that of the processor.
         batch_size: rows of a batch over all hosts; default `mixture.batch_size`, else 1.
         seq_length: tokens of a row; default `mixture.pack_seq_length` when packing, else
             `mixture.tokenization.max_length`.
-        seed: default where `mixture.seed` is not set; 42 without either.
+        seed: used if `mixture.seed` is not set; default 42.
         split: `"train"` or `"eval"`.
-        cache_dir: default where `mixture.cache_dir` is not set.
-        shuffle: False reads training data in its own order too.
+        cache_dir: used if `mixture.cache_dir` is not set.
+        shuffle: False keeps the order of training data.
         schema: the columns of a document: one text, or for example `ed_data.schema.PREFERENCE`.
+        processor: processor of a vision-language model (`AutoProcessor`). Batches then contain
+            `pixel_values` [b, i, c, h, w].
+        decoder_start_token_id: first decoder token of an encoder-decoder model, required by
+            `ed_data.schema.SEQ2SEQ`.
 
     Raises:
-        DataError: a name leads nowhere, data is missing or empty, or options contradict each other.
+        DataError: a name cannot be resolved, data is missing or empty, or options contradict each
+            other.
     """
     length = _seq_length(mixture, seq_length)
-    limit = _document_limit(mixture, length, schema)
-    for path, message in check_names(mixture, schema):  # before anything long starts
+    limit = _document_limit(mixture, length, schema, processor is not None)
+    _check_task(mixture, schema, decoder_start_token_id)
+    for path, message in check_names(mixture, schema):  # before slow work starts
         raise DataError(message, path)
-    for path, message in without_tokens(mixture):
-        raise DataError(message, path)
+    images = None
+    if processor is None:
+        for path, message in without_tokens(mixture):
+            raise DataError(message, path)
+    else:
+        images = ImageEncoder(processor)
+        tokenizer = processor.tokenizer if tokenizer is None else tokenizer
+        if not mixture.streaming:
+            mixture = mixture.replace(pack_on_the_fly=True)
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     tokenizer = load_tokenizer(mixture, tokenizer)
-    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    encoder = Encoder.create(
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, limit
+    )
     shuffle = shuffle and split == "train"
     shuffle_rows = None
     if shuffle and mixture.pack_tokens and mixture.pack_shuffle:
@@ -90,7 +112,7 @@ def build_loader(
         endless=split == "train",
     )
     pad = tokenizer.pad_token_id
-    layout = Layout(
+    layout = BatchLayout(
         batch_size=rows,
         seq_length=length,
         pad_id=pad if isinstance(pad, int) else encoder.eos,
@@ -98,6 +120,9 @@ def build_loader(
         values=schema.values,
         width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
         attention_mask=mixture.tokenization.return_attention_mask,
+        task=schema.task,
+        decoder_start_token_id=decoder_start_token_id,
+        images=images,
     )
     if mixture.streaming:
         return _stream(mixture, encoder, options, layout, split, shuffle, folder)
@@ -111,14 +136,14 @@ def _indexed(
     mixture: Mixture,
     encoder: Encoder,
     options: RowOptions,
-    layout: Layout,
+    layout: BatchLayout,
     split: str,
     shuffle: bool,
     folder: str,
 ) -> Loader:
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     try:
-        # A save reads everything anyway.
+        # Saving reads all tokens, so it waits for the stores.
         parts = prepare(mixture, encoding, split, folder, wait=mixture.save is not None)
     except BaseException:
         encoding.close()
@@ -128,9 +153,9 @@ def _indexed(
     order = document_order(mixture, labels, sizes, split, options.seed, shuffle)
     by_step = schedule_of(mixture, labels, split) is not None
     own_details = {
-        **_order_details(mixture, options, split, shuffle),
+        **_order_details(mixture, options, layout, split, shuffle),
         "window": WINDOW,
-        # By a schedule, the rows of an epoch decide on it.
+        # With a schedule, the drawn documents depend on the rows.
         "documents_per_epoch": sizes if by_step else order.documents_per_epoch(),
     }
     data_details = {
@@ -145,7 +170,7 @@ def _indexed(
         "batch_size": options.batch_size,
     }
     index = None
-    # The steps of a schedule are steps of so many rows.
+    # A schedule counts steps, so the plan depends on the batch size.
     plan_details = {**own_details, "batch_size": options.batch_size} if by_step else own_details
     if not mixture.pack_on_the_fly:
         index = Path(folder) / "plans" / hash_of({"data": data_details, "order": plan_details})
@@ -166,7 +191,7 @@ def _stream(
     mixture: Mixture,
     encoder: Encoder,
     options: RowOptions,
-    layout: Layout,
+    layout: BatchLayout,
     split: str,
     shuffle: bool,
     folder: str,
@@ -200,7 +225,7 @@ def _stream(
         "data": {"split": split, "eval_fraction": fraction, "sources": outlines},
         "tokenizer": encoder.fingerprint,
         "order": {
-            **_order_details(mixture, options, split, shuffle),
+            **_order_details(mixture, options, layout, split, shuffle),
             "streaming": True,
             "window": [stream.WINDOW, stream.TOKENS],
         },
@@ -210,9 +235,11 @@ def _stream(
 
 
 def _order_details(
-    mixture: Mixture, options: RowOptions, split: str, shuffle: bool
+    mixture: Mixture, options: RowOptions, layout: BatchLayout, split: str, shuffle: bool
 ) -> dict[str, Any]:
+    start = layout.decoder_start_token_id
     return {
+        **({} if start is None else {"decoder_start_token_id": start}),
         "version": ORDER_VERSION,
         **order_details(mixture, split, options.seed, shuffle),
         "pack_strategy": options.strategy,
@@ -222,41 +249,60 @@ def _order_details(
     }
 
 
+def _check_task(mixture: Mixture, schema: Schema, decoder_start_token_id: int | None) -> None:
+    if schema.task == "sequence_classification" and mixture.pack_tokens:
+        raise DataError(
+            "sequence classification has one label per row, so rows cannot be packed: set "
+            "pack_tokens: false",
+            ("pack_tokens",),
+        )
+    if (schema.task == "seq2seq_lm") != (decoder_start_token_id is not None):
+        raise DataError(
+            "a schema of task seq2seq_lm requires decoder_start_token_id, and other schemas do not "
+            f"use it: got the task {schema.task} and decoder_start_token_id="
+            f"{decoder_start_token_id}"
+        )
+
+
 def _seq_length(mixture: Mixture, wanted: int | None) -> int:
     limit = mixture.tokenization.max_length
     own = mixture.pack_seq_length if mixture.pack_tokens else None
     if own is not None and wanted is not None and own != wanted:
         raise DataError(
-            f"the sequence length is {wanted} here and mixture.pack_seq_length is {own}: set one",
+            f"seq_length={wanted} contradicts mixture.pack_seq_length={own}: set one of them",
             ("pack_seq_length",),
         )
     length = own or wanted or limit
     if length is None:
         path = ("pack_seq_length",) if mixture.pack_tokens else ("tokenization", "max_length")
         key = "mixture.pack_seq_length" if mixture.pack_tokens else "tokenization.max_length"
-        raise DataError(f"no sequence length: set {key}, or pass seq_length", path)
+        raise DataError(f"the sequence length is not set: set {key}, or pass seq_length", path)
     if limit is not None and limit > length:
         raise DataError(
-            f"tokenization.max_length {limit} is above the sequence length {length}: no row could "
-            "hold such a document",
+            f"tokenization.max_length={limit} exceeds the sequence length {length}: a document "
+            "must fit in a row",
             ("tokenization", "max_length"),
         )
     return int(length)
 
 
-def _document_limit(mixture: Mixture, seq_length: int, schema: Schema) -> int | None:
-    """Where documents are cut; None splits them over rows instead."""
-    options, whole = mixture.tokenization, len(schema.columns) > 1 or bool(schema.values)
+def _document_limit(
+    mixture: Mixture, seq_length: int, schema: Schema, has_images: bool
+) -> int | None:
+    """Return the number of tokens at which documents are truncated; None splits them over rows."""
+    options = mixture.tokenization
+    whole = len(schema.columns) > 1 or bool(schema.values) or has_images
+    kind = "images" if has_images else f"{len(schema.columns)} columns"
+    kind = "values" if schema.values and len(schema.columns) == 1 else kind
     if whole and options.truncation is False:
         raise DataError(
-            f"documents of {len(schema.columns)} columns are never split over rows: leave out "
-            "truncation: false",
+            f"documents with {kind} are never split over rows: remove truncation: false",
             ("tokenization", "truncation"),
         )
     if whole and mixture.pack_tokens and mixture.pack_strategy == "wrapped":
         raise DataError(
-            f"pack_strategy 'wrapped' cuts documents anywhere, and documents of "
-            f"{len(schema.columns)} columns are never split: take 'bfd', 'first_fit' or 'greedy'",
+            f"pack_strategy 'wrapped' splits documents at any token, but documents with {kind} are "
+            "never split: use 'bfd', 'first_fit' or 'greedy'",
             ("pack_strategy",),
         )
     if options.max_length is not None:

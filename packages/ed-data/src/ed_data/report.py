@@ -18,8 +18,9 @@ from ed_data.batches.loader import Loader
 from ed_data.build import build_loader
 from ed_data.config import Mixture
 from ed_data.minhash import near_duplicates
+from ed_data.rows.splits import default_cache_dir
 from ed_data.schema import TEXT, Schema
-from ed_data.storage.prepare import default_cache_dir, prepare
+from ed_data.storage.prepare import prepare
 from ed_data.storage.store import Part
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding

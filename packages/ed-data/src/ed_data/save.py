@@ -16,11 +16,10 @@ import numpy as np
 from ed_data.batches.arrays import Batch
 from ed_data.config import Mixture, Saving
 from ed_data.errors import DataError
-from ed_data.rows.images import Image
+from ed_data.rows.splits import default_cache_dir, file_cache, read_documents
 from ed_data.rows.template import template_fields
-from ed_data.schema import TEXT, Row, Schema
+from ed_data.schema import TEXT, Image, Row, Schema
 from ed_data.sources.files import is_local
-from ed_data.storage.prepare import default_cache_dir, file_cache, read_documents
 from ed_data.tokens.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -187,8 +186,10 @@ def _document_rows(
                 yield row
 
 
-def _saved(image: Image) -> object:
-    """An image as a column of a table."""
+def _saved(image: Image | list[Image]) -> object:
+    """Return an image, or a list of images, as a value of a table."""
+    if isinstance(image, list):
+        return [_saved(each) for each in image]
     return image.tolist() if isinstance(image, np.ndarray) else image
 
 

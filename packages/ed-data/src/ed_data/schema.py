@@ -1,8 +1,8 @@
-"""The schema of documents: which columns of tokens a document has, and which fields make them.
+"""The schema of documents: token columns, the fields they are made from, and labels.
 
-A source yields rows. A row that is wanted becomes a document, an `Example`: its fields, named as in
-the schema. Each column of the schema becomes one sequence of tokens, and a group of arrays in a
-batch. Another kind of data is another `Schema`: the rest of the package takes any.
+A source yields rows. A row becomes a document, an `Example`, whose fields are named as in the
+schema. Each column of the schema becomes one sequence of tokens, and a group of arrays in a batch.
+Other data needs only another `Schema`: the rest of the package accepts any schema.
 """
 
 from __future__ import annotations
@@ -10,27 +10,38 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ed_data.errors import DataError
 
-#: Fields by name, as a source has them.
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Fields by name, as stored in the source.
 Row = dict[str, Any]
 Message = dict[str, Any]
+#: Optional fields of a row: arguments of the chat template, and the images of a chat.
+TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image"
+OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE)
 #: A text, chat messages, token ids, or the steps of an answer.
 Content = str | list[Message] | list[int] | list[str]
+#: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
+Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray"
+#: What a model learns from a document: its tokens, a second sequence, or a class.
+Task = Literal["causal_lm", "seq2seq_lm", "sequence_classification"]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One sequence of tokens of every document.
+    """One sequence of tokens of each document.
 
     Attributes:
-        name: the arrays of a batch are `<name>_input_ids`, `<name>_labels`, and so on; `""` stands
-            for `input_ids`, `labels`, and so on.
-        field: the field that becomes tokens with loss.
-        context: a field whose tokens come first, without loss; None where there is no such field.
-        steps: the field is a list of texts, the steps of an answer; a line end closes each.
+        name: prefix of the arrays in a batch: `<name>_input_ids`, `<name>_labels`, …; `""` gives
+            `input_ids`, `labels`, ….
+        field: field whose tokens have loss.
+        context: field whose tokens come first, without loss; None if there is no such field.
+        steps: whether the field is a list of texts, the steps of an answer, each followed by a line
+            end.
     """
 
     name: str
@@ -39,22 +50,22 @@ class Column:
     steps: bool = False
 
 
-#: In the array of a value: here is none (as in labels).
+#: Value of tokens without a value, as in labels.
 NO_VALUE = -100.0
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number of every document, or of each step of it, beside its tokens.
+    """A number of each document, or of each step of an answer.
 
-    The batch has it as float32 [b, s], at the tokens of one column: at each of them, or at the last
-    token of each step. Elsewhere is -100, as in labels; so packing needs no other shape.
+    In a batch it is a float32 array [b, s] with the number at each token of one column, or at the
+    last token of each step, and -100 elsewhere. It is therefore packed like the tokens.
 
     Attributes:
-        name: of the array.
-        field: a number, true or false; for steps a list of them.
-        column: the column at whose tokens it stands.
-        default: where a row has no such field; None makes that an error.
+        name: name of the array.
+        field: field with a number, true or false; for steps a list of them.
+        column: name of the column whose tokens have the value.
+        default: value of rows without the field; None raises an error for such rows.
     """
 
     name: str
@@ -65,81 +76,119 @@ class Value:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a document, from the fields of a row.
+    """The columns of a document, made from the fields of a row.
 
-    A document of several columns is whole: it is cut at the length of a row, never split over two
-    rows, and its columns have the same number in every `<name>_segment_ids`.
+    A document with several columns is truncated at the length of a row and never split over two
+    rows. Its columns have the same number in every `<name>_segment_ids`.
 
     Attributes:
         columns: at least one.
-        content: the field that `Inform.content_field` renames. Documents of equal content are held
-            out together.
-        values: numbers beside the tokens.
+        content: the field that `Inform.content_field` renames. Documents with equal content are
+            held out together.
+        values: numbers of the documents.
+        task: `seq2seq_lm` has the columns `""` (encoder) and `decoder`, and the batch gets
+            `decoder_input_ids` and `labels` of the decoder. `sequence_classification` has one value
+            `label`, which becomes `labels` [b] instead of token labels.
 
     Raises:
-        DataError: two columns or values have one name, a value stands at no column, or no column
-            reads the content.
+        DataError: columns or values share a name, a value names an unknown column, no column reads
+            the content, or the task needs other columns.
     """
 
     columns: tuple[Column, ...]
     content: str = "content"
     values: tuple[Value, ...] = ()
+    task: Task = "causal_lm"
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]
         if not names or len({*names}) < len(names):
-            raise DataError(f"a schema has columns of different names, not {names}")
+            raise DataError(f"the columns of a schema need different names, got {names}")
         if all(self.content not in (c.field, c.context) for c in self.columns):
-            raise DataError(f"no column of the schema reads the content, {self.content!r}")
+            raise DataError(f"no column of the schema reads the content field {self.content!r}")
 
         taken = [value.name for value in self.values]
         if len({*taken}) < len(taken):
-            raise DataError(f"the values of a schema have different names, not {taken}")
+            raise DataError(f"the values of a schema need different names, got {taken}")
         for value in self.values:
             if value.column not in names:
-                raise DataError(f"the value {value.name!r} stands at no column of {names}")
+                raise DataError(
+                    f"the value {value.name!r} names the column {value.column!r}, but the columns "
+                    f"are {names}"
+                )
+        if self.task == "seq2seq_lm" and (names != ["", "decoder"] or self.values):
+            raise DataError(
+                f"a schema of task seq2seq_lm has the columns ['', 'decoder'] and no values, got "
+                f"the columns {names} and the values {taken}"
+            )
+        if self.task == "sequence_classification" and (names != [""] or taken != ["label"]):
+            raise DataError(
+                "a schema of task sequence_classification has the columns [''] and the values "
+                f"['label'], got the columns {names} and the values {taken}"
+            )
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values; what is not used is left out, as older caches have it."""
+        """Return JSON values; unused attributes are omitted, so older caches stay valid."""
         columns = [{k: v for k, v in asdict(c).items() if k != "steps" or v} for c in self.columns]
         values = {"values": [asdict(v) for v in self.values]} if self.values else {}
-        return {"columns": columns, "content": self.content, **values}
+        task = {} if self.task == "causal_lm" else {"task": self.task}
+        return {"columns": columns, "content": self.content, **values, **task}
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Every field that a column reads, the content first."""
+        """All fields that the columns read, the content first."""
         read = [name for c in self.columns for name in (c.context, c.field) if name is not None]
         return tuple(dict.fromkeys([self.content, *read]))
 
     @property
     def learned(self) -> frozenset[str]:
-        """The fields with loss: a row in which one of them is empty is left out."""
+        """The fields with loss. A row in which one of them is empty is dropped."""
         return frozenset(column.field for column in self.columns)
 
 
 _ANSWER = Column("", "completion", "prompt")
 #: A text, a chat, or token ids in one field.
 TEXT = Schema((Column("", "content"),))
-#: A prompt alone, for rollouts; see `ed_data.batches.prompts`.
+#: A prompt for rollouts; see `ed_data.batches.prompts`.
 PROMPT = Schema((Column("", "prompt"),), "prompt")
-#: A prompt and its answer: the loss is on the answer alone.
+#: A prompt and its answer; only the answer has loss.
 COMPLETION = Schema((_ANSWER,), "prompt")
 #: A prompt with a better and a worse answer: `chosen_input_ids`, …, `rejected_input_ids`, ….
 PREFERENCE = Schema(
     (Column("chosen", "chosen", "prompt"), Column("rejected", "rejected", "prompt")), "prompt"
 )
-#: Such a pair, and by how much the one is better: `margin`, 0 where a row does not say.
+#: A preference pair with the `margin` between its answers; 0 in rows without the field.
 REWARD = Schema(PREFERENCE.columns, "prompt", (Value("margin", "margin", "chosen", 0.0),))
-#: An answer that is good or not (KTO): `label`, 1 or 0.
+#: An answer with a `label`: 1 if it is good, else 0 (KTO).
 LABELLED = Schema((_ANSWER,), "prompt", (Value("label", "label"),))
-#: An answer with a reward: `reward`.
+#: An answer with a `reward`.
 REWARDED = Schema((_ANSWER,), "prompt", (Value("reward", "reward"),))
-#: An answer in steps, each of which is right or not: `step_labels` at the end of each.
+#: An answer in steps, each correct or not: `step_labels` at the last token of each step.
 STEPS = Schema(
     (Column("", "completions", "prompt", steps=True),), "prompt", (Value("step_labels", "labels"),)
 )
-#: Two texts of one meaning, for embeddings: `anchor_input_ids`, …, `positive_input_ids`, ….
+#: Two texts with the same meaning, for embeddings: `anchor_input_ids`, …, `positive_input_ids`, ….
 EMBEDDING = Schema((Column("anchor", "anchor"), Column("positive", "positive")), "anchor")
+#: A source text and a target text for encoder-decoder models.
+SEQ2SEQ = Schema(
+    (Column("", "prompt"), Column("decoder", "completion")), "prompt", (), "seq2seq_lm"
+)
+#: A text and the number of its class: `labels` [b].
+CLASSIFICATION = Schema(
+    (Column("", "text"),), "text", (Value("label", "label"),), "sequence_classification"
+)
+
+
+class RowImage(NamedTuple):
+    """An image of a row.
+
+    Attributes:
+        source: path, bytes or pixels.
+        where: inform, file, row and number of the image, for messages.
+    """
+
+    source: Image
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +200,7 @@ class Example:
         extra: the row's `additional_fields`.
         place: file and line (or row) of the document, for messages.
         values: the numbers, in the order of `Schema.values`.
-        image: of a visual row, as `ed_data.rows.images.Image`.
+        images: in the order of their placeholders in the fields.
         template: arguments of the chat template; see `ed_data.rows.template`.
     """
 
@@ -159,7 +208,7 @@ class Example:
     extra: Row = field(default_factory=dict)
     place: str = ""
     values: tuple[float | tuple[float, ...], ...] = ()
-    image: Any = None
+    images: tuple[RowImage, ...] = ()
     template: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -168,22 +217,29 @@ class Example:
         return next(iter(self.fields.values()))
 
     @property
+    def image(self) -> Image | list[Image] | None:
+        """The image of the row; a list if the row has several, None if it has none."""
+        sources = [image.source for image in self.images]
+        return sources[0] if len(sources) == 1 else sources or None
+
+    @property
     def digest(self) -> int:
-        """A 64-bit hash of all fields: the same in every file and every run."""
+        """A 64-bit hash of all fields, equal in every file and every run."""
         more: list[Any] = [self.template] if self.template else []
-        if self.image is not None:
-            return _hash([self.fields, self.values, _image_key(self.image), *more])
+        if self.images:
+            keys = [_image_key(image.source) for image in self.images]
+            return _hash([self.fields, self.values, keys[0] if len(keys) == 1 else keys, *more])
         if self.values or more:
             return _hash([self.fields, self.values, *more])
         return _hash(self.content if len(self.fields) == 1 else self.fields)
 
     @property
     def content_digest(self) -> int:
-        """A 64-bit hash of the content alone: it decides whether the document is held out."""
+        """A 64-bit hash of the content, which decides whether the document is held out."""
         return _hash(self.content)
 
 
-def _image_key(image: Any) -> str:
+def _image_key(image: Image) -> str:
     if isinstance(image, dict):
         raw = image["bytes"]
     elif isinstance(image, bytes | str):

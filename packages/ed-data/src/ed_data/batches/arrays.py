@@ -1,4 +1,4 @@
-"""Rows to arrays: the batch that trainers take (`input_ids`, `labels`, `segment_ids`, …)."""
+"""Planned rows to arrays: the batch that trainers receive (`input_ids`, `labels`, …)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.order.mixing import IntArray
-from ed_data.order.plan import Rows
-from ed_data.schema import NO_VALUE, Value
+from ed_data.order.windows import PlannedRows
+from ed_data.schema import NO_VALUE, Task, Value
+from ed_data.storage.store import IntArray
+from ed_data.tokens.images import ImageEncoder
 
 Batch = dict[str, NDArray[Any]]
 IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The arrays of a batch.
 
     Attributes:
-        batch_size: b.
-        seq_length: s.
-        pad_id: `input_ids` where there is no token.
+        batch_size: number of rows b.
+        seq_length: number of positions s.
+        pad_id: `input_ids` of padding.
         columns: names of the columns of a document; see `ed_data.schema.Column.name`.
-        values: the numbers beside the tokens.
-        width_multiple: None for s columns of an array; else as many as the longest row needs,
-            rounded up.
-        attention_mask: add it (1 on tokens).
+        values: numbers of the documents.
+        width_multiple: None for s positions. Otherwise an array has as many positions as its
+            longest row needs, rounded up to a multiple.
+        attention_mask: add `attention_mask`, 1 for tokens.
+        task: see `ed_data.schema.Schema.task`.
+        decoder_start_token_id: first decoder token of each document, for the task `seq2seq_lm`.
+        images: computes pixel values; None for batches without `pixel_values`.
     """
 
     batch_size: int
@@ -39,50 +43,74 @@ class Layout:
     values: tuple[Value, ...] = ()
     width_multiple: int | None = None
     attention_mask: bool = False
+    task: Task = "causal_lm"
+    decoder_start_token_id: int | None = None
+    images: ImageEncoder | None = None
 
 
-def make_batch(rows: Rows, layout: Layout, only: Sequence[int] | None = None) -> Batch:
-    """Fill the arrays of a batch from planned rows, without a loop over tokens or pieces.
+def make_batch(rows: PlannedRows, layout: BatchLayout, only: Sequence[int] | None = None) -> Batch:
+    """Return the arrays of a batch, without a Python loop over tokens or pieces.
 
-    Fewer rows than `batch_size` leave empty ones.
+    If there are fewer rows than `batch_size`, the remaining rows are empty.
 
     Args:
-        rows: of the whole batch.
-        layout: of the whole batch.
-        only: rows to make, in this order; the tokens of the others are not read. None makes all.
+        rows: rows of the whole batch.
+        layout: layout of the whole batch.
+        only: numbers of the rows to create, in this order; the tokens of other rows are not read.
+            None creates all rows.
 
     Returns:
-        int32 arrays [b, s] for each column: `input_ids`; `labels`, unshifted, -100 on padding and
-        where the loss is masked; `segment_ids`, 0 on padding, 1… within a row, the same for all
-        columns of a document; `position_ids`, from 0 in each segment. Each value of the schema is
-        a float32 array [b, s].
+        int32 arrays [b, s] for each column: `input_ids`; `labels`, not shifted, -100 for padding
+        and tokens without loss; `segment_ids`, 0 for padding and 1, 2, … within a row, equal for
+        all columns of a document; `position_ids`, from 0 in each segment. Each value of the schema
+        is a float32 array [b, s]. The task `seq2seq_lm` gives `decoder_input_ids` (the labels
+        shifted right), `decoder_segment_ids`, `decoder_position_ids` and `labels` of the decoder.
+        The task `sequence_classification` gives `labels` [b]. With images, `pixel_values` [b, i, c,
+        h, w] contains the images of each row, padded with zeros to the largest number i of images
+        in a row (at least 1).
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
-    width = layout.seq_length
+    widths = [layout.seq_length] * len(counts)
     if layout.width_multiple is not None and len(rows.row):
-        longest = int(max(_per_row(rows, count).max() for count in counts))
-        width = min(-(-longest // layout.width_multiple) * layout.width_multiple, width)
+        multiple = layout.width_multiple
+        longest = [int(_per_row(rows, count).max()) for count in counts]
+        if layout.task != "seq2seq_lm":  # columns that are compared have one width
+            longest = [max(longest)] * len(longest)
+        widths = [min(-(-each // multiple) * multiple, layout.seq_length) for each in longest]
+    images, size = None, 0
+    if layout.images is not None:
+        images = _image_counts(rows)
+        size = max(int(np.bincount(rows.row, images, minlength=1).max()), 1)
     if only is not None:
         rows, layout, chosen = _chosen(rows, layout, only)
         counts = [count[chosen] for count in counts]
+        images = None if images is None else images[chosen]
     batch: Batch = {}
     for column, (name, count) in enumerate(zip(layout.columns, counts, strict=True)):
-        arrays = _column(rows, layout, column, count, width)
+        arrays = _column(rows, layout, column, count, widths[column])
         for value in layout.values:
             if value.column == name:
                 batch[value.name] = arrays.pop(value.name)
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
+    if layout.task == "seq2seq_lm":
+        _shift_decoder(batch, layout)
+    elif layout.task == "sequence_classification":
+        batch["labels"] = batch.pop("label")[:, 0].astype(np.int32)
+    if layout.images is not None and images is not None:
+        batch["pixel_values"] = _pixel_values(rows, layout, layout.images, images, size)
     return batch
 
 
-def _chosen(rows: Rows, layout: Layout, only: Sequence[int]) -> tuple[Rows, Layout, IntArray]:
-    """Some rows alone, and the numbers of their pieces."""
+def _chosen(
+    rows: PlannedRows, layout: BatchLayout, only: Sequence[int]
+) -> tuple[PlannedRows, BatchLayout, IntArray]:
+    """Return some rows, their layout, and the numbers of their pieces."""
     place = np.full(layout.batch_size, -1, np.int64)
     place[list(only)] = np.arange(len(only))
     to = place[rows.row]
     pieces = np.flatnonzero(to >= 0)
     pieces = pieces[np.argsort(to[pieces], kind="stable")]
-    few = Rows(
+    few = PlannedRows(
         rows.tokens,
         rows.source[pieces],
         rows.document[pieces],
@@ -94,8 +122,8 @@ def _chosen(rows: Rows, layout: Layout, only: Sequence[int]) -> tuple[Rows, Layo
     return few, replace(layout, batch_size=len(only)), pieces
 
 
-def _lengths(rows: Rows, column: int, columns: int) -> IntArray:
-    """Tokens of each piece in a column: a piece is as long as the longest of its columns."""
+def _lengths(rows: PlannedRows, column: int, columns: int) -> IntArray:
+    """Return the tokens of each piece in a column: a piece is as long as its longest column."""
     if columns == 1:
         return rows.length
     lengths = np.empty_like(rows.length)
@@ -105,11 +133,13 @@ def _lengths(rows: Rows, column: int, columns: int) -> IntArray:
     return np.clip(lengths - rows.start, 0, rows.length)
 
 
-def _per_row(rows: Rows, count: IntArray) -> IntArray:
+def _per_row(rows: PlannedRows, count: IntArray) -> IntArray:
     return np.bincount(rows.row, count).astype(np.int64)
 
 
-def _column(rows: Rows, layout: Layout, column: int, count: IntArray, width: int) -> Batch:
+def _column(
+    rows: PlannedRows, layout: BatchLayout, column: int, count: IntArray, width: int
+) -> Batch:
     ends = np.cumsum(count)
     used = _per_row(rows, count)
     before = np.cumsum(used) - used  # tokens in the rows before each row
@@ -141,3 +171,35 @@ def _column(rows: Rows, layout: Layout, column: int, count: IntArray, width: int
     if layout.attention_mask:
         batch["attention_mask"] = (batch["segment_ids"] > 0).astype(np.int32)
     return batch
+
+
+def _shift_decoder(batch: Batch, layout: BatchLayout) -> None:
+    """Replace the decoder tokens by the labels shifted right within each segment."""
+    batch["labels"] = batch.pop("decoder_labels")
+    ids, segments = batch["decoder_input_ids"], batch["decoder_segment_ids"]
+    shifted = np.roll(ids, 1, axis=1)
+    shifted[batch["decoder_position_ids"] == 0] = layout.decoder_start_token_id
+    batch["decoder_input_ids"] = np.where(segments > 0, shifted, layout.pad_id).astype(np.int32)
+
+
+def _image_counts(rows: PlannedRows) -> IntArray:
+    """Return the number of images of each piece; pieces with images are whole documents."""
+    counts = np.zeros_like(rows.document)
+    for i, tokens in enumerate(rows.tokens):
+        here = rows.source == i
+        counts[here] = tokens.image_counts(rows.document[here])
+    return counts
+
+
+def _pixel_values(
+    rows: PlannedRows, layout: BatchLayout, images: ImageEncoder, counts: IntArray, size: int
+) -> NDArray[np.float32]:
+    """Return [b, i, c, h, w]: the images of each row, in the order of its documents."""
+    pixels = np.zeros((layout.batch_size, size, *images.shape), np.float32)
+    filled = np.zeros(layout.batch_size, np.int64)
+    for piece in np.flatnonzero(counts):
+        tokens, row = rows.tokens[rows.source[piece]], rows.row[piece]
+        for image in tokens.images(int(rows.document[piece])):
+            pixels[row, filled[row]] = images.pixel_values(image)
+            filled[row] += 1
+    return pixels

@@ -1,4 +1,4 @@
-"""Loaders: batches of an order, as a function of the step or one after the other."""
+"""Loaders: batches as a function of the step, or one after another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from ed_data.batches.arrays import Batch, Layout, make_batch
+from ed_data.batches.arrays import Batch, BatchLayout, make_batch
 from ed_data.errors import DataError, listing
-from ed_data.order.plan import IndexedOrder, StreamedOrder
+from ed_data.order.windows import IndexedOrder, StreamedOrder
 
 T = TypeVar("T")
 
@@ -19,24 +19,25 @@ T = TypeVar("T")
 class Loader:
     """Batches of an indexed order: `batch_at(step)`, or iteration that can be resumed.
 
-    Training data never ends: epoch follows epoch, each in its own order, and a batch may hold
-    rows of two. Evaluation data is read once, in order; the rows that its last batch lacks are
-    empty (labels -100). Every process makes the whole batch, or its share; see `for_rows`.
+    Training data is endless: epochs follow one another, each in its own order, and a batch may
+    contain rows of two epochs. Evaluation data is read once, in order; the last batch is filled
+    with empty rows (labels -100). Each process creates the whole batch, or its share; see
+    `for_rows`.
 
-    Made by `ed_data.build_loader`.
+    Created by `ed_data.build_loader`.
 
     Args:
         order: the rows of each step.
         layout: the arrays of a batch.
         details: everything that the batches depend on, as JSON values.
-        workers: threads that make batches ahead; see `Prefetcher`.
-        depth: batches made ahead.
-        on_close: ends what the order works with.
-        rows: those of each batch that are made; None makes all.
+        workers: number of threads that prefetch batches; see `Prefetcher`.
+        depth: number of prefetched batches.
+        on_close: releases the resources of the order.
+        rows: numbers of the rows of each batch to create; None creates all rows.
 
     Attributes:
-        batch_size: rows of a batch.
-        seq_length: columns of a batch.
+        batch_size: number of rows of a batch.
+        seq_length: number of positions of a row.
         split: `"train"` or `"eval"`.
         fingerprint: hash of the details.
     """
@@ -44,7 +45,7 @@ class Loader:
     def __init__(
         self,
         order: IndexedOrder,
-        layout: Layout,
+        layout: BatchLayout,
         details: dict[str, Any],
         *,
         workers: int = 0,
@@ -65,26 +66,27 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of the first epoch: full ones for training, all for evaluation; at least 1."""
+        """Number of batches of the first epoch: full ones for training (at least 1), else all."""
         return self._order.steps_per_epoch
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of the first epoch, as `RowPlan.stats` describes."""
+        """Statistics of the first epoch, see `RowPlan.stats`."""
         return self._order.stats
 
     def for_rows(self, rows: Sequence[int]) -> Loader:
-        """Return a loader of some rows of the same batches: the share of one process of several.
+        """Return a loader of some rows of the same batches, the share of one of several processes.
 
-        The tokens of other rows are not read, and arrays have `len(rows)` rows; `batch_size`, the
-        fingerprint and the state are those of the whole, so a state fits any number of processes.
+        The tokens of other rows are not read, and arrays have `len(rows)` rows. `batch_size`, the
+        fingerprint and the state are those of the whole batch, so a state is valid for any number
+        of processes.
 
         Args:
-            rows: numbers of rows of a batch, without repetition: for example
+            rows: distinct numbers of rows of a batch, for example
                 `range(index * batch_size // count, (index + 1) * batch_size // count)`.
 
         Raises:
-            DataError: there is no such row, or one is named twice.
+            DataError: a row does not exist, or occurs twice.
         """
         loader = Loader(
             self._order,
@@ -99,18 +101,19 @@ class Loader:
         return loader
 
     def batch_at(self, step: int) -> Batch:
-        """Return the batch of a step: int32 arrays [b, s], as `make_batch` describes.
+        """Return the batch of a step; see `make_batch` for its arrays.
 
         Raises:
-            IndexError: the step is negative, or beyond the end of evaluation data.
+            IndexError: the step is negative, or after the end of evaluation data.
         """
         last = None if self._order.endless else self.steps_per_epoch
         if step < 0 or (last is not None and step >= last):
-            raise IndexError(f"step {step}: the steps are 0 to {'…' if last is None else last - 1}")
+            end = "…" if last is None else last - 1
+            raise IndexError(f"step {step} does not exist: the steps are 0 to {end}")
         return self._prefetch.get(int(step), last)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Training goes on where it is; evaluation begins anew."""
+        """Continue training data at its position; restart evaluation data."""
         if not self._order.endless:
             self._step = 0
         return self
@@ -123,43 +126,43 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where iteration is, as JSON values: the step, and the details of the data."""
+        """Return the step and the details of the data, as JSON values."""
         return {"step": self._step, "fingerprint": self.fingerprint, "details": self._details}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the step of a saved state.
+        """Continue at the step of a saved state.
 
         Raises:
-            DataError: the state is of other data or options; the message says which.
+            DataError: the state belongs to other data or options; the message lists them.
         """
         check_state(state, self.fingerprint, self._details)
         self._step = int(state["step"])
 
     def close(self) -> None:
-        """Stop prefetching."""
+        """Stop prefetching and release resources."""
         self._prefetch.close()
         if self._on_close is not None:
             self._on_close()
 
 
 class StreamLoader:
-    """Batches of a streamed order, one after the other; `state_dict` is where the stream is.
+    """Batches of a streamed order, one after another; `state_dict` is the position of the stream.
 
     Args:
         order: the rows of the batches.
         layout: the arrays of a batch.
         details: everything that the batches depend on, as JSON values.
-        split: `"train"` goes on where it is; `"eval"` begins anew with each iteration.
-        rows: those of each batch that are made; None makes all.
+        split: `"train"` continues at its position; `"eval"` restarts with each iteration.
+        rows: numbers of the rows of each batch to create; None creates all rows.
     """
 
-    #: Nothing is known of what has not been read.
+    #: Unknown, because a stream is not read in advance.
     steps_per_epoch: int | None = None
 
     def __init__(
         self,
         order: StreamedOrder,
-        layout: Layout,
+        layout: BatchLayout,
         details: dict[str, Any],
         split: str = "train",
         rows: Sequence[int] | None = None,
@@ -172,20 +175,20 @@ class StreamLoader:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of what has been read, as `StreamPlan.stats` describes."""
+        """Statistics of the rows read so far, see `StreamPlan.stats`."""
         return self._order.stats
 
     def __iter__(self) -> Iterator[Batch]:
-        """Training goes on where it is; evaluation begins anew."""
+        """Continue training data at its position; restart evaluation data."""
         if self._begin is not None:
             self._order.load_state_dict(self._begin)
         return self
 
     def for_rows(self, rows: Sequence[int]) -> StreamLoader:
-        """Return a loader of some rows, as `Loader.for_rows`; it goes on in place of this one.
+        """Return a loader of some rows, as `Loader.for_rows`; it replaces this loader.
 
-        Which documents share a row is known only when all of a window are encoded, so each process
-        reads the whole stream, and makes the arrays of its own rows.
+        The rows of a window are known only when all of its documents are encoded, so each process
+        reads the whole stream and creates the arrays of its own rows.
         """
         chosen = checked_rows(rows, self.batch_size)
         return StreamLoader(self._order, self._layout, self._details, self.split, chosen)
@@ -194,31 +197,31 @@ class StreamLoader:
         return make_batch(next(self._order), self._layout, self._rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is, as JSON values, and the details of the data."""
+        """Return the position of the stream and the details of the data, as JSON values."""
         state = self._order.state_dict()
         return {"order": state, "fingerprint": self.fingerprint, "details": self._details}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was saved.
+        """Continue at the position of a saved state.
 
         Raises:
-            DataError: the state is of other data or options; the message says which.
+            DataError: the state belongs to other data or options; the message lists them.
         """
         check_state(state, self.fingerprint, self._details)
         self._order.load_state_dict(state["order"])
 
     def close(self) -> None:
-        """Stop preparing batches ahead."""
+        """Stop prefetching."""
         self._order.close()
 
 
 class Prefetcher(Generic[T]):
-    """Call `make(step)` ahead, in threads, for the steps after the one that was asked for.
+    """Call `make(step)` in threads for the steps after the most recent request.
 
     Args:
-        make: a pure function of the step, safe to call from several threads.
-        workers: threads; 0 makes each step when it is asked for.
-        depth: steps made ahead.
+        make: a thread-safe pure function of the step.
+        workers: number of threads; 0 calls `make` at each request.
+        depth: number of prefetched steps.
     """
 
     def __init__(self, make: Callable[[int], T], workers: int, depth: int) -> None:
@@ -229,7 +232,7 @@ class Prefetcher(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, step: int, last: int | None = None) -> T:
-        """Return `make(step)` and start on the steps after it, up to (not including) `last`."""
+        """Return `make(step)` and start the next steps, up to (not including) `last`."""
         if self._workers == 0 or self._depth == 0:
             return self._make(step)
         with self._lock:
@@ -245,7 +248,7 @@ class Prefetcher(Generic[T]):
         return self._make(step) if ready is None else ready.result()
 
     def close(self) -> None:
-        """Stop the threads; a step that is being made is finished and forgotten."""
+        """Stop the threads; the result of a running step is discarded."""
         with self._lock:
             for future in self._ahead.values():
                 future.cancel()
@@ -256,16 +259,16 @@ class Prefetcher(Generic[T]):
 
 
 def checked_rows(rows: Sequence[int], batch_size: int) -> list[int]:
-    """Numbers of rows of a batch.
+    """Return numbers of rows of a batch as integers.
 
     Raises:
-        DataError: there is no such row, or one is named twice.
+        DataError: a row does not exist, or occurs twice.
     """
     chosen = [int(row) for row in rows]
     if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*range(batch_size)}:
         raise DataError(
-            f"rows {listing(chosen)}: name some of the rows 0 to {batch_size - 1} of a batch, each "
-            "once"
+            f"rows {listing(chosen)} are invalid: name some of the rows 0 to {batch_size - 1} of a "
+            "batch, each once"
         )
     return chosen
 
@@ -277,7 +280,7 @@ def hash_of(details: object) -> str:
 
 
 def check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]) -> None:
-    """Refuse the state of other data, and say what changed since it was saved."""
+    """Raise a `DataError` that lists the changes if a state belongs to other data or options."""
     if state.get("fingerprint") == fingerprint:
         return
     before, after = dict(_flat(state.get("details") or {})), dict(_flat(details))
@@ -286,10 +289,10 @@ def check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
-    reason = "; ".join(changes[:6]) or "the saved state does not say what its data was"
+    reason = "; ".join(changes[:6]) or "the saved state does not describe its data"
     raise DataError(
-        f"this run began with other data or options, and cannot go on with these ({reason}); "
-        "restore them, or start a new run"
+        f"the run started with other data or options and cannot continue ({reason}); restore them, "
+        "or start a new run"
     )
 
 
@@ -298,5 +301,5 @@ def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else str(key))
     else:
-        # A state that went through JSON has lists where a fresh one may have tuples.
+        # JSON turns tuples into lists, so values are compared as JSON.
         yield path, json.dumps(value, default=str)

@@ -20,10 +20,11 @@ from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder
 from ed_data.order.options import document_order, order_details
 from ed_data.rows.documents import Documents
+from ed_data.rows.splits import default_cache_dir, file_cache, named, split_members
 from ed_data.schema import COMPLETION, PROMPT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.storage.lazy import ReadAgain
-from ed_data.storage.prepare import default_cache_dir, file_cache, named, report, split_members
+from ed_data.storage.prepare import report
 from ed_data.storage.store import digest_of
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.tokenizers import load_tokenizer
@@ -249,7 +250,7 @@ def build_prompts(
         epoch, place = divmod(number, blocks)
         return (epoch * order.epoch_size + place * block) // rows
 
-    order.follow(block, first_step)
+    order.set_windows(block, first_step)
     details = {
         "data": {"split": split, "eval_fraction": mixture.eval_fraction, "sources": digests},
         "tokenizer": encoder.fingerprint,

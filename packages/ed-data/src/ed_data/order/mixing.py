@@ -1,15 +1,16 @@
-"""The order of documents: several informs mixed in proportion, shuffled anew in every epoch.
+"""The order of documents: several informs mixed in proportion and shuffled in every epoch.
 
-The document at a position of an epoch is computed, not drawn from a running generator, so any
-position can be asked for at any time, in any process.
+The document at a position of an epoch is a pure function of the position, so any process can
+compute any position at any time.
 
-Proportions are kept by Webster's method (apportionment with divisors k + 1/2): after any number of
-documents each inform has its share within about one document, and the shares of a longer prefix
-never take back one of a shorter, which largest remainders would.
+Webster's method (apportionment with divisors k + 1/2) determines the proportions. After any number
+of documents, each inform has its share within about one document. In contrast to the
+largest-remainder method, a longer prefix never has fewer documents of an inform than a shorter
+prefix.
 
-Permutations are the same in every version of numpy and on every machine: numpy keeps the raw stream
-of a bit generator fixed for ever, but not the result of its own `permutation` (NEP 19), and a run
-that is resumed after an upgrade must see the same order.
+Permutations are equal in every version of numpy and on every machine, because a run that is resumed
+after an upgrade must see the same order. numpy guarantees the raw stream of a bit generator, but
+not the result of `permutation` (NEP 19).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from numpy.typing import NDArray
 from ed_data.errors import DataError
 
 IntArray = NDArray[np.int64]
-# Names of the uses of the seed, so that no two share their random numbers.
+# Identify the uses of the seed, so that no two uses share random numbers.
 _DOCUMENTS, _BLOCKS = 1, 2
 
 
 def permutation(size: int, *key: int, buffer: int | None = None) -> IntArray:
-    """Return a permutation of `range(size)` that depends on the key alone.
+    """Return a permutation of `range(size)` that depends only on the key.
 
     Args:
         size: number of items.
-        key: non-negative integers that name the permutation.
-        buffer: None, or the number of neighbouring items among which items change places; with 0
-            or 1 nothing moves.
+        key: non-negative integers.
+        buffer: number of neighboring items that are permuted together; None permutes all items, 0
+            and 1 permute nothing.
     """
     if buffer is not None and buffer <= 1:
         return np.arange(size)
@@ -46,11 +47,11 @@ def permutation(size: int, *key: int, buffer: int | None = None) -> IntArray:
 
 
 class Shares:
-    """How documents are divided among informs, exactly.
+    """Exact shares of informs.
 
     Args:
-        shares: of each inform; any positive numbers.
-        block: documents among which the proportions are exact.
+        shares: share of each inform; any positive numbers.
+        block: number of documents in which the proportions are exact.
     """
 
     def __init__(self, shares: Sequence[Fraction], block: int) -> None:
@@ -59,7 +60,7 @@ class Shares:
 
     @classmethod
     def of_weights(cls, weights: Sequence[float], block: int) -> Shares:
-        """Take the user's own digits exactly: 0.1 is a tenth."""
+        """Return shares from decimal weights, without rounding: 0.1 is exactly a tenth."""
         return cls([Fraction(repr(float(weight))) for weight in weights], block)
 
     def counts(self, total: int) -> list[int]:
@@ -80,11 +81,11 @@ class Shares:
         return counts
 
     def block_order(self, number: int, key: tuple[int, ...] | None) -> IntArray:
-        """The inform of each place of a block of a stream.
+        """Return the inform at each position of a block of a stream.
 
         Args:
-            number: of the block.
-            key: seeds the order; None draws in an even rhythm.
+            number: number of the block.
+            key: seed of the order; None interleaves the informs evenly.
         """
         before, after = (self.counts((number + i) * self.block) for i in range(2))
         counts = np.array(after, np.int64) - np.array(before, np.int64)
@@ -92,11 +93,11 @@ class Shares:
 
 
 def shuffled(counts: IntArray, key: tuple[int, ...] | None) -> IntArray:
-    """An order of `counts[i]` documents of each inform i, which follow one another.
+    """Return an order of `counts[i]` documents of each inform i, grouped by inform.
 
     Args:
         counts: [informs].
-        key: seeds the order; None interleaves the informs in an even rhythm.
+        key: seed of the order; None interleaves the informs evenly.
     """
     total = int(counts.sum())
     if key is not None:
@@ -107,16 +108,17 @@ def shuffled(counts: IntArray, key: tuple[int, ...] | None) -> IntArray:
 
 
 class DocumentOrder:
-    """Which document stands at which position of which epoch.
+    """The document at each position of each epoch.
 
     Args:
-        sizes: number of documents of each inform, all above 0.
-        weights: share of each inform, or None for "each document once per epoch".
+        sizes: number of documents of each inform, at least 1.
+        weights: share of each inform, or None to read each document once per epoch.
         stop_strategy: `restart`, `first_exhausted` or `all_exhausted`; see `Mixture`.
-        block_size: documents among which the proportions are exact; None for the whole epoch.
-        seed: orders everything.
-        shuffle: False keeps the order of each inform; without weights the informs then follow
-            one another.
+        block_size: number of documents in which the proportions are exact; None for the whole
+            epoch.
+        seed: seed of the order.
+        shuffle: False keeps the order of each inform; without weights, the informs then follow one
+            another.
         buffer: `shuffle_buffer_size`.
     """
 
@@ -132,7 +134,7 @@ class DocumentOrder:
         buffer: int | None = None,
     ) -> None:
         if not sizes or min(sizes) < 1:
-            raise DataError(f"every inform needs a document; they have {list(sizes)}")
+            raise DataError(f"every inform needs at least one document, got {list(sizes)}")
         self._sizes = [int(size) for size in sizes]
         self._seed, self._shuffle, self._buffer = seed, shuffle, buffer
         if weights is None:
@@ -145,13 +147,13 @@ class DocumentOrder:
         self._per_epoch = self._shares.counts(self.epoch_size)
         self._pass = lru_cache(maxsize=2 * len(self._sizes) + 2)(self._make_pass)
 
-    def follow(self, window: int, step_of: Callable[[int], int]) -> None:
-        """The shares are the same in every window of a plan: `ScheduledOrder` has others."""
+    def set_windows(self, window: int, step_of: Callable[[int], int]) -> None:
+        """Receive the windows of a plan; the weights are constant, so windows do not matter."""
 
     def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return the informs and the document numbers at positions `start` to `stop` of an epoch.
+        """Return the informs and document numbers at positions `start` to `stop` of an epoch.
 
-        Positions beyond the epoch are left out.
+        Positions beyond the end of the epoch are omitted.
         """
         stop = min(stop, self.epoch_size)
         if start >= stop:
@@ -165,7 +167,7 @@ class DocumentOrder:
         return inform[cut], document[cut]
 
     def documents_per_epoch(self) -> list[int]:
-        """How many documents of each inform an epoch holds."""
+        """Return the number of documents of each inform in an epoch."""
         return list(self._per_epoch)
 
     def _epoch_size(self, strategy: str) -> int:
@@ -174,7 +176,7 @@ class DocumentOrder:
         ends = [size / share for size, share in zip(self._sizes, self._shares.shares, strict=True)]
         if strategy == "first_exhausted":
             size = max(int(min(ends)), 1)
-            # Webster may give an inform one above its exact share.
+            # Webster's method may exceed the exact share of an inform by one.
             while size > 1 and any(
                 c > n for c, n in zip(self._shares.counts(size), self._sizes, strict=True)
             ):
@@ -196,8 +198,8 @@ class DocumentOrder:
             return inform, position - (ends - sizes)[inform]
         before = self._shares.counts(begin)
         counts = np.array(self._shares.counts(end), np.int64) - np.array(before, np.int64)
-        # Draws of an inform run on from epoch to epoch: a later epoch reads first the documents
-        # that an earlier one left out.
+        # The draws of an inform continue from epoch to epoch: a later epoch first reads the
+        # documents that the earlier epoch did not reach.
         drawn = [epoch * n + offset for n, offset in zip(self._per_epoch, before, strict=True)]
         key = (_BLOCKS, self._seed, epoch, block) if self._shuffle else None
         return self._arranged(counts, drawn, key)
@@ -205,7 +207,7 @@ class DocumentOrder:
     def _arranged(
         self, counts: IntArray, drawn: Sequence[int], key: tuple[int, ...] | None
     ) -> tuple[IntArray, IntArray]:
-        """A block of `counts[i]` documents of each inform i, of which `drawn[i]` came before."""
+        """Return a block of `counts[i]` documents of each inform i, after `drawn[i]` documents."""
         inform = np.repeat(np.arange(len(counts)), counts)
         rank = np.arange(len(inform)) - np.repeat(np.cumsum(counts) - counts, counts)
         document = np.empty(len(inform), np.int64)
@@ -213,7 +215,7 @@ class DocumentOrder:
             here = inform == i
             document[here] = self._draw(i, before + rank[here])
         order = shuffled(counts, key)
-        # Shuffle the informs, but keep the order of the documents of each, which its pass decided.
+        # Shuffle the informs, but keep the order of the documents within each inform.
         inform_at = inform[order]
         by_inform = np.argsort(inform_at, kind="stable")
         result = np.empty_like(document)

@@ -1,4 +1,4 @@
-"""From the options of a mixture to the order of its documents: weights, schedule, shuffling."""
+"""The order of documents that the options of a mixture describe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ed_data.config import Mixture
 from ed_data.order.mixing import DocumentOrder, Shares
 from ed_data.order.schedule import Schedule, ScheduledOrder, ScheduledShares
 
-#: The block of a stream without block_mixture.
+#: Number of documents of a stream's block without block_mixture.
 _WHOLE = 2**16
 
 
@@ -26,9 +26,9 @@ def document_order(
     Args:
         mixture: the options.
         labels: names of the informs.
-        sizes: documents of each.
-        split: training is mixed by weights.
-        seed: orders everything.
+        sizes: number of documents of each inform.
+        split: only the split `"train"` uses the weights.
+        seed: seed of the order.
         shuffle: False keeps the order of each inform.
     """
     weights = weights_of(mixture, split)
@@ -53,7 +53,7 @@ def document_order(
 def shares_of(
     mixture: Mixture, labels: Sequence[str], split: str
 ) -> Shares | ScheduledShares | None:
-    """Return how the documents of a stream are divided; None: as they are there."""
+    """Return the shares of the informs of a stream; None reads each document once."""
     weights = weights_of(mixture, split)
     block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
     schedule = schedule_of(mixture, labels, split)
@@ -65,12 +65,12 @@ def shares_of(
 
 
 def weights_of(mixture: Mixture, split: str) -> dict[str, float] | None:
-    """The weights of the informs; evaluation reads everything once."""
+    """Return the weights of the informs; evaluation has none and reads each document once."""
     return mixture.mixture_weights if split == "train" else None
 
 
 def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> Schedule | None:
-    """The weights by step, where they change."""
+    """Return the schedule of the weights; None if they are constant."""
     options, weights = mixture.mixture_schedule, weights_of(mixture, split)
     if options is None or weights is None:
         return None
@@ -83,7 +83,7 @@ def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> Schedule
 
 
 def order_details(mixture: Mixture, split: str, seed: int, shuffle: bool) -> dict[str, Any]:
-    """Everything of these options that the order depends on, as JSON values."""
+    """Return the options that the order depends on, as JSON values."""
     weights = weights_of(mixture, split)
     details = {
         "seed": seed,

@@ -1,8 +1,7 @@
-"""Documents of several informs as they come, mixed in proportion, from any place on.
+"""Streams of documents from several informs, mixed in proportion, from any position.
 
-For what fits neither memory nor disk: nothing is known ahead, neither how many documents there are
-nor how long they are. The state is where each inform is (file, row and byte), so going on there
-reads nothing again.
+Neither the number of documents nor their lengths are known in advance. The state contains the
+position of each inform (file, row and byte), so resuming reads nothing twice.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from ed_data.rows.documents import Documents, Placed, Tally
 from ed_data.schema import Example
 from ed_data.sources.lines import START, Spot
 
-SHARDS, _DRAWS = 5, 6  # they name uses of the seed, as in mixture
+SHARDS, _DRAWS = 5, 6  # identify uses of the seed, as in mixing
 
 
 class Passes:
     """The documents of one inform, pass after pass over its files.
 
     Args:
-        documents: reads them.
-        keep: whether a document belongs to the split.
-        key: seeds the order of the files, which changes from pass to pass; None keeps it.
-        required: whether a pass without a document is an error.
+        documents: the documents of the inform.
+        keep: test whether a document belongs to the split.
+        key: seed of the order of the files, which changes from pass to pass; None keeps the order.
+        required: raise an error for a pass without documents.
     """
 
     def __init__(
@@ -39,18 +38,21 @@ class Passes:
     ) -> None:
         self.documents, self.label = documents, documents.inform.label
         self._keep, self._required = keep, required
-        # The first rows of an inform are the first of the first file.
+        # `num_rows` selects the first rows of the first file, so the order of files is fixed.
         self._key = key if documents.inform.num_rows is None else None
         self._stream: Iterator[Placed] | None = None
         self.number = 0
-        self._shard, self._spot = 0, START  # the how-manieth file of this pass, and where in it
-        self._rows = self._documents = 0  # read in this pass
+        self._shard, self._spot = (
+            0,
+            START,
+        )  # number of the file in this pass, and the position in the file
+        self._rows = self._documents = 0  # that were read in this pass
 
     def next(self) -> Example | None:
-        """Return the next document; None where a pass ends, after which the next one begins.
+        """Return the next document, or None at the end of a pass; then the next pass begins.
 
         Raises:
-            DataError: a row cannot be read, or a whole pass has no document.
+            DataError: a row cannot be read, or a pass has no documents.
         """
         limit = self.documents.inform.num_rows
         while self._shard < len(self.documents.shards) and (limit is None or self._rows < limit):
@@ -82,7 +84,7 @@ class Passes:
         self._rows = self._documents = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where reading is: the pass, the file (by its number in the pass), row and byte."""
+        """Return the position: the pass, the number of the file in the pass, row and byte."""
         return {
             "pass": self.number,
             "shard": self._shard,
@@ -93,24 +95,24 @@ class Passes:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue at the position of a state."""
         self._move(state["pass"], state["shard"], Spot(state["row"], state["offset"]))
         self._rows, self._documents = state["rows"], state["documents"]
 
 
 class Drawn(NamedTuple):
-    """A document and the inform that it is from."""
+    """A document and the index of its inform."""
 
     inform: int
     example: Example
 
 
 class Mark(NamedTuple):
-    """A place in what is read.
+    """A position in a stream.
 
     Attributes:
-        state: of the documents.
-        tallies: of each inform, up to there.
+        state: state of the documents.
+        tallies: statistics of each inform up to the position.
     """
 
     state: dict[str, Any]
@@ -118,19 +120,20 @@ class Mark(NamedTuple):
 
 
 class MixedDocuments:
-    """Documents of several informs; epoch follows epoch.
+    """Documents of several informs, epoch after epoch.
 
-    Without shares an epoch reads each document once: the informs in proportion to their bytes, or
-    (unshuffled) one after the other. With shares, an inform that was read to its end begins anew.
-    The first epoch ends with the first inform (`first_exhausted`) or with the last
-    (`all_exhausted`), and the others have as many documents; `restart` has no epochs.
+    Without shares, an epoch reads each document once: the informs in proportion to their bytes, or
+    one after the other if `shuffle` is False. With shares, an inform restarts when all of its
+    documents have been read. The first epoch ends with the first inform (`first_exhausted`) or with
+    the last (`all_exhausted`), and later epochs have the same number of documents; `restart` has no
+    epochs.
 
     Args:
         passes: the informs.
-        shares: of each, or None.
+        shares: shares of the informs, or None.
         stop_strategy: see above.
-        seed: orders the draws within a block.
-        shuffle: False draws in an even rhythm.
+        seed: seed of the order within a block.
+        shuffle: False interleaves the informs evenly.
     """
 
     def __init__(
@@ -149,12 +152,12 @@ class MixedDocuments:
         self._block: tuple[int, list[int]] | None = None
 
     def at_step(self, step: int) -> None:
-        """Say where training is: shares that follow the steps change with the next block."""
+        """Set the training step, which determines scheduled shares from the next block on."""
         if isinstance(self._shares, ScheduledShares):
             self._shares.step = step
 
     def next(self) -> Drawn | None:
-        """Return the next document, or None where an epoch ends (and the next one begins)."""
+        """Return the next document, or None at the end of an epoch; then the next epoch begins."""
         while True:
             if self._is_over():
                 return self._next_epoch()
@@ -190,12 +193,14 @@ class MixedDocuments:
 
     def _next_epoch(self) -> None:
         if not any(self._counts):
-            raise DataError("the stream has no documents: no row of any inform is of this split")
+            raise DataError(
+                "the stream has no documents: no row of any inform belongs to this split"
+            )
         self.epoch, self._size = self.epoch + 1, sum(self._counts)
         self._counts, self._ended = [0] * len(self.passes), [False] * len(self.passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where reading is, as JSON values."""
+        """Return the position, as JSON values."""
         shares = self._shares
         return {
             **({"schedule": shares.state_dict()} if isinstance(shares, ScheduledShares) else {}),
@@ -208,12 +213,12 @@ class MixedDocuments:
         }
 
     def mark(self) -> Mark:
-        """Return where reading is and what has been counted, for `rewind`."""
+        """Return the position and the statistics, for `rewind`."""
         tallies = [Tally.of_json(each.documents.tally.as_json()) for each in self.passes]
         return Mark(self.state_dict(), tallies)
 
     def rewind(self, mark: Mark) -> None:
-        """Go back to a mark, if reading went on behind it."""
+        """Return to a mark, if documents after it have been read."""
         if self.state_dict() == mark.state:
             return
         self.load_state_dict(mark.state)
@@ -221,7 +226,7 @@ class MixedDocuments:
             each.documents.tally = tally
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue at the position of a state."""
         self.epoch, self._size, self._drawn = state["epoch"], state["epoch_size"], state["drawn"]
         self._counts, self._ended = list(state["counts"]), list(state["ended"])
         if isinstance(self._shares, ScheduledShares):
@@ -229,17 +234,3 @@ class MixedDocuments:
             self._block = None
         for each, own in zip(self.passes, state["informs"], strict=True):
             each.load_state_dict(own)
-
-
-def in_split(split: str, fraction: float | None) -> Callable[[Example], bool]:
-    """Whether a document belongs to a split, by its content alone.
-
-    Of an indexed mixture exactly `fraction` is held out; of a stream, each document with that
-    probability.
-    """
-    limit = 0 if fraction is None else int(fraction * 2**64)
-    if split == "eval" and fraction is not None:
-        return lambda example: example.content_digest < limit
-    if split == "eval" or not limit:
-        return lambda example: True
-    return lambda example: example.content_digest >= limit

@@ -1,8 +1,9 @@
-"""Weights of a mixture that change over the steps: in steps, linearly, or along a cosine.
+"""Mixture weights that change over the training steps: stepwise, linearly, or along a cosine.
 
-The weights at a step are whole parts of 2^32, so all arithmetic is exact. A block of documents is
-divided by the weights of the step at which its window begins, and what an inform is owed beyond
-whole documents goes into the next block: its documents follow its weight within about one.
+The weights at a step are integer multiples of 2^-32, so all arithmetic is exact. A block of
+documents is divided by the weights of the step at which its window begins. The fraction of a
+document that an inform is owed is added to the next block, so the number of documents follows the
+weight within about one document.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from ed_data.order.mixing import DocumentOrder, IntArray, shuffled
 
 UNIT = 2**32
-_BLOCKS = 9  # names a use of the seed, as in mixture
+_BLOCKS = 9  # identifies a use of the seed, as in mixing
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Schedule:
     """Weights by step.
 
     Attributes:
-        kind: `step`, `linear` or `cosine`: what happens between two points.
-        steps: of the points, ascending from 0.
+        kind: interpolation between two points: `step`, `linear` or `cosine`.
+        steps: steps of the points, ascending from 0.
         weights: [points][informs].
     """
 
@@ -37,7 +38,7 @@ class Schedule:
     weights: tuple[tuple[float, ...], ...]
 
     def parts(self, step: int) -> list[int]:
-        """Return the share of each inform at a step, in parts of `UNIT`; they add up to it."""
+        """Return the share of each inform at a step, in units of 1 / `UNIT`; the sum is `UNIT`."""
         at = bisect_right(self.steps, step) - 1
         weights = _normal(self.weights[at])
         if self.kind != "step" and at + 1 < len(self.steps):
@@ -46,7 +47,7 @@ class Schedule:
                 way = (1 - math.cos(math.pi * way)) / 2
             following = _normal(self.weights[at + 1])
             weights = [a + (b - a) * way for a, b in zip(weights, following, strict=True)]
-        # To nine digits: the cosine of another machine may differ in the last ones.
+        # Nine digits, because the last digits of a cosine may differ between machines.
         parts = [int(round(weight, 9) * UNIT) for weight in weights]
         parts[int(np.argmax(parts))] += UNIT - sum(parts)
         return parts
@@ -60,12 +61,12 @@ def divided(size: int, parts: Sequence[int], owed: Sequence[int]) -> tuple[list[
     """Divide a block among the informs.
 
     Args:
-        size: documents of the block.
-        parts: of each inform, adding up to `UNIT`.
-        owed: what earlier blocks have left to each, in documents times `UNIT`; they add up to 0.
+        size: number of documents of the block.
+        parts: share of each inform, with the sum `UNIT`.
+        owed: documents that earlier blocks owe to each inform, times `UNIT`; the sum is 0.
 
     Returns:
-        Documents of each inform, and what is owed to each now.
+        The number of documents of each inform, and the documents owed after the block.
     """
     due = [size * part + debt for part, debt in zip(parts, owed, strict=True)]
     counts = [max(each // UNIT, 0) for each in due]
@@ -80,16 +81,16 @@ def divided(size: int, parts: Sequence[int], owed: Sequence[int]) -> tuple[list[
 
 
 class ScheduledOrder(DocumentOrder):
-    """Documents in shares that change: see `DocumentOrder`.
+    """An order of documents with scheduled weights; see `DocumentOrder`.
 
-    An epoch is as many documents as all informs have. All blocks of a window have the weights of
-    the step at which the window begins, which `follow` tells.
+    An epoch has as many documents as all informs together. All blocks of a window use the weights
+    of the step at which the window begins; `set_windows` defines the windows.
 
     Args:
-        sizes: number of documents of each inform, all above 0.
+        sizes: number of documents of each inform, at least 1.
         schedule: the weights.
-        block_size: documents among which the proportions are exact; None for a window.
-        seed: orders everything.
+        block_size: number of documents in which the proportions are exact; None for a window.
+        seed: seed of the order.
         shuffle: see `DocumentOrder`.
         buffer: `shuffle_buffer_size`.
     """
@@ -108,17 +109,18 @@ class ScheduledOrder(DocumentOrder):
         self._schedule = schedule
         self._make = lru_cache(maxsize=4)(self._make_window)
 
-    def follow(self, window: int, step_of: Callable[[int], int]) -> None:
-        """Take up the windows of a plan.
+    def set_windows(self, window: int, step_of: Callable[[int], int]) -> None:
+        """Define the windows of a plan.
 
         Args:
-            window: documents of each; the last of an epoch has fewer.
-            step_of: the step at which a window begins, by its number over all epochs.
+            window: number of documents of a window; the last window of an epoch may have fewer.
+            step_of: maps the number of a window, counted over all epochs, to the step at which the
+                window begins.
         """
         self._window, self._step_of = window, step_of
         self._windows = -(-self.epoch_size // window)
         none = [0] * len(self._sizes)
-        #: What each inform has drawn, and is owed, where each window begins.
+        #: Documents drawn from, and owed to, each inform at the beginning of each window.
         self._begins = [(none, none)]
 
     def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
@@ -134,7 +136,7 @@ class ScheduledOrder(DocumentOrder):
         return inform, document
 
     def documents_per_epoch(self) -> list[int]:
-        """How many documents of each inform the first epoch holds."""
+        """Return the number of documents of each inform in the first epoch."""
         return list(self._begin(self._windows)[0])
 
     def _begin(self, number: int) -> tuple[list[int], list[int]]:
@@ -144,7 +146,7 @@ class ScheduledOrder(DocumentOrder):
         return self._begins[number]
 
     def _blocks(self, number: int) -> list[tuple[list[int], list[int]]]:
-        """What each inform has drawn, and is owed, before and after each block of a window."""
+        """Return the documents drawn from, and owed to, each inform before and after each block."""
         drawn, owed = self._begin(number)
         begin = number % self._windows * self._window
         size = min(self._window, self.epoch_size - begin)
@@ -171,11 +173,11 @@ class ScheduledOrder(DocumentOrder):
 
 
 class ScheduledShares:
-    """How the blocks of a stream are divided; see `mixture.Shares`.
+    """Scheduled shares of the blocks of a stream; see `mixing.Shares`.
 
     Attributes:
-        block: documents among which the proportions are exact.
-        step: where training is when the next block begins.
+        block: number of documents in which the proportions are exact.
+        step: training step at the beginning of the next block.
     """
 
     def __init__(self, schedule: Schedule, block: int) -> None:
@@ -184,7 +186,7 @@ class ScheduledShares:
         self._number, self._counts, self._owed = -1, none, none
 
     def block_order(self, number: int, key: tuple[int, ...] | None) -> IntArray:
-        """The inform of each place of a block: the current one, or the next."""
+        """Return the inform at each position of the current block or the next block."""
         if number != self._number:
             parts = self._schedule.parts(self.step)
             self._counts, self._owed = divided(self.block, parts, self._owed)
@@ -193,10 +195,10 @@ class ScheduledShares:
         return np.repeat(np.arange(len(counts)), counts)[shuffled(counts, key)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current block, as JSON values."""
+        """Return the state of the current block, as JSON values."""
         return {"block": self._number, "counts": list(self._counts), "owed": list(self._owed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue with the block of a state."""
         self._number = state["block"]
         self._counts, self._owed = list(state["counts"]), list(state["owed"])

@@ -1,9 +1,9 @@
 """The streamed order: documents are read, encoded, shuffled and packed window by window.
 
-A window is packed by itself, so it is a pure function of the options, the seed and its first
-document; the state is where the window begins in each inform, and the row in the window that comes
-next. To go on there, one window is read again and nothing else. In memory are two windows at most:
-the one that batches are made of, and the next, which a thread prepares meanwhile.
+Each window is packed separately. It is a pure function of the options, the seed and its first
+document. The state contains the position of each inform at the beginning of the window, and the
+next row of the window, so resuming reads one window again. Memory contains at most two windows: the
+current window, and the next window, which a thread prepares.
 """
 
 from __future__ import annotations
@@ -15,76 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ed_data.order.mixing import IntArray, permutation
-from ed_data.order.packing import pack
-from ed_data.order.plan import RowOptions, Rows, Window, has_labels, no_labels, one_per_row
+from ed_data.order.mixing import permutation
 from ed_data.order.reading import Drawn, Mark, MixedDocuments
+from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
 from ed_data.rows.documents import Tally
-from ed_data.storage.store import digest_of, joined
-from ed_data.tokens.encoder import Encoded
+from ed_data.schema import RowImage
+from ed_data.storage.store import TokenArrays
+from ed_data.tokens.encoder import Encoded, SequenceArrays
 from ed_data.tokens.parallel import Encoding, Job
 
-#: Documents of a window, at least: enough for best-fit to fill rows to 99 %.
+#: Minimum number of documents of a window: enough for best-fit to fill rows to 99 %.
 WINDOW = 4096
-#: A window of longer documents ends at as many tokens: 64 MiB.
+#: Number of tokens (64 MiB) at which a window of long documents ends.
 TOKENS = 2**24
 _ENCODED = 256  # documents that are encoded together
-_WINDOWS, _ROWS = 7, 8  # name uses of the seed, as in mixture
-
-
-class WindowTokens:
-    """The tokens of the documents of one window. See `store.Tokens`.
-
-    Args:
-        tokens: one array for each column of each document, document after document.
-        masks: 1 where a token has loss, likewise; None where each has.
-        columns: sequences of each document.
-        values: of each token, likewise.
-    """
-
-    complete = True
-
-    def __init__(
-        self,
-        tokens: list[NDArray[np.int32]],
-        masks: list[NDArray[np.uint8]] | None,
-        columns: int,
-        values: list[NDArray[np.float32]] | None = None,
-    ) -> None:
-        self.columns = columns
-        self._values = np.empty((0, 0), np.float32) if not values else np.concatenate(values)
-        self.hashes = np.empty(0, np.uint64)
-        self.digest = digest_of(self.hashes, "stream")
-        self.tally = Tally()
-        lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._tokens = np.concatenate([np.empty(0, np.int32), *tokens])
-        self._mask = None if masks is None else np.concatenate([np.empty(0, np.uint8), *masks])
-
-    def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
-        """See `store.Tokens.lengths`."""
-        if column is None and self.columns > 1:
-            return np.max([self.lengths(documents, c) for c in range(self.columns)], axis=0)
-        at = documents * self.columns + (column or 0)
-        return self._offsets[at + 1] - self._offsets[at]
-
-    def gather(
-        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
-        """See `store.Tokens.gather`."""
-        first = self._offsets[documents * self.columns + column] + starts
-        index = joined(first, counts)
-        return self._tokens[index], None if self._mask is None else self._mask[index].astype(bool)
-
-    def values(
-        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
-    ) -> NDArray[np.float32]:
-        """See `store.Tokens.values`."""
-        return self._values[
-            joined(self._offsets[documents * self.columns + column] + starts, counts)
-        ]
+_WINDOWS, _ROWS = 7, 8  # identify uses of the seed, as in mixing
 
 
 @dataclass(frozen=True)
@@ -92,27 +38,20 @@ class StreamWindow:
     """A window that is ready.
 
     Attributes:
-        number: windows before it.
-        begins: the state of the documents where it begins.
-        row: rows before it.
-        tokens: its documents.
-        window: its rows.
-        ends_epoch: whether an epoch ends with it.
-        drawn: documents of each inform.
+        number: number of windows before this window.
+        begins: state of the documents at the beginning of the window.
+        row: number of rows before the window.
+        window: the rows.
+        ends_epoch: whether an epoch ends with the window.
+        drawn: number of documents of each inform.
     """
 
     number: int
     begins: dict[str, Any]
     row: int
-    tokens: WindowTokens
     window: Window
     ends_epoch: bool
     drawn: list[int]
-
-
-#: Tokens, loss mask and values of one column of a document.
-_Columns = tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]
-_NO: tuple[list[Any], ...] = ([], [], [])
 
 
 @dataclass
@@ -120,40 +59,37 @@ class _Batch:
     """Documents that are encoded together.
 
     Attributes:
-        documents: as they were read.
-        ends_epoch: whether an epoch ends behind them.
-        after: where reading is behind them.
-        columns: of each document, in their order; None where the tokens are not there yet.
-        places: of each inform whose documents are being encoded, the numbers of these.
-        skipped: of each inform, the documents that could not be encoded.
+        documents: in the order of the stream.
+        ends_epoch: whether an epoch ends after the documents.
+        after: position of the stream after the documents.
+        sequences: sequences of each document, in order; None until they are encoded.
+        places: numbers of the documents of each inform that is being encoded.
+        skipped: documents of each inform that could not be encoded.
     """
 
     documents: list[Drawn]
     ends_epoch: bool
     after: Mark
-    columns: list[Any]
+    sequences: list[SequenceArrays | None]
     places: list[list[int]] = field(default_factory=list)
     skipped: dict[int, Tally] = field(default_factory=dict)
 
     def fill(self, places: list[int], encoded: Encoded, width: int) -> None:
-        """Take the tokens of the documents at some places."""
-        tokens = [ids.astype(np.int32) for ids in encoded.tokens]
-        # Tokens stand in for masks and values that nobody reads.
-        masks, values = encoded.masks or tokens, encoded.values or tokens
-        columns = list(zip(tokens, masks, values, strict=True))
+        """Store the sequences of the documents with these numbers."""
+        sequences = encoded.sequences()
         for number, place in enumerate(places):
-            own = columns[number * width : (number + 1) * width]
-            self.columns[place * width : (place + 1) * width] = own
+            own = sequences[number * width : (number + 1) * width]
+            self.sequences[place * width : (place + 1) * width] = own
 
 
 class StreamPlan:
-    """The rows of a stream, batch after batch; see `plan.StreamedOrder`.
+    """The rows of a stream, batch after batch; see `windows.StreamedOrder`.
 
     Args:
-        documents: what is read.
-        encoding: makes the tokens.
+        documents: the documents.
+        encoding: encodes documents.
         options: how documents become rows.
-        buffer: documents that change places with each other; None: all of a window; 0 or 1: none.
+        buffer: number of documents that are shuffled together; None: all of a window; 0 or 1: none.
         ahead: prepare the next window in a thread.
     """
 
@@ -171,8 +107,8 @@ class StreamPlan:
         self._size = max(WINDOW, buffer or 0)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ed-data") if ahead else None
         self._next: Future[StreamWindow] | None = None
-        self._number = 0  # of the window that is made next
-        self._first_row = 0  # rows before it
+        self._number = 0  # of the window that is prepared next
+        self._first_row = 0  # rows before that window
         self._window: StreamWindow | None = None
         self._row = 0
         self._over = False
@@ -182,10 +118,10 @@ class StreamPlan:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of the windows that were read since the start, or the last resume.
+        """Statistics of the windows that were read since the start, or since the last resume.
 
-        `windows`, `documents`, `rows`, `tokens`, `tokens_cut` and `fill`, as `RowPlan.stats`, and
-        per source the `documents` that were drawn and the rows that were `dropped`, by reason.
+        `windows`, `documents`, `rows`, `tokens`, `tokens_cut` and `fill`, as in `RowPlan.stats`,
+        and for each source the number of `documents` drawn and of rows `dropped`, by reason.
         """
         rows = max(self._figures["rows"] * self._options.seq_length, 1)
         sources = {}
@@ -195,38 +131,38 @@ class StreamPlan:
                 sources[each.label]["dropped"] = dict(each.documents.tally.dropped)
         return {**self._figures, "fill": self._figures["tokens"] / rows, "sources": sources}
 
-    def __next__(self) -> Rows:
+    def __next__(self) -> PlannedRows:
         """Return the rows of the next batch.
 
         Raises:
-            StopIteration: the epoch is over, and no other follows.
+            StopIteration: the epoch has ended, and there is no other epoch.
             DataError: a row cannot be read or encoded.
         """
-        left, pieces, sources = self._options.batch_size, [np.empty((6, 0), np.int64)], []
+        parts = list(self._parts())
+        if not parts:
+            raise StopIteration
+        return rows_of(parts)
+
+    def _parts(self) -> Iterator[tuple[Window, int, int]]:
+        left = self._options.batch_size
         while left and not self._over:
             ready = self._window
             if ready is None:
                 ready = self._window = self._take()
-            packing = ready.window.packing
-            taken = min(left, packing.rows - self._row)
+            taken = min(left, ready.window.packing.rows - self._row)
             if taken:
-                number = self._options.batch_size - left
-                pieces.append(_pieces(ready, self._row, taken, number, len(sources)))
-                sources.append(ready.tokens)
+                yield ready.window, self._row, taken
             left -= taken
             self._row += taken
-            if self._row == packing.rows and left:
+            if self._row == ready.window.packing.rows and left:
                 self._window, self._row = None, 0
                 self._over = ready.ends_epoch and not self.endless
-        if left == self._options.batch_size:
-            raise StopIteration
-        return Rows(sources, *np.concatenate(pieces, axis=1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is: where its window begins in each inform, and the row in it."""
+        """Return the position: of each inform at the beginning of the window, and the next row."""
         if self._window is not None:
             number, begins, before = self._window.number, self._window.begins, self._window.row
-        else:  # at the beginning, or at the end
+        else:  # at the beginning or at the end
             number, begins, before = self._number, self._documents.state_dict(), self._first_row
         return {
             "over": self._over,
@@ -237,11 +173,11 @@ class StreamPlan:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken."""
+        """Continue at the position of a state."""
         self._settle()
         self._window, self._over, self._failure = None, state["over"], None
         self._number, self._row = state["window"], state["row"]
-        # A state of an earlier version has no such number, nor weights that follow the steps.
+        # States of earlier versions have neither this number nor scheduled weights.
         self._first_row = state.get("rows_before", 0)
         if not self._over:
             self._documents.load_state_dict(state["documents"])
@@ -257,10 +193,10 @@ class StreamPlan:
     def _settle(self) -> None:
         ahead, self._next = self._next, None
         if ahead is not None and not ahead.cancel():
-            ahead.exception()  # wait: it reads from the documents
+            ahead.exception()  # wait, because the thread reads from the documents
 
     def _take(self) -> StreamWindow:
-        if self._failure is not None:  # going on would leave out what was read with it
+        if self._failure is not None:  # continuing would omit documents
             raise self._failure
         try:
             ready = self._make() if self._next is None else self._next.result()
@@ -276,49 +212,64 @@ class StreamPlan:
         figures["documents"] += sum(ready.drawn)
         figures["rows"] += window.packing.rows
         figures["tokens"] += window.packing.tokens
-        figures["tokens_cut"] += window.dropped
+        figures["tokens_cut"] += window.truncated
         self._drawn = [a + b for a, b in zip(self._drawn, ready.drawn, strict=True)]
         return ready
 
     def _make(self) -> StreamWindow:
         begins, number, row = self._documents.state_dict(), self._number, self._first_row
         self._documents.at_step(row // self._options.batch_size)
-        columns, skipped, drawn = (
-            list[_Columns](),
-            list[dict[int, Tally]](),
-            [0] * len(self._documents.passes),
-        )
-        read = size = 0
-        ends_epoch = False
+        sequences, images = list[SequenceArrays](), list[tuple[RowImage, ...]]()
+        skipped, drawn = list[dict[int, Tally]](), [0] * len(self._documents.passes)
+        size, ends_epoch = 0, False
         for batch in self._batches():
-            columns += batch.columns
+            own = [each for each in batch.sequences if each is not None]
+            sequences += own
             skipped.append(batch.skipped)
             ends_epoch = batch.ends_epoch
-            read += len(batch.documents)
             for document in batch.documents:
                 drawn[document.inform] += 1
-            size += sum(len(ids) for ids, *_ in batch.columns)
+                images.append(document.example.images)
+            size += sum(len(each.tokens) for each in own)
             if size >= TOKENS:
-                self._documents.rewind(batch.after)  # processes may be ahead
+                self._documents.rewind(batch.after)  # worker processes may have read ahead
                 break
         for inform, tally in (pair for each in skipped for pair in each.items()):
             self._documents.passes[inform].documents.tally.add(tally)
-        ids, masks, values = (list(each) for each in zip(*columns, strict=True)) if columns else _NO
-        tokens = WindowTokens(
-            ids,
-            masks if self._encoder.has_loss_mask else None,
-            len(self._encoder.schema.columns),
-            values if self._encoder.schema.values else None,
-        )
-        window = self._pack(tokens, read, number)
-        if number == 0 and self._encoder.has_loss_mask and not has_labels([tokens], window):
-            raise no_labels(read, window.dropped)
+        window = self._packed(sequences, images, number)
+        if number == 0 and self._encoder.has_loss_mask:
+            window.check_labels()
         self._number += 1
         self._first_row += window.packing.rows
-        return StreamWindow(number, begins, row, tokens, window, ends_epoch, drawn)
+        return StreamWindow(number, begins, row, window, ends_epoch, drawn)
+
+    def _packed(
+        self, sequences: list[SequenceArrays], images: list[tuple[RowImage, ...]], number: int
+    ) -> Window:
+        lengths = np.fromiter((len(each.tokens) for each in sequences), np.int64, len(sequences))
+        empty = SequenceArrays(*(np.empty(0, np.int32),) * 3)
+        each = [empty, *sequences]
+        schema = self._encoder.schema
+        values = np.empty((0, 0), np.float32)
+        if schema.values and sequences:
+            values = np.concatenate([own.values for own in sequences]).astype(np.float32)
+        mask = None
+        if self._encoder.has_loss_mask:
+            mask = np.concatenate([own.mask for own in each]).astype(np.uint8)
+        tokens = TokenArrays(
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+            np.concatenate([own.tokens for own in each]),
+            mask,
+            values,
+            len(schema.columns),
+            images if any(images) else (),
+        )
+        key = (self._options.seed, number)
+        order = permutation(len(images), _WINDOWS, *key, buffer=self._buffer)
+        return Window.packed([tokens], np.zeros_like(order), order, self._options, (_ROWS, *key))
 
     def _batches(self) -> Iterator[_Batch]:
-        """The documents from here on with their tokens, until there are enough for a window."""
+        """Yield encoded documents from the current position, until a window is complete."""
         reading = deque[_Batch]()
 
         def jobs() -> Iterator[Job]:
@@ -337,12 +288,12 @@ class StreamPlan:
         for encoded in self._encoding.map(jobs()):
             batch = reading[0]
             batch.fill(batch.places.pop(0), encoded, width)
-            if None not in batch.columns:
+            if None not in batch.sequences:
                 yield reading.popleft()
-        yield from reading  # an epoch that ends without another document
+        yield from reading  # an epoch may end without another document
 
     def _read(self) -> Iterator[_Batch]:
-        """The documents from here on, as many as a window has at most."""
+        """Yield documents from the current position, at most as many as a window has."""
         left, over = self._size, False
         width = len(self._encoder.schema.columns)
         while left and not over:
@@ -354,42 +305,5 @@ class StreamPlan:
                     break
                 documents.append(document)
             left -= len(documents)
-            columns: list[Any] = [None] * (len(documents) * width)
-            yield _Batch(documents, over, self._documents.mark(), columns)
-
-    def _pack(self, tokens: WindowTokens, documents: int, number: int) -> Window:
-        options, key = self._options, (self._options.seed, number)
-        order = permutation(documents, _WINDOWS, *key, buffer=self._buffer)
-        lengths, dropped = tokens.lengths(order), 0
-        if options.max_length is not None:
-            kept = np.minimum(lengths, options.max_length)
-            dropped = int((lengths - kept).sum())
-            lengths = kept
-        if options.strategy is None:
-            packing = one_per_row(lengths, options.seq_length)
-        else:
-            packing = pack(lengths, options.seq_length, options.strategy)
-        if options.shuffle_rows is not None:
-            packing = packing.reordered(
-                permutation(packing.rows, _ROWS, *key, buffer=options.shuffle_rows)
-            )
-        return Window(np.zeros_like(order), order, packing, dropped)
-
-
-def _pieces(ready: StreamWindow, row: int, rows: int, number: int, source: int) -> IntArray:
-    """The pieces of some rows of a window, as the fields of `Rows` after `tokens`."""
-    packing, window = ready.window.packing, ready.window
-    part = slice(packing.row_offsets[row], packing.row_offsets[row + rows])
-    counts = np.diff(packing.row_offsets[row : row + rows + 1])
-    which = packing.document[part]
-    segment = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
-    return np.stack(
-        [
-            np.full(len(which), source, np.int64),
-            window.document[which],
-            packing.start[part],
-            packing.length[part],
-            np.repeat(np.arange(number, number + rows), counts),
-            segment,
-        ]
-    )
+            empty: list[SequenceArrays | None] = [None] * (len(documents) * width)
+            yield _Batch(documents, over, self._documents.mark(), empty)

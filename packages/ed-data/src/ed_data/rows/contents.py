@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ed_data.errors import DataError
-from ed_data.schema import Content
+from ed_data.schema import Content, Message
 
 
 def checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
@@ -82,6 +82,20 @@ def number(value: Any, field: str, where: str) -> float:
     return float(value)
 
 
+def class_number(value: Any, field: str, where: str) -> float:
+    """Return the number of a class.
+
+    Raises:
+        DataError: the value is not an integer of at least 0.
+    """
+    if not isinstance(value, int) or value < 0:
+        raise DataError(
+            f"{where}: {field!r} must be the number of a class, an integer of at least 0, got "
+            f"{value!r}; map the names of classes to numbers in format_callback"
+        )
+    return float(value)
+
+
 def _texts(value: Any) -> Iterator[str]:
     """Every text in nested lists and mappings: parts of messages, calls of tools."""
     if isinstance(value, str):
@@ -101,3 +115,35 @@ def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
             f"encode the text: {half} at character {error.start} is half of a surrogate pair; "
             "correct the row, or drop it in format_callback"
         ) from error
+
+
+def kind_of(content: Content) -> str:
+    """Return `"text"`, `"chat"` or `"ids"`."""
+    if isinstance(content, str):
+        return "text"
+    return "chat" if content and isinstance(content[0], dict) else "ids"
+
+
+def of_one_kind(context: Content, body: Content, where: str) -> tuple[Content, Content]:
+    """Context and body as two texts, two lists of messages, or two lists of ids.
+
+    Raises:
+        DataError: one is text and the other ids; `where` says of which row.
+    """
+    kinds = {kind_of(context), kind_of(body)}
+    if kinds == {"text", "chat"}:
+        return _messages(context, "user"), _messages(body, "assistant")
+    if not context:
+        return ("" if kinds == {"text"} else []), body
+    if len(kinds) > 1:
+        raise DataError(
+            f"{where}: the field and its context are {' and '.join(sorted(kinds))}; both are "
+            "text, chat messages or token ids"
+        )
+    return context, body
+
+
+def _messages(content: Content, role: str) -> list[Message]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}] if content else []
+    return content  # type: ignore[return-value]

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.rows.contents import checked, checked_steps, number
-from ed_data.rows.images import image_of
+from ed_data.rows.contents import checked, checked_steps, class_number, kind_of, number
+from ed_data.rows.images import ImageReader
 from ed_data.rows.preferences import separated
-from ed_data.rows.template import FIELDS, template_arguments
-from ed_data.schema import TEXT, Content, Example, Row, Schema
+from ed_data.rows.template import template_arguments
+from ed_data.schema import OPTIONAL_FIELDS, TEXT, Content, Example, Row, RowImage, Schema
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
 from ed_data.sources.files import FileSource
 from ed_data.sources.lines import START, Record, Spot
 from ed_data.sources.python import resolve
-from ed_data.tokens.items import kind_of
 
 
 @dataclass
@@ -108,7 +107,7 @@ class Documents:
         if inform.text_field is not None:
             self._names[schema.content] = inform.text_field
             self._content_is_named = True
-        self._image = inform.image_field or inform.pixel_field
+        self._images = ImageReader(inform)
         self._steps = {column.field for column in schema.columns if column.steps}
         # The fields that follow the content as answers.
         self._answers = tuple(
@@ -121,8 +120,8 @@ class Documents:
         if self._callback is None and not inform.format_fields:
             wanted = [*self._names.values(), *inform.additional_fields]
             wanted += [value.field for value in schema.values]
-            wanted += [] if self._image is None else [self._image]
-            wanted += FIELDS
+            wanted += [] if self._images.field is None else [self._images.field]
+            wanted += OPTIONAL_FIELDS
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -253,12 +252,10 @@ class Documents:
         extra = {
             n: _take(row, n, "additional_fields", where) for n in self.inform.additional_fields
         }
-        image = None
-        if self._image is not None:
-            key = "image_field" if self.inform.image_field else "pixel_field"
-            image = image_of(_take(row, self._image, key, where), self.inform, folder, where)
-            if image is None:
-                self.tally.drop(f"{self._image!r} is null", record.place)
+        if self._images.required:
+            name = str(self._images.field)
+            if _take(row, name, self._images.key, where) is None:
+                self.tally.drop(f"{name!r} is null", record.place)
                 return None
         answers = {field: fields[field] for field in self._answers}
         if answers:
@@ -266,9 +263,12 @@ class Documents:
             prompt, answers = separated(given, answers, where)
             fields = {**fields, self.schema.content: prompt, **answers}
         is_chat = any(kind_of(content) == "chat" for content in fields.values())
+        images: list[RowImage] = []
+        if is_chat or self._images.required:
+            fields, images = self._images.of_row(row, fields, folder, where)
         template = template_arguments(row, where) if is_chat else {}
         values = self._values(row, fields, where)
-        return Example(fields, extra, record.place, values, image, template)
+        return Example(fields, extra, record.place, values, tuple(images), template)
 
     def _has_implicit_prompt(self, row: Row) -> bool:
         """Whether a row has several answers and no prompt: their common beginning is the prompt."""
@@ -287,6 +287,9 @@ class Documents:
                 continue
             found = _take(row, value.field, "format_fields", where)
             column = columns[value.column]
+            if self.schema.task == "sequence_classification":
+                result.append(class_number(found, value.field, where))
+                continue
             if not column.steps:
                 result.append(number(found, value.field, where))
                 continue

@@ -1,36 +1,153 @@
-"""Images of rows: a file, encoded bytes, or the pixels themselves, as the row has them."""
+"""The images of a row: files, bytes or pixels, in a field or in the parts of chat messages."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from ed_data.config.source import Inform
+from ed_data.config import Inform
 from ed_data.errors import DataError
+from ed_data.schema import IMAGE, IMAGES, Content, Image, Message, Row, RowImage
 
-#: The path of a file, encoded bytes, both as `datasets` has them, or pixels.
-Image = str | bytes | dict[str, Any] | np.ndarray
+#: Types of message parts that are images: of transformers, and of OpenAI.
+_PART_TYPES = ("image", "image_url")
+#: Keys of an image part that contain the image.
+_PART_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 
 
-def image_of(value: Any, inform: Inform, folder: str, where: str) -> Image | None:
-    """Return the image of a row; None where it has none.
+class ImageReader:
+    """Reads the images of the rows of an inform.
 
     Args:
-        value: of the field that `image_field` (a path, bytes, or `{"path": …, "bytes": …}`) or
-            `pixel_field` (numbers [height, width] or [height, width, channels]) names.
-        inform: of the row.
-        folder: of the row's file: a path may be relative to it, or to the working folder.
-        where: the row, for messages.
-
-    Raises:
-        DataError: it is something else, or there is no such file.
+        inform: `image_field` or `pixel_field` names the field with the images; by default the
+            fields `images` and `image` contain the images of chat messages.
     """
-    if value is None:
-        return None
-    if inform.pixel_field is not None:
-        return _pixels(value, inform.pixel_field, where)
+
+    def __init__(self, inform: Inform) -> None:
+        self.field = inform.image_field or inform.pixel_field
+        self.key = "pixel_field" if inform.pixel_field else "image_field"
+        self.required = inform.is_visual
+
+    def of_field(self, value: object, folder: str, where: str) -> list[Image]:
+        """Return the images of a field with one image or a list of images; null has none.
+
+        Args:
+            value: value of the field.
+            folder: folder of the row's file. Paths are relative to this folder or to the working
+                folder.
+            where: the row, for messages.
+
+        Raises:
+            DataError: the value is not an image, or the file does not exist.
+        """
+        if value is None:
+            return []
+        name = self.field or IMAGES
+        if self.key == "pixel_field":
+            return [_pixels(value, name, where)]
+        many = isinstance(value, list | tuple)
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        if many and not items and self.required:
+            raise _no_image(value, name, where)
+        return [_encoded(item, name, folder, where) for item in items]
+
+    def of_row(
+        self, row: Row, fields: dict[str, Content], folder: str, where: str
+    ) -> tuple[dict[str, Content], list[RowImage]]:
+        """Return the fields with plain image parts, and the images in the order of the parts.
+
+        A part contains its image (`{"type": "image", "path": …}`, `{"type": "image_url",
+        "image_url": {"url": …}}`), or takes the next image of the row's image field. Images of a
+        row without image parts belong to the placeholder tokens in its texts.
+
+        Raises:
+            DataError: an image is missing, is left over, or cannot be found.
+        """
+        name = self.field or (IMAGES if row.get(IMAGES) is not None else IMAGE)
+        parts = [part for content in fields.values() for part in _image_parts(content)]
+        if not parts and not self.required:
+            return fields, []
+        listed = self.of_field(row.get(name), folder, where)
+        if not parts:
+            return fields, _numbered(listed, where)
+        images: list[Image] = []
+        remaining = iter(listed)
+        for number, part in enumerate(parts, 1):
+            own = next((part[key] for key in _PART_KEYS if part.get(key) is not None), None)
+            image = next(remaining, None) if own is None else _of_part(own, folder, where)
+            if image is None:
+                raise DataError(
+                    f"{where}: image part {number} of the messages has no image: the part has none "
+                    f"of the keys {', '.join(_PART_KEYS)}, and the row has {len(listed)} images in "
+                    f"{name!r}; add the image, or remove the part",
+                    ("image_field",) if self.field else (),
+                )
+            images.append(image)
+        left = sum(1 for _ in remaining)
+        if left:
+            raise DataError(
+                f"{where}: the row has {len(listed)} images in {name!r}, but {left} of them have "
+                'no image part; add {"type": "image"} to the content of a message, or remove the '
+                "images"
+            )
+        plain = {field: _with_plain_parts(content) for field, content in fields.items()}
+        return plain, _numbered(images, where)
+
+
+def _numbered(images: list[Image], where: str) -> list[RowImage]:
+    count = len(images)
+    return [RowImage(image, f"{where}, image {n} of {count}") for n, image in enumerate(images, 1)]
+
+
+def _image_parts(content: Content) -> Iterator[dict[str, Any]]:
+    for message in content:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list):
+            yield from (p for p in parts if isinstance(p, dict) and p.get("type") in _PART_TYPES)
+
+
+def _with_plain_parts(content: Content) -> Content:
+    """Return chat messages in which each image part is `{"type": "image"}`, as templates expect."""
+
+    def plain(part: object) -> object:
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") in _PART_TYPES:
+            return {"type": "image"}
+        # A table adds a null for each key of the other parts.
+        return {key: value for key, value in part.items() if value is not None}
+
+    messages: list[Message] = []
+    for message in content:
+        if not isinstance(message, dict):
+            return content
+        parts = message.get("content")
+        if isinstance(parts, list):
+            message = {**message, "content": [plain(part) for part in parts]}
+        messages.append(message)
+    return messages
+
+
+def _of_part(value: object, folder: str, where: str) -> Image:
+    if isinstance(value, dict) and isinstance(value.get("url"), str):
+        value = value["url"]
+    if isinstance(value, str) and value.startswith("data:"):
+        _, _, data = value.partition(",")
+        try:
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise DataError(f"{where}: an image part has an invalid data URL: {error}") from error
+    if isinstance(value, str):
+        value = value.removeprefix("file://")
+    return _encoded(value, "image part", folder, where)
+
+
+def _encoded(value: object, name: str, folder: str, where: str) -> Image:
     if isinstance(value, str):
         return _file(value, folder, where)
     if isinstance(value, bytes) and value:
@@ -39,9 +156,13 @@ def image_of(value: Any, inform: Inform, folder: str, where: str) -> Image | Non
         return {"bytes": value["bytes"], "path": value.get("path")}
     if isinstance(value, dict) and isinstance(value.get("path"), str):
         return _file(value["path"], folder, where)
-    raise DataError(
-        f"{where}: {inform.image_field!r} is an image: a path, bytes, or {{path, bytes}}, not "
-        f"{_short(value)}; correct the row, or name pixels with pixel_field",
+    raise _no_image(value, name, where)
+
+
+def _no_image(value: object, name: str, where: str) -> DataError:
+    return DataError(
+        f"{where}: {name!r} must be an image: a path, bytes, or {{path, bytes}}, got "
+        f"{_short(value)}; correct the row, or use pixel_field for pixels",
         ("image_field",),
     )
 
@@ -60,21 +181,22 @@ def _file(path: str, folder: str, where: str) -> str:
     )
 
 
-def _pixels(value: Any, field: str, where: str) -> np.ndarray:
+def _pixels(value: object, field: str, where: str) -> np.ndarray:
     try:
         pixels = np.asarray(value)
-    except ValueError:  # rows of unlike lengths
+    except ValueError:  # rows with different lengths
         pixels = np.empty(0, object)
     numbers = pixels.dtype.kind in "uif" and pixels.ndim in (2, 3) and pixels.size
     if not numbers or not np.isfinite(pixels).all():
         raise DataError(
-            f"{where}: {field!r} holds pixels, numbers of [height, width] or [height, width, "
-            f"channels], not {_short(value)}; correct the row, or drop it in format_callback",
+            f"{where}: {field!r} must hold pixels, numbers of shape [height, width] or [height, "
+            f"width, channels], got {_short(value)}; correct the row, or drop it in "
+            "format_callback",
             ("pixel_field",),
         )
     return pixels
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = f"{type(value).__name__} {value!r}"
     return text if len(text) < 80 else f"{text[:77]}…"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ed_data.errors import DataError
+from ed_data.rows.contents import kind_of
 from ed_data.schema import Content, Message
-from ed_data.tokens.items import kind_of
 
 #: Roles of messages that only a prompt begins with.
 _ASKING = ("system", "developer", "user")

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ed_data.errors import DataError
-from ed_data.schema import Row
+from ed_data.schema import KWARGS, TOOLS, Row
 
-TOOLS, KWARGS = "tools", "chat_template_kwargs"
-#: The fields of a row that are read for chats, beside the fields of the schema.
-FIELDS = (TOOLS, KWARGS)
 #: Parameters of `apply_chat_template` that this package sets itself.
 _RESERVED = (
     "add_generation_prompt",
@@ -43,7 +40,7 @@ def template_arguments(row: Row, where: str) -> dict[str, Any]:
     Raises:
         DataError: a field has another type, or sets a parameter that this package sets.
     """
-    tools, kwargs = (_parsed(row.get(name), name, where) for name in FIELDS)
+    tools, kwargs = (_parsed(row.get(name), name, where) for name in (TOOLS, KWARGS))
     arguments: dict[str, Any] = {}
     if tools:
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -19,8 +19,7 @@ from fsspec.utils import infer_compression
 
 from ed_data.config.source import COMPRESSIONS, Inform
 from ed_data.errors import DataError
-from ed_data.schema import Row
-from ed_data.sources.columns import present
+from ed_data.schema import OPTIONAL_FIELDS, Row
 from ed_data.sources.lines import START, Lines, Record, Spot, decoded
 
 if TYPE_CHECKING:
@@ -337,6 +336,21 @@ def _numbered(
             at = max(start, number)
             yield Record(f"{file.address}, row {at}", row, Spot(at), Spot(at + 1))
             number = at + 1
+
+
+def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
+    """Return the columns of a table to read, or None for all of them.
+
+    The fields of the chat template are optional. If another column is missing, all are read, so
+    that the error can list the names.
+
+    Args:
+        columns: the wanted columns, or None for all.
+        names: the columns of the table.
+    """
+    if columns is None or not {*columns} - {*OPTIONAL_FIELDS} <= {*names}:
+        return None
+    return [name for name in columns if name in names]
 
 
 Reader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], Records]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.schema import Row
-from ed_data.sources.columns import present
 from ed_data.sources.files import FileCache, FileSource
+from ed_data.sources.formats import present
 from ed_data.sources.lines import START, Record, Spot
 
 if TYPE_CHECKING:

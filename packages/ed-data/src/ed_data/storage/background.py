@@ -1,39 +1,40 @@
-"""Tokens of which the store is still being written: training need not wait for it.
+"""Tokens whose store a background thread is writing, so that training starts immediately.
 
-The source is read over once, for the order of the documents. From then on the documents that a
-batch needs are encoded when it needs them, while a thread writes the store from the first document
-to the last; when it is complete, everything is read from there. The batches are the same.
+The source is read once for the order of the documents. Until the store is complete, the documents
+of a batch are encoded when the batch needs them, while a thread writes the store from the first
+document to the last. Then all tokens are read from the store. The batches are the same in both
+phases.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.order.mixing import IntArray
 from ed_data.rows.documents import Tally
+from ed_data.schema import RowImage
 from ed_data.storage.lazy import LazyTokens
-from ed_data.storage.store import TokenStore
+from ed_data.storage.store import IntArray, TokenStore
 from ed_data.tokens.encoder import Encoded
 
-#: Passes the tokens of a store on, on their way into it.
+#: Wraps the iteration over the tokens that are written to a store.
 Through = Callable[[Iterable[Encoded]], Iterable[Encoded]]
-#: Documents that are encoded for batches at most: who asks for more waits for the store, which
-#: encodes them in their order, and once.
+#: Maximum number of documents that are encoded for batches. Further requests wait for the store,
+#: which encodes each document once.
 AHEAD = 2**16
 
 
-class GrowingTokens:
-    """Tokens from a store as soon as it is complete. See `store.Tokens`.
+class BackgroundTokens:
+    """Tokens of a store that is being written. See `store.Tokens`.
 
     Args:
-        lazy: the tokens until then.
-        write: writes the store; it sends the tokens through its argument, which may end it.
+        lazy: source of the tokens until the store is complete.
+        write: writes the store; its argument wraps the iteration and can stop it.
     """
 
     def __init__(self, lazy: LazyTokens, write: Callable[[Through], TokenStore]) -> None:
@@ -46,12 +47,12 @@ class GrowingTokens:
 
     @property
     def complete(self) -> bool:
-        """Whether the store is there."""
+        """Whether the store is complete."""
         return self._store.done() and self._store.exception() is None
 
     @property
     def tally(self) -> Tally:
-        """What became of the rows, as far as it is known."""
+        """Statistics of the rows that have been read."""
         return self._store.result().tally if self.complete else self._lazy.tally
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
@@ -70,15 +71,23 @@ class GrowingTokens:
         """See `Tokens.values`."""
         return self._tokens().values(documents, starts, counts, column)
 
-    def shared(self) -> GrowingTokens | None:
-        """These tokens for one user more; None where the writing has ended, well or not."""
+    def image_counts(self, documents: IntArray) -> IntArray:
+        """See `Tokens.image_counts`."""
+        return self._lazy.image_counts(documents)
+
+    def images(self, document: int) -> Sequence[RowImage]:
+        """See `Tokens.images`."""
+        return self._lazy.images(document)
+
+    def shared(self) -> BackgroundTokens | None:
+        """Register another user of these tokens; None if the writer has finished or failed."""
         if self._closed or self._store.done():
             return None
         self._users += 1
         return self
 
     def close(self) -> None:
-        """One user less; the last one ends the writing, and what was written is deleted."""
+        """Unregister a user. The last user stops the writer and deletes the partial store."""
         self._users -= 1
         if self._users:
             return
@@ -86,10 +95,10 @@ class GrowingTokens:
         self._thread.join()
 
     def _tokens(self, more: int = 0) -> TokenStore | LazyTokens:
-        """Where tokens are now.
+        """Return the current source of tokens.
 
         Raises:
-            Exception: what the writing has met, such as a `DataError` of a later row.
+            Exception: the error of the writer, such as a `DataError` of a later row.
         """
         if self._store.done() or self._lazy.encoded + more > AHEAD:
             return self._store.result()
@@ -98,7 +107,7 @@ class GrowingTokens:
     def _run(self) -> None:
         try:
             self._store.set_result(self._write(self._until_closed))
-        except BaseException as error:  # whoever asks for tokens gets it
+        except BaseException as error:  # the next read of tokens raises the error
             self._store.set_exception(error)
 
     def _until_closed(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:

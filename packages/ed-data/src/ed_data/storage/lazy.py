@@ -1,7 +1,7 @@
-"""The tokens of documents, made when they are asked for and forgotten again: nothing is on disk.
+"""Tokens that are encoded when they are first requested; nothing is written to disk.
 
-`pack_on_the_fly` reads from them. In memory are the places of the documents in their files, their
-hashes and lengths (about 50 bytes a document), and the tokens that were asked for last.
+`pack_on_the_fly` and rows with images use them. Memory contains the positions of the documents in
+their files, their hashes and lengths (about 50 bytes per document), and the most recent tokens.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.order.mixing import IntArray
 from ed_data.rows.documents import Documents, Placed, Tally
-from ed_data.schema import Example
+from ed_data.schema import Example, RowImage
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
-from ed_data.storage.store import digest_of
+from ed_data.storage.store import IntArray, digest_of
+from ed_data.tokens.encoder import SequenceArrays
 from ed_data.tokens.parallel import Encoding, Job
 
-#: Tokens that are kept, about 128 MiB of them.
+#: Number of tokens in memory, about 128 MiB.
 KEPT = 2**25
-_NEAR = 64  # rows to read over rather than to look for the place of the next one
-
-#: Tokens, loss mask and values of each column of a document.
-_Columns = list[tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]]
+_NEAR = 64  # rows that are skipped by reading instead of seeking
 
 
 class Numbered(Protocol):
@@ -40,22 +37,22 @@ class Numbered(Protocol):
 
 
 class ReadAgain:
-    """The documents of an inform by number, read from their files each time.
+    """The documents of an inform by number, read from their files at each access.
 
-    Iterating over all of them, which comes first, notes where each begins. Asked for in ascending
-    order, they cost one pass over the files at most.
+    The first use must be an iteration over all documents, which records their positions. Access in
+    ascending order costs at most one pass over the files.
     """
 
     def __init__(self, documents: Documents) -> None:
         self._first = documents
-        # The second reading counts nothing again.
+        # A second reader, so that repeated reads do not change the tally.
         self._again = Documents(documents.inform, documents.source, documents.schema)
         self._places = array("q")
         self._open: tuple[int, int, Iterator[Placed]] | None = None
 
     @property
     def tally(self) -> Tally:
-        """What became of the rows."""
+        """Statistics of the rows."""
         return self._first.tally
 
     def __iter__(self) -> Iterator[Example]:
@@ -79,17 +76,20 @@ class ReadAgain:
                 assert placed.example is not None
                 self._open = (shard, row, stream)
                 return placed.example
-        raise RuntimeError(f"{self._first.inform.label!r}: its files changed while they were read")
+        raise RuntimeError(
+            f"the files of inform {self._first.inform.label!r} changed while they were read"
+        )
 
 
 class LazyTokens:
-    """Documents that are encoded when they are first asked for, in batches. See `store.Tokens`.
+    """Documents that are encoded in batches when they are first requested. See `store.Tokens`.
 
     Args:
-        documents: a list of them, or `ReadAgain`.
-        encoding: makes the tokens.
-        label: the inform's name, for messages.
-        tally: counts documents that cannot be encoded, where they may be skipped.
+        documents: a list of documents, or `ReadAgain`.
+        encoding: encodes documents.
+        label: name of the inform, for messages.
+        tally: statistics of the rows.
+        skip: count documents that cannot be encoded in `tally`; otherwise they raise an error.
     """
 
     complete = True
@@ -107,21 +107,23 @@ class LazyTokens:
         self._skip = skip
         encoder = self._encoder = encoding.encoder
         self.columns = len(encoder.schema.columns)
-        digests, contents = array("Q"), array("Q")
+        digests, contents, images = array("Q"), array("Q"), array("H")
         for document in documents:
             digests.append(document.digest)
             contents.append(document.content_digest)
+            images.append(len(document.images))
         self.hashes = np.array(contents, np.uint64)
         self.digest = digest_of(np.array(digests, np.uint64), encoder.fingerprint)
+        self._image_counts = np.array(images, np.int64)
         self._lengths = np.full((len(contents), self.columns), -1, np.int32)
         self._encoded = 0
-        self._kept: OrderedDict[int, _Columns] = OrderedDict()
+        self._kept: OrderedDict[int, list[SequenceArrays]] = OrderedDict()
         self._size = 0  # tokens in `_kept`
         self._lock = threading.Lock()
 
     @property
     def encoded(self) -> int:
-        """Number of documents that have been asked for so far."""
+        """Number of documents that have been encoded."""
         return self._encoded
 
     @property
@@ -141,60 +143,67 @@ class LazyTokens:
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `store.Tokens.gather`."""
-        tokens = self._pieces(documents, starts, counts, column, 0)
+        pieces = self._pieces(documents, starts, counts, column)
+        tokens = np.concatenate([piece.tokens for piece in pieces])
         if not self._encoder.has_loss_mask:
             return tokens, None
-        return tokens, self._pieces(documents, starts, counts, column, 1).astype(bool)
+        return tokens, np.concatenate([piece.mask for piece in pieces]).astype(bool)
 
     def values(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> NDArray[np.float32]:
         """See `store.Tokens.values`."""
-        return self._pieces(documents, starts, counts, column, 2)
+        pieces = self._pieces(documents, starts, counts, column)
+        return np.concatenate([piece.values for piece in pieces])
+
+    def image_counts(self, documents: IntArray) -> IntArray:
+        """See `store.Tokens.image_counts`."""
+        return self._image_counts[documents]
+
+    def images(self, document: int) -> Sequence[RowImage]:
+        """See `store.Tokens.images`."""
+        if not self._image_counts[document]:
+            return ()
+        with self._lock:
+            return self._documents[document].images
 
     def _pieces(
-        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int, which: int
-    ) -> NDArray[Any]:
-        """Pieces of the tokens (0), masks (1) or values (2) of documents, joined."""
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int
+    ) -> list[SequenceArrays]:
         numbers = documents.tolist()
         with self._lock:
             columns = {n: self._kept[n] for n in set(numbers) if n in self._kept}
             columns.update(self._encode(n for n in set(numbers) if n not in columns))
-        return np.concatenate(
-            [
-                columns[n][column][which][start : start + count]
-                for n, start, count in zip(numbers, starts.tolist(), counts.tolist(), strict=True)
-            ]
-        )
+        return [
+            columns[n][column].part(start, start + count)
+            for n, start, count in zip(numbers, starts.tolist(), counts.tolist(), strict=True)
+        ]
 
-    def _encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, _Columns]]:
+    def _encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[SequenceArrays]]]:
         wanted = sorted({int(n) for n in numbers})
         size = self._encoder.batch_size
         batches = [wanted[at : at + size] for at in range(0, len(wanted), size)]
         for batch, encoded in zip(
             batches, self._encoding.map(map(self._job, batches)), strict=True
         ):
-            # Tokens stand in for masks and values that nobody reads.
-            tokens = [ids.astype(np.int32) for ids in encoded.tokens]
-            masks, values = encoded.masks or tokens, encoded.values or tokens
-            pairs: _Columns = list(zip(tokens, masks, values, strict=True))
+            sequences = encoded.sequences()
             for i, n in enumerate(batch):
-                columns = pairs[i * self.columns : (i + 1) * self.columns]
+                columns = sequences[i * self.columns : (i + 1) * self.columns]
                 self._encoded += int(self._lengths[n, 0] < 0)
-                self._lengths[n] = [len(ids) for ids, *_ in columns]
+                self._lengths[n] = [len(each.tokens) for each in columns]
                 self._keep(n, columns)
                 yield n, columns
 
     def _job(self, batch: list[int]) -> Job:
         tally = None
-        if self._skip:  # what was counted once is not counted again
+        if self._skip:  # count each document once
             fresh = bool((self._lengths[batch, 0] < 0).all())
             tally = self.tally if fresh else Tally()
         return Job([self._documents[n] for n in batch], self._label, tally)
 
-    def _keep(self, number: int, columns: _Columns) -> None:
+    def _keep(self, number: int, columns: list[SequenceArrays]) -> None:
         self._kept[number] = columns
-        self._size += sum(len(ids) for ids, *_ in columns)
+        self._size += sum(len(each.tokens) for each in columns)
         while self._size > KEPT and len(self._kept) > 1:
             _, old = self._kept.popitem(last=False)
-            self._size -= sum(len(ids) for ids, *_ in old)
+            self._size -= sum(len(each.tokens) for each in old)

@@ -1,13 +1,14 @@
-"""The tokens of documents: memory-mapped from disk, or made when they are first asked for.
+"""The tokens of documents: the protocol, and stores on disk that are memory-mapped.
 
-A store on disk is a folder of `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32), all
-sequences joined, document after document and column after column; `offsets.bin` (int64), where each
-sequence begins; `hashes.bin` (uint64); and `loss_mask.bin` (uint8) and `values.bin` (float32) where
-there are such. It is filled under another name and renamed when complete, so a reader never sees
-half of one, and of two processes that fill the same store one wins.
+A store is a folder with `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32) concatenates
+all sequences, document after document and column after column; `offsets.bin` (int64) contains the
+first token of each sequence; `hashes.bin` (uint64) the content hashes; `loss_mask.bin` (uint8) and
+`values.bin` (float32) exist if documents have them. A store is written under a temporary name and
+renamed when complete, so readers never see an incomplete store. If two processes write the same
+store, the first one wins.
 
-The arrays have no header: `numpy.load` parses one with `ast.literal_eval`, which fails now and then
-in the threads of Python 3.11 ("AST constructor recursion depth mismatch").
+The arrays have no header, because `numpy.load` parses headers with `ast.literal_eval`, which fails
+sporadically in threads of Python 3.11 ("AST constructor recursion depth mismatch").
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,22 +28,23 @@ from numpy.typing import NDArray
 from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.rows.documents import Tally
+from ed_data.schema import RowImage
 from ed_data.tokens.encoder import Encoded
 
-#: Raised when the layout, or the meaning of the files, changes: old caches are then not read.
+#: Increased when the layout or the meaning of the files changes; older caches are then ignored.
 VERSION = 1
 
 IntArray = NDArray[np.int64]
 
 
 class Tokens(Protocol):
-    """The tokens of documents, by number.
+    """The tokens of documents, by document number.
 
     Attributes:
         hashes: `Example.content_digest` of each document.
-        columns: sequences of each document.
-        tally: what became of the rows that the documents were read from.
-        complete: whether every length is known, or can be soon; False while a store is written.
+        columns: number of token sequences of each document.
+        tally: statistics of the rows that the documents were read from.
+        complete: whether every length is known or cheap to compute; False while a store is written.
     """
 
     hashes: NDArray[np.uint64]
@@ -55,24 +57,32 @@ class Tokens(Protocol):
     def complete(self) -> bool: ...
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
-        """Return the number of tokens in a column of each document; None: in the longest one."""
+        """Return the number of tokens of each document in a column; None: the longest column."""
         ...
 
     def gather(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
-        """Return the tokens of pieces of documents, joined, and their loss mask if there is one."""
+        """Return the concatenated tokens of pieces of documents, and their loss mask if any."""
         ...
 
     def values(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> NDArray[np.float32]:
-        """Return the values [tokens, values] of pieces of documents, joined."""
+        """Return the concatenated values [tokens, values] of pieces of documents."""
+        ...
+
+    def image_counts(self, documents: IntArray) -> IntArray:
+        """Return the number of images of each document."""
+        ...
+
+    def images(self, document: int) -> Sequence[RowImage]:
+        """Return the images of a document, in the order of their placeholder tokens."""
         ...
 
     @property
     def digest(self) -> str:
-        """A hash of the contents: equal where every batch would be."""
+        """Hash of the contents; equal hashes give equal batches."""
         ...
 
 
@@ -81,9 +91,9 @@ class Part:
     """The documents of one inform that belong to a split.
 
     Attributes:
-        label: the inform's name.
+        label: name of the inform.
         tokens: all documents of the inform.
-        members: numbers of those of the split, ascending.
+        members: numbers of the documents of the split, ascending.
     """
 
     label: str
@@ -91,42 +101,38 @@ class Part:
     members: IntArray
 
 
-class TokenStore:
-    """A finished store, opened read-only.
+class TokenArrays:
+    """Token sequences in flat arrays, document after document and column after column.
 
-    Raises:
-        DataError: the folder is not a complete store of this version.
+    Args:
+        offsets: [sequences + 1] first token of each sequence.
+        tokens: [tokens].
+        mask: [tokens] 1 for tokens with loss, or None if every token has loss.
+        values: [tokens, values], or an empty array.
+        columns: number of sequences of each document.
+        images: images of each document; empty if no document has images.
     """
 
     complete = True
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        try:
-            meta = json.loads((self.folder / "meta.json").read_text())
-            self.hashes = np.fromfile(self.folder / "hashes.bin", np.uint64)
-            self._offsets = _map(self.folder / "offsets.bin", np.dtype(np.int64))
-            self._tokens = _map(self.folder / "tokens.bin", np.dtype(meta["dtype"]))
-            mask = self.folder / "loss_mask.bin"
-            self._mask = _map(mask, np.dtype(np.uint8)) if meta["loss_mask"] else None
-            width = int(meta.get("values", 0))
-            values = self.folder / "values.bin"
-            self._values = np.empty((0, 0), np.float32)
-            if width:
-                self._values = _map(values, np.dtype(np.float32)).reshape(-1, width)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{self.folder}: not a complete token store: {error}") from error
-        self.columns = int(meta.get("columns", 1))
-        whole = len(self._offsets) == len(self.hashes) * self.columns + 1
-        if not whole or meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
-            raise DataError(f"{self.folder}: a token store of another version, or cut short")
-        self.meta: dict[str, object] = meta
-        self.tally = Tally.of_json(meta.get("tally") or {})
+    def __init__(
+        self,
+        offsets: IntArray,
+        tokens: NDArray[np.integer],
+        mask: NDArray[np.uint8] | None,
+        values: NDArray[np.float32],
+        columns: int,
+        images: Sequence[Sequence[RowImage]] = (),
+    ) -> None:
+        self._offsets, self._tokens, self._mask, self._values = offsets, tokens, mask, values
+        self.columns, self._images = columns, images
+        self.hashes = np.empty(0, np.uint64)
+        self.tally = Tally()
 
     @property
     def digest(self) -> str:
-        """Hash of the documents and the encoder that the store was made from."""
-        return str(self.meta["digest"])
+        """Hash of the contents; see `Tokens.digest`."""
+        return digest_of(self.hashes, "stream")
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
         """See `Tokens.lengths`."""
@@ -139,8 +145,7 @@ class TokenStore:
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `Tokens.gather`."""
-        first = self._offsets[documents * self.columns + column] + starts
-        index = joined(first, counts)
+        index = self._index(documents, starts, counts, column)
         tokens = self._tokens[index].astype(np.int32)
         return tokens, None if self._mask is None else self._mask[index].astype(bool)
 
@@ -148,12 +153,63 @@ class TokenStore:
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> NDArray[np.float32]:
         """See `Tokens.values`."""
-        first = self._offsets[documents * self.columns + column] + starts
-        return self._values[joined(first, counts)]
+        return self._values[self._index(documents, starts, counts, column)]
+
+    def image_counts(self, documents: IntArray) -> IntArray:
+        """See `Tokens.image_counts`."""
+        return np.array([len(self.images(document)) for document in documents.tolist()], np.int64)
+
+    def images(self, document: int) -> Sequence[RowImage]:
+        """See `Tokens.images`."""
+        return self._images[document] if self._images else ()
+
+    def _index(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int
+    ) -> IntArray:
+        return joined(self._offsets[documents * self.columns + column] + starts, counts)
+
+
+class TokenStore(TokenArrays):
+    """A complete store on disk, memory-mapped.
+
+    Raises:
+        DataError: the folder is not a complete store of this version.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        try:
+            meta = json.loads((self.folder / "meta.json").read_text())
+            hashes = np.fromfile(self.folder / "hashes.bin", np.uint64)
+            mask = self.folder / "loss_mask.bin"
+            width = int(meta.get("values", 0))
+            values = np.empty((0, 0), np.float32)
+            if width:
+                values = _map(self.folder / "values.bin", np.dtype(np.float32)).reshape(-1, width)
+            super().__init__(
+                _map(self.folder / "offsets.bin", np.dtype(np.int64)),
+                _map(self.folder / "tokens.bin", np.dtype(meta["dtype"])),
+                _map(mask, np.dtype(np.uint8)) if meta["loss_mask"] else None,
+                values,
+                int(meta.get("columns", 1)),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{self.folder} is not a complete token store: {error}") from error
+        whole = len(self._offsets) == len(hashes) * self.columns + 1
+        if not whole or meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
+            raise DataError(f"{self.folder} is truncated, or a token store of another version")
+        self.hashes = hashes
+        self.meta: dict[str, object] = meta
+        self.tally = Tally.of_json(meta.get("tally") or {})
+
+    @property
+    def digest(self) -> str:
+        """Hash of the documents and the encoder that the store was created from."""
+        return str(self.meta["digest"])
 
 
 def joined(first: IntArray, counts: IntArray) -> IntArray:
-    """Return `first[i], first[i] + 1, …` (`counts[i]` of them) of each piece i, joined."""
+    """Return the concatenated ranges `first[i], …, first[i] + counts[i] - 1` of all pieces i."""
     before = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
 
@@ -168,19 +224,19 @@ def write_store(
     columns: int = 1,
     tally: Tally | None = None,
 ) -> TokenStore:
-    """Write a store and open it; where another process was faster, open its store.
+    """Write a store and open it; if another process wrote the store first, open that store.
 
     Args:
-        folder: where the store will be.
-        batches: the documents.
-        vocab_size: ids are below it; up to 65536 they take two bytes.
+        folder: folder of the store.
+        batches: the encoded documents.
+        vocab_size: upper bound of the ids; up to 65536, an id takes two bytes.
         encoder: fingerprint of the encoder.
-        about: free JSON values for a person who looks into the folder.
-        columns: sequences of each document.
-        tally: what became of the rows, complete when the batches are.
+        about: additional JSON values of `meta.json`, for people who inspect the folder.
+        columns: number of sequences of each document.
+        tally: statistics of the rows; complete when `batches` is exhausted.
 
     Raises:
-        DataError: the folder cannot be written, or no token of any document has loss.
+        DataError: the folder cannot be written.
     """
     folder = Path(folder)
     remove_abandoned(folder.parent)
@@ -191,9 +247,9 @@ def write_store(
             part.rename(folder)
         except OSError:
             try:
-                return TokenStore(folder)  # another process was faster
+                return TokenStore(folder)  # another process wrote the store first
             except DataError:
-                shutil.rmtree(folder)  # a store that is broken, or of an older version
+                shutil.rmtree(folder)  # an incomplete store, or an older version
                 part.rename(folder)
     return TokenStore(folder)
 
@@ -255,7 +311,7 @@ def _fill(
 
 
 def digest_of(hashes: NDArray[np.uint64], encoder: str) -> str:
-    """Hash the documents, in order, and their encoder: equal where the tokens are."""
+    """Hash the documents, in order, and their encoder; equal hashes mean equal tokens."""
     return hashlib.blake2b(hashes.tobytes() + encoder.encode(), digest_size=16).hexdigest()
 
 

@@ -15,10 +15,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ed_data.errors import DataError
-from ed_data.rows.template import KWARGS, TOOLS
-from ed_data.schema import Message
+from ed_data.schema import KWARGS, TOOLS, Message
 from ed_data.tokens.answers import with_answers
-from ed_data.tokens.items import Item, Tokens, with_blame
+from ed_data.tokens.items import Item, TokenSequence, with_blame
 from ed_data.tokens.tokenizers import chat_template, end_tokens
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class ChatEncoder:
     def _end_tokens(self) -> dict[int, str]:
         return end_tokens(self._tokenizer, self._eos)
 
-    def prompts(self, items: list[Item]) -> list[Tokens]:
+    def prompts(self, items: list[Item]) -> list[TokenSequence]:
         """Encode chats that end with the beginning of an answer.
 
         Raises:
@@ -59,7 +58,7 @@ class ChatEncoder:
         """
         return self._encode(items, begins_answer=True)
 
-    def whole(self, items: list[Item]) -> list[Tokens]:
+    def whole(self, items: list[Item]) -> list[TokenSequence]:
         """Encode complete chats; an answer at the end has an end token.
 
         Raises:
@@ -68,12 +67,12 @@ class ChatEncoder:
         encoded = self._encode(items, begins_answer=False)
         return [self._ended(t, item) for t, item in zip(encoded, items, strict=True)]
 
-    def _encode(self, items: list[Item], begins_answer: bool) -> list[Tokens]:
+    def _encode(self, items: list[Item], begins_answer: bool) -> list[TokenSequence]:
         """Encode runs of chats with equal template arguments together."""
         runs = [list(run) for _, run in groupby(items, key=_arguments_key)]
         return [tokens for run in runs for tokens in self._run(run, begins_answer)]
 
-    def _run(self, items: list[Item], begins_answer: bool) -> list[Tokens]:
+    def _run(self, items: list[Item], begins_answer: bool) -> list[TokenSequence]:
         arguments = items[0].template
         template = chat_template(self._tokenizer, TOOLS in arguments)
         if not template:
@@ -86,7 +85,7 @@ class ChatEncoder:
             problem = "the answers of the chat cannot be told"
             return with_blame(self._with_found_answers, items, problem)
 
-        def encode(chats: list[Item]) -> list[Tokens]:
+        def encode(chats: list[Item]) -> list[TokenSequence]:
             output: Any = self._tokenizer.apply_chat_template(
                 [chat.content for chat in chats],  # type: ignore[arg-type]
                 tokenize=True,
@@ -96,13 +95,13 @@ class ChatEncoder:
                 **arguments,
             )
             masks = output["assistant_masks"] if masked else [None] * len(chats)
-            return list(map(Tokens, output["input_ids"], masks))
+            return list(map(TokenSequence, output["input_ids"], masks))
 
         return with_blame(encode, items, "the chat template cannot show the messages")
 
-    def _with_found_answers(self, items: list[Item]) -> list[Tokens]:
+    def _with_found_answers(self, items: list[Item]) -> list[TokenSequence]:
         texts = self._end_tokens.values()
-        result: list[Tokens] = []
+        result: list[TokenSequence] = []
         for item in items:
 
             def render(chat: list[Message], begins_answer: bool, item: Item = item) -> str:
@@ -112,10 +111,10 @@ class ChatEncoder:
                 return str(rendered)
 
             chat: list[Message] = item.content  # type: ignore[assignment]
-            result.append(Tokens(*with_answers(self._tokenizer, chat, render, texts)))
+            result.append(TokenSequence(*with_answers(self._tokenizer, chat, render, texts)))
         return result
 
-    def _ended(self, tokens: Tokens, item: Item) -> Tokens:
+    def _ended(self, tokens: TokenSequence, item: Item) -> TokenSequence:
         """Append the end-of-text token to an answer that ends without an end token.
 
         The end of an answer has loss. So has the text between the answer and its end: a model

@@ -1,4 +1,4 @@
-"""Documents to tokens, in batches: texts, chat messages and ids; each sequence has an end token."""
+"""Encode documents in batches: texts, chat messages and ids; each sequence ends with a token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
+from ed_data.rows.contents import kind_of, of_one_kind
 from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
 from ed_data.tokens.chats import ChatEncoder
-from ed_data.tokens.items import Item, Tokens, kind_of, of_one_kind, with_blame
+from ed_data.tokens.images import ImageEncoder
+from ed_data.tokens.items import Item, TokenSequence, with_blame
 from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -25,20 +27,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ed_data")
 
-#: Counted up when the same rows give other tokens, so that no cache keeps the old ones.
+#: Increased when the same rows give different tokens, which invalidates older caches.
 _VERSION = 2
 
 
+class SequenceArrays(NamedTuple):
+    """The arrays of one sequence; a mask or values that no document has repeat the tokens.
+
+    Attributes:
+        tokens: [tokens] int32.
+        mask: [tokens] 1 for tokens with loss.
+        values: [tokens, values].
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.integer]
+    values: NDArray[np.integer] | NDArray[np.float32]
+
+    def part(self, start: int, stop: int) -> SequenceArrays:
+        """Return the tokens `start` to `stop` (exclusive)."""
+        return SequenceArrays(*(array[start:stop] for array in self))
+
+
 class Encoded(NamedTuple):
-    """Some documents as tokens.
+    """The tokens of some documents.
 
     Attributes:
         tokens: one array for each column of each document, document after document.
-        masks: 1 where a token has loss, likewise; None where each has.
+        masks: 1 for tokens with loss, in the same order; None if every token has loss.
         digests: `Example.digest` of each document.
-        contents: `Example.content_digest` of each document; None where they are the digests.
-        values: float32 [tokens, values] of each sequence, as `schema.Value`; None where the schema
-            has none.
+        contents: `Example.content_digest` of each document; None if they equal the digests.
+        values: float32 [tokens, values] of each sequence, see `schema.Value`; None if the schema
+            has no values.
     """
 
     tokens: list[NDArray[np.int64]]
@@ -47,26 +67,36 @@ class Encoded(NamedTuple):
     contents: list[int] | None = None
     values: list[NDArray[np.float32]] | None = None
 
+    def sequences(self) -> list[SequenceArrays]:
+        """Return the arrays of each sequence, in the order of `tokens`."""
+        tokens = [ids.astype(np.int32) for ids in self.tokens]
+        arrays = zip(tokens, self.masks or tokens, self.values or tokens, strict=True)
+        return [SequenceArrays(*each) for each in arrays]
+
 
 class Skipped(Protocol):
-    """Counts what is left out: `ed_data.rows.documents.Tally`."""
+    """Counts dropped documents: `ed_data.rows.documents.Tally`."""
 
     def drop(self, reason: str, where: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer with the options that decide on the tokens of a document.
+    """A tokenizer with the options that determine the tokens of a document.
 
     Attributes:
         tokenizer: a tokenizer of transformers.
-        add_special_tokens: let it add its own (a beginning-of-text marker, for most).
-        eos: id that ends each document; not added where the tokens end with it already, or where a
-            chat ends with an end token of its template.
-        assistant_only_loss: make loss masks of chats: from the template's `{% generation %}`, or
+        add_special_tokens: whether the tokenizer adds its own special tokens (for most, a
+            beginning-of-text token).
+        eos: id that ends each document. It is not added if the tokens already end with it, or if
+            a chat ends with an end token of its template.
+        assistant_only_loss: create loss masks of chats, from `{% generation %}` in the template or
             as `answers` finds them.
         batch_size: documents per call of the tokenizer.
-        schema: the columns that a document has.
+        schema: the columns of a document.
+        images: encodes the images of documents; None refuses chats with images.
+        max_length: number of tokens at which documents are truncated, to check that truncation
+            removes no image.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -75,6 +105,8 @@ class Encoder:
     assistant_only_loss: bool
     batch_size: int
     schema: Schema = TEXT
+    images: ImageEncoder | None = None
+    max_length: int | None = None
 
     @classmethod
     def create(
@@ -83,31 +115,48 @@ class Encoder:
         options: Tokenization,
         eos: int | None,
         schema: Schema = TEXT,
+        images: ImageEncoder | None = None,
+        max_length: int | None = None,
     ) -> Encoder:
-        """Check the options against the tokenizer.
+        """Validate the options against the tokenizer and return the encoder.
+
+        Args:
+            tokenizer: a tokenizer of transformers.
+            options: the section `tokenization`.
+            eos: id that ends each document; None for the tokenizer's end-of-text token.
+            schema: the columns of a document.
+            images: see `Encoder.images`.
+            max_length: see `Encoder.max_length`.
 
         Raises:
-            DataError: there is no end-of-document id, or no chat template that could tell answers.
+            DataError: there is no end-of-document id, `assistant_only_loss` needs a chat template,
+                or the schema does not support images.
         """
         own = tokenizer.eos_token_id
         if eos is None and isinstance(own, int):
             eos = own
         if eos is None:
             raise DataError(
-                "the tokenizer has no end-of-text token; set mixture.pack_eos_token_id to the id "
+                "the tokenizer has no end-of-text token: set mixture.pack_eos_token_id to the id "
                 "that ends a document",
                 ("pack_eos_token_id",),
             )
         if not 0 <= eos < len(tokenizer):
             raise DataError(
-                f"pack_eos_token_id is {eos}, and the tokenizer has the ids 0 to "
+                f"pack_eos_token_id={eos} is invalid: the ids of the tokenizer are 0 to "
                 f"{len(tokenizer) - 1}",
                 ("pack_eos_token_id",),
             )
         if options.assistant_only_loss and not chat_template(tokenizer):
             raise DataError(
-                "assistant_only_loss is about chats, and the tokenizer has no chat template",
+                "assistant_only_loss requires a chat template, but the tokenizer has none",
                 ("tokenization", "assistant_only_loss"),
+            )
+        if images is not None and (len(schema.columns) > 1 or schema.columns[0].steps):
+            raise DataError(
+                "a processor is supported for documents with one sequence of tokens, such as "
+                "messages, or prompt and completion; this schema has the columns "
+                f"{[column.name for column in schema.columns]}"
             )
         return cls(
             tokenizer,
@@ -116,18 +165,20 @@ class Encoder:
             options.assistant_only_loss,
             options.batch_size,
             schema,
+            images,
+            max_length if images is not None else None,
         )
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of ids, including added tokens."""
         return len(self.tokenizer)
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether there are tokens without loss."""
+        """Whether some tokens have no loss."""
         with_context = any(column.context is not None for column in self.schema.columns)
-        return self.assistant_only_loss or with_context
+        return self.assistant_only_loss or with_context or self.images is not None
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -139,29 +190,36 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when the tokens of some document may."""
+        """Hash of everything that the tokens of a document depend on."""
         options: list[object] = [self.add_special_tokens, self.eos, self.assistant_only_loss]
         options.append(_VERSION)
         if self.schema != TEXT:
             options.append(self.schema.as_json())
+        if self.images is not None:
+            options += [self.images.fingerprint, self.max_length]
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
 
     def encode(self, documents: list[Example], label: str, skip: Skipped | None = None) -> Encoded:
-        """Encode documents of the inform `label`.
+        """Encode documents of one inform.
 
         Args:
             documents: at least one.
-            label: for messages.
+            label: name of the inform, for messages.
             skip: counts the documents that cannot be encoded, which then have no tokens; None
                 raises their errors.
 
         Raises:
-            DataError: there is no chat template, messages do not fit it, a text cannot be encoded,
-                or an id is out of range; the message names the row.
+            DataError: there is no chat template, the template rejects the messages, a text cannot
+                be encoded, an id is out of range, or an image is invalid. The message names the
+                row.
         """
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
         columns = [self._column(documents, column, label) for column in self.schema.columns]
+        if self.images is not None:
+            columns = [self._with_images(documents, column, label) for column in columns]
+        else:
+            self._check_no_images(documents, label)
         arrays, values = [], []
         for column, sequences, prompts in zip(
             self.schema.columns, columns, self._prompt_lengths(columns), strict=True
@@ -184,8 +242,44 @@ class Encoder:
             [v for each in zip(*values, strict=True) for v in each] if values else None,
         )
 
-    def _prompt_lengths(self, columns: list[list[Tokens]]) -> list[list[int]]:
-        """The tokens without loss of each column; columns of one prompt agree, as in TRL."""
+    def _with_images(
+        self, documents: list[Example], sequences: list[TokenSequence], label: str
+    ) -> list[TokenSequence]:
+        """Expand the placeholders of images, and check that truncation removes none of them."""
+        assert self.images is not None
+        token, limit, result = self.images.token, self.max_length, list[TokenSequence]()
+        for document, sequence in zip(documents, sequences, strict=True):
+            where = f"inform {label!r}, {document.place}"
+            written = sequence.ids.count(token)
+            if written != len(document.images):
+                raise DataError(
+                    f"{where}: the row has {len(document.images)} images, but its tokens contain "
+                    f"the image token {self.tokenizer.convert_ids_to_tokens(token)!r} {written} "
+                    "times; correct the row, or use a chat template that writes the token for "
+                    'each part {"type": "image"}'
+                )
+            counts = [self.images.count(image) for image in document.images]
+            expanded = sequence.with_images(token, counts)
+            if limit is not None and token in expanded.ids[limit:]:
+                raise DataError(
+                    f"{where}: the row has {len(expanded.ids)} tokens, and truncation at {limit} "
+                    "tokens would remove tokens of an image; increase the sequence length, shorten "
+                    "the row, or set on_error: skip"
+                )
+            result.append(expanded)
+        return result
+
+    def _check_no_images(self, documents: list[Example], label: str) -> None:
+        for document in documents:
+            is_chat = any(kind_of(content) == "chat" for content in document.fields.values())
+            if document.images and is_chat:
+                raise DataError(
+                    f"inform {label!r}, {document.place}: the messages contain images: pass the "
+                    "processor of the model, or remove the images in format_callback"
+                )
+
+    def _prompt_lengths(self, columns: list[list[TokenSequence]]) -> list[list[int]]:
+        """Return the prompt length of each sequence, equal for columns of one prompt, as in TRL."""
         contexts = [column.context for column in self.schema.columns]
         return [
             [
@@ -199,7 +293,9 @@ class Encoder:
             for column, context in zip(columns, contexts, strict=True)
         ]
 
-    def _values(self, column: Column, document: Example, tokens: Tokens) -> NDArray[np.float32]:
+    def _values(
+        self, column: Column, document: Example, tokens: TokenSequence
+    ) -> NDArray[np.float32]:
         result = np.full((len(tokens.ids), len(self.schema.values)), NO_VALUE, np.float32)
         for i, value in enumerate(self.schema.values):
             if value.column == column.name and column.steps:
@@ -209,7 +305,7 @@ class Encoder:
         return result
 
     def encode_prompts(self, documents: list[Example], label: str) -> list[list[int]]:
-        """Encode prompts alone: no end of text follows, and a chat ends with the head of an answer.
+        """Encode prompts without an end-of-text token; a chat ends with the start of an answer.
 
         Raises:
             DataError: as `encode`.
@@ -217,7 +313,11 @@ class Encoder:
         items = [
             Item(d.content, f"inform {label!r}, {d.place}, prompt", d.template) for d in documents
         ]
-        return self._prompts(items)
+        prompts = self._prompts(items)
+        if self.images is None:
+            return prompts
+        sequences = self._with_images(documents, list(map(TokenSequence, prompts)), label)
+        return [sequence.ids for sequence in sequences]
 
     def _encode_what_can_be(self, documents: list[Example], label: str, skip: Skipped) -> Encoded:
         try:
@@ -247,8 +347,8 @@ class Encoder:
         )
         return Encoded(*joined)  # type: ignore[arg-type]
 
-    def _column(self, documents: list[Example], column: Column, label: str) -> list[Tokens]:
-        """The sequences of a column."""
+    def _column(self, documents: list[Example], column: Column, label: str) -> list[TokenSequence]:
+        """Encode one column of each document."""
         name = "content_field" if column.field == self.schema.content else repr(column.field)
         items = [
             Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}", d.template)
@@ -266,7 +366,7 @@ class Encoder:
                 context = context[:-1]
             # Prompt and answer are tokenized as one text, or rendered as one chat, as in TRL.
             bodies.append(item._replace(content=context + body))  # type: ignore[operator]
-        result: list[Tokens] = []
+        result: list[TokenSequence] = []
         for head, whole in zip(self._prompts(heads), self._whole(bodies), strict=True):
             pairs = zip(head, whole.ids, strict=False)
             prompt = next((i for i, (a, b) in enumerate(pairs) if a != b), len(head))
@@ -276,21 +376,22 @@ class Encoder:
         return result
 
     def _warn_of_prompt(self, rest: list[int]) -> None:
-        """Warn once that a model reads other tokens of a prompt than it was trained with."""
+        """Warn once that the tokens of a prompt alone differ from those in the document."""
         if not self._warned:
             self._warned.append(True)
             log.warning(
-                "the tokens of a prompt are not the beginning of the tokens of prompt and answer, "
-                "because tokens merge at the border, or because the chat template shows a prompt "
-                "alone in another way. The answer begins where the tokens differ; the end of the "
-                "prompt, %r, is left out. This warning is shown once",
+                "the tokens of a prompt are not a prefix of the tokens of prompt and answer, "
+                "because tokens merge at the boundary, or because the chat template renders a "
+                "prompt alone differently. The answer begins at the first token that differs; the "
+                "document does not contain the last tokens of the prompt alone, %r. This warning "
+                "is logged once",
                 self.tokenizer.decode(rest),
             )
 
     def _step_by_step(
         self, documents: list[Example], items: list[Item], column: Column
-    ) -> list[Tokens]:
-        """Context, and steps that are encoded each by itself, so that each ends with a token."""
+    ) -> list[TokenSequence]:
+        """Encode the context and each step separately, so that each step ends at a token."""
         texts = [Item(f"{step}\n", item.where) for item in items for step in item.content]
         steps = iter(self._texts(texts, special=False))
         heads: list[list[int]] = [[]] * len(items)
@@ -301,20 +402,20 @@ class Encoder:
                     for document, item in zip(documents, items, strict=True)
                 ]
             )
-        result: list[Tokens] = []
+        result: list[TokenSequence] = []
         for item, head in zip(items, heads, strict=True):
             ids, ends = list(head), []
             for step in islice(steps, len(item.content)):
                 ids += step
                 ends.append(len(ids))
-            result.append(Tokens(self._ended(ids), None, len(head), tuple(ends)))
+            result.append(TokenSequence(self._ended(ids), None, len(head), tuple(ends)))
         return result
 
     def _prompts(self, items: list[Item]) -> list[list[int]]:
-        """Encode prompts of any kind; a chat ends with the beginning of an answer."""
+        """Encode prompts of any kind; a chat ends with the start of an answer."""
 
-        def without_end(sequences: list[list[int]]) -> list[Tokens]:
-            return [Tokens(ids[:-1] if ids[-1:] == [self.eos] else ids) for ids in sequences]
+        def without_end(sequences: list[list[int]]) -> list[TokenSequence]:
+            return [TokenSequence(ids[:-1] if ids[-1:] == [self.eos] else ids) for ids in sequences]
 
         sequences = self._by_kind(
             items,
@@ -326,11 +427,11 @@ class Encoder:
         )
         return [list(sequence.ids) for sequence in sequences]
 
-    def _whole(self, items: list[Item]) -> list[Tokens]:
-        """Encode documents of any kind, each with an end."""
+    def _whole(self, items: list[Item]) -> list[TokenSequence]:
+        """Encode documents of any kind, each with an end token."""
 
-        def ended(sequences: list[list[int]]) -> list[Tokens]:
-            return [Tokens(self._ended(ids)) for ids in sequences]
+        def ended(sequences: list[list[int]]) -> list[TokenSequence]:
+            return [TokenSequence(self._ended(ids)) for ids in sequences]
 
         return self._by_kind(
             items,
@@ -342,10 +443,10 @@ class Encoder:
         )
 
     def _by_kind(
-        self, items: list[Item], encoders: dict[str, Callable[[list[Item]], list[Tokens]]]
-    ) -> list[Tokens]:
+        self, items: list[Item], encoders: dict[str, Callable[[list[Item]], list[TokenSequence]]]
+    ) -> list[TokenSequence]:
         kinds = [kind_of(item.content) for item in items]
-        result = [Tokens([])] * len(items)
+        result = [TokenSequence([])] * len(items)
         for kind, encode in encoders.items():
             at = [i for i, other in enumerate(kinds) if other == kind]
             for i, sequence in zip(at, encode([items[i] for i in at]) if at else (), strict=True):
@@ -379,8 +480,8 @@ class Encoder:
             wrong = next((t for t in ends if not 0 <= t <= last), None)
             if wrong is not None:
                 raise DataError(
-                    f"{item.where}: token id {wrong}, and the tokenizer has the ids 0 to {last}; "
-                    "the ids may be another tokenizer's"
+                    f"{item.where}: token id {wrong} is invalid: the ids of the tokenizer are 0 to "
+                    f"{last}; the ids may belong to another tokenizer"
                 )
             result.append(tokens)
         return result
@@ -389,8 +490,8 @@ class Encoder:
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
 
-def _arrays(tokens: Tokens, prompt: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Ids, and 1 for each token with loss; the prompt has none."""
+def _arrays(tokens: TokenSequence, prompt: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return the ids, and 1 for each token with loss; the prompt has no loss."""
     ids = np.asarray(tokens.ids, np.int64)
     mask = tokens.mask
     flags = np.ones(len(ids), np.uint8) if mask is None else np.array(mask, np.uint8)

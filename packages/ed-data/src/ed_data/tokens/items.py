@@ -1,33 +1,35 @@
-"""Contents on their way to the tokenizer: texts, messages, ids, and where each is from."""
+"""What the encoders of texts and chats exchange: fields of documents, and sequences of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from ed_data.errors import DataError
-from ed_data.schema import Content, Message
+from ed_data.schema import Content
 
 T = TypeVar("T")
 
 
 class Item(NamedTuple):
-    """One field of one document, where it comes from, and arguments of the chat template."""
+    """One field of one document, its location for messages, and arguments of the chat template."""
 
     content: Content
     where: str
     template: Mapping[str, Any] = MappingProxyType({})
 
 
-class Tokens(NamedTuple):
+class TokenSequence(NamedTuple):
     """One sequence of tokens.
 
     Attributes:
         ids: the tokens.
-        mask: 1 where a token has loss; None where every token has.
-        prompt: the number of tokens at the beginning that have no loss in any case.
-        ends: where the steps of an answer end: after so many tokens.
+        mask: 1 for tokens with loss; None if every token has loss.
+        prompt: number of tokens at the beginning that have no loss in any case.
+        ends: number of tokens up to the end of each step of an answer.
     """
 
     ids: list[int]
@@ -35,44 +37,28 @@ class Tokens(NamedTuple):
     prompt: int = 0
     ends: tuple[int, ...] = ()
 
+    def with_images(self, token: int, counts: Sequence[int]) -> TokenSequence:
+        """Repeat the placeholder of each image once per feature of the image; they have no loss.
 
-def kind_of(content: Content) -> str:
-    """Return `"text"`, `"chat"` or `"ids"`."""
-    if isinstance(content, str):
-        return "text"
-    return "chat" if content and isinstance(content[0], dict) else "ids"
-
-
-def of_one_kind(context: Content, body: Content, where: str) -> tuple[Content, Content]:
-    """Context and body as two texts, two lists of messages, or two lists of ids.
-
-    Raises:
-        DataError: one is text and the other ids; `where` says of which row.
-    """
-    kinds = {kind_of(context), kind_of(body)}
-    if kinds == {"text", "chat"}:
-        return _messages(context, "user"), _messages(body, "assistant")
-    if not context:
-        return ("" if kinds == {"text"} else []), body
-    if len(kinds) > 1:
-        raise DataError(
-            f"{where}: the field and its context are {' and '.join(sorted(kinds))}; both are "
-            "text, chat messages or token ids"
-        )
-    return context, body
-
-
-def _messages(content: Content, role: str) -> list[Message]:
-    if isinstance(content, str):
-        return [{"role": role, "content": content}] if content else []
-    return content  # type: ignore[return-value]
+        Args:
+            token: id of the placeholder, which occurs once for each image.
+            counts: number of features of each image.
+        """
+        ids = np.asarray(self.ids, np.int64)
+        repeats = np.ones(len(ids), np.int64)
+        repeats[ids == token] = counts
+        expanded = np.repeat(ids, repeats)
+        mask = np.repeat(np.ones(len(ids), np.int64) if self.mask is None else self.mask, repeats)
+        mask[expanded == token] = 0
+        prompt = int(repeats[: self.prompt].sum())
+        return TokenSequence(expanded.tolist(), mask.tolist(), prompt, self.ends)
 
 
 def with_blame(call: Callable[[list[Item]], list[T]], items: list[Item], problem: str) -> list[T]:
-    """Call with all items at once; where that fails, find the row that is to blame."""
+    """Call with all items at once; if the call fails, find the row that causes the error."""
     try:
         return call(items)
-    except Exception as error:  # whatever a template raises: jinja's own, and Python's
+    except Exception as error:  # a template may raise any error, of jinja or of Python
         blamed, reason = items[0], error
         for item in items:
             try:

@@ -1,6 +1,6 @@
-"""Documents to tokens, batch after batch: in this process, or in `tokenization.num_proc` others.
+"""Encode documents in this process, or in `tokenization.num_proc` worker processes.
 
-The tokens, their order and what is left out are the same either way.
+The tokens, their order and the dropped documents are the same in both cases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Job(NamedTuple):
 
     Attributes:
         documents: at least one.
-        label: the inform's name, for messages.
+        label: name of the inform, for messages.
         tally: counts the documents that cannot be encoded, which then have no tokens; None raises
             their errors.
     """
@@ -33,22 +33,22 @@ class Job(NamedTuple):
 
 
 class Encoding:
-    """An encoder, and the processes that share its work.
+    """An encoder and its worker processes.
 
     Args:
-        encoder: makes the tokens.
-        processes: how many; None works here.
+        encoder: encodes documents.
+        processes: number of worker processes; None encodes in this process.
     """
 
     def __init__(self, encoder: Encoder, processes: int | None = None) -> None:
         self.encoder, self.processes = encoder, processes
         self._workers: Workers[Job, tuple[Encoded, Tally | None]] | None = None
         self._lock = threading.Lock()
-        #: Ends what else works for the same loader.
+        #: Callbacks that release other resources of the same loader.
         self.closing = ExitStack()
 
     def map(self, jobs: Iterable[Job]) -> Iterator[Encoded]:
-        """Yield the tokens of each job, in their order; with processes, some are made ahead.
+        """Yield the tokens of each job in order; worker processes encode some jobs in advance.
 
         Raises:
             DataError: as `Encoder.encode`, or a process fails.
@@ -77,7 +77,7 @@ class Encoding:
     def all(
         self, documents: Iterable[Example], label: str, tally: Tally | None
     ) -> Iterator[Encoded]:
-        """Yield the tokens of documents in batches, in their order."""
+        """Yield the tokens of documents in batches, in order."""
         stream = iter(documents)
 
         def jobs() -> Iterator[Job]:
@@ -87,19 +87,19 @@ class Encoding:
         return self.map(jobs())
 
     def close(self) -> None:
-        """End the processes, and everything in `closing`."""
+        """Stop the worker processes and call the callbacks in `closing`."""
         self.closing.close()
         self.rest()
 
     def rest(self) -> None:
-        """End the processes; they start again where they are needed again."""
+        """Stop the worker processes; the next job starts them again."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()
 
 
 class _Encode:
-    """What a process does with a job."""
+    """The function that worker processes apply to jobs."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder

@@ -1,0 +1,240 @@
+"""Windows: documents that are packed together, and the rows of a batch taken from them.
+
+An order of rows is a sequence of windows. It is *indexed* (`plan.py`) if each window can be
+computed at any time, or *streamed* (`stream.py`) if the windows follow one another and a small
+state contains the current position. Both kinds pack a window and take rows from it in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ed_data.errors import DataError
+from ed_data.order.mixing import IntArray, permutation
+from ed_data.order.packing import Packing, pack, split_pieces
+from ed_data.storage.store import Tokens
+
+_CHECKED = 64  # pieces that are searched for a label at a time
+
+
+@dataclass(frozen=True)
+class PlannedRows:
+    """The pieces of documents in the rows of one batch, row after row.
+
+    Attributes:
+        tokens: sources of tokens.
+        source: [pieces] index into `tokens`.
+        document: [pieces] number of the document in its source.
+        start: [pieces] first token.
+        length: [pieces] number of tokens; a column with fewer tokens gives all of its tokens.
+        row: [pieces] row of the batch.
+        segment: [pieces] number within the row, from 1.
+    """
+
+    tokens: Sequence[Tokens]
+    source: IntArray
+    document: IntArray
+    start: IntArray
+    length: IntArray
+    row: IntArray
+    segment: IntArray
+
+
+class IndexedOrder(Protocol):
+    """An order in which the rows of any step can be computed, in any sequence and by any thread.
+
+    Attributes:
+        steps_per_epoch: number of batches of the first epoch.
+        stats: statistics of the first epoch, as JSON values.
+        endless: whether epochs follow one another; otherwise there are `steps_per_epoch` steps.
+    """
+
+    endless: bool
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+    def rows_at(self, step: int) -> PlannedRows:
+        """Return the rows of a step."""
+        ...
+
+
+class StreamedOrder(Protocol):
+    """An order that is read sequentially, so that document lengths need not be known in advance.
+
+    Attributes:
+        stats: statistics of the rows read so far, as JSON values.
+    """
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+    def __next__(self) -> PlannedRows:
+        """Return the rows of the next batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current position, as JSON values of constant size."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position of a state."""
+        ...
+
+    def close(self) -> None:
+        """Stop background work."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How documents become rows, and rows become batches.
+
+    Attributes:
+        batch_size: rows of a batch.
+        seq_length: maximum number of tokens of a row.
+        strategy: packing strategy, or None for one document (or piece of a document) per row.
+        max_length: number of tokens at which documents are truncated; None truncates nothing.
+        shuffle_rows: number of rows that are shuffled together; None keeps their order.
+        seed: seed of the row order.
+        endless: epochs follow one another, and a batch may contain rows of two epochs. Otherwise
+            the epoch is read once, and the last batch may have fewer rows.
+    """
+
+    batch_size: int
+    seq_length: int
+    strategy: str | None
+    max_length: int | None
+    shuffle_rows: int | None
+    seed: int
+    endless: bool
+
+
+@dataclass(frozen=True)
+class Window:
+    """The packed rows of one window; `packing` indexes its documents.
+
+    Attributes:
+        tokens: sources of tokens.
+        source: [documents] index into `tokens`.
+        document: [documents] number of the document in its source.
+        packing: the rows.
+        truncated: number of tokens that `max_length` removed.
+    """
+
+    tokens: Sequence[Tokens]
+    source: IntArray
+    document: IntArray
+    packing: Packing
+    truncated: int
+
+    @classmethod
+    def packed(
+        cls,
+        tokens: Sequence[Tokens],
+        source: IntArray,
+        document: IntArray,
+        options: RowOptions,
+        key: tuple[int, ...],
+    ) -> Window:
+        """Pack documents into rows.
+
+        Args:
+            tokens: see the attributes, as for `source` and `document`.
+            source: see above.
+            document: see above.
+            options: how documents become rows.
+            key: seed of the order of the rows.
+        """
+        lengths = np.empty_like(document)
+        for i, each in enumerate(tokens):
+            here = source == i
+            lengths[here] = each.lengths(document[here])
+        truncated = 0
+        if options.max_length is not None:
+            kept = np.minimum(lengths, options.max_length)
+            truncated = int((lengths - kept).sum())
+            lengths = kept
+        if options.strategy is None:
+            packing = one_per_row(lengths, options.seq_length)
+        else:
+            packing = pack(lengths, options.seq_length, options.strategy)
+        if options.shuffle_rows is not None:
+            packing = packing.reordered(
+                permutation(packing.rows, *key, buffer=options.shuffle_rows)
+            )
+        return cls(tokens, source, document, packing, truncated)
+
+    def check_labels(self) -> None:
+        """Check that a token of the window has loss.
+
+        Raises:
+            DataError: no token has loss, so nothing would be learned.
+        """
+        if not self._has_labels():
+            why = (
+                f"; truncation removed {self.truncated} tokens, possibly the answers"
+                if self.truncated
+                else ""
+            )
+            raise DataError(
+                f"no token of the first {len(self.document)} documents has a loss, so nothing "
+                "would be learned: with assistant_only_loss, chats need messages of the role "
+                f"'assistant' that the chat template marks{why}",
+                ("tokenization", "assistant_only_loss"),
+            )
+
+    def _has_labels(self) -> bool:
+        pieces = self.packing
+        for i, source in enumerate(self.tokens):
+            here = np.flatnonzero(self.source[pieces.document] == i)
+            for at in range(0, len(here), _CHECKED):
+                part = here[at : at + _CHECKED]
+                document = self.document[pieces.document[part]]
+                for column in range(source.columns):
+                    lengths = source.lengths(document, column)
+                    counts = np.clip(lengths - pieces.start[part], 0, pieces.length[part])
+                    ids, mask = source.gather(document, pieces.start[part], counts, column)
+                    if len(ids) and (mask is None or mask.any()):
+                        return True
+        return False
+
+
+def one_per_row(lengths: IntArray, capacity: int) -> Packing:
+    """Plan rows without packing: each document has its own row; longer documents have several."""
+    document, start, length = split_pieces(lengths, capacity)
+    return Packing(np.arange(len(document) + 1), document, start, length)
+
+
+def rows_of(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
+    """Return the rows of a batch.
+
+    Args:
+        parts: windows, and the first row and the number of rows to take from each.
+    """
+    tokens: list[Tokens] = []
+    pieces, number = [np.empty((6, 0), np.int64)], 0
+    for window, first, count in parts:
+        packing = window.packing
+        part = slice(packing.row_offsets[first], packing.row_offsets[first + count])
+        counts = np.diff(packing.row_offsets[first : first + count + 1])
+        which = packing.document[part]
+        values = (
+            window.source[which] + len(tokens),
+            window.document[which],
+            packing.start[part],
+            packing.length[part],
+            np.repeat(np.arange(number, number + count), counts),
+            np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + 1,
+        )
+        pieces.append(np.stack(values))
+        tokens += window.tokens
+        number += count
+    return PlannedRows(tokens, *np.concatenate(pieces, axis=1))

@@ -1,0 +1,175 @@
+"""Images for vision-language models: placeholder tokens and pixel values, by a processor.
+
+The processor is that of the checkpoint (`transformers.AutoProcessor`). Its image processor runs
+without torch if it has a PIL backend, as those of CLIP and LLaVA have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ed_data.errors import DataError
+from ed_data.schema import RowImage
+
+if TYPE_CHECKING:
+    import PIL.Image
+    from transformers import PreTrainedTokenizerBase
+
+_BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
+
+
+class ImageProcessor(Protocol):
+    """The image processor of a checkpoint, such as `transformers.CLIPImageProcessor`."""
+
+    def __call__(self, *, images: list[Any], return_tensors: str) -> Any: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class FeatureCounts(Protocol):
+    """What a processor returns for images of given sizes: `transformers.MultiModalData`."""
+
+    num_image_tokens: list[int]
+    num_image_patches: list[int]
+
+
+class Processor(Protocol):
+    """A processor of transformers, such as `LlavaProcessor`."""
+
+    image_processor: ImageProcessor
+    tokenizer: PreTrainedTokenizerBase
+
+    def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> FeatureCounts: ...
+
+
+class ImageEncoder:
+    """Counts the features of images and computes their pixel values.
+
+    Args:
+        processor: the processor of the checkpoint.
+
+    Attributes:
+        token: id of the placeholder token of an image feature.
+        processor: the processor.
+
+    Raises:
+        DataError: the processor does not define a placeholder token, or cannot count features.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self.processor = processor
+        kind = type(processor).__name__
+        for name in ("image_processor", "tokenizer", "_get_num_multimodal_tokens"):
+            if not hasattr(processor, name):
+                raise DataError(
+                    f"{kind} is not a processor of images and text that can count image tokens: it "
+                    f"has no {name!r}; pass the AutoProcessor of a vision-language checkpoint"
+                )
+        token: object = getattr(processor, "image_token_id", None)
+        if token is None and isinstance(text := getattr(processor, "image_token", None), str):
+            token = processor.tokenizer.convert_tokens_to_ids(text)
+        if not isinstance(token, int):
+            raise DataError(f"{kind} defines no image token: set its image_token")
+        self.token = token
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of everything that the placeholders and pixel values depend on."""
+        own = {
+            name: value
+            for name, value in vars(self.processor).items()
+            if isinstance(value, str | int | float | bool | None) and name != "chat_template"
+        }
+        values = [type(self.processor).__name__, own, self.processor.image_processor.to_dict()]
+        text = json.dumps(values, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape [channels, height, width] of the pixel values of an image."""
+        channels, height, width = self._processed(_BLANK).shape
+        return channels, height, width
+
+    def count(self, image: RowImage) -> int:
+        """Return the number of features, and so of placeholder tokens, of an image.
+
+        Raises:
+            DataError: the image cannot be read, or the processor splits it into several images.
+        """
+        if isinstance(image.source, np.ndarray):
+            height, width = image.source.shape[:2]
+        else:
+            width, height = _opened(image).size
+        found = self.processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
+        if found.num_image_patches != [1]:
+            raise DataError(
+                f"{image.where}: {type(self.processor).__name__} splits an image into "
+                f"{found.num_image_patches} images; only processors with one array per image are "
+                "supported"
+            )
+        return int(found.num_image_tokens[0])
+
+    def pixel_values(self, image: RowImage) -> NDArray[np.float32]:
+        """Return the pixel values [channels, height, width] of an image.
+
+        Raises:
+            DataError: the image cannot be decoded, or its array has another shape than others.
+        """
+        pixels = self._processed(image)
+        if pixels.shape != self.shape:
+            raise DataError(
+                f"{image.where}: the processor returned pixel values of shape {pixels.shape}, but "
+                f"{self.shape} for other images; use an image processor that resizes or crops all "
+                "images to one size"
+            )
+        return pixels
+
+    def _processed(self, image: RowImage) -> NDArray[np.float32]:
+        decoded: Any = image.source
+        if not isinstance(decoded, np.ndarray):
+            opened = _opened(image)
+            try:
+                decoded = opened.convert("RGB")
+            except (OSError, ValueError) as error:
+                raise _unreadable(image, error) from error
+        elif decoded.ndim == 2:
+            decoded = np.repeat(decoded[..., None], 3, axis=2)
+        output = self.processor.image_processor(images=[decoded], return_tensors="np")
+        return np.asarray(output["pixel_values"][0], np.float32)
+
+
+def _opened(image: RowImage) -> PIL.Image.Image:
+    """Open an image; its pixels are decoded when they are read."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise DataError(
+            "reading images requires the package pillow: install ed-data[images]"
+        ) from error
+    source = image.source
+    if isinstance(source, dict):
+        source = source["bytes"]
+    try:
+        if isinstance(source, str):
+            with fsspec.open(source, "rb") as stream:
+                source = stream.read()
+        opened = Image.open(io.BytesIO(source))
+        ImageOps.exif_transpose(opened, in_place=True)
+        return opened
+    except (OSError, ValueError) as error:
+        raise _unreadable(image, error) from error
+
+
+def _unreadable(image: RowImage, error: Exception) -> DataError:
+    return DataError(
+        f"{image.where}: the image cannot be decoded: {error}; correct the row, or set on_error: "
+        "skip"
+    )
