@@ -8,10 +8,10 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
-from ed_models.base.export import EasyBridgeMixin
+from ed_models.base.methods import EasyBridgeMixin
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
-from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.base.methods import EasyGenerationMixin
 from ed_models.tasks.causal_lm import CausalLM
 from flax import nnx
 

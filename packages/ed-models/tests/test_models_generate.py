@@ -208,16 +208,16 @@ class TestRefused:
     def test_fully_padded_row_raises_config_error(self, model, prompt):
         mask = np.ones_like(prompt)
         mask[1] = 0
-        with pytest.raises(ConfigError, match="row 1 of input_ids is nothing but padding"):
+        with pytest.raises(ConfigError, match="row 1 of input_ids contains only padding"):
             model.generate(prompt, attention_mask=mask)
 
     def test_too_many_new_tokens_raise_config_error(self, model, prompt):
-        with pytest.raises(ConfigError, match="ask for at most 36 new tokens"):
+        with pytest.raises(ConfigError, match="request at most 36 new tokens"):
             model.generate(prompt, max_new_tokens=40)
 
     @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
     def test_empty_input_ids_raise_config_error(self, model, shape):
-        with pytest.raises(ConfigError, match=r"it must be \[rows, tokens\], at least one each"):
+        with pytest.raises(ConfigError, match=r"it must be \[rows, tokens\], at least one of each"):
             model.generate(np.ones(shape, int))
 
     def test_ragged_input_ids_raise_config_error(self, model):
@@ -244,5 +244,5 @@ class TestRefused:
 
     @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, None])
     def test_a_seed_out_of_range(self, model, prompt, seed):
-        with pytest.raises(ConfigError, match=r"seed is .*; it must be a whole number"):
+        with pytest.raises(ConfigError, match=r"seed is .*; it must be an integer"):
             model.generate(prompt, seed=seed)

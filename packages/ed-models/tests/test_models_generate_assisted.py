@@ -162,7 +162,7 @@ def test_rotary_factors_that_follow_length(rope, prompt):
 class TestRefused:
     def test_assistant_with_other_vocabulary_raises_config_error(self, model, prompt):
         other = SimpleNamespace(config=LlamaConfig(**TINY | {"vocab_size": 50}))
-        with pytest.raises(ConfigError, match="has a vocabulary of 50 tokens, the model one of 40"):
+        with pytest.raises(ConfigError, match="vocabulary of 50 tokens, but the model has 40"):
             model.generate(**prompt, assistant_model=other)
 
     def test_an_assistant_with_too_few_positions(self, model, prompt):

@@ -356,9 +356,9 @@ class TestToTorch:
             assert type(theirs).__name__ == name and theirs.dtype == torch.bfloat16
 
     def test_to_torch_requires_torch(self, model, monkeypatch):
-        from ed_models.base import export as bridge
+        from ed_models.base import export
 
-        monkeypatch.setattr(bridge, "find_spec", lambda name: None)
+        monkeypatch.setattr(export, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="to_torch needs torch, which is not installed"):
             model.to_torch()
 

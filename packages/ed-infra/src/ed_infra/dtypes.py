@@ -81,3 +81,21 @@ def canonical_float(value: object) -> str:
         floats = ", ".join(dtype for dtype in DTYPES if "float" in dtype)
         raise ConfigError(f"{name!r} is not a floating-point dtype (those are {floats})")
     return name
+
+
+def floating_dtype(option: str, value: object) -> str:
+    """Return the canonical name of a floating-point dtype.
+
+    Args:
+        option: name of the option, for the error message.
+        value: see `canonical_dtype`.
+
+    Raises:
+        ConfigError: the dtype is unknown or not a floating-point dtype.
+    """
+    name = canonical_dtype(value)
+    if not name.startswith(("float", "bfloat")):
+        raise ConfigError(
+            f"{option} is {name}; it must be a floating-point dtype, such as 'bfloat16'"
+        )
+    return name

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ed_models.auto import (
         AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
     )
-    from ed_models.base.export import EasyBridgeMixin as EasyBridgeMixin
+    from ed_models.base.methods import EasyBridgeMixin as EasyBridgeMixin
+    from ed_models.base.methods import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.base.module import EasyDeLBaseModule as EasyDeLBaseModule
-    from ed_models.generation.generate import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.generation.generate import GenerateOutput as GenerateOutput
     from ed_models.generation.token_choice import TokenChoice as TokenChoice
 
@@ -28,9 +28,9 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
         "AutoEasyDeLModelForReward": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
-        "EasyBridgeMixin": "ed_models.base.export",
+        "EasyBridgeMixin": "ed_models.base.methods",
         "EasyDeLBaseModule": "ed_models.base.module",
-        "EasyGenerationMixin": "ed_models.generation.generate",
+        "EasyGenerationMixin": "ed_models.base.methods",
         "GenerateOutput": "ed_models.generation.generate",
         "TokenChoice": "ed_models.generation.token_choice",
     },

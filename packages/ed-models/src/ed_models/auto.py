@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
-from ed_models.checkpoints.loading import float_dtype
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
@@ -108,8 +107,8 @@ class _AutoModel(Generic[ModelT]):
         return registry.get_module(cls.task, config.model_type).create(
             config,
             seed=seed,
-            dtype=float_dtype("dtype", dtype),
-            param_dtype=float_dtype("param_dtype", param_dtype),
+            dtype=dtype,
+            param_dtype=param_dtype,
             precision=precision,
         )
 

@@ -1,4 +1,4 @@
-"""What trainers and the engine need from a model: they are written against this, not a class.
+"""The interface of models for trainers and the engine.
 
 Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 """
@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
@@ -22,16 +23,21 @@ from flax import nnx
 
 
 class LanguageModel(Protocol):
-    """A causal language model; `ed_models.tasks.causal_lm.CausalLM` is the one that is shipped."""
+    """A language model; the classes in `ed_models.tasks` implement this protocol."""
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the arrays that `__call__` accepts from a batch."""
+        ...
 
     @property
     def config(self) -> EasyDeLBaseConfig:
-        """Its sealed configuration: architecture, mesh, partition rules."""
+        """The sealed configuration: architecture, mesh, partition rules."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """How its layers are stored."""
+        """The storage layout of the layers."""
         ...
 
     def __call__(
@@ -44,20 +50,36 @@ class LanguageModel(Protocol):
         position_ids: jax.Array | None = None,
         mask_info: MaskInfo | None = None,
         past_key_values: Any = None,
+        features: Features | None = None,
         ragged: RaggedBatch | None = None,
         logits_at: Any = "all",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
     ) -> CausalLMOutput:
-        """One forward for training, generation and serving; see `CausalLM.__call__`."""
+        """Run the forward pass of training, generation or serving; see `CausalLM.__call__`."""
+        ...
+
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Compute the embeddings of images, or of the tokens of an encoder."""
+        ...
+
+    def decode(self, input_ids: jax.Array, **inputs: Any) -> CausalLMOutput:
+        """Run the language model on tokens; see `EasyGenerationMixin.decode`."""
         ...
 
     def head(self) -> Head:
-        """What turns hidden states [.., d] into logits [.., v]."""
+        """Return the head, which maps hidden states [.., d] to logits [.., v]."""
         ...
 
-    def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> ContiguousCache:
-        """An empty contiguous cache."""
+    def init_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        dtype: Any = None,
+        *,
+        encoder_length: int | None = None,
+    ) -> ContiguousCache:
+        """Create an empty contiguous cache; `encoder_length` = number of encoder positions."""
         ...
 
     def prepare_inputs_for_generation(
@@ -67,8 +89,9 @@ class LanguageModel(Protocol):
         pad_token_id: int | None = None,
         *,
         attention_mask: jax.Array | None = None,
+        inputs: Inputs | None = None,
     ) -> dict[str, Any]:
-        """What `generate` calls the model with beside a prompt."""
+        """Return the arguments of `decode` for a prompt: mask, empty cache, further arrays."""
         ...
 
     def init_paged_cache(
@@ -79,27 +102,27 @@ class LanguageModel(Protocol):
         *,
         num_states: int | None = None,
     ) -> Cache:
-        """An empty pool of pages, and of recurrent states where the model has any."""
+        """Create an empty pool of pages, and of states for recurrent layers."""
         ...
 
     def prompt_class(self, prompt_len: int) -> int:
-        """Class of prompt lengths: in equal ones, equal prefixes have equal keys and values."""
+        """Return the class of a prompt length: within a class, equal prefixes have equal keys."""
         ...
 
     def cache_specs(self) -> Sequence[LayerSpecs]:
-        """What each layer keeps in a cache."""
+        """Return the memory of each layer in a cache."""
         ...
 
     def split_module(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        """`(graphdef, graphstate, graphother)`."""
+        """Return `(graphdef, graphstate, graphother)`."""
         ...
 
     def shard_model(self, partition_rules: Any = None) -> Self:
-        """The model with its parameters placed on the mesh."""
+        """Return the model with its parameters placed on the mesh."""
         ...
 
     def to_layout(self, layout: Layout) -> Self:
-        """A copy whose layers are stored otherwise."""
+        """Return a copy with another storage layout of the layers."""
         ...
 
     def save_pretrained(self, save_directory: str | Path) -> None:

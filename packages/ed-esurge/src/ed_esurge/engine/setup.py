@@ -8,7 +8,7 @@ import jax
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
-from ed_models.body.context import longest_sequence
+from ed_models.generation.prompts import longest_sequence
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig

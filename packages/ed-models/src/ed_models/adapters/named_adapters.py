@@ -1,16 +1,16 @@
-"""Several adapters of one model, by name: one at a time is on its layers, or is merged into them.
+"""Several adapters of one model, by name: at most one is active, or merged into the weights.
 
-The adapter on the layers learns, is saved and computes. The others wait in host memory, as the same
-values that files and the engine's slots hold (`ed_models.adapters.values`), and cost a step nothing.
+The active adapter is on the layers: it is trained, saved and computed. The values of the other
+adapters are in host memory (`ed_models.adapters.values`) and do not affect the cost of a step.
+`EasyDeLBaseModule` has a method for each public function of this module.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from ed_infra import parameter_names
@@ -22,20 +22,20 @@ from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lor
 from ed_models.adapters.peft import read_adapter
 from ed_models.adapters.values import Adapter, adapter_of, put_adapter
 
-ModelT = TypeVar("ModelT", bound="EasyAdapterMixin")
+M = TypeVar("M")
 
-#: PEFT's name of an adapter that nobody named.
+#: PEFT's name of an adapter without a name.
 DEFAULT = "default"
 
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """An adapter that lies in the weights, and what they were without it.
+    """An adapter that is merged into the weights, and the base weights.
 
     Attributes:
-        name, adapter: which.
-        graphdef: of the base.
-        matrices: storage path -> variable of the base, of those that changed.
+        name, adapter: name and values of the adapter.
+        graphdef: graph definition of the base.
+        matrices: storage path -> variable of the base, for the matrices that changed.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Merged:
 
 @dataclass(frozen=True, eq=False)
 class NamedAdapters:
-    """What a model knows of its adapters besides the one on its layers; a static part of it.
+    """The names of a model's adapters and the values of the inactive ones; static.
 
     Attributes:
-        active: name of the one on the layers.
-        waiting: the others.
-        merged: the one in the weights.
+        active: name of the adapter on the layers.
+        waiting: the inactive adapters.
+        merged: the merged adapter.
     """
 
     active: str = DEFAULT
@@ -59,208 +59,134 @@ class NamedAdapters:
     merged: Merged | None = None
 
 
-class EasyAdapterMixin(nnx.Module):
-    """Low-rank adapters of a model; each method returns another model, sharded as this one."""
+def active(model: object) -> str | None:
+    """Return the name of the active adapter, or None."""
+    return _named(model).active if has_lora(model) else None
 
-    named_adapters: NamedAdapters = NamedAdapters()
 
-    @abstractmethod
-    def shard_model(self: ModelT) -> ModelT:
-        """Place every parameter on the mesh."""
+def names(model: object) -> tuple[str, ...]:
+    """Return the names of all adapters; the active or merged adapter is first."""
+    named = _named(model)
+    first = active(model) if named.merged is None else named.merged.name
+    waiting = [name for name in named.waiting if name != first]
+    return (*([] if first is None else [first]), *waiting)
 
-    @property
-    def lora_is_enabled(self) -> bool:
-        """Whether layers have adapters."""
-        return has_lora(self)
 
-    @property
-    def active_adapter(self) -> str | None:
-        """Name of the adapter on the layers; None = none, so that the base computes."""
-        return self.named_adapters.active if has_lora(self) else None
+def add(model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], name: str, seed: int) -> M:
+    """Return the model with a new active adapter."""
+    base, waiting = _set_aside(model, new=name)
+    adapted = apply_lora(cast(nnx.Module, base), spec, key=jax.random.key(seed))
+    return _with(cast(M, adapted), name, waiting)
 
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        """Names of all adapters: that on the layers or in the weights, and those that wait."""
-        merged = self.named_adapters.merged
-        first = self.active_adapter if merged is None else merged.name
-        waiting = [name for name in self.named_adapters.waiting if name != first]
-        return (*([] if first is None else [first]), *waiting)
 
-    # Putting on.
+def load(model: M, directory: str | Path, name: str) -> M:
+    """Return the model with the adapter of a directory as the active adapter."""
+    base, waiting = _set_aside(model, new=name)
+    module = cast(nnx.Module, base)
+    return _with(cast(M, put_adapter(module, read_adapter(module, directory))), name, waiting)
 
-    def apply_lora(
-        self: ModelT,
-        spec: LoraSpec | Mapping[LoraSpec, list[str]],
-        *,
-        name: str = DEFAULT,
-        seed: int = 0,
-    ) -> ModelT:
-        """Put a new adapter on layers; it alone learns from then on. See `adapters.apply_lora`.
 
-        Args:
-            name: another than the model's adapters have; those wait from then on.
+def activate(model: M, name: str | None) -> M:
+    """Return the model with another active adapter, or with none."""
+    base, waiting = _set_aside(model)
+    if name is None:
+        return _with(base, DEFAULT, waiting)
+    _check_name(model, name)
+    rest = {other: adapter for other, adapter in waiting.items() if other != name}
+    return _with(cast(M, put_adapter(cast(nnx.Module, base), waiting[name])), name, rest)
 
-        Raises:
-            ConfigError: the name is taken, a target matches no layer, or an adapter is merged.
-        """
-        base, waiting = self._set_aside(new=name)
-        return base._with(apply_lora(base, spec, key=jax.random.key(seed)), name, waiting)
 
-    def apply_lora_to_layers(
-        self: ModelT, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
-    ) -> ModelT:
-        """Put adapters of a rank on the layers whose canonical names a pattern matches.
+def delete(model: M, name: str) -> M:
+    """Return the model without an adapter."""
+    _check_name(model, name)
+    base, waiting = _set_aside(model)
+    rest = {other: adapter for other, adapter in waiting.items() if other != name}
+    current = active(model)
+    if current is None or current == name:
+        return _with(base, DEFAULT, rest)
+    del rest[current]
+    return _with(model, current, rest)
 
-        Args:
-            lora_rank: r; the scale is 1.
-            lora_pattern: regular expression; None = every linear layer but the head.
-            seed: of the random numbers.
-        """
-        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
 
-    def load_adapter(self: ModelT, directory: str | Path, *, name: str = DEFAULT) -> ModelT:
-        """Put the adapter of a directory in PEFT's layout on the layers, under a name.
+def merge(model: M, name: str | None, dequantize: bool) -> M:
+    """Return the model with an adapter merged into its weights."""
+    chosen = model if name is None or name == active(model) else activate(model, name)
+    if not has_lora(chosen):
+        _check_unmerged(model)
+        known = list(names(model))
+        raise ConfigError(
+            f"no adapter is active: pass the name of one of {known}"
+            if known
+            else "the model has no adapters"
+        )
+    named, module = _named(chosen), cast(nnx.Module, chosen)
+    adapter = adapter_of(module)
+    graphdef, base = nnx.split(remove_lora(module))
+    matrices = {
+        path: variable
+        for path, variable in nnx.to_flat_state(base)
+        if not adapter.keys().isdisjoint(parameter_names.canonical(path))
+    }
+    merged = Merged(named.active, adapter, graphdef, matrices)
+    changed = cast(M, merge_lora(module, dequantize=dequantize))
+    return _with(changed, DEFAULT, named.waiting, merged)
 
-        Raises:
-            CheckpointError: see `ed_models.adapters.peft.read_adapter`.
-            ConfigError: the name is taken, or an adapter is merged.
-        """
-        base, waiting = self._set_aside(new=name)
-        return base._with(put_adapter(base, read_adapter(base, directory)), name, waiting)
 
-    def set_adapter(self: ModelT, name: str | None) -> ModelT:
-        """Put the adapter of a name on the layers; None: no adapter, the base computes.
+def unmerge(model: M) -> M:
+    """Return the model with its base weights and the merged adapter as the active adapter."""
+    named = _named(model)
+    merged = named.merged
+    if merged is None:
+        raise ConfigError("no adapter is merged into the weights (merge_adapter merges one)")
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    if any(path not in flat for path in merged.matrices):
+        raise ConfigError(
+            "the layers have another layout than when the adapter was merged: restore that layout "
+            "with to_layout"
+        )
+    base = nnx.merge(merged.graphdef, nnx.from_flat_state({**flat, **merged.matrices}))
+    return _with(cast(M, put_adapter(base, merged.adapter)), merged.name, named.waiting)
 
-        Raises:
-            ConfigError: there is no adapter of that name, or one is merged.
-        """
-        base, waiting = self._set_aside()
-        if name is None:
-            return base._with(base, DEFAULT, waiting)
-        self._check_name(name)
-        rest = {other: adapter for other, adapter in waiting.items() if other != name}
-        return base._with(put_adapter(base, waiting[name]), name, rest)
 
-    def delete_adapter(self: ModelT, name: str) -> ModelT:
-        """Forget the adapter of a name; if it was on the layers, the base computes.
+def _named(model: object) -> NamedAdapters:
+    return getattr(model, "named_adapters", None) or NamedAdapters()
 
-        Raises:
-            ConfigError: there is no adapter of that name, or one is merged.
-        """
-        self._check_name(name)
-        base, waiting = self._set_aside()
-        rest = {other: adapter for other, adapter in waiting.items() if other != name}
-        active = self.active_adapter
-        if active is None or active == name:
-            return base._with(base, DEFAULT, rest)
-        del rest[active]
-        return base._with(self, active, rest)
 
-    # Merging.
+def _set_aside(model: M, new: str | None = None) -> tuple[M, dict[str, Adapter]]:
+    """Return the base, and all adapters by name; `new` is a name that must be free."""
+    _check_unmerged(model)
+    current = active(model)
+    if new is not None and (not isinstance(new, str) or not new):
+        raise ConfigError(f"the name of an adapter must be a non-empty string, got {new!r}")
+    if new is not None and new in names(model):
+        raise ConfigError(
+            f"the model has an adapter named {new!r}: choose another name (name=), merge that "
+            "adapter (unwrap_lora_to_layers), or remove it (delete_adapter)"
+        )
+    waiting = dict(_named(model).waiting)
+    if current is None:
+        return model, waiting
+    module = cast(nnx.Module, model)
+    return cast(M, remove_lora(module)), {current: adapter_of(module), **waiting}
 
-    def merge_adapter(self: ModelT, name: str | None = None, *, dequantize: bool = False) -> ModelT:
-        """Put the change of an adapter into the weights, so that it costs no time.
 
-        The base's matrices are kept beside (memory for the adapted matrices twice), and
-        `unmerge_adapter` gives them back, to the bit.
+def _with(model: M, active: str, waiting: Mapping[str, Adapter], merged: Merged | None = None) -> M:
+    """Place a model on its mesh, and set the record of its adapters."""
+    placed = cast(Any, model).shard_model()
+    placed.named_adapters = NamedAdapters(active, waiting, merged)
+    return placed
 
-        Args:
-            name: which; None = the one on the layers.
-            dequantize: quantized matrices that have adapters become plain ones.
 
-        Raises:
-            ConfigError: there is no such adapter, one is merged, or a matrix is quantized.
-        """
-        model = self if name is None or name == self.active_adapter else self.set_adapter(name)
-        if not has_lora(model):
-            self._check_unmerged()
-            raise ConfigError(
-                f"no adapter is on the layers: name one of {list(self.adapter_names)}"
-                if self.adapter_names
-                else "the model has no adapters"
-            )
-        named, adapter = model.named_adapters, adapter_of(model)
-        graphdef, base = nnx.split(remove_lora(model))
-        matrices = {
-            path: variable
-            for path, variable in nnx.to_flat_state(base)
-            if not adapter.keys().isdisjoint(parameter_names.canonical(path))
-        }
-        merged = Merged(named.active, adapter, graphdef, matrices)
-        changed = merge_lora(model, dequantize=dequantize)
-        return model._with(changed, DEFAULT, named.waiting, merged)
+def _check_name(model: object, name: str) -> None:
+    known = names(model)
+    if name not in known:
+        raise unknown_name("adapter", name, list(known))
 
-    def unmerge_adapter(self: ModelT) -> ModelT:
-        """Undo `merge_adapter`: the weights of the base to the bit, and the adapter on the layers.
 
-        What the weights learned since then is lost.
-
-        Raises:
-            ConfigError: no adapter is merged, or the layers are stored otherwise since then.
-        """
-        merged = self.named_adapters.merged
-        if merged is None:
-            raise ConfigError("no adapter is merged into the weights (merge_adapter does that)")
-        flat = dict(nnx.to_flat_state(nnx.state(self)))
-        if any(path not in flat for path in merged.matrices):
-            raise ConfigError(
-                "the layers are stored otherwise than when the adapter was merged: give the model "
-                "the layout that it had (to_layout)"
-            )
-        base = nnx.merge(merged.graphdef, nnx.from_flat_state({**flat, **merged.matrices}))
-        adapted = put_adapter(base, merged.adapter)
-        return self._with(adapted, merged.name, self.named_adapters.waiting)
-
-    def unwrap_lora_to_layers(self: ModelT, *, dequantize: bool = False) -> ModelT:
-        """Merge the adapter on the layers into the weights for good, and forget all adapters.
-
-        Args:
-            dequantize: quantized matrices that have adapters become plain ones.
-        """
-        return merge_lora(self, dequantize=dequantize).shard_model()
-
-    # Parts.
-
-    def _set_aside(self: ModelT, new: str | None = None) -> tuple[ModelT, dict[str, Adapter]]:
-        """The base, and all adapters by name.
-
-        Args:
-            new: a name that must be free.
-        """
-        self._check_unmerged()
-        active = self.active_adapter
-        if new is not None and (not isinstance(new, str) or not new):
-            raise ConfigError(f"the name of an adapter is a text, got {new!r}")
-        if new is not None and new in self.adapter_names:
-            raise ConfigError(
-                f"the model has an adapter named {new!r}: give the new one another name (name=), "
-                "merge that one (unwrap_lora_to_layers), or forget it (delete_adapter)"
-            )
-        waiting = dict(self.named_adapters.waiting)
-        if active is None:
-            return self, waiting
-        return remove_lora(self), {active: adapter_of(self), **waiting}
-
-    def _with(
-        self: ModelT,
-        model: ModelT,
-        active: str,
-        waiting: Mapping[str, Adapter],
-        merged: Merged | None = None,
-    ) -> ModelT:
-        """The model, placed, with what it knows of other adapters."""
-        placed = model.shard_model()
-        placed.named_adapters = NamedAdapters(active, waiting, merged)
-        return placed
-
-    def _check_name(self, name: str) -> None:
-        if name not in self.adapter_names:
-            raise unknown_name("adapter", name, list(self.adapter_names))
-
-    def _check_unmerged(self) -> None:
-        merged = self.named_adapters.merged
-        if merged is not None:
-            raise ConfigError(
-                f"the adapter {merged.name!r} is merged into the weights: take it out "
-                "(unmerge_adapter) before adapters are put on, changed or forgotten"
-            )
+def _check_unmerged(model: object) -> None:
+    merged = _named(model).merged
+    if merged is not None:
+        raise ConfigError(
+            f"the adapter {merged.name!r} is merged into the weights: undo this (unmerge_adapter) "
+            "before you add, change or remove adapters"
+        )

@@ -1,46 +1,31 @@
 """`EasyDeLBaseModule`: the base class of every model.
 
-Its methods delegate: sharding to `ed_infra.sharding.placement`, loading and saving to
-`ed_models.checkpoints`, caches to `ed_models.base.caches`, generation to `ed_models.generation`.
+This file contains creation, splitting and placement. `ed_models.base.methods` contains the methods
+for files, generation, caches, adapters and quantization.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.errors import ConfigError
+from ed_infra.dtypes import floating_dtype
 from ed_infra.sharding import placement
 from ed_layers.depth.stack import Layout, Stack, to_layout
 from ed_layers.projections.embed import Embed
 from flax import nnx
+from jax.typing import DTypeLike
 
-from ed_models.adapters.named_adapters import EasyAdapterMixin
-from ed_models.base.caches import EasyCacheMixin
-from ed_models.base.export import EasyBridgeMixin
-from ed_models.base.quantization import EasyQuantizationMixin
-from ed_models.checkpoints.loading import float_dtype
-from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.base.methods import ModelMethods
 from ed_models.weights.rules import Rule
-
-#: Entry points of the state classes for `to_state`, from packages above this one.
-STATE_GROUP = "easydel.state"
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
 
-class EasyDeLBaseModule(
-    EasyGenerationMixin,
-    EasyBridgeMixin,
-    EasyCacheMixin,
-    EasyAdapterMixin,
-    EasyQuantizationMixin,
-    nnx.Module,
-):
+class EasyDeLBaseModule(ModelMethods, nnx.Module):
     """A model: a config, parameters, and one `__call__`.
 
     Args:
@@ -57,16 +42,16 @@ class EasyDeLBaseModule(
     def __init__(
         self,
         config: EasyDeLBaseConfig,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         *,
         rngs: nnx.Rngs | None = None,
     ):
         config.seal()
         self.config = config
-        self.dtype = float_dtype("dtype", dtype)
-        self.param_dtype = float_dtype("param_dtype", param_dtype)
+        self.dtype = jnp.dtype(floating_dtype("dtype", dtype))
+        self.param_dtype = jnp.dtype(floating_dtype("param_dtype", param_dtype))
         self.precision = precision
 
     @classmethod
@@ -75,8 +60,8 @@ class EasyDeLBaseModule(
         config: EasyDeLBaseConfig,
         *,
         seed: int = 0,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
     ) -> ModelT:
         """Create a model with random parameters directly on its devices."""
@@ -116,23 +101,6 @@ class EasyDeLBaseModule(
             trainable = nnx.LoRAParam if self.lora_is_enabled else nnx.Param
         graphdef, params, other = nnx.split(self, trainable, ...)
         return graphdef, params, other
-
-    def to_state(self, state_class: type[Any] | None = None) -> Any:
-        """Create the initial training state, an `EasyDeLState` of this model.
-
-        Args:
-            state_class: a class with `create(model=...)`; None = the entry point `easydel.state` of
-                an installed package (ed-trainers).
-
-        Raises:
-            ConfigError: no installed package has this entry point.
-        """
-        if state_class is None:
-            states = metadata.entry_points(group=STATE_GROUP)
-            if not states:
-                raise ConfigError("no package for training is installed: pip install ed-trainers")
-            state_class = cast(type[Any], next(iter(states)).load())
-        return state_class.create(model=self)
 
     @staticmethod
     def merge_module(graphdef: nnx.GraphDef, graphstate: Any, graphother: Any) -> Any:

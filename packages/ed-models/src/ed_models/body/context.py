@@ -114,14 +114,6 @@ def rope_settings(config: Any) -> dict[str, RopeSettings]:
     return {ALL_LAYERS: rope.settings(config)}
 
 
-def longest_sequence(config: Any) -> int | None:
-    """Return the maximum position of a model; None if its rotary factors adapt to any length."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "dynamic":
-        return None
-    return getattr(config, "max_position_embeddings", None)
-
-
 def _tables(
     settings: RopeSettings,
     position_ids: Int[Array, "b s"] | Int[Array, "3 b s"],

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from ed_infra.inputs import Features
 from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
@@ -120,11 +121,14 @@ class Decoder(EasyDeLBaseModule):
         *,
         inputs_embeds: Float[Array, "b s d"] | None = None,
         past_key_values: Any = None,
+        features: Features | None = None,
         output_hidden_states: bool = False,
         **inputs: Any,
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if features is not None:
+            x = features.insert(x)
         b, s, _ = x.shape
         ctx, cache = layer_context(
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs

@@ -23,7 +23,7 @@ MakeNorm = Callable[[int], nnx.Module]
 
 
 class Attention(Protocol):
-    """The attention of a layer, such as `ed_layers.attention.blocks.self_attention.SelfAttention`."""
+    """The attention of a layer, such as `SelfAttention` of ed-layers."""
 
     @property
     def cache_spec(self) -> LayerSpecs:

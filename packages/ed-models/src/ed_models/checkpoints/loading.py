@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.dtypes import canonical_dtype
+from ed_infra.dtypes import floating_dtype
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.logging import get_logger, once
 from ed_infra.sharding import placement as sharding
@@ -69,10 +69,10 @@ def load(
     Quantized matrices of this project's own files are read as they are.
 
     Args:
-        cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
-            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.rules.renamer`), its
-            `TIED_WEIGHTS` which head is which embedding, its `new_tensors` which tensors start
-            random because files of this kind lack them, and its `as_published` computes tensors
+        cls: a module class. `WEIGHTS` maps its parameters to tensors. `OTHER_NAMES` lists other
+            names of tensors in checkpoints (`ed_models.weights.rules.renamer`). `TIED_WEIGHTS` maps
+            heads to embeddings. `new_tensors` returns random values of tensors that checkpoints
+            of another task lack. `as_published` computes tensors
             that some writer lays out in another way.
         config: its configuration; gives the mesh and the sharding.
         files: where the tensors lie.
@@ -92,8 +92,9 @@ def load(
         ConfigError: a dtype is unknown or no floating-point one, or matrices are to be quantized
             that are quantized in the files.
     """
-    dtype = float_dtype("dtype", dtype)
-    param_dtype = dtype if param_dtype is None else float_dtype("param_dtype", param_dtype)
+    dtype = jnp.dtype(floating_dtype("dtype", dtype))
+    wanted = dtype if param_dtype is None else param_dtype
+    param_dtype = jnp.dtype(floating_dtype("param_dtype", wanted))
 
     stored = stored_rules(config)
     if stored is not None and quantization is not None:
@@ -167,20 +168,6 @@ def _placements(
         return dict(nnx.to_flat_state(sharding.shardings(state, config)))
     one = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
     return {path: jax.tree.map(lambda _: one, v.get_value()) for path, v in variables}
-
-
-def float_dtype(option: str, value: object) -> np.dtype:
-    """Read a dtype of parameters or activations; every spelling of `canonical_dtype` will do.
-
-    Raises:
-        ConfigError: it is unknown, or no floating-point dtype.
-    """
-    dtype = jnp.dtype(canonical_dtype(value))
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(
-            f"{option} is {dtype.name}; it must be a floating-point dtype, such as 'bfloat16'"
-        )
-    return dtype
 
 
 def weight_map(

@@ -16,13 +16,14 @@ import numpy as np
 from ed_infra import parameter_names
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.distributed import on_host
+from ed_infra.dtypes import floating_dtype
 from ed_infra.errors import CheckpointError
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ed_models.checkpoints.loading import float_dtype, weight_map
+from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.quantized_tensors import parts_of, quantization_settings
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_order, write_tensors
 
@@ -73,7 +74,7 @@ def save(
         CheckpointError: `directory` is a file.
         ConfigError: `max_shard_size` is no size, or `dtype` no floating-point dtype.
     """
-    wanted = None if dtype is None else float_dtype("dtype", dtype)
+    wanted = None if dtype is None else np.dtype(floating_dtype("dtype", dtype))
     directory = Path(directory)
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; save_pretrained writes a directory")

@@ -59,7 +59,7 @@ def forward(
     Each token is a prompt of its own for rotary factors that follow length, as in plain decoding.
     """
     segments = jnp.where(kept, 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32), 0)
-    out = model(jnp.maximum(tokens, 0), segment_ids=segments, past_key_values=cache)
+    out = model.decode(jnp.maximum(tokens, 0), segment_ids=segments, past_key_values=cache)
     assert out.logits is not None
     return out.logits, out.past_key_values
 

@@ -240,7 +240,7 @@ def beam_program(split: Split) -> Callable[..., tuple[Found, ContiguousCache]]:
             n, rows, groups, source, kept, cache = state
             cache = cache.select_rows(source)
             at = jnp.arange(b * beams.size)
-            out = model(rows.ids[:, -1:], past_key_values=cache, logits_at=at)
+            out = model.decode(rows.ids[:, -1:], past_key_values=cache, logits_at=at)
             rows, groups, source, now = select(n, out.logits, rows, groups)
             return n + 1, rows, groups, source, record(kept, n, now), out.past_key_values
 

@@ -68,14 +68,16 @@ class Draws(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def prefill_program(split: Split) -> Callable[..., tuple[ContiguousCache, jax.Array]]:
-    """`(leaves, tokens [b, w], valid [b, w], capacity=) -> (cache, logits [b, v])`."""
+    """`(leaves, tokens [b, w], valid [b, w], inputs, capacity=) -> (cache, logits [b, v])`."""
 
     @functools.partial(jax.jit, static_argnames="capacity")
-    def prefill(leaves, tokens, valid, *, capacity):
+    def prefill(leaves, tokens, valid, inputs, *, capacity):
         model = split.merge(leaves)
         b, s = tokens.shape
-        inputs = model.prepare_inputs_for_generation(tokens, capacity, attention_mask=valid)
-        out = model(tokens, **inputs, logits_at=jnp.arange(b) * s + s - 1)
+        arguments = model.prepare_inputs_for_generation(
+            tokens, capacity, attention_mask=valid, inputs=inputs
+        )
+        out = model.decode(tokens, **arguments, logits_at=jnp.arange(b) * s + s - 1)
         return out.past_key_values, out.logits
 
     return prefill
@@ -177,7 +179,7 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
 
         def step(state):
             n, rows, done, kept, cache = state
-            out = model(rows.ids[:, -1:], past_key_values=cache, logits_at=jnp.arange(b))
+            out = model.decode(rows.ids[:, -1:], past_key_values=cache, logits_at=jnp.arange(b))
             assert out.logits is not None
             rows, done, now = choose(out.logits, rows, done)
             return n + 1, rows, done, record(kept, n, now), out.past_key_values

@@ -9,8 +9,8 @@ Legend: b prompts, s prompt length, r rows of the output, n new tokens, v vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,12 +34,20 @@ from ed_models.generation.decoding import (
 )
 from ed_models.generation.options import GenerationOptions
 from ed_models.generation.processors import Rows
-from ed_models.generation.prompts import Prompts, TokenRows, bucket, token_ids
+from ed_models.generation.prompts import (
+    Prompts,
+    TokenRows,
+    bucket,
+    decoder_start,
+    encoder_inputs,
+    is_encoder_decoder,
+    prompt_inputs,
+    token_ids,
+)
 from ed_models.generation.stop_strings import Decoder
 from ed_models.protocol import LanguageModel
 
 if TYPE_CHECKING:
-    import jax
     from transformers import GenerationConfig
 
 _MOST_OUTPUT = 4 * 2**30
@@ -74,125 +82,87 @@ class GenerateOutput:
     steps: int = 0
 
 
-class EasyGenerationMixin:
-    """A mixin that adds `generate` to a `LanguageModel`."""
+def generate(
+    model: LanguageModel,
+    input_ids: TokenRows,
+    generation_config: GenerationConfig | Mapping[str, object] | None,
+    *,
+    attention_mask: TokenRows | None,
+    inputs: Mapping[str, Any] | None,
+    seed: int,
+    tokenizer: Decoder | None,
+    assistant_model: LanguageModel | None,
+    options: Mapping[str, object],
+    checkpoint: str | None,
+) -> GenerateOutput:
+    """Generate a continuation of each row; see `EasyGenerationMixin.generate`.
 
-    config: EasyDeLBaseConfig
-    generation_json: str | None = None
-
-    def generate(
-        self,
-        input_ids: TokenRows,
-        generation_config: GenerationConfig | Mapping[str, object] | None = None,
-        *,
-        attention_mask: TokenRows | None = None,
-        seed: int = 0,
-        tokenizer: Decoder | None = None,
-        assistant_model: LanguageModel | None = None,
-        logits_processor: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]] = (),
-        **options: object,
-    ) -> GenerateOutput:
-        """Generate a continuation of each row.
-
-        Args:
-            input_ids: token ids [b, s]; shorter rows are padded on the left.
-            generation_config: a `transformers.GenerationConfig`, or a mapping with its names;
-                arguments of this call override it. The checkpoint's generation_config.json
-                supplies only the special tokens, not the sampling options.
-            attention_mask: [b, s], 1 for a token, 0 for padding. By default, padding tokens at the
-                start of a row are masked if the padding token is known and is not an
-                end-of-sequence token.
-            seed: 0 to 2**32 - 1; each draw depends on the seed, the row index and the position.
-            tokenizer: tokenizer for `stop_strings`; any object with `decode(ids) -> str`.
-            assistant_model: a smaller model with the same vocabulary, which drafts
-                `num_assistant_tokens` per step; the output equals that of plain decoding.
-            logits_processor: functions `(input_ids, scores) -> scores` of jax arrays, traced into
-                the loop after the other processors and before temperature and filters. `input_ids`
-                [r, t] are right-aligned, -1 to the left of a row's first token; `scores` [r, v].
-                Each function compiles a separate program: reuse the same function object.
-            options: options of a GenerationConfig, by name (docs/models.md lists them), and
-                `presence_penalty`, `frequency_penalty`, `output_logprobs`, `logprobs_mode`. The
-                default is greedy decoding of up to 128 new tokens until an end-of-sequence token.
-                `eos_token_id=None` disables the end-of-sequence token.
-
-        Raises:
-            ConfigError: a prompt has a token id outside of the vocabulary, an option is unknown,
-                out of range or without effect, or the model has too few positions for the result.
-        """
-        ids = token_ids(input_ids)
-        chosen = GenerationOptions.resolve(
-            arguments=options | {"logits_processor": logits_processor or None},
-            generation_config=generation_config,
-            checkpoint=self.generation_json,
-            model_config=self.config,
-            prompt_length=ids.shape[1],
-            tokenizer=tokenizer,
-            assisted=assistant_model is not None,
+    Args:
+        options: options of a GenerationConfig, and arrays that `model.input_names` contains.
+        checkpoint: text of the checkpoint's generation_config.json.
+    """
+    ids, config = token_ids(input_ids), model.config
+    given = {name: options[name] for name in model.input_names if options.get(name) is not None}
+    options = {name: value for name, value in options.items() if name not in model.input_names}
+    arrays = prompt_inputs(model, {**(inputs or {}), **given}, len(ids))
+    attention_mask = arrays.get("attention_mask", attention_mask)
+    reads_encoder = is_encoder_decoder(model)
+    length = ids.shape[1]
+    if reads_encoder:
+        length = arrays["decoder_input_ids"].shape[1] if "decoder_input_ids" in arrays else 1
+    chosen = GenerationOptions.resolve(
+        arguments=options,
+        generation_config=generation_config,
+        checkpoint=checkpoint,
+        model_config=config,
+        prompt_length=length,
+        tokenizer=tokenizer,
+        assisted=assistant_model is not None,
+    )
+    if not (isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= seed < 2**32):
+        raise ConfigError(f"seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
+    padded = chosen.pad_is_known and chosen.pad_token_id not in chosen.eos_token_id
+    padding = chosen.pad_token_id if padded else None
+    prompts = Prompts.read(ids, attention_mask, padding, config)
+    if reads_encoder:
+        first, mask = decoder_start(
+            model, chosen.decoder_start_token_id, arrays.replace(input_ids=ids)
         )
-        if not (isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= seed < 2**32):
-            raise ConfigError(f"seed is {seed!r}; it must be a whole number, 0 to 2**32 - 1")
-        padded = chosen.pad_is_known and chosen.pad_token_id not in chosen.eos_token_id
-        prompts = Prompts.read(
-            ids, attention_mask, chosen.pad_token_id if padded else None, self.config
+        encoder = encoder_inputs(prompts)
+        prompts = replace(Prompts.read(token_ids(first), mask, None, config), inputs=encoder)
+    elif options.get("decoder_start_token_id") is not None:
+        raise ConfigError(
+            f"decoder_start_token_id has no effect: {type(model).__name__} has no encoder"
         )
-        for model in (self, assistant_model):
-            if model is not None:
-                prompts.check_room(model.config, chosen.max_new_tokens)
-        if assistant_model is not None:
-            _check_assistant(self.config, assistant_model.config)
-        return _generate(cast(LanguageModel, self), assistant_model, prompts, chosen, int(seed))
+    else:
+        own = [name for name in arrays if name not in ("input_ids", "attention_mask")]
+        prompts = replace(prompts, inputs=arrays.select(own))
+    for each in (model, assistant_model):
+        if each is not None:
+            prompts.check_room(each.config, chosen.max_new_tokens)
+    if assistant_model is not None:
+        _check_assistant(config, assistant_model.config)
+    return _generate(model, assistant_model, prompts, chosen, int(seed))
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Int[jax.Array, "b s"],
-        max_length: int,
-        pad_token_id: int | None = None,
-        *,
-        attention_mask: Int[jax.Array, "b s"] | None = None,
-    ) -> dict[str, Any]:
-        """Return the keyword arguments of the prefill: attention mask and empty cache.
 
-        Args:
-            input_ids: token ids of the prompts, [b, s].
-            max_length: maximum number of tokens per row, including the prompt.
-            pad_token_id: the padding token, used when `attention_mask` is None.
-            attention_mask: 1 for a token, 0 for padding, [b, s].
-        """
-        if attention_mask is None and pad_token_id is not None:
-            attention_mask = (input_ids != pad_token_id).astype(jnp.int32)
-        model = cast(LanguageModel, self)
-        return {
-            "attention_mask": attention_mask,
-            "past_key_values": model.init_cache(input_ids.shape[0], max_length),
-        }
-
-    def compute_transition_scores(
-        self,
-        sequences: Int[np.ndarray, "r t"],
-        scores: Float[np.ndarray, "n m v"],
-        beam_indices: Int[np.ndarray, "r n"] | None = None,
-        normalize_logits: bool = False,
-    ) -> Float[np.ndarray, "r n"]:
-        """Return the score of each new token from the scores of `output_scores`.
-
-        Args:
-            sequences, scores, beam_indices: attributes of the `GenerateOutput`.
-            normalize_logits: whether to convert scores to log-probabilities first.
-
-        Returns:
-            Scores [r, n]; 0 after the end of a beam.
-        """
-        scores = np.asarray(scores, np.float32)
-        if normalize_logits:
-            shifted = scores - scores.max(axis=-1, keepdims=True)
-            scores = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-        if beam_indices is None:
-            rows = np.arange(scores.shape[1])[:, None]
-            beam_indices = np.broadcast_to(rows, (scores.shape[1], len(scores)))
-        n = beam_indices.shape[1]
-        new = np.asarray(sequences)[:, -n:]
-        found = scores[np.arange(n), np.maximum(beam_indices, 0), new]
-        return np.where(beam_indices < 0, 0.0, found)
+def transition_scores(
+    sequences: Int[np.ndarray, "r t"],
+    scores: Float[np.ndarray, "n m v"],
+    beam_indices: Int[np.ndarray, "r n"] | None,
+    normalize_logits: bool,
+) -> Float[np.ndarray, "r n"]:
+    """Compute the score of each new token; see `compute_transition_scores` of a model."""
+    scores = np.asarray(scores, np.float32)
+    if normalize_logits:
+        shifted = scores - scores.max(axis=-1, keepdims=True)
+        scores = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    if beam_indices is None:
+        rows = np.arange(scores.shape[1])[:, None]
+        beam_indices = np.broadcast_to(rows, (scores.shape[1], len(scores)))
+    n = beam_indices.shape[1]
+    new = np.asarray(sequences)[:, -n:]
+    found = scores[np.arange(n), np.maximum(beam_indices, 0), new]
+    return np.where(beam_indices < 0, 0.0, found)
 
 
 def _generate(
@@ -211,7 +181,8 @@ def _generate(
 
     def prefilled(split: Split, leaves: Any) -> tuple[Any, Any]:
         width = tokens.shape[1] + room
-        cache, logits = prefill_program(split)(leaves, tokens, valid, capacity=width)
+        run = prefill_program(split)
+        cache, logits = run(leaves, tokens, valid, prompts.inputs, capacity=width)
         return (cache, logits) if copies == 1 else repeated(cache, logits, copies=copies)
 
     cache, logits = prefilled(split, leaves)
@@ -288,7 +259,7 @@ def _check_output(
         raise ConfigError(
             f"output_scores and output_logits of {rows} rows and {vocab_size} tokens need "
             f"{per_step * room / 2**30:.1f} GiB for up to {room} steps; at most "
-            f"{_MOST_OUTPUT >> 30} GiB are kept: ask for fewer new tokens, or for output_logprobs"
+            f"{_MOST_OUTPUT >> 30} GiB are kept: request fewer new tokens, or output_logprobs"
         )
 
 
@@ -296,6 +267,6 @@ def _check_assistant(config: EasyDeLBaseConfig, assistant: EasyDeLBaseConfig) ->
     mine, other = (getattr(c.get_text_config(), "vocab_size", None) for c in (config, assistant))
     if mine != other:
         raise ConfigError(
-            f"the assistant_model has a vocabulary of {other} tokens, the model one of {mine}; an "
-            "assistant must speak the same tokens, so take one with the same tokenizer"
+            f"the assistant_model has a vocabulary of {other} tokens, but the model has {mine}: "
+            "both must use the same tokenizer"
         )

@@ -42,6 +42,7 @@ class GenerationOptions:
         max_new_tokens: at least 1.
         eos_token_id: tokens that end a row; may be empty.
         pad_token_id: token that fills rows after their end.
+        decoder_start_token_id: first token of a decoder that reads an encoder.
         pad_is_known: whether a source names the padding token; otherwise `pad_token_id` is the
             first end-of-sequence token, or 0.
         choice: the method of choosing tokens.
@@ -58,6 +59,7 @@ class GenerationOptions:
     pad_token_id: int
     pad_is_known: bool
     choice: TokenChoice
+    decoder_start_token_id: int | None = None
     stops: StopStrings | None = None
     num_return_sequences: int = 1
     beams: Beams | None = None
@@ -109,10 +111,11 @@ class GenerationOptions:
             for source in (options, stored):
                 if source.get(name) is not None:
                     return token_ids(name, source[name])
-            return token_ids(name, getattr(model_config, name, None))
+            return token_ids(name, special_token(model_config, name))
 
         eos = () if endless else special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
+        start = special("decoder_start_token_id")
         stops = None
         if tokenizer is not None and "stop_strings" not in options:
             raise ConfigError("tokenizer has no effect without stop_strings; leave it out")
@@ -137,6 +140,7 @@ class GenerationOptions:
             eos_token_id=eos,
             pad_token_id=[*pad, *eos, 0][0],
             pad_is_known=bool(pad),
+            decoder_start_token_id=next(iter(start), None),
             choice=choice,
             stops=stops,
             num_return_sequences=settings.get("num_return_sequences", 1),
@@ -172,10 +176,24 @@ def read_settings(directory: Path) -> str | None:
     return text
 
 
-def special_tokens(model_config: EasyDeLBaseConfig) -> dict[str, object]:
-    """Return the content of generation_config.json for a model without this file."""
-    tokens = {name: getattr(model_config, name, None) for name in SPECIAL}
-    return {name: value for name, value in tokens.items() if value is not None}
+def write_settings(directory: Path, text: str | None, model_config: EasyDeLBaseConfig) -> None:
+    """Write generation_config.json: `text`, or by default the special tokens of a model."""
+    if text is None:
+        tokens = {name: special_token(model_config, name) for name in SPECIAL}
+        tokens = {name: value for name, value in tokens.items() if value is not None}
+        text = json.dumps(tokens, indent=2, sort_keys=True) + "\n"
+    (directory / FILE_NAME).write_text(text)
+
+
+def special_token(model_config: EasyDeLBaseConfig, name: str) -> object:
+    """Return a special token of a configuration, or of its language model's configuration."""
+    value = getattr(model_config, name, None)
+    return getattr(_text_config(model_config), name, None) if value is None else value
+
+
+def _text_config(config: Any) -> Any:
+    """Return the configuration of the language model; tests pass plain objects."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _entries(
@@ -239,8 +257,7 @@ def _new_tokens(settings: Mapping[str, Any], prompt_length: int) -> int:
 
 
 def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfig) -> None:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None) or 2**31
+    size = getattr(_text_config(config), "vocab_size", None) or 2**31
     for name, value in choice.values.items():
         arrays = jax.tree.leaves(value) if PROCESSORS[name].token_ids else []
         ids = [x for x in arrays if x.dtype.kind == "i"]

@@ -1,20 +1,23 @@
-"""The prompts of `generate`: what callers pass, checked, and as programs take it.
+"""The prompts of `generate`: validation, padding, and the arguments of the prefill.
 
 Legend: b rows, s prompt length, w bucket of prompt lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
 from jaxtyping import Bool, Int
 
-from ed_models.body.context import longest_sequence
+from ed_models.protocol import LanguageModel
 
 _SMALLEST_BUCKET = 16
 TokenRows = jax.Array | np.ndarray | Sequence[Sequence[int]]
@@ -22,17 +25,19 @@ TokenRows = jax.Array | np.ndarray | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Prompts:
-    """Checked prompts.
+    """Validated prompts.
 
     Attributes:
-        ids: int32 [b, s], as they came.
-        kept: which entries are tokens, [b, s].
-        lengths: tokens of each row, int32 [b].
+        ids: token ids as passed by the caller, int32 [b, s].
+        kept: whether an entry is a token, [b, s].
+        lengths: number of tokens of each row, int32 [b].
+        inputs: further arrays of the prompts; for an encoder-decoder, the arrays of the encoder.
     """
 
     ids: Int[np.ndarray, "b s"]
     kept: Bool[np.ndarray, "b s"]
     lengths: Int[np.ndarray, " b"]
+    inputs: Inputs = field(default_factory=lambda: Inputs({}))
 
     @classmethod
     def read(
@@ -42,13 +47,13 @@ class Prompts:
         padding: int | None,
         config: EasyDeLBaseConfig,
     ) -> Prompts:
-        """Check prompts.
+        """Validate prompts.
 
         Args:
-            ids: from `token_ids`.
+            ids: result of `token_ids`.
             attention_mask: [b, s], 1 for a token, 0 for padding.
-            padding: the token that is padding at the start of a row, if there is no mask.
-            config: of the model that gets the prompts.
+            padding: the padding token at the start of rows, used without a mask.
+            config: configuration of the model.
 
         Raises:
             ConfigError: see `generate`.
@@ -56,39 +61,39 @@ class Prompts:
         kept = _kept(ids, attention_mask, padding)
         lengths = kept.sum(axis=1).astype(np.int32)
         if not lengths.all():
-            raise ConfigError(f"row {int(np.argmin(lengths))} of input_ids is nothing but padding")
+            raise ConfigError(f"row {int(np.argmin(lengths))} of input_ids contains only padding")
         return cls(_in_vocabulary(ids, kept, config), kept, lengths)
 
     def aligned(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and validity [b, w], each row against the right edge of a bucket."""
+        """Return right-aligned tokens and their validity, [b, w]."""
         return right_aligned(self.ids, self.kept, bucket(int(self.lengths.max())))
 
     def check_room(self, config: EasyDeLBaseConfig, new: int) -> None:
-        """Whether a model has positions for `new` tokens more.
+        """Check that a model has positions for the prompts and `new` more tokens.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: the model has too few positions.
         """
         limit, prompt = longest_sequence(config.get_text_config()), int(self.lengths.max())
         if limit is None or prompt + new <= limit:
             return
         raise ConfigError(
             f"{prompt} prompt tokens and max_new_tokens={new} need {prompt + new} positions, but "
-            f"the model was made for max_position_embeddings={limit}; ask for at most "
+            f"the model has max_position_embeddings={limit}: request at most "
             f"{limit - prompt} new tokens"
             if prompt < limit
             else f"the prompt has {prompt} tokens, which leaves no room in the model's "
-            f"max_position_embeddings={limit}; shorten it"
+            f"max_position_embeddings={limit}: shorten the prompt"
         )
 
 
 def bucket(n: int) -> int:
-    """Round up to a power of two, at least 16: so many programs are compiled, and no more."""
+    """Round up to a power of two, at least 16, to limit the number of compiled programs."""
     return max(_SMALLEST_BUCKET, 1 << (n - 1).bit_length())
 
 
 def right_aligned(ids: np.ndarray, kept: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Move each row's tokens to the right edge of [b, width]; returns tokens and validity."""
+    """Move the tokens of each row to the right edge of [b, width]; return tokens and validity."""
     tokens = np.zeros((len(ids), width), np.int32)
     valid = np.zeros((len(ids), width), np.int32)
     for row, (values, keep) in enumerate(zip(ids, kept, strict=True)):
@@ -99,10 +104,10 @@ def right_aligned(ids: np.ndarray, kept: np.ndarray, width: int) -> tuple[np.nda
 
 
 def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
-    """The prompts as an array of integers.
+    """Return the prompts as an array of integers.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: the rows differ in length, or the values are not integers.
     """
     try:
         ids = np.asarray(input_ids)
@@ -113,7 +118,8 @@ def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
         ) from None
     if ids.ndim != 2 or 0 in ids.shape:
         raise ConfigError(
-            f"input_ids has shape {list(ids.shape)}; it must be [rows, tokens], at least one each"
+            f"input_ids has shape {list(ids.shape)}; it must be [rows, tokens], "
+            "at least one of each"
         )
     if ids.dtype.kind not in "iu":
         raise ConfigError(f"input_ids has dtype {ids.dtype}; token ids are whole numbers")
@@ -123,7 +129,7 @@ def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
 def _in_vocabulary(
     ids: Int[np.ndarray, "b s"], kept: Bool[np.ndarray, "b s"], config: EasyDeLBaseConfig
 ) -> Int[np.ndarray, "b s"]:
-    """The prompts as int32, after a check of all tokens that are no padding."""
+    """Return the prompts as int32 after a check of all tokens except padding."""
     size = getattr(config.get_text_config(), "vocab_size", None) or 2**31
     for row, at in np.argwhere(kept & ((ids < 0) | (ids >= size))):
         raise ConfigError(
@@ -136,7 +142,6 @@ def _in_vocabulary(
 def _kept(
     ids: Int[np.ndarray, "b s"], attention_mask: TokenRows | None, padding: int | None
 ) -> Bool[np.ndarray, "b s"]:
-    """Which entries of the prompts are tokens."""
     if attention_mask is not None:
         mask = np.asarray(attention_mask)
         if mask.shape != ids.shape:
@@ -148,3 +153,95 @@ def _kept(
     if padding is None:
         return np.ones(ids.shape, bool)
     return np.logical_or.accumulate(ids != padding, axis=1)
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return the maximum position of a model; None if its rotary factors adapt to any length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "dynamic":
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def is_encoder_decoder(model: LanguageModel) -> bool:
+    """Return whether a model has an encoder for tokens, and a separate decoder."""
+    return "decoder_input_ids" in model.input_names
+
+
+def prompt_inputs(model: LanguageModel, arrays: Mapping[str, Any], rows: int) -> Inputs:
+    """Validate the further arrays of prompts.
+
+    Args:
+        model: the model that reads the arrays.
+        arrays: arrays by name, each with one entry per row.
+        rows: number of prompts.
+
+    Raises:
+        ConfigError: the model does not read an array, or an array has another number of rows.
+    """
+    inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
+    for name, array in inputs.items():
+        if name not in model.input_names:
+            raise ConfigError(
+                f"{type(model).__name__} does not read {name}; its inputs are "
+                f"{', '.join(model.input_names)}"
+            )
+        if len(array) != rows:
+            raise ConfigError(f"{name} has {len(array)} rows, but input_ids has {rows}")
+    return inputs
+
+
+def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tuple[Any, Any]:
+    """Return the first tokens of a decoder [b, s], and their mask or None.
+
+    Args:
+        model: an encoder-decoder.
+        start: `decoder_start_token_id`; used without `decoder_input_ids`.
+        inputs: arrays of the call, with `input_ids`.
+
+    Raises:
+        ConfigError: there are neither `decoder_input_ids` nor a start token.
+    """
+    if "decoder_input_ids" in inputs:
+        return inputs["decoder_input_ids"], inputs.get("decoder_attention_mask")
+    if start is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder_start_token_id: pass decoder_start_token_id "
+            "or decoder_input_ids"
+        )
+    return np.full((len(inputs["input_ids"]), 1), start, np.int32), None
+
+
+def encoder_inputs(prompts: Prompts) -> Inputs:
+    """Return the arrays of an encoder, padded on the right to a bucketed length."""
+    width = bucket(prompts.ids.shape[1])
+    pad = ((0, 0), (0, width - prompts.ids.shape[1]))
+    ids = np.where(prompts.kept, prompts.ids, 0)
+    return Inputs(
+        {
+            "input_ids": np.pad(ids, pad).astype(np.int32),
+            "attention_mask": np.pad(prompts.kept, pad).astype(np.int32),
+        }
+    )
+
+
+def decoder_arguments(
+    model: LanguageModel,
+    input_ids: Int[jax.Array, "b s"],
+    max_length: int,
+    pad_token_id: int | None,
+    attention_mask: Int[jax.Array, "b s"] | None,
+    inputs: Inputs | None,
+) -> dict[str, Any]:
+    """Return the arguments of `decode`; see `EasyGenerationMixin.prepare_inputs_for_generation`."""
+    if attention_mask is None and pad_token_id is not None:
+        attention_mask = (input_ids != pad_token_id).astype(jnp.int32)
+    arguments: dict[str, Any] = {"attention_mask": attention_mask}
+    size = input_ids.shape[0], max_length
+    if not is_encoder_decoder(model):
+        return {**arguments, **(inputs or {}), "past_key_values": model.init_cache(*size)}
+    if inputs is None:
+        raise ConfigError(f"{type(model).__name__} reads an encoder: pass inputs with input_ids")
+    encoded = model.encode(inputs)
+    cache = model.init_cache(*size, encoder_length=encoded.segment_ids.shape[1])
+    return {**arguments, "encoded": encoded, "past_key_values": cache}

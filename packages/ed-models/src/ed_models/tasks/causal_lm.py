@@ -1,4 +1,4 @@
-"""Heads on a decoder body. A family sets only the class of its body.
+"""Causal language models, and the head that vision-language and encoder-decoder models share.
 
 Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 """
@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.inputs import Features
 from ed_infra.masks import MaskInfo
-from ed_infra.outputs import CausalLMOutput
+from ed_infra.outputs import BaseModelOutput, CausalLMOutput
 from ed_layers import native
-from ed_layers.cache import RaggedBatch
-from ed_layers.losses import cross_entropy_sum
+from ed_layers.cache.protocol import Cache
+from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.named import named
 from ed_layers.parts import Parts
 from ed_layers.projections.head import Head
@@ -23,29 +24,17 @@ from ed_layers.projections.linear import Transposed, Weight
 from jaxtyping import Array, Float, Int
 
 from ed_models.tasks.derived import DERIVED
-from ed_models.tasks.head_model import Headed
+from ed_models.tasks.head_model import HeadModel
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
-class CausalLM(Headed):
-    """A decoder body under `model`, and a head, which a tied model shares with the embedding.
+class VocabularyHead(HeadModel):
+    """A body under `model`, and a head for tokens, which a tied model shares with the embedding."""
 
-    Subclasses set `body_class`.
-    """
-
-    DERIVED = DERIVED
     #: Whether an untied head has a bias.
     head_bias: ClassVar[bool] = False
-    #: Tiny configurations by name that test the special features of the family: the fields that
-    #: differ from `ed_models.conformance.TINY`.
-    CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: Bound on the difference of float32 logits from Hugging Face's; 2e-4 if a scan reorders sums.
-    LOGITS: ClassVar[float] = 1e-4
-    #: Whether Hugging Face's model computes equal numbers for a row with and without padding. False
-    #: if a bias turns padding into input of a recurrence; rows are then compared without padding.
-    PADDED_IN_TRANSFORMERS: ClassVar[bool] = True
 
     def add_head(self, parts: Parts) -> None:
         """Create the head of an untied model."""
@@ -56,64 +45,6 @@ class CausalLM(Headed):
                 axes=("embed", "vocab"),
                 bias=self.head_bias,
             )
-
-    def __call__(
-        self,
-        input_ids: Int[Array, "b s"] | None = None,
-        *,
-        inputs_embeds: Float[Array, "b s d"] | None = None,
-        attention_mask: Int[Array, "b s"] | None = None,
-        segment_ids: Int[Array, "b s"] | None = None,
-        position_ids: Int[Array, "b s"] | None = None,
-        mask_info: MaskInfo | None = None,
-        past_key_values: Any = None,
-        ragged: RaggedBatch | None = None,
-        logits_at: LogitsAt = "all",
-        key: jax.Array | None = None,
-        output_hidden_states: bool = False,
-    ) -> CausalLMOutput:
-        """Run the forward pass of training, generation or serving.
-
-        Args:
-            input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
-            attention_mask: nonzero = a token, [b, s].
-            segment_ids: packed documents 1, 2, ...; 0 = padding. Segments do not attend to each
-                other.
-            position_ids: rotary positions; default: count the tokens of a segment.
-            mask_info: a complete mask, instead of `attention_mask` and `segment_ids`.
-            past_key_values: a cache; None in training.
-            ragged: the flat batch of a serving step (then b = 1).
-            logits_at: "all" [b, s, v]; "none"; or indices into the flattened [b * s] -> [n, v].
-            key: dropout key; None = deterministic.
-            output_hidden_states: also return the input of every layer and the last hidden state.
-        """
-        body = self.model(
-            input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            segment_ids=segment_ids,
-            position_ids=position_ids,
-            mask_info=mask_info,
-            past_key_values=past_key_values,
-            ragged=ragged,
-            key=key,
-            output_hidden_states=output_hidden_states,
-        )
-        hidden = body.last_hidden_state
-        logits = None
-        if not isinstance(logits_at, str):
-            logits = self.logits(hidden.reshape(-1, hidden.shape[-1])[logits_at])
-        elif logits_at == "all":
-            logits = self.logits(hidden)
-        return CausalLMOutput(
-            logits=logits,
-            last_hidden_state=hidden,
-            past_key_values=body.past_key_values,
-            hidden_states=body.hidden_states,
-            losses=body.losses,
-            aux=body.aux,
-            updates={f"model/{path}": value for path, value in body.updates.items()},
-        )
 
     @property
     def is_tied(self) -> bool:
@@ -139,6 +70,86 @@ class CausalLM(Headed):
         """Return the matrix of the head, [d, v]."""
         return self.head().weight
 
+    def output(self, body: BaseModelOutput, logits_at: LogitsAt) -> CausalLMOutput:
+        """Return the output of the body with the logits at some positions."""
+        hidden = body.last_hidden_state
+        assert hidden is not None
+        logits = None
+        if not isinstance(logits_at, str):
+            logits = self.logits(hidden.reshape(-1, hidden.shape[-1])[logits_at])
+        elif logits_at == "all":
+            logits = self.logits(hidden)
+        return CausalLMOutput(
+            logits=logits,
+            last_hidden_state=hidden,
+            past_key_values=body.past_key_values,
+            hidden_states=body.hidden_states,
+            losses=body.losses,
+            aux=body.aux,
+            updates={f"model/{path}": value for path, value in body.updates.items()},
+        )
+
+
+class CausalLM(VocabularyHead):
+    """A decoder body under `model`, and a head. Subclasses set `body_class`."""
+
+    DERIVED = DERIVED
+    #: Tiny configurations by name that test the special features of the family: the fields that
+    #: differ from `ed_models.conformance.TINY`.
+    CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Bound on the difference of float32 logits from Hugging Face's; 2e-4 if a scan reorders sums.
+    LOGITS: ClassVar[float] = 1e-4
+    #: Whether Hugging Face's model computes equal numbers for a row with and without padding. False
+    #: if a bias turns padding into input of a recurrence; rows are then compared without padding.
+    PADDED_IN_TRANSFORMERS: ClassVar[bool] = True
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "b s d"] | None = None,
+        attention_mask: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
+        position_ids: Int[Array, "b s"] | None = None,
+        mask_info: MaskInfo | None = None,
+        past_key_values: Cache | None = None,
+        features: Features | None = None,
+        ragged: RaggedBatch | None = None,
+        logits_at: LogitsAt = "all",
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """Run the forward pass of training, generation or serving.
+
+        Args:
+            input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
+            attention_mask: nonzero = a token, [b, s].
+            segment_ids: packed documents 1, 2, ...; 0 = padding. Segments do not attend to each
+                other.
+            position_ids: rotary positions; default: count the tokens of a segment.
+            mask_info: a complete mask, instead of `attention_mask` and `segment_ids`.
+            past_key_values: a cache; None in training.
+            features: embeddings that replace the embeddings of placeholder tokens.
+            ragged: the flat batch of a serving step (then b = 1).
+            logits_at: "all" [b, s, v]; "none"; or indices into the flattened [b * s] -> [n, v].
+            key: dropout key; None = deterministic.
+            output_hidden_states: also return the input of every layer and the last hidden state.
+        """
+        body = self.model(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            segment_ids=segment_ids,
+            position_ids=position_ids,
+            mask_info=mask_info,
+            past_key_values=past_key_values,
+            features=features,
+            ragged=ragged,
+            key=key,
+            output_hidden_states=output_hidden_states,
+        )
+        return self.output(body, logits_at)
+
     def compute_loss(
         self,
         input_ids: Int[Array, "b s"],
@@ -154,6 +165,8 @@ class CausalLM(Headed):
         Returns:
             The output with `loss`, and the number of tokens in the mean.
         """
+        from ed_layers.losses import cross_entropy_sum
+
         output = self(input_ids, logits_at="none", **inputs)
         targets, weights = next_token_targets(
             input_ids if labels is None else labels,

@@ -21,7 +21,7 @@ from ed_infra.outputs import SequenceClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
-from ed_models.tasks.head_model import Headed
+from ed_models.tasks.head_model import HeadModel
 from ed_models.tasks.weight_tables import SCORE
 from ed_models.weights.blocks import Shape
 
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-class SequenceClassifier(Headed):
+class SequenceClassifier(HeadModel):
     """A decoder body under `model`, and `score`: from the last token of a row to labels."""
 
     def add_head(self, parts: Parts) -> None:

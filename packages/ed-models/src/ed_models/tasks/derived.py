@@ -15,11 +15,11 @@ from ed_infra.enums import TaskType
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
-from ed_models.tasks.head_model import Headed
+from ed_models.tasks.head_model import HeadModel
 from ed_models.tasks.weight_tables import under_a_classifier, without_first_part
 
 
-def base_module(headed: type[Headed]) -> type[EasyDeLBaseModule]:
+def base_module(headed: type[HeadModel]) -> type[EasyDeLBaseModule]:
     """The body alone."""
     body = headed.body_class
     if getattr(body, "head_class", headed) is headed:
@@ -28,7 +28,7 @@ def base_module(headed: type[Headed]) -> type[EasyDeLBaseModule]:
     return _subclass(headed, body.__name__, (body,), without_first_part(headed.WEIGHTS))
 
 
-def classifier(headed: type[Headed]) -> type[EasyDeLBaseModule]:
+def classifier(headed: type[HeadModel]) -> type[EasyDeLBaseModule]:
     """The body with a head that classifies or scores sequences."""
     name = f"{_stem(headed)}ForSequenceClassification"
     made = _subclass(headed, name, (SequenceClassifier,), under_a_classifier(headed.WEIGHTS))
@@ -36,7 +36,7 @@ def classifier(headed: type[Headed]) -> type[EasyDeLBaseModule]:
     return made
 
 
-def embedder(headed: type[Headed]) -> type[EasyDeLBaseModule]:
+def embedder(headed: type[HeadModel]) -> type[EasyDeLBaseModule]:
     """The body, and pooling."""
     body = base_module(headed)
     made = _subclass(headed, f"{_stem(headed)}ForEmbedding", (Embedder, body), body.WEIGHTS)
@@ -55,13 +55,13 @@ DERIVED: Mapping[TaskType, Callable[[type[Any]], type]] = {
 _OF_FILES = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES")
 
 
-def _stem(headed: type[Headed]) -> str:
+def _stem(headed: type[HeadModel]) -> str:
     """`Gemma3TextModel` -> `Gemma3Text`: Hugging Face names the other classes after the body."""
     name = headed.body_class.__name__
     return name.removesuffix("Model") if name.endswith("Model") else headed.__name__
 
 
-def _subclass(headed: type[Headed], name: str, bases: tuple[type, ...], weights: Any) -> Any:
+def _subclass(headed: type[HeadModel], name: str, bases: tuple[type, ...], weights: Any) -> Any:
     doc = f"{bases[0].__doc__}\n\nMade of `{headed.__name__}`."
     content = {"__module__": headed.__module__, "__doc__": doc, "WEIGHTS": weights}
     content |= {name: getattr(headed, name) for name in _OF_FILES if hasattr(headed, name)}

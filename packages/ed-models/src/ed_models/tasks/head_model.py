@@ -1,4 +1,4 @@
-"""A decoder body under `model`, for a head to stand on: what all heads share."""
+"""The base class of models with a head: a body under `model`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ed_models.tasks.weight_tables import without_first_part
 from ed_models.weights.rules import STANDARD
 
 
-class Headed(EasyDeLBaseModule):
-    """A body under `model`; subclasses name the body, and add a head in `add_head`.
+class HeadModel(EasyDeLBaseModule):
+    """A body under `model`. Subclasses set `body_class`, and create a head in `add_head`.
 
     Attributes:
-        body_class: its `__call__` takes tokens, masks, positions and a cache (see
-            `CausalLM.__call__`) and returns a BaseModelOutput. Without a table of its own it gets
-            this class's, for the files of a body that was saved alone.
-        DERIVED: other tasks that follow from this class, for the registry: task -> what makes the
-            module class of a class with this body.
+        body_class: class of the body. Its `__call__` accepts tokens, masks, positions and a cache
+            (see `CausalLM.__call__`) and returns a BaseModelOutput. A body without `WEIGHTS` gets
+            the table of this class, for checkpoints that contain only the body.
+        DERIVED: further tasks of the family, for the registry: task -> function that returns the
+            module class of the task for a class with this body.
     """
 
     body_class: ClassVar[type[EasyDeLBaseModule]]
@@ -52,17 +52,17 @@ class Headed(EasyDeLBaseModule):
         self.add_head(Parts(config, rngs, self.dtype, self.param_dtype, precision))
 
     def add_head(self, parts: Parts) -> None:
-        """Make the parameters of the head, after the body's."""
+        """Create the parameters of the head, after those of the body."""
 
     @property
     def features(self) -> int:
-        """Width of the hidden states that the body returns."""
+        """Size of the hidden states of the body, d."""
         return self.model.embed_tokens.embedding.shape[-1]
 
     def cache_specs(self) -> Sequence[LayerSpecs]:
-        """What the body keeps."""
+        """Return the memory of each layer of the body."""
         return self.model.cache_specs()
 
     def prompt_class(self, prompt_len: int) -> int:
-        """Class of prompt lengths; see `Decoder.prompt_class`."""
+        """Return the class of a prompt length; see `Decoder.prompt_class`."""
         return self.model.prompt_class(prompt_len)

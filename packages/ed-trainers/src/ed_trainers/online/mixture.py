@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import CausalLMOutput
-from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.base.methods import EasyGenerationMixin
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -37,15 +38,16 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
         pad_token_id: int | None = None,
         *,
         attention_mask: jax.Array | None = None,
+        inputs: Inputs | None = None,
     ) -> dict[str, Any]:
-        """What both models are called with beside a prompt; the two caches in a pair."""
+        """Return the arguments of `decode` for a prompt; the caches of both models in a pair."""
         both = [
             each.prepare_inputs_for_generation(
-                input_ids, max_length, pad_token_id, attention_mask=attention_mask
+                input_ids, max_length, pad_token_id, attention_mask=attention_mask, inputs=inputs
             )
             for each in (self.model, self.other)
         ]
-        caches = tuple(inputs.pop("past_key_values") for inputs in both)
+        caches = tuple(arguments.pop("past_key_values") for arguments in both)
         return {**both[0], "past_key_values": caches}
 
     def __call__(

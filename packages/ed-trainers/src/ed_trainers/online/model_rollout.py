@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.base.methods import EasyGenerationMixin
 from ed_models.generation.options import GenerationOptions
 from ed_models.protocol import LanguageModel
 

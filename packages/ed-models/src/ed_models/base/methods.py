@@ -1,0 +1,533 @@
+"""The methods of every model for users: generation, files, caches, adapters, quantization.
+
+Each method imports its implementation when it is called. The import of a family therefore loads
+only the body, the head and the configuration.
+
+Legend: b rows, s prompt length, r rows of the output, n new tokens, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+import jax
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Encoded, Inputs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from ed_infra.specs import LoraSpec
+    from ed_layers.cache.protocol import Cache, ContiguousCache
+    from ed_layers.cache.spec import LayerSpecs
+    from ed_layers.quantization.model import QuantizationRules
+    from jax.typing import DTypeLike
+    from jaxtyping import Float, Int
+    from transformers import GenerationConfig, PreTrainedModel
+
+    from ed_models.adapters.named_adapters import NamedAdapters
+    from ed_models.checkpoints.saving import Tokenizer
+    from ed_models.generation.generate import GenerateOutput
+    from ed_models.generation.prompts import TokenRows
+    from ed_models.generation.stop_strings import Decoder
+    from ed_models.protocol import LanguageModel
+    from ed_models.weights.blocks import Shape
+
+#: Entry points of the state classes for `to_state`, from packages above this one.
+STATE_GROUP = "easydel.state"
+
+
+class EasyGenerationMixin:
+    """A mixin that adds `generate` to a `LanguageModel`."""
+
+    config: EasyDeLBaseConfig
+    generation_json: str | None = None
+    #: Names of the arrays that `__call__` accepts from a batch.
+    input_names: tuple[str, ...] = ("input_ids", "attention_mask", "segment_ids", "position_ids")
+
+    def generate(
+        self,
+        input_ids: TokenRows,
+        generation_config: GenerationConfig | Mapping[str, object] | None = None,
+        *,
+        attention_mask: TokenRows | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        tokenizer: Decoder | None = None,
+        assistant_model: LanguageModel | None = None,
+        logits_processor: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]] = (),
+        **options: object,
+    ) -> GenerateOutput:
+        """Generate a continuation of each row.
+
+        Args:
+            input_ids: token ids [b, s]; shorter rows are padded on the left. For an
+                encoder-decoder, the tokens of the encoder, padded on either side.
+            generation_config: a `transformers.GenerationConfig`, or a mapping with its names;
+                arguments of this call override it. The checkpoint's generation_config.json
+                supplies only the special tokens, not the sampling options.
+            attention_mask: [b, s], 1 for a token, 0 for padding. By default, padding tokens at the
+                start of a row are masked if the padding token is known and is not an
+                end-of-sequence token.
+            inputs: further arrays of the prompts by name, such as `pixel_values`; the model
+                reads them once. Arrays named in `input_names` can also be passed as arguments.
+            seed: 0 to 2**32 - 1; each draw depends on the seed, the row index and the position.
+            tokenizer: tokenizer for `stop_strings`; any object with `decode(ids) -> str`.
+            assistant_model: a smaller model with the same vocabulary, which drafts
+                `num_assistant_tokens` per step; the output equals that of plain decoding.
+            logits_processor: functions `(input_ids, scores) -> scores` of jax arrays, traced into
+                the loop after the other processors and before temperature and filters. `input_ids`
+                [r, t] are right-aligned, -1 to the left of a row's first token; `scores` [r, v].
+                Each function compiles a separate program: reuse the same function object.
+            options: options of a GenerationConfig, by name (docs/models.md lists them), and
+                `presence_penalty`, `frequency_penalty`, `output_logprobs`, `logprobs_mode`. The
+                default is greedy decoding of up to 128 new tokens until an end-of-sequence token.
+                `eos_token_id=None` disables the end-of-sequence token.
+
+        Raises:
+            ConfigError: a prompt has a token id outside of the vocabulary, an option is unknown,
+                out of range or without effect, or the model has too few positions for the result.
+        """
+        from ed_models.generation.generate import generate
+
+        return generate(
+            cast("LanguageModel", self),
+            input_ids,
+            generation_config,
+            attention_mask=attention_mask,
+            inputs=inputs,
+            seed=seed,
+            tokenizer=tokenizer,
+            assistant_model=assistant_model,
+            options=options | {"logits_processor": logits_processor or None},
+            checkpoint=self.generation_json,
+        )
+
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Compute the embeddings of images, or of the tokens of an encoder.
+
+        Args:
+            inputs: the arrays that the encoder reads.
+            key: dropout key; None = deterministic.
+
+        Raises:
+            ConfigError: the model has no encoder.
+        """
+        raise ConfigError(f"{type(self).__name__} has no encoder: call the model with input_ids")
+
+    def decode(self, input_ids: Int[jax.Array, "b s"], **inputs: Any) -> Any:
+        """Run the language model on tokens; the arguments are those of `__call__`.
+
+        The decoder of an encoder-decoder also accepts `encoded`, the output of `encode`.
+        """
+        return cast(Callable[..., Any], self)(input_ids, **inputs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Int[jax.Array, "b s"],
+        max_length: int,
+        pad_token_id: int | None = None,
+        *,
+        attention_mask: Int[jax.Array, "b s"] | None = None,
+        inputs: Inputs | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments of `decode` for the prompt: mask, empty cache, further arrays.
+
+        Args:
+            input_ids: token ids of the prompts, [b, s].
+            max_length: maximum number of tokens per row, including the prompt.
+            pad_token_id: the padding token, used when `attention_mask` is None.
+            attention_mask: 1 for a token, 0 for padding, [b, s].
+            inputs: further arrays of the prompts; for an encoder-decoder, those of the encoder.
+        """
+        from ed_models.generation.prompts import decoder_arguments
+
+        return decoder_arguments(
+            cast("LanguageModel", self), input_ids, max_length, pad_token_id, attention_mask, inputs
+        )
+
+    def compute_transition_scores(
+        self,
+        sequences: Int[np.ndarray, "r t"],
+        scores: Float[np.ndarray, "n m v"],
+        beam_indices: Int[np.ndarray, "r n"] | None = None,
+        normalize_logits: bool = False,
+    ) -> Float[np.ndarray, "r n"]:
+        """Return the score of each new token from the scores of `output_scores`.
+
+        Args:
+            sequences, scores, beam_indices: attributes of the `GenerateOutput`.
+            normalize_logits: whether to convert scores to log-probabilities first.
+
+        Returns:
+            Scores [r, n]; 0 after the end of a beam.
+        """
+        from ed_models.generation.generate import transition_scores
+
+        return transition_scores(sequences, scores, beam_indices, normalize_logits)
+
+
+class EasyBridgeMixin:
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` for a module with a config."""
+
+    config: EasyDeLBaseConfig
+    #: Name of the class in config.json; None = the name of the Python class.
+    architecture: ClassVar[str | None] = None
+    # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
+    generation_json: str | None = None
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> Self:
+        """Load this class from a directory or a hub repository.
+
+        `ed_models.checkpoints.hub.from_pretrained` lists the options and errors.
+        """
+        from ed_models.checkpoints import hub
+
+        return hub.from_pretrained(name_or_path, cls, **options)
+
+    @classmethod
+    def read_settings(cls, directory: Path) -> dict[str, object]:
+        """Return attributes that come from files other than config.json and the weights."""
+        from ed_models.generation.options import read_settings
+
+        return {"generation_json": read_settings(directory)}
+
+    @classmethod
+    def new_tensors(
+        cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
+    ) -> Mapping[str, np.ndarray]:
+        """Return values for tensors that a checkpoint of another task lacks; default: none."""
+        return {}
+
+    def write_settings(self, directory: Path) -> None:
+        """Write the files other than config.json and the weights."""
+        from ed_models.generation.options import write_settings
+
+        write_settings(directory, self.generation_json, self.config)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        tokenizer: Tokenizer | None = None,
+        max_shard_size: int | str = "5GB",
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        """Write config, weights, generation settings and tokenizer in the layout of `transformers`.
+
+        Quantized matrices are written as codes and scales, under names that `from_pretrained` reads
+        (`ed_models.checkpoints.quantized_tensors`). Call `dequantize` first to write a model that
+        `transformers` reads. A model with adapters writes only the adapters, in PEFT's layout
+        (float32, one file). Merge the adapters (`unwrap_lora_to_layers`) to write a model. See
+        `ed_models.checkpoints.saving.save` for the arguments.
+
+        Raises:
+            ConfigError: `dtype` is set and the model has adapters.
+        """
+        from ed_models.base.export import save_pretrained
+
+        save_pretrained(
+            self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
+        )
+
+    def to_torch(self) -> PreTrainedModel:
+        """Return the model as a `transformers` class on torch's CPU, with the same dtypes.
+
+        Raises:
+            ConfigError: torch is not installed, `transformers` has no such model, or the model has
+                adapters or is quantized.
+        """
+        from ed_models.base.export import to_torch
+
+        return to_torch(self)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        tokenizer: Tokenizer | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload model",
+        max_shard_size: int | str = "5GB",
+        dtype: DTypeLike | None = None,
+    ) -> str:
+        """Upload to a hub repository, created if it does not exist; return the commit's URL."""
+        from ed_models.base.export import push_to_hub
+
+        return push_to_hub(
+            self,
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            tokenizer=tokenizer,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+        )
+
+
+class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
+    """All methods whose implementation is in another module; `EasyDeLBaseModule` has them."""
+
+    named_adapters: NamedAdapters | None = None
+
+    def to_state(self, state_class: type[Any] | None = None) -> Any:
+        """Create the initial training state, an `EasyDeLState` of this model.
+
+        Args:
+            state_class: a class with `create(model=...)`; None = the entry point `easydel.state` of
+                an installed package (ed-trainers).
+
+        Raises:
+            ConfigError: no installed package has this entry point.
+        """
+        from importlib import metadata
+
+        if state_class is None:
+            states = metadata.entry_points(group=STATE_GROUP)
+            if not states:
+                raise ConfigError("no package for training is installed: pip install ed-trainers")
+            state_class = cast(type[Any], next(iter(states)).load())
+        return state_class.create(model=self)
+
+    # Caches.
+
+    def cache_specs(self) -> Sequence[LayerSpecs]:
+        """Return the memory of each layer: a LayerCacheSpec, a RecurrentSpec, or a tuple of these.
+
+        Raises:
+            TypeError: the model has no cache, because it is not a decoder.
+        """
+        raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        dtype: DTypeLike | None = None,
+        *,
+        encoder_length: int | None = None,
+    ) -> ContiguousCache:
+        """Create an empty contiguous cache for `max_length` tokens per row.
+
+        The cache is sharded over batch and heads. `use_sharded_kv_caching` also shards the slots
+        along `kv_cache_sharding_sequence_axis_name`. `kv_cache_quantization_config` selects 8 bits.
+
+        Args:
+            encoder_length: number of encoder positions that cross-attention reads.
+
+        Returns:
+            A HybridCache; or a DenseCache or WindowCache if all layers have the same single memory.
+
+        Raises:
+            ConfigError: caches do not support the quantization, or `encoder_length` is missing.
+        """
+        from ed_models.base import caches
+
+        return caches.contiguous(self, batch_size, max_length, dtype, encoder_length)
+
+    def init_paged_cache(
+        self,
+        num_pages: int | Mapping[str, int],
+        page_size: int,
+        dtype: DTypeLike | None = None,
+        *,
+        num_states: int | None = None,
+    ) -> Cache:
+        """Create an empty pool of pages, sharded over heads; quantized as in `init_cache`.
+
+        Args:
+            num_pages: pages of the pool; for several groups of layers one number for all groups, or
+                group -> number.
+            page_size: tokens per page.
+            num_states: state slots for sequences, for recurrent layers.
+
+        Returns:
+            A HybridCache; or a PagedCache if all layers have the same single memory.
+        """
+        from ed_models.base import caches
+
+        return caches.paged(self, num_pages, page_size, dtype, num_states)
+
+    def init_operations_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        page_size: int = 128,
+        dtype: DTypeLike | None = None,
+    ) -> Cache:
+        """Create the cache that the layers and the attention mechanism need.
+
+        If `attn_mechanism` or `decode_attn_mechanism` reads pages, the result is a pool for
+        `batch_size` sequences of `max_length` tokens; otherwise it is the result of `init_cache`.
+
+        Args:
+            page_size: tokens per page.
+        """
+        from ed_models.base import caches
+
+        return caches.for_operations(self, batch_size, max_length, page_size, dtype)
+
+    # Adapters. Each method returns another model, sharded like this one.
+
+    @property
+    def lora_is_enabled(self) -> bool:
+        """Whether layers have adapters."""
+        from ed_models.adapters.lora import has_lora
+
+        return has_lora(self)
+
+    @property
+    def active_adapter(self) -> str | None:
+        """Name of the adapter on the layers; None if no adapter is active."""
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.active(self)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of all adapters: active, merged and inactive."""
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.names(self)
+
+    def apply_lora(
+        self,
+        spec: LoraSpec | Mapping[LoraSpec, list[str]],
+        *,
+        name: str = "default",
+        seed: int = 0,
+    ) -> Self:
+        """Add a new adapter to the layers; only this adapter is trained from then on.
+
+        Args:
+            spec: see `ed_models.adapters.lora.apply_lora`.
+            name: a name that no adapter of the model has; the other adapters become inactive.
+            seed: seed of the random numbers.
+
+        Raises:
+            ConfigError: the name is taken, a target matches no layer, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.add(self, spec, name, seed)
+
+    def apply_lora_to_layers(
+        self, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
+    ) -> Self:
+        """Add adapters of a rank to the layers whose canonical names a pattern matches.
+
+        Args:
+            lora_rank: r; the scale is 1.
+            lora_pattern: regular expression; None = every linear layer except the head.
+            seed: seed of the random numbers.
+        """
+        from ed_infra.specs import LoraSpec
+
+        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
+
+    def load_adapter(self, directory: str | Path, *, name: str = "default") -> Self:
+        """Activate the adapter of a directory in PEFT's layout, under a name.
+
+        Raises:
+            CheckpointError: see `ed_models.adapters.peft.read_adapter`.
+            ConfigError: the name is taken, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.load(self, directory, name)
+
+    def set_adapter(self, name: str | None) -> Self:
+        """Activate the adapter with a name; None deactivates all adapters.
+
+        Raises:
+            ConfigError: no adapter has the name, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.activate(self, name)
+
+    def delete_adapter(self, name: str) -> Self:
+        """Remove the adapter with a name; if it was active, no adapter is active afterwards.
+
+        Raises:
+            ConfigError: no adapter has the name, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.delete(self, name)
+
+    def merge_adapter(self, name: str | None = None, *, dequantize: bool = False) -> Self:
+        """Add the update of an adapter to the weights, so that the adapter costs no time.
+
+        The original matrices are kept (twice the memory of the adapted matrices).
+        `unmerge_adapter` restores them exactly.
+
+        Args:
+            name: name of the adapter; None = the active adapter.
+            dequantize: convert quantized matrices with adapters to plain matrices.
+
+        Raises:
+            ConfigError: the adapter does not exist, an adapter is merged, or a matrix is quantized.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.merge(self, name, dequantize)
+
+    def unmerge_adapter(self) -> Self:
+        """Undo `merge_adapter`: restore the exact base weights, and activate the adapter.
+
+        Changes of these weights since `merge_adapter` are lost.
+
+        Raises:
+            ConfigError: no adapter is merged, or the layout of the layers has changed.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.unmerge(self)
+
+    def unwrap_lora_to_layers(self, *, dequantize: bool = False) -> Self:
+        """Merge the active adapter into the weights permanently, and remove all adapters.
+
+        Args:
+            dequantize: convert quantized matrices with adapters to plain matrices.
+        """
+        from ed_models.adapters.lora import merge_lora
+
+        return cast(Any, merge_lora(self, dequantize=dequantize)).shard_model()
+
+    # Quantization. Each method returns another model, sharded like this one.
+
+    def quantize(self, rules: QuantizationRules | None = None) -> Self:
+        """Quantize the matrices that rules select; see `ed_layers.quantization.quantize`.
+
+        Args:
+            rules: None = the configuration's `quantization_config`.
+
+        Raises:
+            ConfigError: the model is quantized, a rule matches nothing, a group does not fit, or
+                there are neither rules nor a `quantization_config`.
+        """
+        from ed_models.base.quantization import quantized
+
+        return quantized(self, rules)
+
+    def dequantize(self) -> Self:
+        """Convert quantized matrices to plain matrices with the same values."""
+        from ed_models.base.quantization import dequantized
+
+        return dequantized(self)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a matrix is quantized."""
+        from ed_layers.quantization.model import is_quantized
+
+        return is_quantized(cast(Any, self))

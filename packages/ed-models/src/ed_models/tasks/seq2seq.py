@@ -1,0 +1,151 @@
+"""Encoder-decoder language models.
+
+Legend: b batch, t encoder positions, s decoder positions, d hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.inputs import Encoded, Inputs
+from ed_infra.outputs import CausalLMOutput
+from ed_layers.cache.protocol import Cache
+from ed_layers.cache.ragged import RaggedBatch
+from jaxtyping import Array, Float, Int
+
+from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead
+
+
+class Seq2SeqLM(VocabularyHead):
+    """An encoder and a decoder under `model`, and a head.
+
+    The body has two methods. `encode(inputs, key=)` returns `Encoded`. `__call__` accepts tokens of
+    the decoder, masks, positions, a cache and `encoded`, and returns a BaseModelOutput. The decoder
+    writes the keys and values of `encoded` to the cache group "cross"; later calls with the cache
+    omit `encoded`.
+    """
+
+    input_names = (
+        "input_ids",
+        "attention_mask",
+        "segment_ids",
+        "decoder_input_ids",
+        "decoder_attention_mask",
+        "decoder_segment_ids",
+        "decoder_position_ids",
+    )
+
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Run the encoder on `input_ids`, `attention_mask` and `segment_ids` of a batch."""
+        return self.model.encode(inputs, key=key)
+
+    def decode(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        encoded: Encoded | None = None,
+        past_key_values: Cache | None = None,
+        logits_at: LogitsAt = "all",
+        **inputs: Any,
+    ) -> CausalLMOutput:
+        """Run the decoder on its tokens.
+
+        Args:
+            input_ids: token ids of the decoder, [b, s].
+            encoded: the output of `encode`; None if the cache contains its keys and values.
+            past_key_values: a cache; None in training.
+            logits_at: see `CausalLM.__call__`.
+            inputs: `inputs_embeds`, `attention_mask`, `segment_ids`, `position_ids`, `ragged`,
+                `key` and `output_hidden_states`; see `CausalLM.__call__`.
+        """
+        body = self.model(input_ids, encoded=encoded, past_key_values=past_key_values, **inputs)
+        return self.output(body, logits_at)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b t"] | None = None,
+        *,
+        attention_mask: Int[Array, "b t"] | None = None,
+        segment_ids: Int[Array, "b t"] | None = None,
+        decoder_input_ids: Int[Array, "b s"] | None = None,
+        decoder_attention_mask: Int[Array, "b s"] | None = None,
+        decoder_segment_ids: Int[Array, "b s"] | None = None,
+        decoder_position_ids: Int[Array, "b s"] | None = None,
+        encoded: Encoded | None = None,
+        past_key_values: Cache | None = None,
+        ragged: RaggedBatch | None = None,
+        logits_at: LogitsAt = "all",
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """Run the encoder, unless `encoded` or the cache contains its output, and the decoder.
+
+        Args:
+            input_ids: token ids of the encoder, [b, t].
+            attention_mask: nonzero = a token of the encoder, [b, t].
+            segment_ids: packed documents 1, 2, ... of the encoder; 0 = padding.
+            decoder_input_ids: token ids of the decoder, [b, s].
+            decoder_attention_mask, decoder_segment_ids, decoder_position_ids: the same arrays for
+                the decoder. Segments of encoder and decoder with the same number belong together.
+            encoded: the output of `encode`, instead of `input_ids`.
+            past_key_values: a cache; None in training.
+            ragged: the flat batch of a serving step (then b = 1).
+            logits_at, key, output_hidden_states: see `CausalLM.__call__`.
+        """
+        if encoded is None and input_ids is not None:
+            arrays = {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "segment_ids": segment_ids,
+            }
+            given = {name: array for name, array in arrays.items() if array is not None}
+            encoded = self.encode(Inputs(given), key=key)
+        return self.decode(
+            decoder_input_ids,
+            encoded=encoded,
+            attention_mask=decoder_attention_mask,
+            segment_ids=decoder_segment_ids,
+            position_ids=decoder_position_ids,
+            past_key_values=past_key_values,
+            ragged=ragged,
+            logits_at=logits_at,
+            key=key,
+            output_hidden_states=output_hidden_states,
+        )
+
+    def compute_loss(
+        self, input_ids: Int[Array, "b t"], labels: Int[Array, "b s"], **inputs: Any
+    ) -> tuple[CausalLMOutput, Float[Array, ""]]:
+        """Compute the mean cross-entropy of the labels in nats, without materializing the logits.
+
+        Args:
+            input_ids: token ids of the encoder.
+            labels: the label of each decoder position; -100 is ignored. Without
+                `decoder_input_ids`, the decoder reads `decoder_start_token_id` and the labels
+                shifted right.
+            inputs: further arguments of `__call__`.
+
+        Returns:
+            The output with `loss`, and the number of tokens in the mean.
+        """
+        from ed_layers.losses import cross_entropy_sum
+
+        config: Any = self.config
+        if "decoder_input_ids" not in inputs:
+            tokens = jnp.where(labels == -100, config.pad_token_id, labels)
+            start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
+            inputs["decoder_input_ids"] = jnp.concatenate([start, tokens[:, :-1]], axis=1)
+        output = self(input_ids, logits_at="none", **inputs)
+        hidden = output.last_hidden_state
+        assert hidden is not None
+        weights = (labels != -100).astype(jnp.float32)
+        total = cross_entropy_sum(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.head(),
+            jnp.where(labels == -100, 0, labels).reshape(-1),
+            weights.reshape(-1),
+        )
+        count = jnp.sum(weights)
+        return output.replace(loss=total / jnp.maximum(count, 1)), count
