@@ -129,7 +129,7 @@ def test_question_is_the_messages_before_first_answer() -> None:
             "model.tokenizer",
             "name_or_path and train exclude each other",
         ),
-        ({"chat_template": "{{ x }}"}, "model", "has no tokenizer of its own"),
+        ({"chat_template": "{{ x }}"}, "model", "a new model has none"),
     ],
 )
 def test_wrong_keys_of_the_tokenizer_are_refused(

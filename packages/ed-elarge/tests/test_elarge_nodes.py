@@ -85,7 +85,7 @@ def test_parsed_nodes_have_spans_and_merge_keys() -> None:
     [
         ("a: 1\nb: 2\na: 3\n", "f:3:1", "duplicate key 'a' (first given on line 1)"),
         ("a:\n  b: 1\n  b: 1\n", "f:3:3", "a.b: duplicate key 'b'"),
-        ("a:\n\t- b\n", "f:2:1", "a tab stands where YAML wants spaces"),
+        ("a:\n\t- b\n", "f:2:1", "the indentation contains a tab"),
         ("a: [1,\n b: }\n", "f:2:5", "found '}'"),
         ("a: &x [*x]\n", "f:1:4", "refers to a node that contains it"),
         ("a: !!python/object/apply:os.system [x]\n", "f:1:4", "not supported"),

@@ -277,7 +277,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"model__config__num_key_value_heads": 3}, "model.config.num_key_value_heads", "divide"),
     ({"model__config__model_type": ...}, "model.config", "'model_type' is missing"),
     ({"model__name_or_path": "x"}, "model", "either name_or_path"),
-    ({"model__tokenizer": ...}, "model", "has no tokenizer of its own"),
+    ({"model__tokenizer": ...}, "model", "a new model has none"),
     ({"model__tokenizer": "./nowhere"}, "model.tokenizer", "no such directory"),
     ({"model__tokenizer": {"trian": {}}}, "model.tokenizer", "did you mean 'train'?"),
     ({"model__task": "causal"}, "model.task", "unknown task 'causal'"),
@@ -334,7 +334,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "model.tokenizer.train",
         "the section 'mixture', which is missing",
     ),
-    ({"config": {}}, "model", "stands beside 'config'"),
+    ({"config": {}}, "model", "is next to 'config'"),
 ]
 
 

@@ -1,7 +1,4 @@
-"""What follows an action in a run file: one class for each action that takes options.
-
-As in `ed_elarge.config.sections`, nothing here imports jax or transformers.
-"""
+"""Options of the actions of a run file. This module imports neither jax nor transformers."""
 
 from __future__ import annotations
 
@@ -28,24 +25,24 @@ Secret = Annotated[SecretStr, Field(min_length=1)]
 
 
 class NoOptions(Options):
-    """Actions that take none."""
+    """Options of actions without parameters."""
 
 
 class WriteOptions(Options):
     """`to_json`, `to_yaml`."""
 
     path: Name
-    """Where the configuration is written; folders are made."""
+    """Path of the file; its folder is created."""
 
 
 class EvalOptions(EvalSection):
-    """`eval`: what stands here goes before the section `eval`."""
+    """`eval`: these keys override the section `eval`."""
 
     engine: Annotated[str, choice("engine", ("auto", "esurge"))] = "auto"
-    """eSurge is the only engine there is; `auto` takes it."""
+    """The engine; `auto` selects `esurge`."""
 
     def over(self, section: EvalSection) -> EvalSection:
-        """The section with the keys of this action on top."""
+        """Return the section with the keys of this action."""
         own = {key: getattr(self, key) for key in self.model_fields_set - {"engine"}}
         return section.replace(**own)
 
@@ -60,17 +57,17 @@ class GenerateOptions(Options):
     ALIASES: ClassVar[Mapping[str, str]] = {"prompt": "prompts", "max_tokens": "max_new_tokens"}
 
     prompts: Annotated[Prompts, Field(min_length=1)] | None = None
-    """Texts that the model continues, and conversations (lists of messages with `role` and
-    `content`) that the model answers. None: the beginning of a held-out text or chat, or "The"."""
+    """Texts to continue, and conversations to answer (lists of messages with `role` and `content`).
+    None: the beginning of a held-out text or chat, or "The"."""
     max_new_tokens: Positive = 64
     temperature: Temperature = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    """Sample among so many of the likeliest tokens; 0 and -1: among all."""
+    """Sample from this number of the likeliest tokens; 0 and -1: from all tokens."""
     top_p: Probability = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens whose probabilities sum to this value."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """Above 1, tokens that have occurred become less likely."""
+    """Values above 1 reduce the probability of tokens that have occurred."""
     seed: Seed = 0
 
 
@@ -78,76 +75,76 @@ class ServeOptions(Options):
     """`serve`: the OpenAI-compatible server, until it is interrupted."""
 
     host: Name = "127.0.0.1"
-    """Address to listen on; `0.0.0.0` is every address of the machine."""
+    """Address of the server; `0.0.0.0` listens on every address of the machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 11556
-    """0 takes a free one."""
+    """Port of the server; 0 selects a free port."""
     log_level: Annotated[
         str, choice("log level", ("critical", "error", "warning", "info", "debug", "trace"))
     ] = "info"
     served_model_name: Name | None = None
-    """What clients call the model; None: the last part of its path."""
+    """Name of the model in requests. None: the last part of its path."""
     require_api_key: bool = False
-    """Refuse to start without `api_key` or `api_key_file`."""
+    """Raise an error if neither `api_key` nor `api_key_file` is set."""
     api_key: Annotated[
         Annotated[tuple[Secret, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_more)
     ] = None
-    """The key, or several, one of which each request must bring; None: anybody may ask. Printed as
-    stars."""
+    """One API key, or several; each request must contain one of them. None: requests need no key.
+    Printed as stars."""
     api_key_file: Name | None = None
-    """More keys: a JSON list of `{"sha256": …}` with, if wanted, `name`, `expires`,
+    """Further keys: a JSON list of `{"sha256": …}` with the optional keys `name`, `expires`,
     `max_concurrent_requests`, `requests_per_minute` and `admin`."""
     admin_api_key: Secret | None = None
-    """The key of the administrative routes (sleep, adapters, resetting the prefix cache). None: on
-    a server with keys, only keys of `api_key_file` with `admin` open these routes. Printed as
+    """Key of the administrative routes (sleep, adapters, reset of the prefix cache). None: on a
+    server with keys, these routes require a key of `api_key_file` with `admin`. Printed as
     stars."""
     share_prefix_cache: bool = False
-    """API keys share cached prefixes. False: each key has its own, so that no client learns from
-    `cached_tokens` or from the time of an answer what others have sent."""
+    """Share cached prefixes between API keys. False: each key has separate prefixes, so that
+    `cached_tokens` and response times reveal nothing about requests of other clients."""
     enable_function_calling: bool = True
-    """False: requests with tools are refused."""
+    """False: requests with tools are rejected."""
     tool_parser_name: Annotated[str, choice("tool parser", ("auto", "none", *TOOL_FORMATS))] = (
         "auto"
     )
-    """How the model writes calls of tools. `auto`: its chat template tells."""
+    """Format of the model's tool calls. `auto`: derived from the chat template."""
     reasoning_parser: Annotated[
         str, choice("reasoning parser", ("auto", "none", *REASONING_FORMATS))
     ] = "auto"
-    """How the model writes its thoughts. `auto`: its chat template tells; `none`: thoughts stay in
-    the content."""
+    """Format of the model's reasoning. `auto`: derived from the chat template; `none`: reasoning
+    is part of the content."""
     oai_like_processor: bool = True
-    """Give messages to the chat template in OpenAI's shape, content as a list of parts, where the
-    template reads no other. False: content is always text."""
+    """Pass message content to the chat template as a list of parts (OpenAI's format) if the
+    template requires it. False: content is always text."""
     cors_origins: tuple[str, ...] | None = None
-    """Web origins whose pages may call the server; `["*"]` is all."""
+    """Web origins that may call the server from a browser; `["*"]` allows all."""
     allowed_hosts: tuple[Name, ...] | None = None
-    """What the `Host` header of a request may name. None: this machine's own names where `host` is
-    its loopback address, and anything elsewhere."""
+    """Accepted `Host` headers. None: names of this machine if `host` is a loopback address, and any
+    name otherwise."""
     lora_directory: Name | None = None
-    """Clients may load the LoRA adapters below it (`/v1/load_lora_adapter`), where the engine has
-    `max_loras`. None: they load none."""
+    """Folder of LoRA adapters that clients may load (`/v1/load_lora_adapter`), if the engine has
+    `max_loras`. None: clients load no adapters."""
     batch_directory: Name | None = None
-    """Where the files and results of `/v1/batches` lie, over the end of the server. None: there are
-    no batches."""
+    """Folder for files and results of `/v1/batches`, which persist between runs of the server.
+    None: no batches."""
     otlp_traces_endpoint: Name | None = None
-    """URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP (`ed-esurge[otel]`)."""
+    """URL of a collector for OpenTelemetry spans by OTLP over HTTP (`ed-esurge[otel]`)."""
     enable_sleep_mode: bool = False
-    """Clients may lend the memory of the device to others (`POST /sleep`, `/wake_up`)."""
+    """Allow clients to release the device memory (`POST /sleep`, `/wake_up`)."""
     unknown_fields: UnknownFields = "warn"
-    """Request fields that the server does not know: `ignore`, `warn` (the header `X-Ignored-Fields`
-    of the answer names the fields, and the log does once), or `refuse` with status 400."""
+    """Unknown request fields: `ignore`, `warn` (in the response header `X-Ignored-Fields` and once
+    in the log), or `refuse` with status 400."""
     limits: ServerLimits = ServerLimits()
-    """How much clients may ask for."""
+    """Limits of requests."""
     drain_seconds: NotNegative = 30
-    """How long running requests may take once the server is to stop."""
+    """Seconds that running requests may continue when the server stops."""
     ssl_keyfile: Name | None = None
-    """Private key, PEM; with `ssl_certfile` the server speaks HTTPS."""
+    """Private key (PEM); together with `ssl_certfile` the server uses HTTPS."""
     ssl_certfile: Name | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ServeOptions:
         if self.require_api_key and not (self.api_key or self.api_key_file):
             raise ValueError(
-                "api_key is not set, and require_api_key needs api_key: the key that clients bring"
+                "api_key is not set, and require_api_key needs api_key: the key of the clients"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")

@@ -1,4 +1,4 @@
-"""The keys of sections that adapt a model: low-rank adapters, weights and caches of few bits."""
+"""The sections `lora` and `quantization`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Patterns = Annotated[
 
 
 class LoraSection(Options):
-    """Low-rank adapters on the model's layers; all other parameters stay as they are."""
+    """Low-rank adapters on the model's layers; all other parameters are frozen."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "adapter_name_or_path": "name_or_path",
@@ -34,29 +34,29 @@ class LoraSection(Options):
     }
 
     name_or_path: Pattern | None = None
-    """A directory in PEFT's layout to begin with: it says rank, alpha and targets. None: new
-    adapters, which change nothing at first."""
+    """Directory of adapters in PEFT's layout, which defines rank, alpha and targets. None: new
+    adapters, which do not change the model initially."""
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
     """Inner dimension of an adapter."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """What an adapter adds is multiplied by `alpha / rank`. None: `rank`."""
+    """The output of an adapter is multiplied by `alpha / rank`. None: `rank`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of an adapter's inputs, in training."""
+    """Dropout of an adapter's inputs during training."""
     targets: Patterns | None = None
-    """Patterns over the names of linear layers and embeddings. None: every linear layer but the
+    """Patterns over the names of linear layers and embeddings. None: every linear layer except the
     head."""
     rslora: bool = False
     """Multiply by `alpha / sqrt(rank)` instead."""
     dora: bool = False
-    """Learn the length of each column of the weights too."""
+    """Also train the norm of each column of the weights (DoRA)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> LoraSection:
         others = sorted(self.model_fields_set - {"name_or_path"})
         if self.name_or_path is not None and others:
             raise ValueError(
-                f"{', '.join(others)}: the adapter of name_or_path has its own; leave them out, or "
-                "leave name_or_path out to begin a new adapter"
+                f"{', '.join(others)}: the adapter of name_or_path defines these values; "
+                "omit them, or omit name_or_path for a new adapter"
             )
         return self
 
@@ -65,7 +65,7 @@ _CACHE_ALIASES = {k: v for k, v in QUANTIZATION_ALIASES.items() if v in KV_CACHE
 
 
 class _Format(Options):
-    """A format of few bits."""
+    """A quantization format."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "method": "quantization_method",
@@ -74,49 +74,48 @@ class _Format(Options):
     }
 
     group_size: Positive | None = None
-    """Numbers that share a scale. None: as the format has it."""
+    """Number of values that share a scale. None: the default of the format."""
 
 
 class CacheFormat(_Format):
-    """`quantization.kv_cache`: keys and values of generation and serving."""
+    """`quantization.kv_cache`: format of the key-value cache in generation and serving."""
 
     quantization_method: Annotated[str, choice("method", KV_CACHE_FORMATS, _CACHE_ALIASES)] = "int8"
     """8-bit integers (`int8`, `8bit`), or floating-point numbers (`fp8`)."""
 
 
 class WeightFormat(_Format):
-    """`quantization.model`: the matrices of the model."""
+    """`quantization.model`: format of the model's matrices."""
 
     quantization_method: Annotated[
         str, choice("method", QUANTIZATION_FORMATS, QUANTIZATION_ALIASES)
     ] = "nf4"
     """Format of the weights."""
     pattern: Pattern | None = None
-    """Which layers, by a regular expression over their names. None: all but embeddings and head."""
+    """Regular expression over the names of layers. None: all except embeddings and head."""
     double_quantization: StrictBool = False
-    """Quantize the scales too (`nf4` only)."""
+    """Also quantize the scales (`nf4` only)."""
     simulate: StrictBool = False
-    """Quantization-aware training: the weights stay as they are and learn, and the model computes
-    with what they would be rounded to."""
+    """Quantization-aware training: the model computes with rounded weights and trains the unrounded
+    weights."""
 
 
 class QuantizationSection(SetsConfig):
-    """Weights, or keys and values, in few bits."""
+    """Quantization of weights and of the key-value cache."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"quantize_tensors": "apply_quantization"}
 
     model: WeightFormat | None = None
-    """Of the weights, which stay as they are from then on: training needs the section `lora`, and
-    has adapters of rank 16 where there is none."""
+    """Format of the weights. Quantized weights are frozen: training uses the section `lora`, or
+    adapters of rank 16 if the section is omitted."""
     kv_cache: CacheFormat | None = None
-    """Of the cache."""
+    """Format of the key-value cache."""
     apply_quantization: StrictBool = True
-    """False: the weights stay as they are."""
+    """False: the weights are not quantized."""
     platform: Annotated[str | None, choice("platform", ("jax", "triton", "pallas"))] = None
-    """Language of the kernels: plain XLA (`jax`) is the only one there is for these products."""
+    """Language of the kernels; products of quantized weights use XLA (`jax`) on every platform."""
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """Field -> (key, value)."""
         if self.kv_cache is None:
             return {}
         value = {"dtype": self.kv_cache.quantization_method, "group_size": self.kv_cache.group_size}

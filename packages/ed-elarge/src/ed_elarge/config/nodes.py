@@ -1,8 +1,8 @@
-"""A YAML (or JSON) file as plain values plus the place in the text that each of them came from.
+"""Parsing of YAML and JSON files to plain values with line and column of each value.
 
-PyYAML's own loader forgets where a value stood, lets the last of two equal keys win, and reads
-`2e-5` as a string, `on` as true and `1:30` as 90 (YAML 1.1). Here every key and value keeps its
-line and column, two equal keys are an error, and scalars follow the YAML 1.2 core schema.
+PyYAML's loader discards locations, accepts duplicate keys, and parses `2e-5` as a string, `on` as
+true and `1:30` as 90 (YAML 1.1). This loader keeps line and column of each key and value, rejects
+duplicate keys, and follows the YAML 1.2 core schema.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from yaml.scanner import Scanner
 from ed_elarge.errors import Document, InputError, KeyPath, Problem, Span
 
 MAX_DEPTH = 64
-"""Levels of nesting; no option of this project needs ten."""
+"""Maximum number of nested levels; the options of this project need fewer than ten."""
 MAX_VALUES = 100_000
-"""Values of a file with its aliases written out, so that aliases of aliases stay bounded."""
+"""Maximum number of values after expansion of aliases, which bounds nested aliases."""
 
 _CORE = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -42,10 +42,10 @@ _SCALARS = (
 
 
 def read(path: str | Path) -> Document:
-    """Read a YAML or JSON file (JSON is read as YAML: the same places, the same errors).
+    """Read a YAML or JSON file (JSON is parsed as YAML).
 
     Raises:
-        InputError: the file is missing, is not text, is not YAML, or repeats a key.
+        InputError: The file is missing, is not UTF-8 text or valid YAML, or repeats a key.
     """
     path, name = Path(path), str(path)
     try:
@@ -105,7 +105,7 @@ class _Loader(Reader, Scanner, Parser, Composer, _CoreResolver):
         _CoreResolver.__init__(self)
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """One node; too deep a file is a mistake of its own and not Python's `RecursionError`."""
+        """Compose one node; raise an input error for deep nesting instead of `RecursionError`."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             message = f"values are nested more than {MAX_DEPTH} levels deep"
@@ -116,25 +116,25 @@ class _Loader(Reader, Scanner, Parser, Composer, _CoreResolver):
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, document: Document) -> Problem:
-    """Turn PyYAML's error into one with a place; tabs get their own words."""
+    """Convert PyYAML's error to a located problem; tabs have a separate message."""
     mark = error.problem_mark or error.context_mark
     context, problem = error.context or "", error.problem or ""
     joint = " " if problem.startswith("but ") else ": "
     message = f"not valid YAML: {joint.join(part for part in (context, problem) if part)}"
     if "\\t" in message:
-        message = "not valid YAML: a tab stands where YAML wants spaces"
+        message = "not valid YAML: the indentation contains a tab; YAML requires spaces"
     if mark is not None:
         document.values[("",)] = Span(mark.line, mark.column, mark.column + 1)
     return Problem(("",), message)
 
 
 class _Builder:
-    """Walk the node graph once: values, places, and what is wrong with it."""
+    """Converts the node graph to values, locations and problems."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.problems: list[Problem] = []
-        self._open: list[Node] = []  # nodes being built: an alias to one of them is a cycle
+        self._open: list[Node] = []  # ancestors of the current node; an alias to one is a cycle
 
     def build(self, node: Node, path: KeyPath) -> Any:
         self.document.values[path] = self._span(node)
@@ -184,7 +184,7 @@ class _Builder:
         return out
 
     def _merge(self, node: Node, path: KeyPath) -> Iterator[tuple[Any, Node, Node]]:
-        """Keys that `<<: *anchor` brings in; earlier mappings of a list win, as YAML says."""
+        """Yield the keys that `<<: *anchor` merges; in a list, earlier mappings take precedence."""
         for source in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(source, MappingNode):
                 self.document.values[(*path, "<<")] = self._span(source)

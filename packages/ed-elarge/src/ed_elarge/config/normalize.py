@@ -1,6 +1,6 @@
-"""From what the user wrote to a checked `RunConfig`: sections, actions, shared values, warnings.
+"""`normalize` converts a document to a `RunConfig`: sections, actions, shared values, warnings.
 
-All problems of an input are reported together. What may be written is in `ed_elarge.config.table`.
+All problems of an input are reported together. `ed_elarge.config.table` lists sections and actions.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ed_elarge.config.table import (
 from ed_elarge.config.validation import validate
 from ed_elarge.errors import Document, InputError, KeyPath, Problem
 
-#: Keys that may hold the whole configuration, beside `actions`.
+#: Keys that may contain the whole configuration except `actions`.
 WRAPPERS = ("config", "elarge_model", "elm")
 
 
 def normalize(document: Document, *, require_actions: bool = False) -> RunConfig:
-    """Check a document.
+    """Validate a document.
 
     Args:
-        document: a parsed file, or a document that only holds a value.
-        require_actions: a run file must say what to do; a configuration for Python need not.
+        document: A parsed file, or a document with a value.
+        require_actions: Whether a document without actions is invalid, as for a run file.
 
     Raises:
-        InputError: everything that is wrong, with places.
+        InputError: All problems with their locations.
     """
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
@@ -46,7 +46,7 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
             near = difflib.get_close_matches(str(name).lower(), SECTIONS, n=1)
             misspelled.update(other for other in near if other not in sections)
         elif value is None and not SECTIONS[name].has_default:
-            message = "is empty: write its keys, or leave the section out"
+            message = "is empty: write its keys, or omit the section"
             problems.append(Problem((*prefix, name), message))
     for name, section in SECTIONS.items():
         built[name] = None
@@ -63,14 +63,14 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
 
 
 def check_section(name: str, value: Any) -> list[Problem]:
-    """What is wrong with a section so far: keys that are missing may still come."""
+    """Return the problems of a section. Missing keys are no problem: a later call may set them."""
     if name not in SECTIONS:
         return [Problem((name,), unknown_section(name), on_key=True)]
     return SECTIONS[name].validate(value, (name,), partial=True)[1]
 
 
 def _across(run: RunConfig) -> list[Problem]:
-    """Whatever is wrong between keys, sections and actions."""
+    """Return problems between keys, sections and actions."""
     problems = [*map(run.place, _batch_sizes(run))]
     for section in SECTIONS.values():
         for check in section.checks:
@@ -82,7 +82,7 @@ def _across(run: RunConfig) -> list[Problem]:
 
 
 def _needs(run: RunConfig) -> list[Problem]:
-    """Sections that actions need and that are not there: each told once."""
+    """Return a problem for each missing section that an action needs."""
     problems: dict[str, Problem] = {}
     for action in run.actions:
         for name in ACTIONS[action.name].needs:
@@ -93,7 +93,7 @@ def _needs(run: RunConfig) -> list[Problem]:
 
 
 def _warnings(run: RunConfig) -> list[Problem]:
-    """Keys that have no effect."""
+    """Return warnings about keys without effect."""
     out = [run.place(problem) for problem in unused.without_effect(run)]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
@@ -112,7 +112,7 @@ def _warnings(run: RunConfig) -> list[Problem]:
 
 
 def _fill_batch_size(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mixture's batch size is the trainer's, before a check of the trainer's default."""
+    """Copy the mixture's batch size to the trainer, before the trainer's default is checked."""
     trainer, mixture = sections.get("trainer"), sections.get("mixture")
     if not isinstance(trainer, Mapping) or not isinstance(mixture, Mapping):
         return sections
@@ -128,13 +128,13 @@ def _batch_sizes(run: RunConfig) -> list[Problem]:
         return []
     message = (
         f"{trainer.total_batch_size} differs from mixture.batch_size ({mixture.batch_size}): both "
-        "are the sequences of one optimizer step; keep one of them"
+        "specify the sequences of one optimizer step; keep one of them"
     )
     return [Problem(("trainer", "total_batch_size"), message)]
 
 
 def _shared(run: RunConfig) -> dict[str, Any]:
-    """The mixture with the values that the trainer gives it."""
+    """Return the mixture with the batch size and the seed of the trainer."""
     trainer, mixture = run.trainer, run.mixture
     if trainer is None or mixture is None:
         return {}
@@ -160,7 +160,7 @@ def _unwrap(
     for name in top if wrapper is not None else ():
         if name not in (wrapper, "actions"):
             message = (
-                f"stands beside {wrapper!r}, which holds the whole configuration: move it inside"
+                f"is next to {wrapper!r}, which contains the whole configuration: move it inside"
             )
             problems.append(Problem((name,), message, on_key=True))
     if inside is None:
@@ -181,7 +181,7 @@ def _unwrap(
 
 
 class _RawAction(NamedTuple):
-    """An action as the file has it: name and parameters, and where each of them stands."""
+    """An action before validation: name and parameters with their paths."""
 
     name: str
     parameters: Any
@@ -195,7 +195,7 @@ def _actions(
     if value is None:
         if required:
             message = (
-                "no actions are given: say what to do, such as [validate, train] "
+                "no actions are given: list them, for example [validate, train] "
                 f"({', '.join(ACTIONS)})"
             )
             problems.append(Problem(path, message, on_key=True))
@@ -217,7 +217,7 @@ def _actions(
 
 
 def _split(value: Any, path: KeyPath, problems: list[Problem]) -> list[_RawAction]:
-    """Take an `actions` value apart: one name, a list of names and mappings, or one mapping."""
+    """Split an `actions` value: one name, a list of names and mappings, or one mapping."""
     found: list[_RawAction] = []
     if isinstance(value, Mapping):
         items = [({name: parameters}, path) for name, parameters in value.items()]
@@ -244,7 +244,7 @@ def _split(value: Any, path: KeyPath, problems: list[Problem]) -> list[_RawActio
 def _several_keys(
     item: Mapping[Any, Any], here: KeyPath, found: list[_RawAction], problems: list[Problem]
 ) -> None:
-    """`- serve:` with its parameters indented too little reads as one mapping of many keys."""
+    """Handle `- serve:` whose parameters lack indentation: YAML parses one mapping of many keys."""
     name, first = next(iter(item.items()))
     others = {key: value for key, value in item.items() if key != name}
     if canonical_action(name) and first is None and not any(map(canonical_action, others)):

@@ -1,4 +1,4 @@
-"""`RunConfig`: a checked configuration, with the place in the file that each value came from."""
+"""`RunConfig`: a validated configuration with the location of each value in its file."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from ed_elarge.errors import Document, InputError, KeyPath, Problem
 
 @dataclass(frozen=True)
 class Action:
-    """One thing to do, checked.
+    """A validated action.
 
     Attributes:
-        name: a key of `ed_elarge.config.table.ACTIONS`.
-        options: its parameters.
-        path: where it stands in the file.
-        parameter_path: where its parameters stand.
+        name: A key of `ed_elarge.config.table.ACTIONS`.
+        options: Its parameters.
+        path: Path of the action in the file.
+        parameter_path: Path of its parameters.
     """
 
     name: str
@@ -54,19 +54,18 @@ class Action:
 
 
 class RunConfig:
-    """A checked configuration: one attribute for each section of `ed_elarge.config.table.SECTIONS`.
+    """A validated configuration with an attribute for each section of `table.SECTIONS`.
 
-    Sections that the user left out have their defaults; the models, `quantization`, `lora`,
-    `mixture` and `trainer` have none and are None instead.
+    Omitted sections have their defaults. The models, `quantization`, `lora`, `mixture` and
+    `trainer` have no defaults and are None.
 
     Args:
-        document: the file that it came from, so that a later error can point at a line; or a
-            document that only holds a value.
-        prefix: path of the mapping that holds the sections.
-        written: the sections as the user wrote them.
-        sections: name -> checked section.
-        actions: what to do, in order.
-        warnings: keys that have no effect, and the like.
+        document: The source file, for the location of later errors; or a document with a value.
+        prefix: Path of the mapping that contains the sections.
+        written: The sections as the user wrote them.
+        sections: Name -> validated section.
+        actions: The actions in order.
+        warnings: Warnings, such as keys without effect.
     """
 
     model: ModelSection | None
@@ -101,28 +100,28 @@ class RunConfig:
         self.warnings = tuple(warnings)
         vars(self).update(self.sections)
 
-    # What several sections say together.
+    # Values that depend on several sections.
 
     @property
     def directory(self) -> Path:
-        """Where the run writes: the trainer's directory, or the working directory."""
+        """Output directory of the run: the trainer's directory, or the working directory."""
         return Path(self.trainer.save_directory) if self.trainer is not None else Path()
 
     @property
     def folder(self) -> Path:
-        """Folder of the run file; the working directory where the run comes from no file."""
+        """Folder of the run file, or the working directory for a configuration from Python."""
         file = Path(self.document.name)
         return file.absolute().parent if file.is_file() else Path.cwd()
 
     @property
     def method(self) -> str:
-        """The method of the trainer, such as `sft`; empty without one."""
+        """Method of the trainer, such as `sft`; empty without a trainer."""
         kind = type(self.trainer)
         return next((name for name, entry in METHODS.items() if entry.arguments is kind), "")
 
     @property
     def method_entry(self) -> MethodEntry:
-        """What the method is and wants; without a trainer, that of `sft`."""
+        """Entry of the method; without a trainer, the entry of `sft`."""
         return METHODS[self.method or "sft"]
 
     @property
@@ -144,24 +143,24 @@ class RunConfig:
 
     @property
     def schema(self) -> schemas.Schema:
-        """What the rows of the mixture are, for the method of the trainer."""
+        """Schema of the mixture's rows for the method of the trainer."""
         return getattr(schemas, self.method_entry.rows.upper())
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether the method is given prompts alone, which are not packed."""
+        """Whether the method reads prompts, which are not packed."""
         return self.method_entry.rows == "prompt"
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a batch; `normalize` has made trainer and mixture agree."""
+        """Sequences of a batch; `normalize` sets one value for trainer and mixture."""
         return (self.mixture.batch_size if self.mixture is not None else None) or 1
 
     @property
     def sequence_length(self) -> tuple[int | None, str]:
-        """Tokens of one sequence, and the key that sets them.
+        """Tokens of one sequence, and the key that sets the number.
 
-        `mixture.pack_seq_length` when packing, else `trainer.max_length`, else
+        `mixture.pack_seq_length` with packing, then `trainer.max_length`, then
         `mixture.tokenization.max_length`.
         """
         mixture, trainer = self.mixture, self.trainer
@@ -178,31 +177,31 @@ class RunConfig:
 
     @property
     def has_held_out(self) -> bool:
-        """Whether the mixture sets texts aside for evaluation."""
+        """Whether the mixture holds out texts for evaluation."""
         mixture = self.mixture
         return mixture is not None and bool(mixture.eval_fraction or mixture.eval_informs)
 
     @property
     def weight_format(self) -> WeightFormat | None:
-        """How the weights of the model are quantized, if they are."""
+        """Quantization format of the model's weights, or None."""
         section = self.quantization
         return section.model if section is not None and section.apply_quantization else None
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether the weights are quantized, so that they cannot learn."""
+        """Whether the weights are quantized and therefore not trained."""
         return self.weight_format is not None and not self.weight_format.simulate
 
     @property
     def adapters(self) -> LoraSection | None:
-        """The adapters of the model: quantized weights cannot learn, so training needs some."""
+        """Adapters of the model. Training a quantized model adds them if the section is omitted."""
         trains = self.trainer is not None and (self.will("train") or not self.actions)
         needed = trains and self.has_frozen_weights
         return LoraSection() if self.lora is None and needed else self.lora
 
     @property
     def known_model(self) -> dict[str, Any] | None:
-        """The model's own configuration as far as it is known without a download."""
+        """Configuration of the model, if it is available without a download."""
         model = self.model
         if model is None or model.config is not None:
             return model.config if model is not None else None
@@ -214,17 +213,17 @@ class RunConfig:
         return config if isinstance(config, dict) else None
 
     def will(self, *names: str) -> bool:
-        """Whether one of these actions is to be done."""
+        """Return whether the run contains one of these actions."""
         return any(action.name in names for action in self.actions)
 
     def is_broken(self, section: str) -> bool:
-        """Whether the user wrote a section that did not validate: its mistakes are told already."""
+        """Return whether a section failed validation; its problems are already reported."""
         return self.sections[section] is None and section in self.written
 
     def config_fields(self) -> dict[str, tuple[KeyPath, Any]]:
-        """Field of the model's configuration -> (the key that sets it, the value).
+        """Return field of the model's configuration -> (the key that sets it, the value).
 
-        Later sections come before earlier ones; all come before the model's own configuration.
+        Later sections override earlier ones, and all override the model's own configuration.
         """
         return {
             field: ((name, *path), value)
@@ -233,19 +232,19 @@ class RunConfig:
             for field, (path, value) in section.config_fields().items()
         }
 
-    # Where errors point.
+    # Locations of errors.
 
     def error(self, problems: Sequence[Problem]) -> InputError:
-        """The error for problems whose paths start at the top of the file."""
+        """Return the error for problems whose paths start at the top of the file."""
         return InputError(self.document, problems)
 
     def missing(self, section: str) -> InputError:
-        """The error for a section that something needs and that is not there."""
+        """Return the error for a required section that is missing."""
         message = f"the section {section!r} is missing"
         return self.error([Problem(self.prefix, message, on_key=True)])
 
     def place(self, problem: Problem) -> Problem:
-        """A problem whose path starts at the sections, with the path that the user typed."""
+        """Convert a path that starts at the sections to the path that the user typed."""
         if not problem.path:
             return problem._replace(path=self.prefix)
         name, *rest = problem.path
@@ -256,28 +255,27 @@ class RunConfig:
         return problem._replace(path=(*self.prefix, name, *typed, *absent))
 
     def place_in(self, action: Action, problem: Problem) -> Problem:
-        """The same for a problem whose path starts at the parameters of an action."""
+        """Convert a path that starts at the parameters of an action."""
         written = value_at(self.document.value, action.parameter_path)
         typed = typed_path(problem.path, written, type(action.options))
         return problem._replace(path=(*action.parameter_path, *typed))
 
     def warning_texts(self) -> list[str]:
-        """Each warning as text, with its line."""
+        """Return each warning as text, with its line."""
         document = self.document
         return [document.show(problem) for problem in sorted(self.warnings, key=document.sort_key)]
 
     @contextmanager
     def blame(self, *path: str | int) -> Iterator[None]:
-        """Give errors of the input the place of `path`, which starts at the sections."""
+        """Locate input errors of the block at `path`, which starts at the sections."""
         with self.blame_at((*self.prefix, *path)):
             yield
 
     @contextmanager
     def blame_at(self, path: KeyPath) -> Iterator[None]:
-        """Give errors of the input the place of `path`, which starts at the top of the file.
+        """Locate input errors of the block at `path`, which starts at the top of the file.
 
-        A mesh that does not fit is the fault of `sharding.axis_dims`, wherever it shows. Without a
-        file errors pass as they are.
+        A `MeshError` is located at `sharding.axis_dims`. Without a file errors are not changed.
         """
         try:
             yield
@@ -296,9 +294,9 @@ class RunConfig:
     # As plain values.
 
     def to_dict(self) -> dict[str, Any]:
-        """The canonical configuration as JSON values, defaults and derived values included.
+        """Return the canonical configuration as JSON values, with defaults and derived values.
 
-        Left out is what is absent by default (null).
+        Values that are null by default are omitted.
         """
         out = {name: _dump(value) for name, value in self.sections.items() if value is not None}
         if self.actions:
@@ -306,10 +304,10 @@ class RunConfig:
         return out
 
     def to_yaml(self, *, secrets: bool = True) -> str:
-        """The canonical configuration as YAML; reading it back gives the same run.
+        """Return the canonical configuration as YAML; parsing it yields the same run.
 
         Args:
-            secrets: False writes stars instead of keys, for what is printed.
+            secrets: False replaces API keys by stars, for printed output.
         """
         values = self.to_dict()
         if not secrets:
@@ -317,7 +315,7 @@ class RunConfig:
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
     def to_json(self) -> str:
-        """The canonical configuration as JSON."""
+        """Return the canonical configuration as JSON."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -334,13 +332,13 @@ def _dump(value: object) -> Any:
         return value.value
     if isinstance(value, pydantic.SecretStr):
         return value.get_secret_value()
-    if callable(value):  # read back by name
+    if callable(value):  # stored as an address
         return f"{value.__module__}:{getattr(value, '__qualname__', value)}"
     return value
 
 
 def _dump_item(value: object) -> Any:
-    """An entry of a list: only the keys that were set, since some go with some kinds alone."""
+    """Convert an entry of a list, only with the keys that were set: some kinds lack some keys."""
     if isinstance(value, pydantic.BaseModel):
         fields = type(value).model_fields
         return {k: _dump(getattr(value, k)) for k in fields if k in value.model_fields_set}

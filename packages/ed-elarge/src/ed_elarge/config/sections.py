@@ -41,24 +41,24 @@ class TokenizerTraining(Options):
     """Train a byte-level BPE tokenizer on the training texts of the mixture."""
 
     vocab_size: Annotated[int, Field(ge=259, le=2**22)]
-    """Tokens; at least the 256 bytes and the three special ones."""
+    """Number of tokens: at least 256 bytes and three special tokens."""
     min_frequency: Positive = 2
-    """Pairs seen less often are not merged."""
+    """Pairs with a lower frequency are not merged."""
 
 
 class TokenizerSection(Options):
-    """`model.tokenizer` as a mapping: which tokenizer, and its chat template."""
+    """`model.tokenizer` as a mapping: the tokenizer and its chat template."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"path": "name_or_path"}
 
     name_or_path: Name | None = None
-    """A directory or a hub id. None: the model's own."""
+    """A directory or a hub id. None: the tokenizer of the model."""
     train: TokenizerTraining | None = None
-    """Train a new tokenizer instead, on the texts of this run."""
+    """Train a new tokenizer on the texts of this run."""
     chat_template: Name | None = None
     """A Jinja template for chats: its text, or the path of a file. Training, generation and serving
-    use the template, and the saved model contains it (`chat_template.jinja`). None: the template
-    that the tokenizer has."""
+    use the template, and the saved model contains it (`chat_template.jinja`). None: the template of
+    the tokenizer."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizerSection:
@@ -73,7 +73,7 @@ def _tokenizer_kind(value: Any) -> str:
     return "section" if isinstance(value, (Mapping, TokenizerSection)) else "path"
 
 
-Tokenizer = Annotated[
+TokenizerOption = Annotated[
     Annotated[str, Tag("path")] | Annotated[TokenizerSection, Tag("section")],
     Discriminator(_tokenizer_kind),
 ]
@@ -104,8 +104,7 @@ def _task(value: Any) -> Any:
 def _computes(dtype: str) -> str:
     if dtype not in ("bfloat16", "float16", "float32", "float64"):
         raise ValueError(
-            f"{dtype} is not a dtype to compute in or to hold weights in: take bfloat16, float16 "
-            "or float32"
+            f"{dtype} is no dtype for computation or weights: use bfloat16, float16 or float32"
         )
     return dtype
 
@@ -114,16 +113,16 @@ FloatDtype = Annotated[str, AfterValidator(_computes), dtype_name]
 
 
 class LoadingExtras(Options):
-    """`model.extra_kwargs`: arguments of loading that have no key of their own."""
+    """`model.extra_kwargs`: further arguments for loading."""
 
     trust_remote_code: bool = False
-    """Let the tokenizer's repository run its own Python code."""
+    """Run Python code from the tokenizer's repository."""
     revision: Name | None = None
     """Branch, tag or commit of a hub repository."""
 
 
 class ModelSection(Options):
-    """Which model: an existing one, or a configuration to train from scratch."""
+    """The model: a checkpoint, or a configuration of a new model."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "pretrained_model_name_or_path": "name_or_path",
@@ -133,9 +132,9 @@ class ModelSection(Options):
     name_or_path: Name | None = None
     """A directory in Hugging Face layout, or a hub id."""
     config: dict[str, Any] | None = None
-    """A model configuration (`model_type` and its keys): the weights start random."""
-    tokenizer: Tokenizer | None = None
-    """A directory, a hub id, or a section. None: the model's own."""
+    """Configuration of a new model (`model_type` and its keys) with random weights."""
+    tokenizer: TokenizerOption | None = None
+    """A directory, a hub id, or a section. None: the tokenizer of the model."""
     task: Annotated[TaskType, BeforeValidator(_task)] | None = None
     """Task of the model. `auto-bind` reads it from the checkpoint. None: the default task of the
     trainer's method, or `causal-language-model` without a trainer."""
@@ -145,27 +144,26 @@ class ModelSection(Options):
     def _one_source(self) -> ModelSection:
         if (self.name_or_path is None) == (self.config is None):
             raise ValueError(
-                "give either name_or_path (an existing model) or config (a new one, trained from "
-                "scratch), and not both"
+                "set either name_or_path (an existing model) or config (a new model), and not both"
             )
         given = self.tokenizer_section
         if self.config is not None and given.name_or_path is None and given.train is None:
             raise ValueError(
-                "no tokenizer is set, and a model that is built from a config has no tokenizer of "
-                "its own: give tokenizer: PATH or tokenizer: {train: {vocab_size: N}}"
+                "no tokenizer is set, and a new model has none: set tokenizer: PATH or tokenizer: "
+                "{train: {vocab_size: N}}"
             )
         return self
 
     @property
     def tokenizer_section(self) -> TokenizerSection:
-        """`tokenizer` as a section, however it was written."""
+        """`tokenizer` as a section."""
         if isinstance(self.tokenizer, TokenizerSection):
             return self.tokenizer
         return TokenizerSection(name_or_path=self.tokenizer)
 
 
 class OtherModelSection(Options):
-    """A model that does not learn, beside the one that does: loaded on the same mesh."""
+    """A frozen model that the method reads; it is loaded on the mesh of the trained model."""
 
     ALIASES: ClassVar[Mapping[str, str]] = ModelSection.ALIASES
 
@@ -176,27 +174,27 @@ class OtherModelSection(Options):
 
 
 class LoaderSection(Options):
-    """How the weights are held and computed with."""
+    """Dtypes and precision of the model."""
 
     dtype: FloatDtype = "float32"
     """Computation dtype."""
     param_dtype: FloatDtype = "float32"
     """Storage dtype of the parameters."""
     precision: Annotated[str | None, choice("precision", ("default", "high", "highest"))] = None
-    """Precision of float32 matrix products on accelerators; None is jax's own default."""
+    """Precision of float32 matrix products on accelerators. None: the default of jax."""
     trust_remote_code: bool = False
-    """Let the tokenizer's repository run its own Python code."""
+    """Run Python code from the tokenizer's repository."""
     verbose: bool = False
-    """Print the model's parameters with their shapes and shardings once it is built."""
+    """Print the parameters of the model with shapes and shardings."""
 
 
 class SetsConfig(Options):
     """A section whose keys set fields of the model's configuration."""
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """Field -> (the key that sets it, as a path in the section; the value), where one was set.
+        """Return field -> (path of its key in the section, value), for the keys that are set.
 
-        A field has the name of the key, or its other spelling.
+        A field has the name of the key, or one of its aliases.
         """
         names = {key: other for other, key in self.ALIASES.items()}
         return {
@@ -207,7 +205,7 @@ class SetsConfig(Options):
 
 
 class ShardingSection(SetsConfig):
-    """The device mesh and what is laid over it; becomes fields of the model's config."""
+    """The device mesh and the sharding of the model, as fields of its configuration."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "sharding_axis_dims": "axis_dims",
@@ -216,19 +214,19 @@ class ShardingSection(SetsConfig):
     }
 
     axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)
-    """Devices along each axis; one -1 takes what remains."""
+    """Devices along each axis; one entry may be -1 for all remaining devices."""
     axis_names: tuple[Name, ...] = ("dp", "fsdp", "ep", "tp", "sp")
-    """Names of the axes; others than these need `partition_axis` in `base_config.values`."""
+    """Names of the axes; other names need `partition_axis` in `base_config.values`."""
     dcn_axis_dims: tuple[int, ...] | None = None
-    """Slices or hosts along each axis, for meshes that span a data-centre network."""
+    """Slices or hosts along each axis, for a mesh over a data-center network."""
     auto_shard_model: bool = True
     """False: parameters are replicated instead of sharded."""
     use_ring_of_experts: bool | None = None
-    """Send tokens round the experts in a ring. None: as `base_config` says."""
+    """Route tokens to experts in a ring. None: the value of `base_config`."""
     fsdp_is_ep_bound: bool | None = None
-    """Split experts over fsdp too, where their number divides. None: as `base_config` says."""
+    """Also shard experts over fsdp, if their number divides. None: the value of `base_config`."""
     sp_is_ep_bound: bool | None = None
-    """Split experts over sp too, where their number divides. None: as `base_config` says."""
+    """Also shard experts over sp, if their number divides. None: the value of `base_config`."""
 
     @model_validator(mode="after")
     def _fits(self) -> ShardingSection:
@@ -250,11 +248,10 @@ class ShardingSection(SetsConfig):
             if list(dims).count(-1) > 1:
                 raise ValueError(f"{key} {list(dims)}: only one entry may be -1")
             if math.prod(dim for dim in dims if dim != -1) > MAX_DEVICES:
-                raise ValueError(f"{key} {list(dims)} take more devices than any machine has")
+                raise ValueError(f"{key} {list(dims)} exceeds the limit of {MAX_DEVICES} devices")
         return self
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """Field -> (key, value)."""
         fields = super().config_fields()
         if not self.auto_shard_model:
             fields["sharding_rules"] = (("auto_shard_model",), ((".*", ()),))
@@ -262,16 +259,16 @@ class ShardingSection(SetsConfig):
 
 
 class PlatformSection(SetsConfig):
-    """Where and by which kernels the model runs."""
+    """Devices and kernels of the model."""
 
     backend: Annotated[str | None, choice("backend", ("cpu", "gpu", "tpu"))] = None
-    """Devices of the mesh. None: jax's default."""
+    """Devices of the mesh. None: the default of jax."""
     platform: Annotated[str | None, choice("platform", ("jax", "triton", "pallas"))] = None
-    """Language of attention kernels. None: the best there is."""
+    """Language of the attention kernels. None: the best available one."""
 
 
 class BaseConfigSection(SetsConfig):
-    """Overrides of the model's configuration: execution fields and architecture keys alike."""
+    """Overrides of the model's configuration: execution fields and architecture keys."""
 
     values: dict[str, Any] = Field(default_factory=dict)
     """Field of the configuration -> its value."""
@@ -279,7 +276,6 @@ class BaseConfigSection(SetsConfig):
     """Mechanism -> its block sizes."""
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """Field -> (key, value)."""
         fields: dict[str, tuple[tuple[str, ...], Any]] = {
             canonical_field(key): (("values", key), value) for key, value in self.values.items()
         }
@@ -289,7 +285,7 @@ class BaseConfigSection(SetsConfig):
 
 
 class EvalSection(Options):
-    """How lm-evaluation-harness is run. Its own names; each is passed on or acted on."""
+    """Options of lm-evaluation-harness, under its own names."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "fewshot": "num_fewshot",
@@ -297,19 +293,19 @@ class EvalSection(Options):
     }
 
     tasks: tuple[Name, ...] = ()
-    """What `eval` runs when the action names none."""
+    """Tasks of the action `eval` if the action lists none."""
     include_path: tuple[Name, ...] = ()
-    """Directories with task files of your own."""
+    """Directories with further task files."""
     num_fewshot: NotNegative | None = None
-    """None: as each task says."""
+    """Number of examples in a prompt. None: the value of each task."""
     max_new_tokens: Positive = 256
-    """Bound of a generated answer, where the task sets none."""
+    """Maximum length of a generated answer, unless the task sets one."""
     temperature: Temperature | None = None
-    """Of generated answers, over what the tasks say; 0 is greedy."""
+    """Sampling temperature of generated answers; 0 is greedy. None: the value of each task."""
     top_p: Probability | None = None
-    """Of generated answers, over what the tasks say."""
+    """Nucleus of generated answers. None: the value of each task."""
     batch_size: Positive = 512
-    """Requests handed to the engine at a time; it schedules them itself, so results are equal."""
+    """Requests that the engine receives at a time; the results do not depend on the number."""
     use_tqdm: bool = True
     limit: Annotated[float, Field(gt=0, lt=2**31)] | None = None
     """Examples per task; below 1, the fraction of them."""
@@ -317,9 +313,9 @@ class EvalSection(Options):
     check_integrity: bool = False
     write_out: bool = False
     log_samples: bool = False
-    """Keep each example with its answer in the result file."""
+    """Write each example with its answer to the result file."""
     bootstrap_iters: NotNegative = 0
-    """Resamplings for standard errors; 0 leaves them out."""
+    """Resamplings for standard errors; 0 omits the errors."""
     apply_chat_template: StrictBool | StrictStr = False
     system_instruction: str | None = None
     fewshot_as_multiturn: bool = False
@@ -330,5 +326,5 @@ class EvalSection(Options):
     fewshot_random_seed: Seed = 1234
     output_path: Name | None = None
     """JSON file for the results. None: `eval/results.json` in the directory of the trainer; without
-    a trainer the results are printed alone."""
+    a trainer the results are only printed."""
     print_results: bool = True

@@ -1,4 +1,4 @@
-"""Check one mapping against one options class, and report every mistake where the user made it."""
+"""Validation of a mapping against an option class, with the location of each problem."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ed_elarge.errors import KeyPath, Problem
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
-#: Kinds of pydantic errors that are about a key and not about its value.
+#: Kinds of pydantic errors about a key instead of its value.
 _ABOUT_THE_KEY = ("unknown_key", "duplicate_key", "extra_forbidden")
 
 
 def validate(
     cls: type[T], value: Any, path: KeyPath, *, partial: bool = False
 ) -> tuple[T | None, list[Problem]]:
-    """Build `cls` from `value`; `partial` says that missing keys may still come.
+    """Validate `value` with `cls`; with `partial`, missing keys are no problem.
 
-    An unknown key stops pydantic before it looks at the values. Such keys are reported and taken
-    out, and the rest is checked again, so that a file shows all its mistakes at once.
+    pydantic does not validate values if a key is unknown. Unknown keys are therefore reported and
+    removed, and the remaining keys are validated again, so that all problems are reported together.
 
     Returns:
         `(instance, [])`, or `(None, problems)`.
@@ -56,10 +56,10 @@ def validate(
 
 
 def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
-    """Whether an error only says what a mapping lacks without a misspelled key: no second one."""
+    """Return whether an error only results from a misspelled key, which is already reported."""
     for *holder, key in misspelled:
         if item["type"] == "too_short" and tuple(holder[: len(item["loc"])]) == item["loc"]:
-            return True  # too short only because its misspelled items were not counted
+            return True  # misspelled items were not counted
         if item["type"] == "missing" and item["loc"][:-1] == tuple(holder):
             return True
         if item["type"] == "value_error" and item["loc"] == tuple(holder):
@@ -73,12 +73,12 @@ def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
 
 
 def _without(value: Any, paths: Sequence[KeyPath]) -> Any:
-    """A copy of `value` in which the keys at `paths` are left out."""
+    """Return a copy of `value` without the keys at `paths`."""
     value = copy.deepcopy(value)
     for path in paths:
         holder = value
         for part in path[:-1]:
-            # parts that pydantic made up (the tag of a union) are not in the value
+            # The tag of a union is part of pydantic's path, but not of the value.
             if (isinstance(holder, dict) and part in holder) or (
                 isinstance(holder, (list, tuple)) and isinstance(part, int) and part < len(holder)
             ):
@@ -97,7 +97,7 @@ def _problems(items: Sequence[Any], value: Any, cls: type[pydantic.BaseModel]) -
         if kind == "too_short" and any(
             len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in items
         ):
-            continue  # too short only because its wrong items were not counted
+            continue  # invalid items were not counted
         path, message = typed_path(loc, value, cls), _words(item)
         if kind == "value_error":
             path += _key_of(message, value_at(value, path), cls)
@@ -109,7 +109,7 @@ def _problems(items: Sequence[Any], value: Any, cls: type[pydantic.BaseModel]) -
 
 
 def _one_for_each_place(problems: list[Problem]) -> list[Problem]:
-    """The alternatives of a union each say what they would have taken: one sentence is enough."""
+    """Merge the messages of a union's alternatives about one value into one sentence."""
     by_place: dict[KeyPath, list[Problem]] = {}
     for problem in problems:
         others = by_place.setdefault(problem.path, [])
@@ -127,7 +127,7 @@ def _one_for_each_place(problems: list[Problem]) -> list[Problem]:
 
 
 def _words(item: Any) -> str:
-    """pydantic's message in the words of this project."""
+    """Return pydantic's message in the style of this project."""
     kind, message, value = item["type"], item["msg"], item["input"]
     if kind == "missing":
         return f"the key {str(item['loc'][-1])!r} is missing"
@@ -138,7 +138,7 @@ def _words(item: Any) -> str:
     if kind.startswith(("model_", "dict_")):
         return f"must be a mapping of keys to values, got {_short(value)}"
     if not message.startswith("Input should be"):
-        return message  # written by this project: it says all there is to say
+        return message  # a complete message of this project
     message = f"{message.replace('Input should be', 'must be')}, got {_short(value)}"
     if kind in ("literal_error", "enum") and isinstance(value, str):
         expected = str(item["ctx"]["expected"]).replace(" or ", ", ")
@@ -147,10 +147,11 @@ def _words(item: Any) -> str:
 
 
 def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> KeyPath:
-    """The key that a message about several keys is about, as far as its words tell.
+    """Return the path of the key that a message mentions, or an empty path.
 
-    A validator of a whole class has no place of its own; its message names the keys. Of those that
-    the user wrote it is the empty one, or one whose value the message repeats, or the first.
+    A validator of a whole class reports no location, but its message names keys. Of the named keys
+    that the user wrote, the empty one is selected, or one whose value the message repeats, or the
+    first.
     """
     named = []
     for words in re.findall(r"[a-z]\w*(?:\.[a-z]\w*)*", message):
@@ -163,7 +164,7 @@ def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> KeyPath:
 
 
 def value_at(value: Any, path: KeyPath) -> Any:
-    """What stands at `path`, or None."""
+    """Return the value at `path`, or None."""
     for part in path:
         try:
             value = value[part]
@@ -173,7 +174,7 @@ def value_at(value: Any, path: KeyPath) -> Any:
 
 
 def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | None) -> KeyPath:
-    """Canonical keys as the user spelled them in `value`; parts that are not there are left out."""
+    """Convert canonical keys to the user's spelling in `value`; missing parts are omitted."""
     aliases = spellings(cls) if cls is not None else {}
     path: list[Any] = []
     for part in loc:
@@ -191,7 +192,7 @@ def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | N
 
 @functools.cache
 def spellings(cls: type[pydantic.BaseModel]) -> dict[str, list[str]]:
-    """Canonical key -> other spellings, for a class and the classes nested in it."""
+    """Return canonical key -> other spellings, for a class and its nested classes."""
     out: dict[str, list[str]] = {}
     for other, name in getattr(cls, "ALIASES", {}).items():
         out.setdefault(name, []).append(other)
