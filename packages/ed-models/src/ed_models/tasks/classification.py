@@ -21,8 +21,8 @@ from ed_infra.outputs import SequenceClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
+from ed_models.checkpoints.task_rules import SCORE
 from ed_models.tasks.head_model import HeadModel
-from ed_models.tasks.weight_tables import SCORE
 from ed_models.weights.blocks import Shape
 
 logger = get_logger(__name__)

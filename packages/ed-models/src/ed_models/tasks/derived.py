@@ -13,10 +13,10 @@ from typing import Any
 from ed_infra.enums import TaskType
 
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.checkpoints.task_rules import under_a_classifier, without_first_part
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.head_model import HeadModel
-from ed_models.tasks.weight_tables import under_a_classifier, without_first_part
 
 
 def base_module(headed: type[HeadModel]) -> type[EasyDeLBaseModule]:

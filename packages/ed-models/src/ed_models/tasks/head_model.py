@@ -13,7 +13,7 @@ from ed_layers.parts import Parts
 from flax import nnx
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.tasks.weight_tables import without_first_part
+from ed_models.checkpoints.task_rules import without_first_part
 from ed_models.weights.rules import STANDARD
 
 
