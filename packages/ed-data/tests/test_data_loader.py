@@ -324,7 +324,7 @@ def test_missing_or_conflicting_lengths_raise_data_error(mixture, tokenizer):
         build_loader(mixture(pack_tokens=False), tokenizer)
     with pytest.raises(DataError, match=r"seq_length=32 contradicts mixture\.pack_seq_length=64"):
         build_loader(mixture(), tokenizer, seq_length=32)
-    with pytest.raises(DataError, match="above the sequence length 16"):
+    with pytest.raises(DataError, match="exceeds the sequence length 16"):
         build_loader(
             mixture(pack_tokens=False, tokenization={"max_length": 20}), tokenizer, seq_length=16
         )
