@@ -1,4 +1,4 @@
-"""Lets the tests import what stands beside them."""
+"""Adds the folder of the tests to the import path."""
 
 from __future__ import annotations
 

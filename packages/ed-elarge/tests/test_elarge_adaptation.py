@@ -45,7 +45,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.xdist_group("elarge-adaptation")
 def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
-    """They alone learn; what is left serves, and what PEFT reads lies beside it."""
+    """Only adapters are trained; the saved model serves, with adapters in PEFT's layout."""
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "mlp"]}
     settings = adapted(folder, "adapted", lora=lora, actions=["train", GENERATE])
     assert run(settings) == 0

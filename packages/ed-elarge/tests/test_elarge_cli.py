@@ -1,4 +1,4 @@
-"""The command line: exit codes, what it imports, how it speaks."""
+"""The command line: exit codes, imports and messages."""
 
 from __future__ import annotations
 

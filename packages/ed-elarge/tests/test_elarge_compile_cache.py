@@ -1,4 +1,4 @@
-"""Compiled programs are kept where the user's caches are, unless the user said otherwise."""
+"""Compiled programs are stored in the user's cache folder unless the user sets another folder."""
 
 import os
 
@@ -52,4 +52,4 @@ def test_simulated_devices_have_threads_to_wait_in(unset, monkeypatch, tmp_path,
     assert os.environ.get("NPROC") == ("64" if flags else None)
     monkeypatch.setenv("NPROC", "3")
     execution.keep_compiled_programs()
-    assert os.environ["NPROC"] == "3", "what the user has set stands"
+    assert os.environ["NPROC"] == "3", "the setting of the user is kept"

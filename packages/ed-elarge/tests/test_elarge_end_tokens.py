@@ -1,4 +1,4 @@
-"""The token that ends an answer of the chat template ends completions of a trained model."""
+"""The end-of-answer token of the chat template is an end token of the trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the summary says a model has learned, against figures computed by hand."""
+"""Held-out metrics of the summary equal independently computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks made from held-out texts."""
+"""Tasks that are built from held-out texts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
     whole = "\n\n".join(TEXTS)
 
     class Oracle(LM):
-        """Knows the held-out text by heart; gives each byte of it one bit."""
+        """A model that assigns one bit to each byte of the held-out text."""
 
         def loglikelihood(self, requests):
             scores = [0.0 if "".join(r.args) in whole else -50.0 for r in requests]

@@ -1,4 +1,4 @@
-"""A run that samples and has benchmarks needs one engine: its pages are there once."""
+"""Rollouts and benchmarks of a run share one engine and its cache pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from run_files import run, small
 
 
 class Made:
-    """What an engine is made with."""
+    """Arguments of an engine."""
 
     max_model_len = 64
 
@@ -48,7 +48,7 @@ def test_lent_engine_options_depend_on_benchmarks(engines: None) -> None:
     assert options(benchmarks=True) == (8192, True, False)
     set_by_hand = EngineConfig(max_model_len=50, compile_runner=True)
     assert options(set_by_hand, length=32, benchmarks=True) == (50, True, True)
-    with pytest.raises(ConfigError, match="take up to 65 tokens"):
+    with pytest.raises(ConfigError, match="need up to 65 tokens"):
         options(length=65, benchmarks=True)
 
 

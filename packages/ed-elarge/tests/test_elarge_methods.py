@@ -1,4 +1,4 @@
-"""What a method asks of the other sections: rows of its kind, other models, actions that fit."""
+"""Constraints of a method on other sections: kind of rows, other models, actions."""
 
 from __future__ import annotations
 

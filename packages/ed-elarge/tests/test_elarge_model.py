@@ -1,4 +1,4 @@
-"""`eLargeModel`: setters, round trips, what it refuses."""
+"""`eLargeModel`: setters, round trips and errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_setter_refuses_at_once(model: Path) -> None:
         elm.set_dtype("bf61")
     with pytest.raises(InputError, match="unknown section 'trainr'"):
         elm.update_config({"trainr": {}})
-    # what is missing may still come, and what was refused has left no trace
+    # missing keys may follow later, and a rejected update changes nothing
     assert elm.set_mixture(batch_size=4).add_dataset("x.jsonl").to_dict()["mixture"]
 
 

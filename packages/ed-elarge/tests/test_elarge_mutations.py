@@ -1,12 +1,12 @@
-"""Run files broken in every key: each is refused at its key, or is listed here as valid.
+"""Mutations of every key of a run file are rejected at the key, or are listed here as valid.
 
-Each key of the example files and of `MAXIMAL` is broken in many ways, one at a time, and the
-command line checks the file. It must end with exit code 2 and one message whose
-`file:line:column` is that of the broken key; no traceback. `VALID` lists what is valid
-nevertheless, `ELSEWHERE` the mistakes for which two keys are equally to blame, and `KNOWN` what
-another package tells less well.
+Each key of the example files and of `MAXIMAL` is changed in many ways, one at a time, and the
+command line checks the file. It must exit with code 2 and one message whose `file:line:column` is
+the location of the changed key, without a traceback. `VALID` lists valid mutations, `ELSEWHERE`
+mutations that are reported at another key of the same contradiction, and `KNOWN` mutations that
+another package reports in two messages.
 
-By default a fraction of the files is tried, the same ones every time; `-m nightly` tries all.
+The default run tests a fixed part of the mutations; `-m nightly` tests all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ed_elarge.errors import InputError, KeyPath, dotted
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PART = 32
-"""The default run tries one file in so many."""
+"""The default run tests one mutation in this number."""
 
 #: Every section and action with (nearly) every key, each at a value that means something.
 MAXIMAL = """
@@ -236,7 +236,7 @@ DEEP = {"deep-list": "[" * 1000 + "]" * 1000, "deep-mapping": "{a: " * 1000 + "1
 
 
 class Case(NamedTuple):
-    """One way to break one key of one file."""
+    """One mutation of one key of one file."""
 
     file: str
     path: KeyPath
@@ -244,7 +244,7 @@ class Case(NamedTuple):
 
     @property
     def key(self) -> KeyPath:
-        """The path of the key as it stands in the broken file."""
+        """Path of the key in the changed file."""
         name = self.path[-1]
         if self.kind == "misspelled":
             name = name[:-2] + name[-1] + name[-2] + "x"
@@ -254,12 +254,12 @@ class Case(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The broken file."""
+        """Text of the changed file."""
         return written(copied(DOCUMENTS[self.file], self.path, self))
 
 
 def copied(value: Any, path: KeyPath, case: Case) -> Any:
-    """A copy of a document with one key broken."""
+    """Return a copy of a document with one changed key."""
     first, *rest = path
     if rest:
         if isinstance(value, list):
@@ -276,7 +276,7 @@ def copied(value: Any, path: KeyPath, case: Case) -> Any:
 
 
 def written(value: Any, depth: int = 0) -> str:
-    """A document as YAML; a key that ends with a space is written without it."""
+    """Format a document as YAML; a trailing space of a key is removed."""
     start = "\n" + "  " * depth
     if isinstance(value, dict) and value:
         return "".join(f"{start}{k.strip()}: {written(v, depth + 1)}" for k, v in value.items())
@@ -288,7 +288,7 @@ def written(value: Any, depth: int = 0) -> str:
 
 
 def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
-    """Every way to break every key, and every item of a list, from the top inwards."""
+    """Yield every mutation of every key and list item."""
     for part, item in value.items() if isinstance(value, dict) else enumerate(value):
         here = (*path, part)
         for kind, new in VALUES.items():
@@ -302,7 +302,7 @@ def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
             yield from cases(file, item, here)
 
 
-#: What is valid: kind of mutation -> keys (0 is false, and 1e12 a number where nothing bounds it).
+#: Valid mutations: kind -> keys (0 is false, and 1e12 is valid for unbounded numbers).
 VALID: dict[str, str] = {
     "half": (
         "trainer.reward_weights trainer.mixture_coef "
@@ -422,7 +422,7 @@ VALID: dict[str, str] = {
     ),
 }
 
-#: Mistakes for which another key is as much to blame, and which are told there.
+#: Mutations that contradict another key and are reported there.
 ELSEWHERE: dict[str, str] = {
     "huge": "mixture.batch_size",
     "misspelled": "trainer.generation_prompts.role actions.generate.prompts.role",
@@ -432,7 +432,7 @@ ELSEWHERE: dict[str, str] = {
     "zero": "mixture.informs.type mixture.tokenization.truncation",
 }
 
-#: What another package tells in two messages (a name that is missing, and one that is too much).
+#: Mutations that another package reports in two messages (a missing name and an extra name).
 KNOWN: dict[str, str] = {
     "mapping": "model.tokenizer",
     "misspelled": "mixture.mixture_weights.texts mixture.mixture_weights.topics "
@@ -455,7 +455,7 @@ def dry_run(text: str) -> tuple[int, str]:
 
 
 def complaint(case: Case) -> str:
-    """What is wrong with the answer to a broken file; nothing, where it is as it should be."""
+    """Return the defect of the response to a changed file, or an empty string."""
     try:
         code, text = dry_run(case.text)
     except Exception as error:
@@ -473,7 +473,7 @@ def complaint(case: Case) -> str:
     except InputError as error:
         spans = error.document
     key = case.key
-    while isinstance(key[-1], int):  # items of a list: their place, or that of the list's key
+    while isinstance(key[-1], int):  # an item of a list: its location, or that of the list's key
         key = key[:-1]
     places_of_key = {spans.keys.get(key)} | {
         span for path, span in spans.values.items() if path[: len(key)] == key
@@ -502,11 +502,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_files_themselves_are_valid(folder: Path, name: str) -> None:
     code, text = dry_run(FILES[name])
     assert code == 0, text
-    assert not text or name == "maximal"  # it has keys that other keys make idle
+    assert not text or name == "maximal"  # it has keys without effect
 
 
 def wrong(tried: list[Case]) -> list[str]:
-    """Every answer that is not as it should be."""
+    """Return every defect."""
     out = []
     for case in tried:
         name = re.sub(r"\[\d+\]", "", dotted(case.path))

@@ -1,4 +1,4 @@
-"""YAML to values and places."""
+"""Parsing of YAML to values with locations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run file from nothing to a trained, evaluated and generating model; and what stops it early."""
+"""A run file from data to a trained and evaluated model, and errors before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_from_nothing_to_a_model(folder: Path, capsys: pytest.CaptureFixture[str
     results = json.loads((directory / "eval" / "results.json").read_text())
     assert results["results"]["heldout_cloze"]["sample_len"] == 3
 
-    # the file that it leaves serves what it trained
+    # the written run file serves the trained model
     serve = normalize(nodes.read(directory / "serve.yaml"), require_actions=True)
     assert serve.model is not None
     assert Path(str(serve.model.name_or_path), "config.json").is_file()

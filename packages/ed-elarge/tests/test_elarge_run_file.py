@@ -1,4 +1,4 @@
-"""Run files: what is accepted, what follows from what, and what each mistake is told."""
+"""Run files: accepted forms, derived values, and the messages of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary at the end of a run shows the figures of the method, and no others."""
+"""The summary of a run shows the metrics of the method, and no others."""
 
 from __future__ import annotations
 

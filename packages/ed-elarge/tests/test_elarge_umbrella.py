@@ -1,4 +1,4 @@
-"""`import easydel as ed`: lazy, complete, and alone."""
+"""`import easydel as ed` is lazy and exports every name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_other_easydel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     umbrella = importlib.import_module("easydel")
     umbrella._refuse_the_other_easydel()  # none is installed here
     monkeypatch.setattr(metadata, "version", lambda name: "0.2.0")
-    with pytest.raises(ImportError, match=r"'easydel' 0\.2\.0 is installed beside 'ed-elarge'"):
+    with pytest.raises(ImportError, match=r"'easydel' 0\.2\.0 and 'ed-elarge' are both installed"):
         umbrella._refuse_the_other_easydel()
 
 

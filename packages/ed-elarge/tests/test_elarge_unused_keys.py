@@ -1,4 +1,4 @@
-"""Keys without effect are warned of with their line; names are looked up before they are needed."""
+"""Keys without effect cause a located warning, and names are checked before training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(config: dict[str, Any]) -> RunConfig:
     return normalize(nodes.parse(yaml.safe_dump(config, sort_keys=False), "f"))
 
 
-IDLE: list[tuple[dict[str, Any], str]] = [
+UNUSED: list[tuple[dict[str, Any], str]] = [
     ({"mixture__pack_tokens": False, "trainer__max_length": 64}, "mixture.pack_seq_length"),
     (
         {
@@ -66,7 +66,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "where"), IDLE, ids=[where for _, where in IDLE])
+@pytest.mark.parametrize(("changes", "where"), UNUSED, ids=[where for _, where in UNUSED])
 def test_a_key_without_effect_is_warned_of_at_its_line(changes: dict[str, Any], where: str) -> None:
     checked = run(with_changes(**changes))
     texts = checked.warning_texts()

@@ -1,7 +1,7 @@
-"""The umbrella: `import easydel as ed` gives, lazily, what the seven packages own.
+"""The umbrella package: `import easydel as ed` exports the names of the seven packages lazily.
 
-Importing it costs nothing: a name's package is loaded when the name is used. All names and module
-paths are in one table, `easydel._table`.
+A package is imported at the first use of one of its names. `easydel._table` lists all names and
+module paths.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from easydel._table import attach
 
 
 def _refuse_the_other_easydel() -> None:
-    """Two distributions that install `easydel` overwrite each other's files: say so, and stop."""
+    """Raise an error if another distribution has overwritten files of this `easydel`."""
     try:
         version = metadata.version("easydel")
     except metadata.PackageNotFoundError:
         return
     raise ImportError(
-        f"the distribution 'easydel' {version} is installed beside 'ed-elarge', and both own the "
-        "import name 'easydel': remove one of them and reinstall the other "
+        f"the distributions 'easydel' {version} and 'ed-elarge' are both installed, and both have "
+        "the import name 'easydel': remove one of them and reinstall the other "
         "(pip uninstall easydel ed-elarge; pip install ed-elarge)"
     )
 

@@ -1,8 +1,7 @@
-"""Every name of the umbrella, and the package that owns it; nothing is defined here.
+"""The names of the umbrella and the modules that define them.
 
-`NAMES` is what `import easydel as ed` offers: the public names of the seven packages, and a few
-that EasyDeL's guides import. `MODULES` lists the paths that the guides import from; each offers a
-part of the same names.
+`NAMES` contains the public names of the seven packages and further names from EasyDeL's guides.
+`MODULES` contains the module paths of the guides; each exports a part of the names.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import ed_models
 import ed_trainers
 from ed_infra import lazy
 
-#: The packages, whose public names are lazy themselves.
+#: The packages; their public names are lazy.
 _PACKAGES = (ed_infra, ed_layers, ed_models, ed_data, ed_trainers, ed_esurge, ed_elarge)
 _OTHERS: dict[str, str] = {
     "AVAILABLE_ATTENTION_MECHANISMS": "ed_infra.enums",
@@ -29,7 +28,7 @@ _OTHERS: dict[str, str] = {
     "LlamaModel": "ed_models.families.llama",
 }
 
-#: Name -> the module that has it.
+#: Name -> the module that exports it.
 NAMES: dict[str, str] = {
     **{name: package.__name__ for package in _PACKAGES for name in package.__all__},
     **_OTHERS,
@@ -73,7 +72,7 @@ _PATHS: dict[str, str] = {
     "easydel.infra.factory": "get_config get_module register_config register_module TaskType",
 }
 
-#: Module path -> its names, and the modules that have them.
+#: Module path -> its names and the modules that export them.
 MODULES: dict[str, dict[str, str]] = {
     "easydel": NAMES,
     "easydel.infra": {
@@ -91,5 +90,5 @@ Attached = tuple[Callable[[str], object], Callable[[], list[str]], list[str]]
 
 
 def attach(module: str) -> Attached:
-    """`__getattr__`, `__dir__` and `__all__` of a module of the umbrella."""
+    """Return `__getattr__`, `__dir__` and `__all__` of a module of the umbrella."""
     return lazy.attach(module, MODULES[module])

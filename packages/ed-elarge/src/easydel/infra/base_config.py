@@ -1,4 +1,4 @@
-"""`EasyDeLBaseConfig` and what it is made of. The names are in `easydel._table`."""
+"""`EasyDeLBaseConfig` and its components. The names are in `easydel._table`."""
 
 from easydel._table import attach
 

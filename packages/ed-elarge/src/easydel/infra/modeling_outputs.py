@@ -1,4 +1,4 @@
-"""What a forward pass returns. The names are in `easydel._table`."""
+"""Outputs of a forward pass. The names are in `easydel._table`."""
 
 from easydel._table import attach
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or train it on the training texts (once: it is kept in the run)."""
+    """Load the tokenizer, or train it on the training texts (later runs load it)."""
     from ed_models.checkpoints.tokenizers import load_tokenizer, set_chat_template
 
     from ed_elarge.building import tokenizer_training
@@ -68,7 +68,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
 
 
 def model(elm: eLargeModel) -> CausalLM:
-    """Load the model, or make a new one from `model.config`, on its devices."""
+    """Load the model, or create a new one from `model.config`, on its devices."""
     made = _new_model(elm) if _model_section(elm.config).config is not None else _load(elm.config)
     for section in SECTIONS.values():
         if section.finishes:
@@ -77,12 +77,11 @@ def model(elm: eLargeModel) -> CausalLM:
 
 
 def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> EasyDeLBaseConfig:
-    """The configuration of a new model.
+    """Return the configuration of a new model.
 
     Args:
-        run: what the user wrote; it has `model.config`.
-        of_tokenizer: fields that the tokenizer sets where the user does not; none, for a first look
-            before there is a tokenizer.
+        run: The run, with `model.config`.
+        of_tokenizer: Defaults from the tokenizer; None for a check before the tokenizer exists.
     """
     from ed_infra import registry
 
@@ -96,7 +95,7 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
 
 
 def _labels(run: RunConfig) -> dict[str, Any]:
-    """What the head of a model that is no language model puts out."""
+    """Return the number of outputs of a classification head, as a field of the configuration."""
     labels = run.method_entry.labels
     return {} if labels is None else {"num_labels": labels}
 
@@ -118,7 +117,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
         if config.vocab_size < len(tokens):
             raise ConfigError(
                 f"vocab_size {config.vocab_size} is less than the tokenizer's {len(tokens)} "
-                "tokens: raise it, or leave it out"
+                "tokens: raise it, or omit it"
             )
         module = registry.get_module(run.task, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
@@ -161,17 +160,17 @@ def _load(run: RunConfig) -> CausalLM:
 
 
 def reference_model(elm: eLargeModel) -> CausalLM:
-    """The model of the section `reference_model`."""
+    """Load the model of the section `reference_model`."""
     return _load_other(elm.config, elm.config.reference_model)
 
 
 def teacher_model(elm: eLargeModel) -> CausalLM:
-    """The model of the section `teacher_model`."""
+    """Load the model of the section `teacher_model`."""
     return _load_other(elm.config, elm.config.teacher_model)
 
 
 def reward_model(elm: eLargeModel) -> CausalLM:
-    """The model of the section `reward_model`: one that puts out a score for a sequence."""
+    """Load the model of the section `reward_model`, which computes a score of a sequence."""
     task = TaskType.SEQUENCE_CLASSIFICATION
     return _load_other(elm.config, elm.config.reward_model, task)
 
@@ -179,12 +178,12 @@ def reward_model(elm: eLargeModel) -> CausalLM:
 def _load_other(
     run: RunConfig, section: OtherModelSection | None, task: TaskType = TaskType.CAUSAL_LM
 ) -> CausalLM:
-    """A model on the learner's mesh, with the execution fields of the run."""
+    """Load a model on the mesh of the trained model, with the execution fields of the run."""
     from ed_infra import registry
     from ed_infra.config.fields import FIELDS
     from ed_models.checkpoints import hub
 
-    assert section is not None, "the part is asked for where the section is"
+    assert section is not None, "this part is built only if its section exists"
     changes = {field: value for field, (_, value) in run.config_fields().items()}
     changes = {field: value for field, value in changes.items() if field in FIELDS}
     changes["sharding_axis_names"] = run.sharding.axis_names
@@ -235,14 +234,14 @@ def _weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:
 
 
 def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
-    """Put the adapters on the model that was built."""
+    """Add the adapters to the model."""
     run, section = elm.config, elm.config.adapters
     if section is None:
         return model
     if run.lora is None:
         print(
-            "quantized weights cannot learn, and there is no section lora: adapters of rank "
-            f"{section.rank} on every linear layer but the head learn instead"
+            "quantized weights are frozen, and the section lora is missing: training adapters of "
+            f"rank {section.rank} on every linear layer except the head"
         )
     if section.name_or_path is not None:
         from ed_models.adapters.peft import load_adapter
@@ -261,27 +260,27 @@ def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
 
 
 def look_ahead(run: RunConfig) -> None:
-    """Find early what would otherwise show after hours of reading: before anything is tokenized.
+    """Find errors before any data is tokenized.
 
-    The configuration of a new model is made, its mesh laid over the devices, the functions of the
-    data are imported, and the fields of its first rows looked up.
+    Create the configuration of a new model and its mesh, import the functions of the data, and
+    check the fields of the first rows.
 
     Raises:
-        InputError: one of these cannot be done.
+        InputError: One of these steps fails.
     """
     from ed_data import check_names
 
     if run.model is not None and run.model.config is not None:
         config = new_config(run)
         with run.blame("model", "config"):
-            config.mesh  # noqa: B018 - making it is the check
+            config.mesh  # noqa: B018 - creates the mesh
     remarks = check_names(run.mixture, run.schema) if run.mixture is not None else []
     if remarks:
         raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
 
 
 def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoader | None]:
-    """The training batches and, where the mixture holds texts out, those of evaluation."""
+    """Return the loaders of training and evaluation; the latter is None without held-out data."""
     from ed_data import build_loader, build_prompts
 
     run, tokens = elm.config, elm.build_tokenizer()
@@ -300,7 +299,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
 
 
 def held_out_texts(elm: eLargeModel) -> list[str]:
-    """The texts that the mixture sets aside; none where it sets none aside."""
+    """Return the held-out texts of the mixture."""
     from ed_data import texts
 
     return (
@@ -317,10 +316,10 @@ def _mixture(run: RunConfig) -> Mixture:
 
 
 def trainer(elm: eLargeModel) -> Trainer:
-    """The trainer of the section `trainer`.
+    """Create the trainer of the section `trainer`.
 
-    A method that learns from completions of its own gets them from here too: this is the one place
-    that knows both the trainer and the engine.
+    A method that samples completions receives the engine here: this is the only function that uses
+    both the trainer and the engine.
     """
     from ed_trainers.methods import trainer_class
     from ed_trainers.options.online import RewardedArguments
@@ -356,7 +355,7 @@ def trainer(elm: eLargeModel) -> Trainer:
 
 
 def rollout(elm: eLargeModel) -> EngineRollout:
-    """Completions for a method that learns from its own, by an engine of the section `esurge`."""
+    """Create the rollout of an online method with an engine of the section `esurge`."""
     from ed_elarge.engine.lending import engine_of_run
     from ed_elarge.engine.rollout import EngineRollout
 
@@ -368,7 +367,7 @@ def rollout(elm: eLargeModel) -> EngineRollout:
 
 
 def engine(elm: eLargeModel) -> eSurge:
-    """The engine of the section `esurge` around the model."""
+    """Create the engine of the section `esurge` for the model."""
     from ed_esurge.engine import eSurge
 
     return eSurge(elm.part("model"), elm.part("tokenizer"), elm.config.esurge)

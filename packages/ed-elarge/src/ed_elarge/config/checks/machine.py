@@ -1,8 +1,8 @@
-"""Whether a run fits this machine, as far as names tell: files, folders, functions, ports.
+"""Checks of a run on this machine: files, folders, functions and ports.
 
-`normalize` reads a file alike everywhere; the checks here depend on where. They cost milliseconds
-and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every
-run begin with them. `ed_elarge.config.table` says which section or action each belongs to.
+The result of `normalize` does not depend on the machine; these checks do. They take milliseconds
+and import neither jax nor transformers nor modules of the user. `--dry-run`, `validate` and every
+run start with them. `ed_elarge.config.table` assigns them to sections and actions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ed_elarge.errors import KeyPath, Problem
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-# Sections; paths start at the sections.
+# Checks of sections; paths start at the sections.
 
 
 def model(run: RunConfig) -> Iterator[Problem]:
-    """Directories of the model and of its tokenizer; hub ids are looked up on loading."""
+    """Check the directories of the model and its tokenizer; hub ids are checked when loading."""
     section = run.model
     if section is None:
         return
@@ -58,33 +58,33 @@ def model(run: RunConfig) -> Iterator[Problem]:
     config, known = run.known_model, architectures.model_types()
     if config is not None and config.get("model_type") not in known:
         problem = unknown_name("model type", config.get("model_type"), known)
-        yield Problem(here, f"its config.json says: {problem}")
+        yield Problem(here, f"in its config.json: {problem}")
 
 
 def reference_model(run: RunConfig) -> Iterator[Problem]:
-    """Directory of the reference."""
+    """Check the directory of the reference model."""
     yield from _other_model("reference_model", run.reference_model)
 
 
 def teacher_model(run: RunConfig) -> Iterator[Problem]:
-    """Directory of the teacher."""
+    """Check the directory of the teacher model."""
     yield from _other_model("teacher_model", run.teacher_model)
 
 
 def reward_model(run: RunConfig) -> Iterator[Problem]:
-    """Directory of the reward model."""
+    """Check the directory of the reward model."""
     yield from _other_model("reward_model", run.reward_model)
 
 
 def adapter(run: RunConfig) -> Iterator[Problem]:
-    """The directory of the adapter; hub ids are looked up on loading."""
+    """Check the directory of the adapters; hub ids are checked when loading."""
     if run.lora is not None and run.lora.name_or_path is not None:
         here = ("lora", "name_or_path")
         yield from _model_directory(here, run.lora.name_or_path, ("adapter_config.json",))
 
 
 def data(run: RunConfig) -> Iterator[Problem]:
-    """Files and functions of the data; addresses (`gs://…`) are not asked."""
+    """Check files and functions of the data; remote files (`gs://…`) are not accessed."""
     mixture = run.mixture
     if mixture is None:
         return
@@ -101,14 +101,14 @@ def data(run: RunConfig) -> Iterator[Problem]:
 
 
 def save_directory(run: RunConfig) -> Iterator[Problem]:
-    """Where the trainer writes."""
+    """Check the output directory of the trainer."""
     if run.trainer is not None:
         for message in _unwritable(run.directory):
             yield Problem(("trainer", "save_directory"), message)
 
 
 def reward_functions(run: RunConfig) -> Iterator[Problem]:
-    """Rules and entry points by their names; modules of functions. A judge is one of them."""
+    """Check the reward functions and the judge: rules, entry points, and modules of functions."""
     trainer = run.trainer
     entries: list[tuple[KeyPath, RewardName]] = []
     if isinstance(trainer, RewardedArguments):
@@ -135,17 +135,17 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
 
 
 def include_path(run: RunConfig) -> Iterator[Problem]:
-    """Directories with task files."""
+    """Check the directories with task files."""
     for i, directory in enumerate(run.eval.include_path):
         if not Path(directory).is_dir():
             yield Problem(("eval", "include_path", i), f"no such directory: {directory}")
 
 
-# Actions; paths start at their parameters.
+# Checks of actions; paths start at their parameters.
 
 
 def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
-    """The port must be free, and the files there."""
+    """Check that the port is free and that the files exist."""
     options = action.options
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -167,17 +167,17 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
 
 
 def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:
-    """Where the action writes."""
+    """Check the output file of the action."""
     name = "path" if hasattr(action.options, "path") else "output_path"
     path = getattr(action.options, name)
     if path is not None:
         for message in _unwritable(Path(path).parent):
             yield Problem((name,), message)
         if Path(path).is_dir():
-            yield Problem((name,), f"{path} is a folder: give the name of a file")
+            yield Problem((name,), f"{path} is a folder: set the path of a file")
 
 
-# What they look at.
+# Files, functions and folders.
 
 
 def _other_model(name: str, section: OtherModelSection | None) -> Iterator[Problem]:
@@ -189,13 +189,13 @@ def _model_directory(path: KeyPath, value: str, needed: tuple[str, ...]) -> Iter
     directory = Path(value).expanduser()
     if directory.is_dir():
         if not any((directory / name).exists() for name in needed):
-            yield Problem(path, f"the directory holds no {' or '.join(needed)}")
+            yield Problem(path, f"the directory contains no {' or '.join(needed)}")
     elif value.count("/") != 1 or value.startswith((".", "/", "~")):
-        yield Problem(path, "no such directory here, and a hub id has the form organisation/name")
+        yield Problem(path, "no such directory, and a hub id has the form organization/name")
 
 
 def _inform(inform: Inform) -> Iterator[tuple[str, str]]:
-    """`(key, message)` for whatever an inform names that is not there."""
+    """Yield `(key, message)` for each missing file or function of an inform."""
     if inform.kind == "python":
         yield from (("data_files", m) for m in _not_importable(str(inform.data_files)))
     for file in inform.files if inform.kind in FILE_TYPES else ():
@@ -213,7 +213,7 @@ def _exists(file: str) -> bool:
 
 
 def _not_importable(address: str) -> Iterator[str]:
-    """Why `module:attribute` is not there, as far as the module's source tells."""
+    """Yield why `module:attribute` cannot be imported, from the source of the module."""
     module = address.partition(":")[0]
     spec = _spec(module)
     if spec is None:
@@ -223,7 +223,7 @@ def _not_importable(address: str) -> Iterator[str]:
 
 
 def _without_attribute(spec: ModuleSpec, address: str) -> Iterator[str]:
-    """Why `module:attribute` is not in the module, as far as the module's source tells."""
+    """Yield why a module lacks an attribute, from the source of the module."""
     if spec.origin is not None and spec.origin.endswith(".py"):
         source = Path(spec.origin).read_text("utf-8", errors="replace")
         module, _, attribute = address.rpartition(":")
@@ -235,7 +235,7 @@ def _without_attribute(spec: ModuleSpec, address: str) -> Iterator[str]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """The place of a module; its packages are not imported."""
+    """Find a module without importing its packages."""
     top, *rest = module.split(".")
     try:
         spec = find_spec(top)
@@ -250,15 +250,15 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def _unwritable(directory: Path) -> Iterator[str]:
-    """Why files could not be written in a folder, if they could not; it need not be there yet."""
+    """Yield why a folder, which may not exist yet, is not writable."""
     try:
         existing = directory
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
     except OSError as error:
-        yield f"cannot make the folder {directory}: {error.strerror}"
+        yield f"cannot create the folder {directory}: {error.strerror}"
         return
     if not existing.is_dir():
-        yield f"cannot make the folder {directory}: {existing} is a file"
+        yield f"cannot create the folder {directory}: {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"cannot write to {directory}: {existing} belongs to another user"
