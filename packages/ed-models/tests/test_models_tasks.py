@@ -101,7 +101,7 @@ class TestClassifiers:
         make = AutoEasyDeLModelForSequenceClassification.from_pretrained
         classifier = make(saved, **options)
         assert isinstance(classifier, SequenceClassifier)
-        assert "score.weight of LlamaForSequenceClassification starts random" in said.text
+        assert "score.weight of LlamaForSequenceClassification is randomly initialized" in said.text
         kernel = np.asarray(classifier.score.kernel.get_value())
         assert kernel.shape == (16, 3) and kernel.std() > 0
         np.testing.assert_array_equal(make(saved, **options).score.kernel.get_value(), kernel)
@@ -124,7 +124,7 @@ class TestClassifiers:
     def test_rows_without_an_end_are_refused(self):
         config = LlamaConfig(**{**SHAPE, "pad_token_id": None}, **ONE)
         classifier = AutoEasyDeLModelForSequenceClassification.from_config(config)
-        with pytest.raises(ConfigError, match="nothing says which tokens are padding"):
+        with pytest.raises(ConfigError, match="the padding of 3 rows is unknown"):
             classifier(IDS)
         assert classifier(IDS[:1]).logits.shape == (1, 2)
         assert classifier(IDS, attention_mask=MASK).logits.shape == (3, 2)
@@ -176,7 +176,7 @@ class TestRewards:
         assert every.shape == (*twice.shape, 1)
         for end in (ids.shape[1] - 1, twice.shape[1] - 1):
             np.testing.assert_allclose(every[:, end], alone, atol=1e-5)
-        with pytest.raises(ConfigError, match="no one last token"):
+        with pytest.raises(ConfigError, match="several last tokens"):
             reward(twice, segment_ids=segments)
 
     def test_reward_model_has_one_label(self, saved, tmp_path):
@@ -246,7 +246,7 @@ class TestEmbedders:
 
     def test_embedder_requires_segments_with_segment_ids(self, saved):
         embedder = AutoEasyDeLModelForEmbedding.from_pretrained(saved, **ONE)
-        with pytest.raises(ConfigError, match="segment_ids and segments come together"):
+        with pytest.raises(ConfigError, match="segment_ids and segments must be passed together"):
             embedder(IDS, segment_ids=MASK)
 
     def test_a_checkpoint_of_another_task(self, hidden, saved, tmp_path):

@@ -29,9 +29,10 @@ from jax.typing import DTypeLike
 from ed_models.checkpoints.filling import fill, fill_quantized, fill_simulated, fill_stored
 from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
+from ed_models.checkpoints.task_rules import rules_of
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.weights.rules import STANDARD, TIED, renamer
+from ed_models.weights.rules import TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
 
@@ -179,7 +180,7 @@ def weight_map(
         stored: whether a quantized matrix is its codes and scales; else the plain one.
     """
     shapes = {name: tuple(leaf.shape[at:]) for name, leaf, at in _tensors(state, stored=stored)}
-    rules = getattr(cls, "WEIGHTS", STANDARD)
+    rules = rules_of(cls)
     return WeightMap((*PARTS_AS_THEY_ARE, *rules) if stored else rules, shapes, config)
 
 

@@ -1,4 +1,4 @@
-"""Tables of weights for what is saved without the rest: a body alone, a body under another head."""
+"""Weight rules of bodies without a head and of classifiers, derived from those of a family."""
 
 from __future__ import annotations
 
@@ -10,41 +10,51 @@ from ed_infra.errors import ConfigError
 
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.blocks import Relation, Shape
-from ed_models.weights.rules import Layout, Rule, ignore, transpose
+from ed_models.weights.rules import STANDARD, Layout, Rule, ignore, transpose
 
-#: Our name of the body in a module with a head.
+#: Name of the body in a module with a head.
 BODY = "model"
 _HEAD: Mapping[str, Shape] = {"lm_head.kernel": (1, 1), "lm_head.bias": (1,)}
-#: The head of a classifier, in Hugging Face's layout whatever the family's other matrices have.
+#: The head of a classifier; its layout is Hugging Face's for all families.
 SCORE = Rule("score.kernel", "score.weight", transpose)
 
 
-def without_first_part(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The table of a body alone, of the table of the class that has it under `model`.
+def body_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules of a body, from the rules of the class with the body under `model`.
 
-    `transformers` saves a body without the first part of its names (`transformer.h.0…` is `h.0…`).
-    Heads in the files are ignored: of such a file only the body is read.
+    `transformers` saves a body without the first part of the names (`transformer.h.0…` is `h.0…`).
+    Tensors of heads are ignored.
     """
     return (*(_alone(rule) for rule in rules), ignore(SCORE.hf), *_heads(rules))
 
 
-def under_a_classifier(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The table of a body with a head that classifies; a language-model head is ignored."""
+def classifier_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules of a classifier; the tensors of a language-model head are ignored."""
     return (SCORE, *rules, *_heads(rules))
 
 
+def rules_of(cls: type) -> Sequence[Rule]:
+    """Return the weight rules of a module class: its own, or those of the class with its head."""
+    for base in cls.__mro__:
+        if "WEIGHTS" in vars(base):
+            return vars(base)["WEIGHTS"]
+        if "head_class" in vars(base):
+            return body_rules(vars(base)["head_class"].WEIGHTS)
+    return STANDARD
+
+
 def _heads(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules that ignore the language-model head, under the name that the family has for it."""
+    """Return rules that ignore the language-model head, under the names of the family."""
     names: list[str] = []
     for name, shape in _HEAD.items():
-        with suppress(ConfigError):  # a table of a tied model need not have a rule for it
+        with suppress(ConfigError):  # rules of a tied model may have no rule for the head
             names += WeightMap(rules, {name: shape}).hf_shapes
     return tuple(map(ignore, names))
 
 
 def _alone(rule: Rule) -> Rule:
     first = f"{BODY}."
-    if not rule.ours:  # tensors that nobody needs
+    if not rule.ours:  # an ignored tensor
         return ignore(rule.hf.removeprefix(first))
     names = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     open_ended = names[0].startswith("{")

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as `transformers` loads it."""
+"""The tokenizer or processor of a checkpoint, as `transformers` loads it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ed_infra.chats import read_chat_template
 from ed_infra.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 def load_tokenizer(
@@ -32,17 +32,43 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, **options
-        )
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"no tokenizer could be loaded from {name!r}: {reason}") from error
+    tokenizer = _load(AutoTokenizer, "tokenizer", name, revision, trust_remote_code)
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
+
+
+def load_processor(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ProcessorMixin:
+    """Load the processor of a vision-language model: its tokenizer and its image processor.
+
+    Args:
+        name: The directory or repository.
+        revision: The branch, tag or commit of a repository.
+        trust_remote_code: Whether the repository may run its own Python code.
+
+    Raises:
+        CheckpointError: There is no processor.
+    """
+    from transformers import AutoProcessor
+
+    processor = _load(AutoProcessor, "processor", name, revision, trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise CheckpointError(
+            f"{name!r} has a tokenizer, but no image processor: add the files that "
+            "`AutoProcessor.save_pretrained` writes"
+        )
+    return processor
+
+
+def _load(kind: Any, what: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    try:
+        return kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"no {what} could be loaded from {name!r}: {reason}") from error
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:

@@ -24,13 +24,13 @@ from ed_layers.projections.linear import Transposed, Weight
 from jaxtyping import Array, Float, Int
 
 from ed_models.tasks.derived import DERIVED
-from ed_models.tasks.head_model import HeadModel
+from ed_models.tasks.head_model import Body, HeadModel
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
-class VocabularyHead(HeadModel):
+class VocabularyHead(HeadModel[Body]):
     """A body under `model`, and a head for tokens, which a tied model shares with the embedding."""
 
     #: Whether an untied head has a bias.

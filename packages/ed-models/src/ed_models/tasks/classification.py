@@ -1,7 +1,8 @@
-"""A head that classifies or scores whole sequences, on the body of any family.
+"""Classification and scoring of whole sequences, with the body of any family.
 
 Numbers and names follow Hugging Face's `GenericForSequenceClassification` (`modeling_layers.py`)
-and `ForSequenceClassificationLoss` (`loss_utils.py`). A reward model is a classifier of one label.
+and `ForSequenceClassificationLoss` (`loss_utils.py`). A reward model is a classifier
+with one label.
 
 Legend: b batch, s sequence, d hidden, c labels.
 """
@@ -21,19 +22,30 @@ from ed_infra.outputs import SequenceClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
-from ed_models.checkpoints.task_rules import SCORE
-from ed_models.tasks.head_model import HeadModel
+from ed_models.checkpoints.task_rules import SCORE, classifier_rules
+from ed_models.tasks.head_model import BodyT, HeadModel, task_class
 from ed_models.weights.blocks import Shape
 
 logger = get_logger(__name__)
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-class SequenceClassifier(HeadModel):
-    """A decoder body under `model`, and `score`: from the last token of a row to labels."""
+class SequenceClassifier(HeadModel[BodyT]):
+    """A decoder body under `model`, and `score`, which maps the last token of a row to labels."""
+
+    @classmethod
+    def for_family(cls, family: type[HeadModel[BodyT]]) -> type[SequenceClassifier[BodyT]]:
+        """Return the classifier with the body of a family."""
+
+        class Classifier(SequenceClassifier[BodyT]):
+            __doc__ = f"{SequenceClassifier.__doc__}\n\nThe body is that of `{family.__name__}`."
+            body_class = family.body_class
+            WEIGHTS = classifier_rules(family.WEIGHTS)
+
+        return task_class(Classifier, family, "ForSequenceClassification")
 
     def add_head(self, parts: Parts) -> None:
-        """A matrix without bias, [d, c]; `config.num_labels` is c."""
+        """Create the matrix [d, c], without bias; `config.num_labels` is c."""
         labels = self.config.num_labels or 0
         if labels < 1:
             raise ConfigError(f"num_labels is {labels}; it must be at least 1")
@@ -54,8 +66,9 @@ class SequenceClassifier(HeadModel):
     ) -> SequenceClassifierOutput:
         """Score each row at its last token, or every token.
 
-        The last token is the last one of `attention_mask`; without a mask the last one that is not
-        `config.pad_token_id`; without either, or with `inputs_embeds` alone, the last of the row.
+        The last token is the last nonzero position of `attention_mask`. Without a mask, the last
+        token is the last one that differs from `config.pad_token_id`. Without both, or with only
+        `inputs_embeds`, the last token is the last position of the row.
 
         Args:
             input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
@@ -63,16 +76,16 @@ class SequenceClassifier(HeadModel):
             segment_ids: packed documents 1, 2, ...; 0 = padding; then `logits_at` is "all".
             position_ids: rotary positions; default: count the tokens of a row (of a segment).
             past_key_values: a cache, or None.
-            logits_at: "last" [b, c]; or "all" [b, s, c]: whoever packs knows where documents end.
+            logits_at: "last" [b, c]; or "all" [b, s, c], for packed rows.
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
 
         Raises:
-            ConfigError: several rows of tokens, and nothing says which of them are padding; or
+            ConfigError: several rows of tokens without a mask and without a padding token; or
                 packed rows with `logits_at` "last".
         """
         if segment_ids is not None and logits_at == "last":
-            raise ConfigError('packed rows have no one last token: set logits_at="all"')
+            raise ConfigError('a packed row has several last tokens: set logits_at="all"')
         body = self.model(
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -111,8 +124,8 @@ class SequenceClassifier(HeadModel):
             return jnp.full(b, s - 1)
         elif pad is None:
             raise ConfigError(
-                f"{b} rows, and nothing says which tokens are padding: give attention_mask, or "
-                'a configuration with pad_token_id (config_kwargs={"pad_token_id": ...})'
+                f"the padding of {b} rows is unknown: pass attention_mask, or use a configuration "
+                'with pad_token_id (config_kwargs={"pad_token_id": ...})'
             )
         else:
             real = jnp.asarray(input_ids) != pad
@@ -121,16 +134,16 @@ class SequenceClassifier(HeadModel):
     def compute_loss(
         self, input_ids: Int[Array, "b s"], labels: Array, **inputs: Any
     ) -> tuple[SequenceClassifierOutput, Float[Array, ""]]:
-        """Mean loss over the rows, of the kind that `config.problem_type` says.
+        """Compute the mean loss of the rows for `config.problem_type`.
 
         Args:
-            labels: int [b]; float [b] or [b, c] of a regression; 0 or 1 [b, c] of several labels.
-                Without a `problem_type` one label is a regression, integers are one of several
-                labels, anything else is several at once.
+            labels: int [b] for classes; float [b] or [b, c] for a regression; 0 or 1 [b, c] for
+                several labels per row. Without a `problem_type`, a model with one label is a
+                regression, integers are classes, and other labels are several per row.
             inputs: further arguments of `__call__`.
 
         Returns:
-            the output with `loss` set, and the number of rows.
+            The output with `loss`, and the number of rows.
 
         Raises:
             ConfigError: `problem_type` is unknown.
@@ -153,19 +166,19 @@ class SequenceClassifier(HeadModel):
     def new_tensors(
         cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
     ) -> Mapping[str, np.ndarray]:
-        """A random head, where the checkpoint says that it is of another task; a warning says so.
+        """Return a random head for a checkpoint of another task, and log a warning.
 
         Args:
-            config: read from the checkpoint; its `architectures` name the class that was saved.
-            shapes: of the tensors that the model wants.
+            config: configuration of the checkpoint; `architectures` names the saved class.
+            shapes: shapes of the tensors that the model loads.
         """
         saved = config.architectures or []
         if any("SequenceClassification" in name for name in saved):
             return {}
         once(
             logger,
-            f"the checkpoint is of {', '.join(saved) or 'no class that it names'}: {SCORE.hf} of "
-            f"{cls.__name__} starts random and is to be trained",
+            f"the checkpoint was saved from {', '.join(saved) or 'an unknown class'}: "
+            f"{SCORE.hf} of {cls.__name__} is randomly initialized and must be trained",
         )
         std = getattr(config, "initializer_range", 0.02)
         values = np.random.default_rng(0).normal(0.0, std, shapes[SCORE.hf])

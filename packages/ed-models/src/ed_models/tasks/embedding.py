@@ -6,7 +6,7 @@ Legend: b batch, s sequence, d hidden.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import jax
 from ed_infra.errors import ConfigError
@@ -14,10 +14,12 @@ from ed_infra.outputs import EmbeddingOutput
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.checkpoints.task_rules import body_rules
+from ed_models.tasks.head_model import BodyT, HeadModel, task_class
 from ed_models.tasks.pooling import Pooling
 
 
-class Embedder(EasyDeLBaseModule):
+class Embedder(EasyDeLBaseModule, Generic[BodyT]):
     """A mixin in front of a body class: the call pools the hidden states of each row.
 
     The parameters and files are those of the body, plus the files of sentence-transformers.
@@ -25,6 +27,15 @@ class Embedder(EasyDeLBaseModule):
     """
 
     pooling: Pooling = Pooling()
+
+    @classmethod
+    def for_family(cls, family: type[HeadModel[BodyT]]) -> type[Embedder[BodyT]]:
+        """Return the embedder whose base class is the body of a family."""
+        body = body_of(family)
+        doc = f"{Embedder.__doc__}\n\nThe body is that of `{family.__name__}`."
+        content = {"__doc__": doc, "architecture": body.__name__}  # files name the body
+        made: Any = type(Embedder)("Embedder", (Embedder, body), content)
+        return task_class(made, family, "ForEmbedding")
 
     def __call__(
         self,
@@ -52,7 +63,10 @@ class Embedder(EasyDeLBaseModule):
             ConfigError: only one of `segment_ids` and `segments` is given.
         """
         if (segment_ids is None) != (segments is None):
-            raise ConfigError("segment_ids and segments come together: how many texts a row holds")
+            raise ConfigError(
+                "segment_ids and segments must be passed together: segments is the number of texts "
+                "in a row"
+            )
         body: Any = super().__call__(  # type: ignore[misc]
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -87,3 +101,17 @@ class Embedder(EasyDeLBaseModule):
         super().write_settings(directory)
         body: Any = self
         self.pooling.write(directory, body.embed_tokens.embedding.shape[-1])
+
+
+def body_of(family: type[Any]) -> type[Any]:
+    """Return the class of the body of a family."""
+    body = family.body_class
+    if getattr(body, "head_class", family) is family:
+        return body
+    # The body belongs to another family: its names follow from the rules of this family.
+    content = {"__doc__": body.__doc__, "WEIGHTS": body_rules(family.WEIGHTS)}
+    made: Any = type(body)(body.__name__, (body,), content)
+    name = body.__name__
+    made = task_class(made, family, "")
+    made.__name__ = made.__qualname__ = name
+    return made

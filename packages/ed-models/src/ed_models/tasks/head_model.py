@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from ed_infra.enums import TaskType
+from ed_infra.outputs import BaseModelOutput
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.parts import Parts
+from ed_layers.projections.embed import Embed
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.checkpoints.task_rules import without_first_part
 from ed_models.weights.rules import STANDARD
 
 
-class HeadModel(EasyDeLBaseModule):
+class Body(Protocol):
+    """A body without a head, such as `ed_models.body.decoder.Decoder`."""
+
+    @property
+    def embed_tokens(self) -> Embed:
+        """The token embedding."""
+        ...
+
+    def __call__(self, *args: Any, **inputs: Any) -> BaseModelOutput:
+        """Return the hidden states of the tokens."""
+        ...
+
+    def cache_specs(self) -> Sequence[LayerSpecs]:
+        """Return the memory of each layer."""
+        ...
+
+    def prompt_class(self, prompt_len: int) -> int:
+        """Return the class of a prompt length."""
+        ...
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
     """A body under `model`. Subclasses set `body_class`, and create a head in `add_head`.
 
     Attributes:
         body_class: class of the body. Its `__call__` accepts tokens, masks, positions and a cache
-            (see `CausalLM.__call__`) and returns a BaseModelOutput. A body without `WEIGHTS` gets
-            the table of this class, for checkpoints that contain only the body.
+            (see `CausalLM.__call__`) and returns a BaseModelOutput. A checkpoint of a body without
+            `WEIGHTS` is read with the rules of this class.
         DERIVED: further tasks of the family, for the registry: task -> function that returns the
             module class of the task for a class with this body.
     """
@@ -35,20 +61,21 @@ class HeadModel(EasyDeLBaseModule):
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         body = cls.__dict__.get("body_class")
-        if body is not None and "WEIGHTS" not in vars(body):
-            body.WEIGHTS, body.head_class = without_first_part(cls.WEIGHTS), cls
+        if body is not None and not {"WEIGHTS", "head_class"} & vars(body).keys():
+            body.head_class = cls
 
     def __init__(
         self,
         config: Any,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         *,
         rngs: nnx.Rngs,
     ):
         super().__init__(config, dtype, param_dtype, precision)
-        self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
+        body = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
+        self.model = cast(BodyT, body)
         self.add_head(Parts(config, rngs, self.dtype, self.param_dtype, precision))
 
     def add_head(self, parts: Parts) -> None:
@@ -66,3 +93,26 @@ class HeadModel(EasyDeLBaseModule):
     def prompt_class(self, prompt_len: int) -> int:
         """Return the class of a prompt length; see `Decoder.prompt_class`."""
         return self.model.prompt_class(prompt_len)
+
+
+# Class attributes about checkpoints, which other tasks of a family share.
+_OF_CHECKPOINTS = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES")
+
+
+def task_class(made: type[Any], family: type[Any], task: str) -> type[Any]:
+    """Name a class after the body of a family, as Hugging Face does, and return the class.
+
+    Args:
+        made: the class, `SequenceClassifier` or `Embedder` with the body of the family.
+        family: the language model of the family.
+        task: the end of the name: `Gemma3TextModel` and `ForEmbedding` give
+            `Gemma3TextForEmbedding`.
+    """
+    body = family.body_class.__name__
+    stem = body.removesuffix("Model") if body.endswith("Model") else family.__name__
+    made.__name__ = made.__qualname__ = f"{stem}{task}"
+    made.__module__ = family.__module__
+    for name in _OF_CHECKPOINTS:
+        if hasattr(family, name):
+            setattr(made, name, getattr(family, name))
+    return made
