@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ed_data.schema import TEXT
 from ed_infra.compilation.cache import keep_compiled_programs
+from ed_infra.enums import TaskType
 
 from ed_elarge.actions.summary import Summary
 from ed_elarge.building.parts import look_ahead
@@ -154,7 +156,7 @@ def train(session: Session, options: NoOptions) -> None:
     if before is not None and before == output.metrics["steps"]:
         print(f"the training had already finished ({before} steps)")
     held_out = elm.build_eval_dataset()
-    if held_out is not None and elm.config.method_entry.rows == "text":
+    if held_out is not None and elm.config.schema == TEXT and elm.config.task == TaskType.CAUSAL_LM:
         batches = _with_progress(held_out, "evaluating on held-out text")
         summary.learned = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
 

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ed_data.tokens.chats import end_of_answer
-from ed_models.generation.options import special_tokens
+from ed_models.generation.options import SPECIAL, special_token
 from ed_models.generation.values import token_ids
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def stop_after_answers(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> N
     """
     end = end_of_answer(tokenizer)
     stored = json.loads(model.generation_json) if model.generation_json else {}
-    defaults = special_tokens(model.config)
+    found = {name: special_token(model.config, name) for name in SPECIAL}
+    defaults = {name: token for name, token in found.items() if token is not None}
     ends = token_ids("eos_token_id", stored.get("eos_token_id", defaults.get("eos_token_id")))
     if end is None or end in ends or end >= model.config.vocab_size:
         return

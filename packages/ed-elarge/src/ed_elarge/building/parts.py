@@ -7,6 +7,7 @@ first use of the part and caches the result. Each function imports the packages 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Mixture
@@ -29,9 +30,13 @@ if TYPE_CHECKING:
     from ed_infra.specs import EasyDeLQuantizationConfig
     from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.trainer import Trainer
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from ed_elarge.engine.rollout import EngineRollout
+
+
+#: Tasks whose inputs are more than one sequence of tokens.
+_WITH_OTHER_INPUTS = (TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT)
 
 
 # The tokenizer.
@@ -44,24 +49,45 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     from ed_elarge.building import tokenizer_training
 
     run = elm.config
-    model = _model_section(run)
-    section = model.tokenizer_section
+    section = _model_section(run).tokenizer_section
     with run.blame("model", "tokenizer"):
-        if section.train is not None:
+        if run.has_images:
+            made = elm.part("processor").tokenizer
+        elif section.train is not None:
             made = tokenizer_training.load_or_train(
                 section.train, _mixture(run), run.directory / "tokenizer", run.schema
             )
         else:
-            extras = model.extra_kwargs
-            made = load_tokenizer(
-                str(section.name_or_path or model.name_or_path),
-                revision=extras.revision,
-                trust_remote_code=extras.trust_remote_code or run.loader.trust_remote_code,
-            )
+            made = load_tokenizer(**_tokenizer_source(run))
     if section.chat_template is not None:
         with run.blame("model", "tokenizer", "chat_template"):
             set_chat_template(made, section.chat_template)
     return made
+
+
+def processor(elm: eLargeModel) -> ProcessorMixin:
+    """Load the processor of a vision-language model, which contains its tokenizer."""
+    from ed_models.checkpoints.tokenizers import load_processor, set_chat_template
+
+    run = elm.config
+    template = _model_section(run).tokenizer_section.chat_template
+    with run.blame("model", "tokenizer"):
+        made: Any = load_processor(**_tokenizer_source(run))
+    if template is not None:
+        with run.blame("model", "tokenizer", "chat_template"):
+            set_chat_template(made, template)
+    return made
+
+
+def _tokenizer_source(run: RunConfig) -> dict[str, Any]:
+    """Return the arguments that load the tokenizer or processor."""
+    section = _model_section(run)
+    extras = section.extra_kwargs
+    return {
+        "name": str(section.tokenizer_section.name_or_path or section.name_or_path),
+        "revision": extras.revision,
+        "trust_remote_code": extras.trust_remote_code or run.loader.trust_remote_code,
+    }
 
 
 # The model.
@@ -90,6 +116,10 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
     changes = {field: value for field, (_, value) in run.config_fields().items()}
     with run.blame("model", "config"):
         model_type = fields.pop("model_type")
+        text = fields.get("text_config")
+        if of_tokenizer is not None and isinstance(text, Mapping):  # the language model inside
+            fields["text_config"] = {**of_tokenizer, **text}
+            of_tokenizer = None
         made = {**_labels(run), **(of_tokenizer or {}), **fields, **changes}
         return registry.get_config(model_type)(**made)
 
@@ -114,9 +144,10 @@ def _new_model(elm: eLargeModel) -> CausalLM:
         },
     )
     with run.blame("model", "config"):
-        if config.vocab_size < len(tokens):
+        vocab_size = config.get_text_config().vocab_size
+        if vocab_size < len(tokens):
             raise ConfigError(
-                f"vocab_size {config.vocab_size} is less than the tokenizer's {len(tokens)} "
+                f"vocab_size {vocab_size} is less than the tokenizer's {len(tokens)} "
                 "tokens: raise it, or omit it"
             )
         module = registry.get_module(run.task, config.model_type)
@@ -145,6 +176,11 @@ def _load(run: RunConfig) -> CausalLM:
             raise ConfigError(
                 f"`architectures` in config.json of {local} names a model for {task.value!r}, and "
                 f"{run.method} trains models for {known}: set model.task"
+            )
+        if run.task == TaskType.AUTO_BIND and task in _WITH_OTHER_INPUTS:
+            raise ConfigError(
+                f"{local} is a model for {task.value!r}, whose data must be known before the model "
+                f"is loaded: set model.task: {task.value}"
             )
         if task not in GENERATING:
             changes = {**_labels(run), **changes}
@@ -290,12 +326,31 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         build: Any = build_prompts
     else:
         build, options["seq_length"] = build_loader, run.sequence_length[0]
+        if run.has_images:
+            options["processor"] = elm.part("processor")
+        if run.schema.task == "seq2seq_lm":
+            options["decoder_start_token_id"] = _decoder_start(elm)
     size = run.batch_size if trainer is None else trainer.loader_batch_size
     train = build(mixture, tokens, batch_size=size, split="train", **options)
     if not run.has_held_out:
         return train, None
     size = (trainer.eval_batch_size if trainer is not None else None) or size
     return train, build(mixture, tokens, batch_size=size, split="eval", **options)
+
+
+def _decoder_start(elm: eLargeModel) -> int:
+    """Return the first decoder token of an encoder-decoder model."""
+    from ed_models.generation.options import special_token
+    from ed_models.generation.values import token_ids
+
+    config = elm.part("model").config
+    token = special_token(config, "decoder_start_token_id")
+    found = token_ids("decoder_start_token_id", config.pad_token_id if token is None else token)
+    if not found:
+        raise elm.config.error(
+            [Problem((*elm.config.prefix, "model"), "the model defines no decoder_start_token_id")]
+        )
+    return found[0]
 
 
 def held_out_texts(elm: eLargeModel) -> list[str]:
@@ -347,7 +402,7 @@ def trainer(elm: eLargeModel) -> Trainer:
         elm.part("model"),
         train,
         held_out,
-        elm.part("tokenizer"),
+        elm.part("processor" if run.has_images else "tokenizer"),
         frozen=frozen,
         benchmark=benchmark,
         **more,

@@ -144,7 +144,15 @@ class RunConfig:
     @property
     def schema(self) -> schemas.Schema:
         """Schema of the mixture's rows for the method of the trainer."""
-        return getattr(schemas, self.method_entry.rows.upper())
+        rows = self.method_entry.rows
+        if rows == "text" and self.task == TaskType.SEQUENCE_TO_SEQUENCE:
+            return schemas.SEQ2SEQ
+        return getattr(schemas, rows.upper())
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the model reads images, so that its processor prepares the data."""
+        return self.task == TaskType.IMAGE_TEXT_TO_TEXT
 
     @property
     def takes_prompts(self) -> bool:

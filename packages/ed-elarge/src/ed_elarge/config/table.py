@@ -104,6 +104,7 @@ SECTIONS: dict[str, Section] = {
         unused=unused.model,
         builds={
             "tokenizer": "ed_elarge.building.parts:tokenizer",
+            "processor": "ed_elarge.building.parts:processor",
             "model": "ed_elarge.building.parts:model",
         },
     ),

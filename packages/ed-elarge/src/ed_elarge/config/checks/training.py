@@ -8,7 +8,7 @@ parameters.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ed_data.checks import without_tokens
 from ed_infra.enums import TaskType
@@ -41,8 +41,8 @@ def task(run: RunConfig) -> Iterator[Problem]:
 
 
 def visual_rows(run: RunConfig) -> Iterator[Problem]:
-    """Reject images in the data of a method that learns from batches of tokens."""
-    if run.mixture is None or run.trainer is None or run.takes_prompts:
+    """Reject images in the data of a model without images."""
+    if run.mixture is None or run.trainer is None or run.takes_prompts or run.has_images:
         return
     for path, message in without_tokens(run.mixture):
         yield Problem(("mixture", *path), message)
@@ -95,6 +95,8 @@ def _positions(run: RunConfig) -> int | None:
     """Return the model's `max_position_embeddings`, or None if it is unknown before loading."""
     values = run.base_config.values if run.base_config is not None else {}
     config = {**(run.known_model or {}), **values}
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
     default = architectures.default(config.get("model_type"), "max_position_embeddings")
     limit = config.get("max_position_embeddings", default)
     return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
