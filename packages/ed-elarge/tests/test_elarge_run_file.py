@@ -230,7 +230,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mixture__informs": [{"type": "visual", "data_files": "a.json", "image_field": "p"}]},
         "mixture.informs[0].type",
-        "has images",
+        "has images, and the model is for 'causal-language-model'",
     ),
     (
         {"mixture__save": {"path": "x", "push_to_hub": True}},

@@ -51,7 +51,8 @@ TASK_ALIASES: dict[str, str] = {
 
 #: Activations by Hugging Face's names; `ed_layers.activations` implements them.
 ACTIVATION_NAMES = (
-    "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "silu", "swish", "tanh",
+    "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu",
+    "swish", "tanh",
 )  # fmt: skip
 
 

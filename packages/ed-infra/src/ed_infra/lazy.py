@@ -13,8 +13,8 @@ def attach(
     """Make `__getattr__`, `__dir__` and `__all__` for a package from one table.
 
     Args:
-        package: the package's `__name__`.
-        names: public name -> module that defines it (`"Linear": "ed_layers.projections.linear"`). A target
+        package: The `__name__` of the package.
+        names: Public name -> module that defines it (`"Rules": "ed_infra.rules"`). A target
             `"module:attribute"` exports the attribute under another name.
 
     Returns:

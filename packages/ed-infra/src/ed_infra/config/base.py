@@ -1,13 +1,13 @@
-"""`EasyDeLBaseConfig`: a Hugging Face configuration that also says how the model runs.
+"""`EasyDeLBaseConfig`: a Hugging Face configuration with execution fields.
 
-A family's configuration takes the architecture fields from the Hugging Face class:
+A family's configuration inherits the architecture fields from the Hugging Face class:
 
     class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig):
         model_type = "llama"
 
-transformers 5 turns every subclass into a dataclass, so fields are annotated, never set by a base
-`__init__`, which such a subclass would not call. A class with an `__init__(self, ..., **kwargs)` of
-its own that calls `super().__init__(**kwargs)` works too.
+transformers 5 converts every subclass to a dataclass, which does not call the `__init__` of a base
+class. Fields are therefore annotated. A class may also define `__init__(self, ..., **kwargs)` and
+call `super().__init__(**kwargs)`.
 """
 
 from __future__ import annotations
@@ -61,14 +61,13 @@ _MESH_FIELDS = ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_
 
 
 class EasyDeLBaseConfig(StoredConfig):
-    """Base of all configurations: the fields of `ed_infra.config.fields` beside Hugging Face's.
+    """Base class of all configurations: Hugging Face's fields and `ed_infra.config.fields`.
 
-    Construction raises `ConfigError` for a keyword that is neither a field nor known to
-    transformers, and for a value that a field does not allow. Files read from disk keep the keys
-    that are unknown here, and `save_pretrained` writes them back.
+    The constructor raises `ConfigError` for unknown keywords and invalid values. A configuration
+    that is read from a file keeps unknown keys, and `save_pretrained` writes them again.
 
-    A module seals the configuration it is built from: assigning to a field is then an error, since
-    compiled functions would not follow. `replace(name=value)` makes a changed copy.
+    A module seals its configuration: assigning to a field then raises an error, because compiled
+    functions depend on the value. `replace(name=value)` returns a changed copy.
     """
 
     model_type: ClassVar[str] = ""
@@ -78,7 +77,7 @@ class EasyDeLBaseConfig(StoredConfig):
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
         inherit_architecture(cls)
         super().__init_subclass__(*args, **kwargs)
-        # A dataclass with its own __eq__ loses its __hash__.
+        # A dataclass that defines __eq__ has no __hash__.
         cls.__eq__ = EasyDeLBaseConfig.__eq__  # type: ignore[method-assign]
         cls.__hash__ = EasyDeLBaseConfig.__hash__  # type: ignore[method-assign]
 
@@ -94,16 +93,16 @@ class EasyDeLBaseConfig(StoredConfig):
             for name in ("rope_parameters", "rope_scaling"):
                 if isinstance(values.get(name), Mapping):
                     self._check_rope(values[name])
-                    values[name] = thaw(dict(values[name]))  # transformers writes into it
+                    values[name] = thaw(dict(values[name]))  # transformers changes it
         set_bare_fields(type(self), self.__dict__, kwargs)
         super().__post_init__(**kwargs)
         self._settle()
-        if architecture_classes(type(self)):  # a class with its own __init__ is not complete yet
+        if architecture_classes(type(self)):  # a class that defines __init__ is not complete yet
             with as_config_error(type(self)):
                 self.validate()
 
     def _settle(self) -> None:
-        """Check the whole, expand shorthands, and warn of fields without effect."""
+        """Check the configuration, expand shorthands, and warn about fields without effect."""
         self._check(names=not reading_file.get())
         if self.bits is not None and self.quantization_config is None:
             self.quantization_config = EasyDeLQuantizationConfig(FORMAT_OF_BITS[self.bits])
@@ -116,14 +115,14 @@ class EasyDeLBaseConfig(StoredConfig):
             )
         for name in sorted(WITHOUT_EFFECT):
             value = getattr(self, name)
-            # A mapping is Hugging Face's, and says how a checkpoint is packed.
+            # A mapping has Hugging Face's format and describes a packed checkpoint.
             if value != FIELDS[name].default and not isinstance(value, Mapping):
                 once(logger, f"{name} = {value!r} has no effect in this version of EasyDeL")
         for name in sorted(set(self.operation_configs or ()) - OPERATIONS):
             once(logger, f"operation_configs[{name!r}] has no effect in this version of EasyDeL")
 
     def _check(self, names: bool) -> None:
-        """Raise ConfigError for values that contradict each other, or that changed in place."""
+        """Raise ConfigError for contradicting values and for values that were changed in place."""
         check_together({name: getattr(self, name) for name in FIELDS})
         self._check_rope(self.__dict__.get("rope_parameters"), names)
 
@@ -174,12 +173,12 @@ class EasyDeLBaseConfig(StoredConfig):
         self.rope_parameters = {**parameters, "rope_theta": value}
 
     def compute_dtype(self, name: str, default: Any = jnp.float32) -> Any:
-        """Return the jax dtype that a dtype field stands for.
+        """Return the jax dtype of a dtype field.
 
         Args:
             name: `"attn_dtype"`, `"kvdtype"` or `"attn_softmax_dtype"`.
-            default: dtype of the model's computations, for a field that is not set (`kvdtype`
-                takes `attn_dtype` first).
+            default: The computation dtype of the model, for an unset field (`kvdtype` falls back to
+                `attn_dtype` first).
         """
         value = getattr(self, name)
         if value is None and name == "kvdtype":
@@ -187,10 +186,10 @@ class EasyDeLBaseConfig(StoredConfig):
         return jnp.dtype(default if value is None else value)
 
     def attach_custom_arguments(self, **kwargs: Any) -> None:
-        """Attach values of your own; they are saved and read with the configuration.
+        """Attach custom values, which are saved and loaded with the configuration.
 
         Raises:
-            ConfigError: a name is a field already, or a value has no JSON form.
+            ConfigError: A name is already a field, or a value is not serializable as JSON.
         """
         known = known_names(type(self))
         for name, value in kwargs.items():
@@ -200,21 +199,21 @@ class EasyDeLBaseConfig(StoredConfig):
             setattr(self, name, value)
 
     def read_basics_from_config(self, config: EasyDeLBaseConfig) -> None:
-        """Copy all execution fields from another configuration, and a mesh that was set on it."""
+        """Copy all execution fields, and an explicitly set mesh, from another configuration."""
         for name in FIELDS:
             setattr(self, name, getattr(config, name))
         if config._own.custom:
             self.set_model_mesh(config.mesh)
 
     def add_basic_configurations(self, **kwargs: Any) -> None:
-        """Set execution fields, here and in the configurations nested in this one.
+        """Set execution fields in this configuration and in nested configurations.
 
         Args:
             kwargs: Execution fields (`ed_infra.config.fields`) or their aliases, and architecture
-                fields of this class. `NOT_GIVEN` leaves a field unchanged.
+                fields of this class. A field with the value `NOT_GIVEN` is not changed.
 
         Raises:
-            ConfigError: a name is no field; values of your own go to `attach_custom_arguments`.
+            ConfigError: A name is no field. Use `attach_custom_arguments` for custom values.
         """
         values = {n: value for n, value in kwargs.items() if value is not documented.NOT_GIVEN}
         known = known_names(type(self))
@@ -232,7 +231,7 @@ class EasyDeLBaseConfig(StoredConfig):
 
     @property
     def mesh(self) -> Mesh:
-        """The device mesh: the one that was set, else one made from the sharding fields."""
+        """The device mesh: set explicitly, or created from the sharding fields."""
         own = self._own
         if own.mesh is None and own.custom:
             own.mesh = own.custom.build()
@@ -242,11 +241,11 @@ class EasyDeLBaseConfig(StoredConfig):
         return own.mesh
 
     def set_model_mesh(self, mesh: Mesh) -> None:
-        """Use this mesh instead of making one from the sharding fields.
+        """Use this mesh instead of a mesh from the sharding fields.
 
         Raises:
-            ConfigError: a model was built from this configuration on another mesh, or
-                `partition_axis` does not fit the names of the axes.
+            ConfigError: A model was built from this configuration on another mesh, or
+                `partition_axis` does not match the names of the axes.
         """
         own = self._own
         lost = own.mesh is None and own.custom  # pickled in another process
@@ -260,10 +259,10 @@ class EasyDeLBaseConfig(StoredConfig):
 
     @property
     def partition_manager(self) -> PartitionManager:
-        """Resolves names of axes into partition specs, by `partition_axis` as the mesh names it.
+        """Resolves logical axes to partition specs, by `partition_axis` with the mesh's names.
 
-        A `sequence_axis_name` other than the default takes the place of the sequence-parallel axis,
-        `kv_cache_sharding_sequence_axis_name` that of the keys' sequence in decoding.
+        A `sequence_axis_name` other than the default replaces the sequence-parallel axis.
+        `kv_cache_sharding_sequence_axis_name` replaces the axis of the keys' sequence in decoding.
         """
         custom = self._own.custom
         if custom:
@@ -283,17 +282,17 @@ class EasyDeLBaseConfig(StoredConfig):
     ) -> tuple[tuple[str, PartitionSpec], ...] | None:
         """Return (regular expression, `PartitionSpec`) pairs, or None for unregistered model types.
 
-        A family does not override this: parameters say their logical axes where they are made, and
-        these are the rules that follow. Rules returned by a class of yours are used instead: they
-        are matched against canonical names, the first match deciding.
+        The rules follow from the logical axes of the parameters, so a family does not override this
+        method. A custom class may return its own rules: patterns over canonical names, of which the
+        first match decides.
 
         Args:
-            fully_sharded: False leaves out the fully-sharded axis.
+            fully_sharded: Whether to include the fully-sharded axis.
         """
         return registry.partition_rules(self, fully_sharded)
 
     def own_partition_rules(self) -> tuple[tuple[str, PartitionSpec], ...] | None:
-        """Return `get_partition_rules()` of a class that overrides it, else None."""
+        """Return `get_partition_rules()` if the class overrides it, otherwise None."""
         overridden = type(self).get_partition_rules is not EasyDeLBaseConfig.get_partition_rules
         return self.get_partition_rules() if overridden else None
 
@@ -305,14 +304,14 @@ class EasyDeLBaseConfig(StoredConfig):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether a module holds this configuration, so that it cannot change."""
+        """Whether a module uses this configuration, which is therefore immutable."""
         runtime = self.__dict__.get("_runtime")
         return runtime is not None and runtime.sealed
 
     def seal(self) -> Self:
-        """Make the configuration and those nested in it immutable; return it."""
+        """Make the configuration and nested configurations immutable, and return it."""
         if not self.is_sealed:
-            self._check(names=False)  # names that are not known may come from a file
+            self._check(names=False)  # unknown names may come from a file
             for name, value in list(self.__dict__.items()):
                 if isinstance(value, EasyDeLBaseConfig):
                     value.seal()
@@ -323,13 +322,13 @@ class EasyDeLBaseConfig(StoredConfig):
         return self
 
     def replace(self, **changes: Any) -> Self:
-        """Return an unsealed copy with some fields changed, checked like a new configuration.
+        """Return an unsealed, validated copy with some changed fields.
 
-        Values that the first construction derived from others (`head_dim`) stay as they are unless
-        changed too. A mesh set by `set_model_mesh` is kept unless the sharding axes change.
+        Derived values (`head_dim`) are not computed again. A mesh from `set_model_mesh` is kept
+        unless the sharding axes change.
 
         Raises:
-            ConfigError: a name is not a field, or a value is not allowed.
+            ConfigError: A name is not a field, or a value is invalid.
         """
         kept = {
             name: value

@@ -1,4 +1,4 @@
-"""Bounds of every configuration: numbers are finite, and sizes are sizes that a model can have."""
+"""Bounds of configuration values: numbers are finite, and sizes are plausible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAY_BE_INFINITE = frozenset({"time_step_limit"})
 
 
 def check_plausible(name: str, value: Any, aliases: Mapping[str, str]) -> None:
-    """Refuse a number that no model has.
+    """Raise an error for an implausible number.
 
     Args:
         name: The name of the field.

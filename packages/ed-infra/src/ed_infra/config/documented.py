@@ -1,8 +1,9 @@
-"""Methods of `EasyDeLBaseConfig` that only users of EasyDeL's guide call; no package does.
+"""Methods of `EasyDeLBaseConfig` from EasyDeL's guide; the packages of this project do not use
+them.
 
-`ed_infra.config.base` binds each function as a method or property; `Guided` lists what they read of
-the configuration. Rotary tables and masks of the models themselves are made where they are used;
-`expert_axes` is what models and `expert_mesh` share.
+`ed_infra.config.base` binds each function as a method or property. `DocumentedFields` lists the
+fields that they read. Models create rotary tables and masks in other modules; only `expert_axes` is
+shared.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import AttnMaskDetail
 
 
-class Guided(Protocol):
-    """A configuration, as far as the functions of this file look at it."""
+class DocumentedFields(Protocol):
+    """The fields of a configuration that these functions read."""
 
     sharding_axis_dims: tuple[int, ...]
     sharding_axis_names: tuple[str, ...]
@@ -47,12 +48,12 @@ class Guided(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The device mesh."""
         ...
 
 
 class NotGiven:
-    """Type of `NOT_GIVEN`; false, and equal to itself only."""
+    """Type of `NOT_GIVEN`, which is false and equal only to itself."""
 
     def __bool__(self) -> bool:
         return False
@@ -64,12 +65,12 @@ class NotGiven:
         return "NOT_GIVEN"
 
 
-#: Default of an argument for which None is a value.
+#: Default of an argument for which None is a valid value.
 NOT_GIVEN: Final = NotGiven()
 
 
 def set_attrs_smartly(self: object, attr_name: str, default: object, new_attr: object) -> None:
-    """Set an attribute to `new_attr`; where that is `NOT_GIVEN`, to `default` if it is missing."""
+    """Set an attribute to `new_attr`; with `NOT_GIVEN`, set a missing attribute to `default`."""
     if new_attr is not NOT_GIVEN:
         setattr(self, attr_name, new_attr)
     elif not hasattr(self, attr_name):
@@ -77,14 +78,14 @@ def set_attrs_smartly(self: object, attr_name: str, default: object, new_attr: o
 
 
 def extract_commit_hash(resolved_file: str | None, commit_hash: str | None) -> str | None:
-    """Return the commit that a file of the Hugging Face cache belongs to.
+    """Return the commit of a file in the Hugging Face cache.
 
     Args:
-        resolved_file: a path of the form `.../snapshots/<commit>/...`.
-        commit_hash: the commit, where it is known already; it is returned as it is.
+        resolved_file: A path of the form `.../snapshots/<commit>/...`.
+        commit_hash: The commit, if it is known; it is returned unchanged.
 
     Returns:
-        40 hexadecimal digits, or None where the path names no commit.
+        40 hexadecimal digits, or None if the path contains no commit.
     """
     if commit_hash is not None or resolved_file is None:
         return commit_hash
@@ -93,15 +94,15 @@ def extract_commit_hash(resolved_file: str | None, commit_hash: str | None) -> s
 
 
 class ModuleCaches(nnx.Cache):
-    """A precomputed array, usable wherever an array is.
+    """A precomputed array that supports the operations of an array.
 
-    As an attribute of a module it is no parameter: optimizers and checkpoints of parameters do not
-    see it (`module.graphother` does).
+    As an attribute of a module it is no parameter, so optimizers and checkpoints of parameters
+    ignore it (`module.graphother` contains it).
     """
 
 
 def _on_mesh(value: jax.Array, mesh: Mesh) -> ModuleCaches:
-    """Put an array whole on every device of a mesh."""
+    """Replicate an array over the devices of a mesh."""
     if mesh.size > 1:
         value = jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
     with nnx.use_eager_sharding(False):
@@ -111,7 +112,7 @@ def _on_mesh(value: jax.Array, mesh: Mesh) -> ModuleCaches:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-def jax_mesh(self: Guided) -> Mesh:
+def jax_mesh(self: DocumentedFields) -> Mesh:
     """Return `mesh`."""
     return self.mesh
 
@@ -151,8 +152,8 @@ def create_mesh(
     )
 
 
-def expert_axes(self: Guided, axes: PartitionAxis) -> list[str]:
-    """Return the mesh axes over which experts are split besides `expert_axis`."""
+def expert_axes(self: DocumentedFields, axes: PartitionAxis) -> list[str]:
+    """Return the mesh axes over which experts are split in addition to `expert_axis`."""
     bound = {
         axes.fully_sharded_data_parallel_axis: self.fsdp_is_ep_bound,
         axes.sequence_parallel_axis: self.sp_is_ep_bound,
@@ -161,10 +162,10 @@ def expert_axes(self: Guided, axes: PartitionAxis) -> list[str]:
     return [name for name, is_bound in bound.items() if is_bound]
 
 
-def expert_mesh(self: Guided, kind: AxisType = AxisType.Explicit) -> Mesh:
-    """Return the devices as (dp, ep, tp), explicit axes: fsdp and sp folded into ep or dp.
+def expert_mesh(self: DocumentedFields, kind: AxisType = AxisType.Explicit) -> Mesh:
+    """Return a mesh with the explicit axes (dp, ep, tp).
 
-    `fsdp_is_ep_bound` and `sp_is_ep_bound` say into which.
+    `fsdp_is_ep_bound` and `sp_is_ep_bound` merge fsdp and sp into ep instead of dp.
     """
     mesh = self.mesh
     axes = self.partition_axis.on(mesh.axis_names, mesh.shape)
@@ -183,36 +184,36 @@ def expert_mesh(self: Guided, kind: AxisType = AxisType.Explicit) -> Mesh:
     return Mesh(devices, ("dp", "ep", "tp"), axis_types=(kind,) * 3)
 
 
-def auto_expert_mesh(self: Guided) -> Mesh:
+def auto_expert_mesh(self: DocumentedFields) -> Mesh:
     """Return `expert_mesh` with automatic axes."""
     return expert_mesh(self, AxisType.Auto)
 
 
-def expert_abstract_mesh(self: Guided) -> AbstractMesh:
+def expert_abstract_mesh(self: DocumentedFields) -> AbstractMesh:
     """Return `expert_mesh` without devices."""
     return expert_mesh(self).abstract_mesh
 
 
-def get_axis_dims(self: Guided) -> Sequence[int]:
+def get_axis_dims(self: DocumentedFields) -> Sequence[int]:
     """Return `sharding_axis_dims`."""
     return self.sharding_axis_dims
 
 
-def get_axis_names(self: Guided) -> Sequence[str]:
+def get_axis_names(self: DocumentedFields) -> Sequence[str]:
     """Return `sharding_axis_names`."""
     return self.sharding_axis_names
 
 
-def get_backend(self: Guided) -> str:
-    """Return the backend, or jax's default one where none is set."""
+def get_backend(self: DocumentedFields) -> str:
+    """Return the backend, or the default backend of jax if it is unset."""
     return self.backend or jax.default_backend()
 
 
 # --- positions ------------------------------------------------------------------------------------
 
 
-def get_mask_details(self: Guided) -> dict[int, AttnMaskDetail] | None:
-    """Return the attention pattern of each layer, or None where all layers see everything.
+def get_mask_details(self: DocumentedFields) -> dict[int, AttnMaskDetail] | None:
+    """Return the attention pattern of each layer, or None if all layers have full attention.
 
     Follows `layer_types` with `sliding_window` or `attention_chunk_size`, as transformers does.
     """
@@ -231,17 +232,17 @@ def get_mask_details(self: Guided) -> dict[int, AttnMaskDetail] | None:
     }
 
 
-def granted_freq_max_position_embedding(self: Guided) -> int:
-    """Return how many positions rotary tables cover."""
+def granted_freq_max_position_embedding(self: DocumentedFields) -> int:
+    """Return the number of positions of rotary tables."""
     return _positions(self, "freq_max_position_embeddings")
 
 
-def granted_mask_max_position_embedding(self: Guided) -> int:
-    """Return how many positions precomputed masks cover."""
+def granted_mask_max_position_embedding(self: DocumentedFields) -> int:
+    """Return the number of positions of precomputed masks."""
     return _positions(self, "mask_max_position_embeddings")
 
 
-def _positions(self: Guided, field: str) -> int:
+def _positions(self: DocumentedFields, field: str) -> int:
     value = getattr(self, field) or getattr(self, "max_position_embeddings", None)
     if value is None:
         raise ConfigError(f"neither {field} nor max_position_embeddings is set")
@@ -249,7 +250,7 @@ def _positions(self: Guided, field: str) -> int:
 
 
 def get_basic_inv_frequencies(
-    self: Guided,
+    self: DocumentedFields,
     head_size: int | None = None,
     rotary_dim: int | None = None,
     base: float | None = None,
@@ -257,21 +258,21 @@ def get_basic_inv_frequencies(
     *,
     layer_type: str | None = None,
 ) -> ModuleCaches:
-    """Return the inverse frequencies of this configuration's rope: float32 [r / 2].
+    """Return the inverse rotary frequencies of this configuration: float32 [r / 2].
 
     Args:
-        head_size: k; by default `head_dim`.
-        rotary_dim: r; by default as `rope_parameters` says, else `head_size`.
-        base: base of the frequencies; by default `rope_theta`.
-        partial_rotary_factor: r / k, in place of `rotary_dim`.
-        layer_type: whose, where `rope_parameters` has an entry for each layer type.
+        head_size: k; the default is `head_dim`.
+        rotary_dim: r; the default follows from `rope_parameters`, otherwise `head_size`.
+        base: Base of the frequencies; the default is `rope_theta`.
+        partial_rotary_factor: r / k, instead of `rotary_dim`.
+        layer_type: Layer type, if `rope_parameters` has an entry for each one.
     """
     settings = _rope(self, head_size, rotary_dim, base, partial_rotary_factor, layer_type)
     return _on_mesh(jnp.asarray(rope.inv_frequencies(settings)[0]), self.mesh)
 
 
 def get_basic_frequencies(
-    self: Guided,
+    self: DocumentedFields,
     head_size: int | None = None,
     rotary_dim: int | None = None,
     base: float | None = None,
@@ -279,7 +280,7 @@ def get_basic_frequencies(
     *,
     layer_type: str | None = None,
 ) -> ModuleCaches:
-    """Return the table of cos and sin, side by side, on the mesh: float32 [positions, r]."""
+    """Return the concatenated cos and sin tables on the mesh: float32 [positions, r]."""
     length = max_position_embeddings or granted_freq_max_position_embedding(self)
     settings = _rope(self, head_size, rotary_dim, base, None, layer_type)
     frequencies, scaling = rope.inv_frequencies(settings, seq_len=length)
@@ -288,7 +289,7 @@ def get_basic_frequencies(
 
 
 def get_basic_rope(
-    self: Guided,
+    self: DocumentedFields,
     dtype: DTypeLike = jnp.float32,
     head_size: int | None = None,
     rotary_dim: int | None = None,
@@ -298,10 +299,10 @@ def get_basic_rope(
     *,
     layer_type: str | None = None,
 ) -> RotaryTable:
-    """Return a rotary embedding: call it on (query, key, positions), or unpack `sin, cos`.
+    """Return a rotary embedding: a function of (query, key, positions) that unpacks to `sin, cos`.
 
-    With `mrope_section` in `rope_parameters`, positions may have the axes of images and videos
-    in front: [a, ..., s].
+    With `mrope_section` in `rope_parameters`, positions may have a leading dimension for the axes
+    of images and videos: [a, ..., s].
     """
     length = max_position_embeddings or granted_freq_max_position_embedding(self)
     settings = _rope(self, head_size, rotary_dim, base, None, layer_type)
@@ -311,7 +312,7 @@ def get_basic_rope(
 
 
 def _rope(
-    self: Guided,
+    self: DocumentedFields,
     head_size: int | None,
     rotary_dim: int | None,
     base: float | None,
@@ -330,18 +331,18 @@ def _rope(
 
 
 def get_basic_causal_mask(
-    self: Guided, max_length: int | None = None, dtype: DTypeLike = bool
+    self: DocumentedFields, max_length: int | None = None, dtype: DTypeLike = bool
 ) -> ModuleCaches | Literal[False]:
     """Return the causal mask [1, 1, l, l] on the mesh, nonzero where attention is allowed.
 
-    This is the one place that builds an array of length squared: models never ask for it.
+    Models do not use this array, whose size grows with the square of the length.
 
     Args:
-        max_length: l; by default `granted_mask_max_position_embedding`.
-        dtype: of the result.
+        max_length: l; the default is `granted_mask_max_position_embedding`.
+        dtype: Dtype of the mask.
 
     Returns:
-        The mask; False without a length where `precompute_masks` is off.
+        The mask, or False without a length if `precompute_masks` is off.
     """
     if max_length is None and not self.precompute_masks:
         return False
@@ -350,7 +351,7 @@ def get_basic_causal_mask(
 
 
 def get_fcm_mask(
-    self: Guided,
+    self: DocumentedFields,
     batch_size: int | None = None,
     seq_length: int | None = None,
     deterministic: bool = False,
@@ -359,13 +360,14 @@ def get_fcm_mask(
     shape: tuple[int, ...] | None = None,
     fcm_ratio: ArrayLike | None = None,
 ) -> jax.Array | None:
-    """Return a forgetful causal mask, True where attention is kept, or None where none is due.
+    """Return a forgetful causal mask, True where attention is kept, or None if it is disabled.
 
-    Two forms: `(batch_size, seq_length, deterministic, key=...)`, [b, 1, s, s] with a ratio
-    drawn between `fcm_min_ratio` and `fcm_max_ratio`; and `(key=, shape=, fcm_ratio=)`.
+    There are two forms: `(batch_size, seq_length, deterministic, key=...)` returns [b, 1, s, s]
+    with a random ratio between `fcm_min_ratio` and `fcm_max_ratio`; the other form is `(key=,
+    shape=, fcm_ratio=)`.
 
     Raises:
-        ConfigError: no key, or no shape.
+        ConfigError: The key or the shape is missing.
     """
     if deterministic or (fcm_ratio is None and self.fcm_max_ratio == 0.0):
         return None

@@ -1,8 +1,8 @@
 """The execution fields of every configuration: name, type, default and meaning, in one table.
 
-`ExecutionFields` is the table; `EasyDeLBaseConfig` inherits it. How a model runs is said here, what
-it computes (`hidden_size`, `rope_parameters`) by its family. Imports neither jax nor transformers:
-the YAML runner validates a `base_config:` section from this module alone.
+`ExecutionFields` is the table, and `EasyDeLBaseConfig` inherits it. Execution fields define how a
+model runs; its family defines architecture fields such as `hidden_size`. This module imports
+neither jax nor transformers, so the YAML runner validates a section `base_config` quickly.
 """
 
 # ruff: noqa: RUF009 - `option` declares a field with its documentation, as `field` would
@@ -54,43 +54,43 @@ def option(default: Any, doc: str) -> Any:
 
 @dataclasses.dataclass(kw_only=True, repr=False, eq=False)
 class ExecutionFields:
-    """How a model is placed, computed and kept in memory; the same for every family."""
+    """Sharding, kernels, precision and memory of a model; equal for every family."""
 
     sharding_axis_dims: tuple[int, ...] = option(
         (1, -1, 1, 1, 1),
-        "devices along (dp, fsdp, ep, tp, sp); one -1 takes the remaining ones",
+        "devices along (dp, fsdp, ep, tp, sp); one entry may be -1 for all remaining devices",
     )
     sharding_axis_names: tuple[str, ...] = option(
         AXIS_NAMES,
-        "names of the mesh axes; other names stand for dp, fsdp, ep, tp, sp in this order, or for "
-        "the dimensions that partition_axis gives them",
+        "names of the mesh axes; other names replace dp, fsdp, ep, tp, sp in this order, or split "
+        "the dimensions that partition_axis assigns to them",
     )
     sharding_dcn_axis_dims: tuple[int, ...] | None = option(
-        None, "slices along each axis, for meshes over a data-centre network"
+        None, "slices along each axis, for meshes over a data-center network"
     )
     partition_axis: PartitionAxis = option(
-        PartitionAxis(), "over which mesh axes each kind of dimension is split"
+        PartitionAxis(), "the mesh axes over which each kind of dimension is split"
     )
     sharding_rules: tuple[tuple[str, tuple[Any, ...]], ...] | None = option(
         None, "(regular expression, partition spec) pairs that override the derived sharding"
     )
     use_sharding_constraint: bool = option(
-        False, "constrain the sharding of activations inside layers, not only between them"
+        False, "constrain the sharding of activations inside layers in addition to layer outputs"
     )
     sequence_axis_name: str = option("sp", "mesh axis of sequence parallelism")
     backend: str | None = option(None, "jax backend of the mesh; None = the default backend")
     platform: str | None = option(
         None,
-        "language of attention kernels: jax (plain XLA everywhere), or triton or pallas, an error "
-        "where attn_mechanism has none; None = the best there is",
+        "language of attention kernels: jax (plain XLA), triton or pallas, with an error if "
+        "attn_mechanism has no such kernel; None = the best available one",
     )
     native_kernels: bool = option(
         True,
-        "on a CPU, take the kernels in C++ where they are built; False = plain XLA (for a whole "
-        "process: ED_LAYERS_NATIVE=0)",
+        "use the C++ kernels on CPUs if they are built; False = plain XLA (for a whole process: "
+        "ED_LAYERS_NATIVE=0)",
     )
     easy_method: Literal["train", "serve", "convert"] = option(
-        "train", "workflow of the model; serve and convert keep nothing for gradients"
+        "train", "workflow of the model; serve and convert store no values for gradients"
     )
 
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option("auto", "attention mechanism")
@@ -99,22 +99,26 @@ class ExecutionFields:
         "attention mechanism that reads the cache of generate; None = attn_mechanism for prompts, "
         "vanilla or (long, split or quantized rows) autoregressive_decodeattn for single tokens",
     )
-    blocksize_q: Count | None = option(None, "query block of attention kernels; None = theirs")
-    blocksize_k: Count | None = option(None, "key block of attention kernels; None = theirs")
+    blocksize_q: Count | None = option(
+        None, "query block of attention kernels; None = the default of the kernel"
+    )
+    blocksize_k: Count | None = option(
+        None, "key block of attention kernels; None = the default of the kernel"
+    )
     blocksize_b: Count = option(
         1,
         "batch block of attention kernels, in sequences; flash_attn2 on TPUs reads it",
     )
     attn_dtype: str | None = option(
-        None, "dtype of attention; None = the dtype that the model computes in"
+        None, "dtype of attention; None = the computation dtype of the model"
     )
     attn_softmax_dtype: str = option("float32", "dtype of the softmax in attention")
     kvdtype: str | None = option(None, "dtype of the KV cache; None = attn_dtype")
     scan_ring_attention: bool = option(True, "loop over ring steps instead of unrolling them")
     flash_attention_backward_pass_impl: Literal["triton", "xla"] = option(
-        "triton", "backward pass of flash attention on GPUs: the kernel's own, or plain XLA"
+        "triton", "backward pass of flash attention on GPUs: a kernel, or plain XLA"
     )
-    precompute_masks: bool = option(True, "build the causal mask once, not in each layer")
+    precompute_masks: bool = option(True, "build the causal mask once instead of in each layer")
     mask_max_position_embeddings: Count | None = option(
         None, "positions that masks cover; None = max_position_embeddings"
     )
@@ -122,10 +126,10 @@ class ExecutionFields:
         None, "positions that rotary tables cover; None = max_position_embeddings"
     )
     fcm_min_ratio: Fraction = option(
-        0.0, "least share of keys, between 0 and 1, that forgetful causal masking drops"
+        0.0, "smallest fraction of keys that forgetful causal masking drops"
     )
     fcm_max_ratio: Fraction = option(
-        0.0, "greatest share of keys, between 0 and 1, that such masking drops; 0 = no masking"
+        0.0, "largest fraction of keys that forgetful causal masking drops; 0 = no masking"
     )
 
     scan_layers: bool = option(
@@ -134,14 +138,14 @@ class ExecutionFields:
     use_scan_mlp: bool = option(False, "compute the MLP in chunks of the sequence")
     scan_mlp_chunk_size: Count = option(1024, "positions of a chunk of the MLP")
     gradient_checkpointing: str = option(
-        "", "policy for the values that the backward pass keeps; empty = all"
+        "", "policy for the values that are stored for the backward pass; empty = all"
     )
     gradient_checkpointing_targets: tuple[AVAILABLE_GRADIENT_CHECKPOINT_TARGETS, ...] | None = (
-        option(None, "names that the policies by name save, or do not save")
+        option(None, "names of values that a policy by name stores or excludes")
     )
 
     quantization_config: EasyDeLQuantizationConfig | dict[str, Any] | None = option(
-        None, "quantization of linear layers; a mapping with quant_method is Hugging Face's"
+        None, "quantization of linear layers; a mapping with quant_method has Hugging Face's format"
     )
     kv_cache_quantization_config: EasyDeLQuantizationConfig | None = option(
         None, "quantization of the KV cache: int8 or fp8"
@@ -149,9 +153,9 @@ class ExecutionFields:
     bits: Literal[4, 8] | None = option(
         None, "shorthand for quantization_config: 4 = nf4, 8 = int8"
     )
-    use_sharded_kv_caching: bool = option(False, "shard the KV cache along the sequence too")
+    use_sharded_kv_caching: bool = option(False, "also shard the KV cache along the sequence")
     kv_cache_sharding_sequence_axis_name: str | tuple[str, ...] = option(
-        "sp", "mesh axes along which the sequence of a sharded KV cache is split"
+        "sp", "mesh axes over which the sequence of a sharded KV cache is split"
     )
 
     moe_method: AVAILABLE_MOE_METHODS = option("fused_moe", "implementation of expert layers")
@@ -159,21 +163,27 @@ class ExecutionFields:
     moe_tiling_size_seqlen: Count = option(128, "sequence tile of expert kernels")
     moe_tiling_size_dim: Count = option(128, "hidden tile of expert kernels")
     moe_force_xla_gmm: bool = option(
-        False, "fused_moe by XLA's grouped matrix product on CPUs too, where it is slow"
+        False, "use XLA's grouped matrix product for fused_moe on CPUs too, although it is slow"
     )
     router_z_loss_coef: NotNegative = option(
-        0.0, "factor on the mean square of the log of routers' normalisers, a loss of training"
+        0.0, "weight of the router z-loss: the mean squared log-normalizer of the routers"
     )
     router_bias_rate: NotNegative = option(
-        1e-3, "step of the selection bias of routers that learn and have one; 0 = it stays"
+        1e-3, "step size of the selection bias of trained routers; 0 = no update"
     )
     expert_capacity_factor: Positive | None = option(
-        None, "tokens that an expert takes of a row in training, over an equal share; None = all"
+        None,
+        "capacity of an expert for the tokens of a row in training, relative to an equal share; "
+        "None = unlimited",
     )
-    use_expert_tensor_mode: bool = option(False, "split experts over tp too, and not their parts")
-    use_ring_of_experts: bool = option(False, "send tokens round the experts in a ring")
-    fsdp_is_ep_bound: bool = option(True, "split experts over fsdp too, where their number divides")
-    sp_is_ep_bound: bool = option(True, "split experts over sp too, where their number divides")
+    use_expert_tensor_mode: bool = option(
+        False, "shard whole experts over tp instead of the matrices of each expert"
+    )
+    use_ring_of_experts: bool = option(False, "route tokens to experts in a ring")
+    fsdp_is_ep_bound: bool = option(
+        True, "also shard experts over fsdp, if their number is divisible"
+    )
+    sp_is_ep_bound: bool = option(True, "also shard experts over sp, if their number is divisible")
 
     hardware_abstraction: bool = option(False, "use this project's own kernels where they exist")
     pallas_m_block_size: Count = option(128, "M block of Pallas matrix products")
@@ -215,8 +225,8 @@ FIELD_ALIASES: dict[str, str] = {
     "dcn_axis_dims": "sharding_dcn_axis_dims",
 }
 
-#: Fields that no package reads in this version. Setting one is said aloud, not swallowed. Whoever
-#: gives a field its effect takes it off this list.
+#: Fields that no package reads in this version; setting one causes a warning. Remove a field from
+#: this list when it gets an effect.
 WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
         "hardware_abstraction",
@@ -225,7 +235,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
     }
 )
 
-#: Operations whose settings in `operation_configs` are read; others are said to have no effect.
+#: Operations whose settings in `operation_configs` are read; other settings cause a warning.
 OPERATIONS: frozenset[str] = frozenset(
     {
         "auto",
@@ -261,27 +271,27 @@ _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {
     "easy_method": ("workflow", ["train", "serve", "convert"], {"eval": "serve"}),
 }
 _NAMES["decode_attn_mechanism"] = _NAMES["attn_mechanism"]
-# Fields that an empty value leaves unset, as EasyDeL's documents write it.
+# Fields for which an empty value means None, as in EasyDeL's documentation.
 _EMPTY_IS_NONE = frozenset({"backend", "platform", "decode_attn_mechanism"})
 
 
 def canonical_field(name: str) -> str:
-    """Return the name of the field that a spelling stands for; other names pass unchanged."""
+    """Return the canonical name of a field; unknown names are returned unchanged."""
     return FIELD_ALIASES.get(name, name)
 
 
 def normalize(name: str, value: object) -> Any:
     """Return the canonical form of a field's value.
 
-    Names lose their aliases, dtypes become strings, lists tuples, mappings the dataclasses of
-    `ed_infra.specs`.
+    Aliases are replaced, dtypes become strings, lists become tuples, and mappings become the
+    dataclasses of `ed_infra.specs`.
 
     Args:
-        name: a key of `FIELDS`.
-        value: in any form that the field accepts.
+        name: A key of `FIELDS`.
+        value: A value in any form that the field accepts.
 
     Raises:
-        ConfigError: the value is of the wrong kind or not one of the allowed names.
+        ConfigError: The value has the wrong type or is not an allowed name.
     """
     if value == "" and name in _EMPTY_IS_NONE:
         value = None
@@ -337,13 +347,13 @@ def normalize(name: str, value: object) -> Any:
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Check fields against each other.
+    """Check that fields do not contradict each other.
 
     Args:
-        values: field -> value in canonical form; a field that is missing is at its default.
+        values: Field -> value in canonical form; missing fields have their defaults.
 
     Raises:
-        ConfigError: two fields contradict each other; `field` says which of them to change.
+        ConfigError: Two fields contradict each other; the attribute `field` names one of them.
     """
     settings = {name: values.get(name, field.default) for name, field in FIELDS.items()}
     names = settings["sharding_axis_names"]
@@ -358,7 +368,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     settings["partition_axis"].on(names, sizes)
     for field in _SEQUENCE_AXES:
         for axis in split(settings[field]):
-            # The default stands for whichever axis has its place.
+            # The default name refers to the axis at its position.
             if axis not in names and settings[field] != FIELDS[field].default:
                 raise ConfigError(
                     f"{field}: the mesh has no axis {axis!r}{did_you_mean(axis, names)} ({names})",
@@ -402,6 +412,6 @@ def _rules(value: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         )
     except (TypeError, ValueError):
         raise ConfigError(
-            "sharding_rules takes pairs of a regular expression and a partition spec, such as "
+            "sharding_rules must be pairs of a regular expression and a partition spec, such as "
             f"[['.*/kernel', ['fsdp', 'tp']]]; got {value!r}"
         ) from None

@@ -1,4 +1,4 @@
-"""A configuration as dictionaries and files: reading and writing config.json."""
+"""Conversion of a configuration to dictionaries and files: reading and writing config.json."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from ed_infra.specs import to_json
 
 logger = get_logger(__name__)
 
-#: Key of config.json under which execution fields are saved, apart from Hugging Face's own.
+#: Key of config.json that contains the execution fields.
 SECTION = "easydel"
 
-# Keys of older files whose values are in rope_parameters now.
+# Keys of older files whose values are now in rope_parameters.
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 
-# Keywords of from_pretrained that say how the hub is read.
+# Keywords of from_pretrained for access to the hub.
 _HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 
-#: Set while the keys of a file are turned into a configuration: they are not checked.
+#: Set during construction from a file, whose keys are not checked.
 reading_file: contextvars.ContextVar[bool] = contextvars.ContextVar("reading_file", default=False)
 
 
 class StoredConfig(ExecutionFields, PretrainedConfig):
-    """The part of `EasyDeLBaseConfig` that is about dictionaries and files."""
+    """Methods of `EasyDeLBaseConfig` for dictionaries and files."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON values, execution fields among them."""
+        """Return all fields, including execution fields, as JSON values."""
         data = super().to_dict()
         data.pop("_runtime", None)
         return {name: to_json(value) for name, value in data.items()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the content of config.json: Hugging Face's keys, and a section of our own."""
+        """Return the content of config.json: Hugging Face's keys and execution fields."""
         return _with_section(super().to_diff_dict())
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        """Make a configuration of the keys of a file, with keywords in place of some of them.
+        """Create a configuration from the keys of a file; keywords override them.
 
-        Keys of `config_dict` that are not known are kept; keywords are checked.
+        Unknown keys of `config_dict` are kept; keywords are validated.
 
         Raises:
-            ConfigError: a keyword is unknown, or a value is not allowed.
+            ConfigError: A keyword is unknown, or a value is invalid.
         """
         unused_wanted = kwargs.pop("return_unused_kwargs", False)
         for name in ("_from_auto", "_from_pipeline"):
@@ -85,7 +85,7 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
         """Read config.json from a directory, the hub, or an fsspec address (`gs://bucket/model`).
 
         Returns:
-            The keys of the file, and the keywords that are not about reading it.
+            The keys of the file, and the keywords that do not control reading.
         """
         address, kwargs = str(pretrained_model_name_or_path), _hub_keywords(kwargs)
         if "://" in address:
@@ -95,7 +95,7 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write config.json into a directory, or to an fsspec address (`gs://bucket/model`)."""
+        """Write config.json to a directory or an fsspec address (`gs://bucket/model`)."""
         address = str(save_directory)
         if "://" not in address:
             super().save_pretrained(address, push_to_hub, **kwargs)
@@ -105,25 +105,25 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
             _write(f"{address.rstrip('/')}/config.json", self.to_json_string())
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
-        """Write one JSON file, to a path or an fsspec address.
+        """Write a JSON file to a path or an fsspec address.
 
         Args:
-            json_file_path: where to.
-            use_diff: leave out values that are at their defaults.
+            json_file_path: The path or address.
+            use_diff: Whether to omit values that equal their defaults.
         """
         _write(str(json_file_path), self.to_json_string(use_diff=use_diff))
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> Self:
-        """Make a configuration of a JSON file."""
+        """Create a configuration from a JSON file."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
 
 
 def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a file, those of our own section among the others.
+    """Return the keys of a file, merged with the section of this project.
 
     Raises:
-        ConfigError: the section has a key that is no execution field.
+        ConfigError: The section has a key that is no execution field.
     """
     data = dict(config_dict)
     section = dict(data.pop(SECTION, None) or {})
@@ -137,7 +137,7 @@ def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_section(diff: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys with the execution fields that are not at their defaults in a section."""
+    """Return the keys, with changed execution fields in the section of this project."""
     data = {name: to_json(value) for name, value in diff.items()}
     section = {}
     for name, field in FIELDS.items():
@@ -190,7 +190,7 @@ def _hub_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Put `changes` over the keys of a file, where old and new spellings of a field may meet."""
+    """Override the keys of a file; both may contain old and new spellings of a field."""
     attributes = getattr(cls, "attribute_map", {})
     declared = {field.name for field in dataclasses.fields(cls)}
     rope = {n: changes[n] for n in _ROPE_NAMES if n in changes and n not in declared}
@@ -210,7 +210,7 @@ def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
     if "rope_scaling" in rope:
         kept = {n: parameters[n] for n in ("rope_theta",) if n in parameters}
         parameters = {**kept, **(rope.pop("rope_scaling") or {})}
-    # One entry for each layer type: a new base goes into all of them.
+    # One entry for each layer type: a new base applies to all entries.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for target in nested or [parameters]:
         target.update(rope)

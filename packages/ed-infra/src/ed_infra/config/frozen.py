@@ -1,4 +1,4 @@
-"""Values of a sealed configuration, which refuse to change, and the mesh that it holds."""
+"""Immutable values of a sealed configuration, and its mesh."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ed_infra.errors import ConfigError, MeshError
 
 @dataclasses.dataclass(frozen=True)
 class MeshRecipe:
-    """A mesh with the ids of its devices: it can be pickled and compared.
+    """A description of a mesh that can be pickled and compared.
 
     Attributes:
-        names: of the axes.
-        shape: devices along each axis.
-        kinds: names of the axes' `AxisType`.
-        platform: of the devices.
-        devices: ids of the devices, in the order of the mesh.
+        names: Names of the axes.
+        shape: Devices along each axis.
+        kinds: Names of the axes' `AxisType`.
+        platform: Platform of the devices.
+        devices: Ids of the devices, in the order of the mesh.
     """
 
     names: tuple[str, ...]
@@ -43,10 +43,10 @@ class MeshRecipe:
         )
 
     def build(self) -> Mesh:
-        """Make the mesh of this process's devices.
+        """Create the mesh from devices of this process.
 
         Raises:
-            MeshError: the process lacks some of them.
+            MeshError: The process lacks some of the devices.
         """
         try:
             here = {device.id: device for device in jax.devices(self.platform)}
@@ -56,10 +56,10 @@ class MeshRecipe:
         if missing:
             shown = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
             raise MeshError(
-                f"this configuration was pickled with a mesh of its own ({shown}) over "
+                f"this configuration was pickled with an explicit mesh ({shown}) over "
                 f"{len(self.devices)} {self.platform} devices, and {len(missing)} of them are not "
-                f"in this process: make a mesh here and call config.set_model_mesh(mesh), or go on "
-                "with config.from_dict(config.to_dict()), whose mesh comes from sharding_axis_dims"
+                f"in this process: create a mesh and call config.set_model_mesh(mesh), or use "
+                "config.from_dict(config.to_dict()), whose mesh follows from sharding_axis_dims"
             )
         array = np.asarray([here[number] for number in self.devices], dtype=object)
         kinds = tuple(AxisType[kind] for kind in self.kinds)
@@ -68,13 +68,13 @@ class MeshRecipe:
 
 @dataclasses.dataclass
 class Runtime:
-    """State of a configuration besides its values; never saved to a file.
+    """State of a configuration in addition to its values; it is not saved.
 
     Attributes:
-        sealed: whether a module holds the configuration.
-        mesh: the mesh, once it was made or set.
-        custom: the mesh that was set, in place of the one that the fields describe.
-        key: canonical JSON of a sealed configuration.
+        sealed: Whether a module uses the configuration.
+        mesh: The mesh, after it was created or set.
+        custom: The explicitly set mesh, which replaces the mesh of the fields.
+        key: Canonical JSON of a sealed configuration.
     """
 
     sealed: bool = False
@@ -91,15 +91,15 @@ class Runtime:
 
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise ConfigError(
-        "this value belongs to a configuration that a model holds and cannot be changed in place; "
-        "make a new configuration with config.replace(name=value)"
+        "this value belongs to the configuration of a model and cannot be changed in place; create "
+        "a new configuration with config.replace(name=value)"
     )
 
 
 class FrozenDict(dict):
-    """A `dict` that cannot change. Writing a value that is there already is allowed."""
+    """An immutable `dict`. Writing an equal value is allowed."""
 
-    # transformers standardizes rope parameters each time it reads them, by writing equal values.
+    # transformers writes equal values when it reads rope parameters.
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self or self[key] != value:
             _refuse()
@@ -119,7 +119,7 @@ class FrozenDict(dict):
 
 
 class FrozenList(list):
-    """A `list` that cannot change."""
+    """An immutable `list`."""
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
     append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
@@ -134,7 +134,7 @@ class FrozenList(list):
 
 
 def freeze(value: Any) -> Any:
-    """Return `value` with every list and dict in it replaced by a frozen one."""
+    """Return `value` with all lists and dicts replaced by immutable ones."""
     if isinstance(value, dict):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list):
@@ -143,7 +143,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """Return a plain copy of `value`, in which lists and dicts can change."""
+    """Return a copy of `value` with mutable lists and dicts."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list):

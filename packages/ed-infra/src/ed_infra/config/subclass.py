@@ -1,4 +1,4 @@
-"""Execution fields and a Hugging Face class in one: fields, keywords, values, errors."""
+"""Combination of execution fields with a Hugging Face class: fields, keywords, values, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ed_infra.config.fields import FIELD_ALIASES, ExecutionFields
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import ConfigError, did_you_mean
 
-#: Architecture fields that a class without a Hugging Face class knows, and their defaults.
+#: Architecture fields of a class without a Hugging Face class, and their defaults.
 BARE_FIELDS: dict[str, Any] = {
     "hidden_size": None,
     "num_attention_heads": None,
@@ -31,7 +31,7 @@ BARE_FIELDS: dict[str, Any] = {
 
 _DROPOUT = re.compile(r"(?:dropout(?:_rate|_prob)?|pdrop)$")
 
-# Keywords that transformers reads out of **kwargs in one place or another.
+# Keywords that transformers reads from **kwargs.
 _COMMON = frozenset(
     {
         "name_or_path",
@@ -58,7 +58,7 @@ _COMMON = frozenset(
 
 
 def architecture_classes(cls: type) -> list[type]:
-    """Return the Hugging Face classes, the common base left out, that a class builds on."""
+    """Return the Hugging Face base classes of a class, without their common base."""
     return [
         base
         for base in cls.__mro__
@@ -69,15 +69,15 @@ def architecture_classes(cls: type) -> list[type]:
 
 
 def inherit_architecture(cls: type) -> None:
-    """Let `cls` take its fields from the Hugging Face class where both of its bases declare them.
+    """Give the fields of the Hugging Face class precedence over those of the common base class.
 
-    `class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig)`: dataclasses collect fields
-    from base to base, the first one last. So a field of the common `PretrainedConfig` would arrive
-    through `EasyDeLBaseConfig` and undo the change that the Hugging Face class made to it
-    (`is_encoder_decoder = True`). This function declares such fields again on `cls`.
+    In `class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig)`, a dataclass collects the
+    fields of the first base last. A field of the common `PretrainedConfig` would therefore override
+    the default of the Hugging Face class (`is_encoder_decoder = True`). This function declares such
+    fields again on `cls`.
 
     Args:
-        cls: the class that is being made, before it becomes a dataclass.
+        cls: The class, before it becomes a dataclass.
     """
     annotations: dict[str, Any] = dict(inspect.get_annotations(cls))
     common = PretrainedConfig.__dataclass_fields__
@@ -88,7 +88,7 @@ def inherit_architecture(cls: type) -> None:
         elif issubclass(parent, PretrainedConfig) and parent is not PretrainedConfig:
             for name, field in parent.__dataclass_fields__.items():
                 shadowed = name in common and field is not common[name]
-                # rope_theta: the base's property would catch the assignment of a plain field.
+                # rope_theta: the property of the base class would intercept the field.
                 shadowed |= isinstance(getattr(cls, name, None), property)
                 if shadowed and name not in settled:
                     settled.add(name)
@@ -100,10 +100,10 @@ def inherit_architecture(cls: type) -> None:
 
 @functools.cache
 def known_names(cls: type) -> frozenset[str]:
-    """Return every keyword that a configuration class knows.
+    """Return every keyword that a configuration class accepts.
 
-    Its fields, their aliases, the parameters of each `__init__` and `__post_init__` that it
-    inherits, and the keywords that transformers reads for any configuration.
+    These are its fields and their aliases, the parameters of inherited `__init__` and
+    `__post_init__` methods, and the keywords that transformers reads for any configuration.
     """
     names = {f.name for f in dataclasses.fields(cls)} | _COMMON | set(FIELD_ALIASES)
     names |= set(getattr(cls, "known_keywords", ())) | set(getattr(cls, "attribute_map", ()))
@@ -124,7 +124,7 @@ def known_names(cls: type) -> frozenset[str]:
 
 
 def check_keywords(cls: type, names: Iterable[str]) -> None:
-    """Raise ConfigError for a keyword that a configuration class does not know."""
+    """Raise ConfigError for an unknown keyword of a configuration class."""
     known = known_names(cls)
     for name in names:
         if name in known:
@@ -141,12 +141,12 @@ def check_keywords(cls: type, names: Iterable[str]) -> None:
 
 
 def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any]) -> None:
-    """Move the architecture fields of a class without a Hugging Face class out of its keywords.
+    """Move architecture fields from the keywords to the attributes of a new object.
 
     Args:
-        cls: nothing happens for a class that has a Hugging Face class.
-        values: attributes of the new object.
-        keywords: those that are no fields of its dataclass.
+        cls: The class; the function does nothing if it has a Hugging Face class.
+        values: Attributes of the new object.
+        keywords: Keywords that are no fields of the dataclass.
     """
     if architecture_classes(cls):
         return
@@ -193,7 +193,7 @@ def architecture_value(cls: type, name: str, value: Any, *, from_file: bool) -> 
 
 
 def outside() -> int:
-    """Stack level of the code that made the configuration, for a warning from two calls down."""
+    """Return the stack level of the code that creates the configuration, for a warning."""
     level, frame = 1, sys._getframe(2)
     while frame is not None and (
         frame.f_globals.get("__name__", "").split(".")[0]
@@ -206,12 +206,12 @@ def outside() -> int:
 
 @contextlib.contextmanager
 def as_config_error(cls: type) -> Iterator[None]:
-    """Turn transformers' validation errors into ours."""
+    """Convert validation errors of transformers to `ConfigError`."""
     try:
         yield
     except StrictDataclassError as error:
         raise ConfigError(f"{cls.__name__}: {_cause(error)}") from None
-    except KeyError as error:  # a parameter that its kind of rope needs
+    except KeyError as error:  # a missing parameter of the rope type
         raise ConfigError(f"{cls.__name__}: {error.args[0]}") from None
 
 

@@ -45,7 +45,8 @@ def visual_rows(run: RunConfig) -> Iterator[Problem]:
     if run.mixture is None or run.trainer is None or run.takes_prompts or run.has_images:
         return
     for path, message in without_tokens(run.mixture):
-        yield Problem(("mixture", *path), message)
+        reason = f"the model is for {run.task.value!r}: set model.task: image-text-to-text"
+        yield Problem(("mixture", *path), f"{message.partition(',')[0]}, and {reason}")
 
 
 def sequence_length(run: RunConfig) -> Iterator[Problem]:
