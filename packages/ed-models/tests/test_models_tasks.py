@@ -194,7 +194,7 @@ class TestRewards:
         config = LlamaConfig(**SHAPE, **ONE, num_labels=4)
         made = AutoEasyDeLModelForSequenceClassification.from_config(config)
         made.save_pretrained(tmp_path / "m")
-        with pytest.raises(CheckpointError, match="classifier with 4 labels; a reward model has"):
+        with pytest.raises(CheckpointError, match="with 4 labels, but a reward model has one"):
             AutoEasyDeLModelForReward.from_pretrained(tmp_path / "m")
 
 
@@ -320,7 +320,7 @@ class TestAutoBind:
         (directory / "config.json").write_text(
             '{"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}'
         )
-        with pytest.raises(CheckpointError, match="says it is of class LlamaForTokenClassific"):
+        with pytest.raises(CheckpointError, match="its class is LlamaForTokenClassific"):
             hub.from_pretrained(directory, task="auto-bind")
 
 

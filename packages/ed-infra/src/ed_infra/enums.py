@@ -1,6 +1,6 @@
-"""Closed lists of names that configurations choose from. Imports nothing heavy.
+"""Names that configurations choose from. This module imports neither jax nor transformers.
 
-Every enum is a string enum: a member equals, hashes, prints and serialises as its value.
+Every enum is a string enum: a member equals, hashes, prints and serializes as its value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TaskType(StrEnum):
     AUTO_BIND = "auto-bind"
 
 
-#: Other spellings of tasks, after lower-casing and `_` -> `-`.
+#: Other spellings of tasks, in lower case with `-` instead of `_`.
 TASK_ALIASES: dict[str, str] = {
     "causal-lm": "causal-language-model",
     "lm": "causal-language-model",
@@ -57,7 +57,7 @@ ACTIVATION_NAMES = (
 
 
 class EasyDeLBackends(StrEnum):
-    """Where arrays live: the name of a jax backend."""
+    """Names of jax backends."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -65,7 +65,7 @@ class EasyDeLBackends(StrEnum):
 
 
 class EasyDeLPlatforms(StrEnum):
-    """Which language kernels are written in."""
+    """Languages of kernels."""
 
     JAX = "jax"
     TRITON = "triton"
@@ -73,7 +73,7 @@ class EasyDeLPlatforms(StrEnum):
 
 
 class EasyDeLGradientCheckPointers(StrEnum):
-    """Which values the backward pass keeps; it computes the others again."""
+    """Policies for values that are stored for the backward pass instead of recomputed."""
 
     NONE = ""
     EVERYTHING_SAVEABLE = "everything_saveable"
@@ -95,9 +95,9 @@ class EasyDeLGradientCheckPointers(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class EasyMethod:
-    """Workflow a configuration is meant for (`easy_method`): names of the plain strings.
+    """Names of the workflows of a configuration (`easy_method`).
 
-    `EasyMethod.SERVE` is `"serve"`; an object with names of its own is made by `replace`.
+    `EasyMethod.SERVE` is `"serve"`; `replace` creates an object with other names.
     """
 
     TRAIN: str = "train"
@@ -107,10 +107,10 @@ class EasyMethod:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Make one of a mapping of its fields.
+        """Create the object from a mapping of its fields.
 
         Raises:
-            ConfigError: a key is not a field.
+            ConfigError: A key is not a field.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in data:
@@ -120,7 +120,7 @@ class EasyMethod:
 
     @classmethod
     def from_json(cls, json_str: str) -> Self:
-        """Make one of the JSON that `to_json` writes."""
+        """Create the object from the JSON of `to_json`."""
         return cls.from_dict(json.loads(json_str))
 
     def replace(self, **kwargs: str) -> Self:
@@ -197,10 +197,10 @@ AVAILABLE_QUANTIZATION_DTYPES = Literal["nf4", "int8", "int4", "fp8", "mxfp8"]
 
 
 def canonical_task(task: str | TaskType) -> TaskType:
-    """Return the task that a spelling names (`"causal_lm"`, `"lm"`, `TaskType.CAUSAL_LM`, ...).
+    """Return the task of a spelling (`"causal_lm"`, `"lm"`, `TaskType.CAUSAL_LM`, ...).
 
     Raises:
-        ConfigError: nothing is named so; the message names the nearest task.
+        ConfigError: The spelling is unknown; the message names the nearest task.
     """
     if isinstance(task, TaskType):
         return task

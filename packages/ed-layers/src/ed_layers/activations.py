@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "tanh": jnp.tanh,

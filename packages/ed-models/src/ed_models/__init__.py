@@ -9,7 +9,11 @@ if TYPE_CHECKING:
     from ed_models.auto import AutoEasyDeLModel as AutoEasyDeLModel
     from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
     from ed_models.auto import AutoEasyDeLModelForEmbedding as AutoEasyDeLModelForEmbedding
+    from ed_models.auto import (
+        AutoEasyDeLModelForImageTextToText as AutoEasyDeLModelForImageTextToText,
+    )
     from ed_models.auto import AutoEasyDeLModelForReward as AutoEasyDeLModelForReward
+    from ed_models.auto import AutoEasyDeLModelForSeq2SeqLM as AutoEasyDeLModelForSeq2SeqLM
     from ed_models.auto import (
         AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
     )
@@ -26,7 +30,9 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForCausalLM": "ed_models.auto",
         "AutoEasyDeLModel": "ed_models.auto",
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
+        "AutoEasyDeLModelForImageTextToText": "ed_models.auto",
         "AutoEasyDeLModelForReward": "ed_models.auto",
+        "AutoEasyDeLModelForSeq2SeqLM": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
         "EasyBridgeMixin": "ed_models.base.methods",
         "EasyDeLBaseModule": "ed_models.base.module",

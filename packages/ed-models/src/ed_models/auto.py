@@ -20,7 +20,9 @@ from ed_models.checkpoints.checks import task_of
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
+from ed_models.tasks.image_text import ImageTextLM
 from ed_models.tasks.pooling import Pooling
+from ed_models.tasks.seq2seq import Seq2SeqLM
 
 ModelT = TypeVar("ModelT", bound=EasyDeLBaseModule)
 _OF_HUB = frozenset(hub.HubOptions.__annotations__)
@@ -30,7 +32,9 @@ class AutoEasyDeLConfig:
     """Reads a configuration of any registered model type."""
 
     def __init__(self) -> None:
-        raise TypeError("AutoEasyDeLConfig is not made; use AutoEasyDeLConfig.from_pretrained(...)")
+        raise TypeError(
+            "AutoEasyDeLConfig has no instances: use AutoEasyDeLConfig.from_pretrained(...)"
+        )
 
     @classmethod
     def from_pretrained(
@@ -75,7 +79,9 @@ class _AutoModel(Generic[ModelT]):
 
     def __init__(self) -> None:
         name = type(self).__name__
-        raise TypeError(f"{name} is not made; use {name}.from_pretrained(...) or .from_config(...)")
+        raise TypeError(
+            f"{name} has no instances: use {name}.from_pretrained(...) or .from_config(...)"
+        )
 
     @classmethod
     def from_config(
@@ -99,8 +105,8 @@ class _AutoModel(Generic[ModelT]):
         """
         if not isinstance(config, EasyDeLBaseConfig):
             raise ConfigError(
-                f"from_config takes an EasyDeL configuration, not {type(config).__name__}; "
-                "read one with AutoEasyDeLConfig.from_pretrained(...)"
+                f"from_config requires an EasyDeL configuration, got {type(config).__name__}: "
+                "create one with AutoEasyDeLConfig.from_pretrained(...)"
             )
         if rngs is not None:
             seed = int(jax.random.randint(rngs.params(), (), 0, 2**31 - 1))
@@ -122,6 +128,18 @@ class AutoEasyDeLModelForCausalLM(_AutoModel[CausalLM]):
     """Decoder language models."""
 
     task = TaskType.CAUSAL_LM
+
+
+class AutoEasyDeLModelForSeq2SeqLM(_AutoModel[Seq2SeqLM]):
+    """Encoder-decoder language models."""
+
+    task = TaskType.SEQUENCE_TO_SEQUENCE
+
+
+class AutoEasyDeLModelForImageTextToText(_AutoModel[ImageTextLM]):
+    """Vision-language models: images and text in, text out."""
+
+    task = TaskType.IMAGE_TEXT_TO_TEXT
 
 
 class AutoEasyDeLModel(_AutoModel[EasyDeLBaseModule]):
@@ -163,8 +181,8 @@ class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
             labels = hub.read_config(directory).num_labels
             if labels != 1:
                 raise CheckpointError(
-                    f"{directory} is a classifier with {labels} labels; a reward model has one "
-                    "(AutoEasyDeLModelForSequenceClassification loads it)"
+                    f"{directory} is a classifier with {labels} labels, but a reward model has "
+                    "one: load it with AutoEasyDeLModelForSequenceClassification"
                 )
         changes = {**(options.pop("config_kwargs", None) or {}), "num_labels": 1}
         return super().from_pretrained(name_or_path, config_kwargs=changes, **options)

@@ -15,7 +15,6 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import floating_dtype
 from ed_infra.sharding import placement
 from ed_layers.depth.stack import Layout, Stack, to_layout
-from ed_layers.projections.embed import Embed
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -137,10 +136,13 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         graphdef, state = nnx.split(self)
         model = nnx.merge(graphdef, state)
         to_layout(model, layout)
-        config = self.config.replace(scan_layers=layout == "stacked").seal()
+        changed: dict[int, EasyDeLBaseConfig] = {}
         for _, node in nnx.iter_modules(model):
-            if isinstance(node, EasyDeLBaseModule | Embed):
-                node.config = config
+            old = getattr(node, "config", None)
+            if isinstance(old, EasyDeLBaseConfig):
+                if id(old) not in changed:
+                    changed[id(old)] = old.replace(scan_layers=layout == "stacked").seal()
+                node.config = changed[id(old)]
         return model
 
     @property

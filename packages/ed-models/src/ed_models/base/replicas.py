@@ -1,4 +1,4 @@
-"""A model on other devices: what a mesh holds several times becomes several models."""
+"""Copies of a model on other meshes, for data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -7,39 +7,37 @@ from typing import Any, TypeVar
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding.submesh import part_on
-from ed_layers.projections.embed import Embed
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from ed_models.base.module import EasyDeLBaseModule
 
 M = TypeVar("M", bound=nnx.Module)
 
 
 def on_mesh(model: M, mesh: Mesh) -> M:
-    """The same model on another mesh with the same axes.
+    """Return a copy of a model on another mesh with the same axes.
 
-    Arrays whose parts lie on the devices of `mesh` are shared with `model`, so that a slice of its
-    own mesh costs no memory; others are copied there.
+    Arrays with shards on the devices of `mesh` are shared with `model`, so a slice of the model's
+    mesh costs no memory. Other arrays are copied.
 
     Args:
-        model: on any mesh.
-        mesh: where to; its axes have the names of the model's.
+        model: a model on any mesh.
+        mesh: the new mesh, with the axis names of the model's mesh.
 
     Returns:
-        a model with configurations of its own.
+        A model with separate configurations.
 
     Raises:
-        ConfigError: the configuration cannot have such a mesh.
+        ConfigError: the configuration does not allow the mesh.
     """
     graphdef, state = nnx.split(model)
     copy = nnx.merge(graphdef, jax.tree.map(lambda x: _moved(x, mesh), state))
     configs: dict[int, EasyDeLBaseConfig] = {}
     for _, node in nnx.iter_modules(copy):
-        if isinstance(node, EasyDeLBaseModule | Embed) and node.config is not None:
-            if id(node.config) not in configs:
-                configs[id(node.config)] = _placed(node.config, mesh).seal()
-            node.config = configs[id(node.config)]
+        config = getattr(node, "config", None)
+        if isinstance(config, EasyDeLBaseConfig):
+            if id(config) not in configs:
+                configs[id(config)] = _placed(config, mesh).seal()
+            node.config = configs[id(config)]
     return copy
 
 
@@ -51,7 +49,7 @@ def _moved(array: Any, mesh: Mesh) -> jax.Array:
 
 
 def _placed(config: EasyDeLBaseConfig, mesh: Mesh) -> EasyDeLBaseConfig:
-    """A copy of a configuration, and of those nested in it, with a mesh."""
+    """Return a copy of a configuration and its nested configurations with a mesh."""
     copy = config.replace()
     nested = [one for one in copy.__dict__.values() if isinstance(one, EasyDeLBaseConfig)]
     for one in (copy, *nested):

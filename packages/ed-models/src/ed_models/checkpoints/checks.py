@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
@@ -40,6 +41,8 @@ _TASKS: Mapping[str, TaskType] = {
     "ForSequenceClassification": TaskType.SEQUENCE_CLASSIFICATION,
     "Model": TaskType.BASE_MODULE,
 }
+#: Ending of the names of vision-language models and encoder-decoders.
+_CONDITIONAL = "ForConditionalGeneration"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -84,12 +87,16 @@ def task_of(directory: Path) -> TaskType:
     if not names:
         return TaskType.CAUSAL_LM
     for name in map(str, names):
+        if name.endswith(_CONDITIONAL):
+            tasks = registry.tasks_of(str(read_json(path).get("model_type")))
+            if tasks:
+                return tasks[0]
         for ending, task in _TASKS.items():
             if name.endswith(ending):
                 return task
     raise CheckpointError(
-        f"{path} says it is of class {', '.join(map(str, names))}, and 'auto-bind' knows classes "
-        f"whose names end in {', '.join(_TASKS)}: name the task yourself, if the weights fit it"
+        f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
+        f"'auto-bind' knows classes whose names end in {', '.join([*_TASKS, _CONDITIONAL])}. Set the task"
     )
 
 
