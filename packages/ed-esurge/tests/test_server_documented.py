@@ -229,7 +229,7 @@ def test_a_template_that_knows_no_effort():
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         client.chat.completions.create(model="scripted", messages=SAY, reasoning_effort="none")
         with pytest.raises(
-            openai.BadRequestError, match="cannot be told how much to think"
+            openai.BadRequestError, match="does not support a reasoning effort"
         ) as error:
             client.chat.completions.create(model="scripted", messages=SAY, reasoning_effort="low")
         assert error.value.param == "reasoning_effort"
@@ -260,7 +260,7 @@ def test_messages_accept_output_format_tool_errors_and_refusals(clients, engine)
     assert "I will not." in engine.prompts[-1]
     for thinking, says in (
         ({"type": "enabled", "budget_tokens": 1024}, "must be below max_tokens, which is 50"),
-        ({"type": "enabled"}, "belongs to the type enabled"),
+        ({"type": "enabled"}, "requires the type enabled"),
         ({"type": "adaptive", "display": "omitted"}, "summarized"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=says):

@@ -99,10 +99,10 @@ def test_prompts_are_truncated_on_request(http, url, body):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"prompt_logprobs": 1, "stream": True}, "drop stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "omit stream"),
         ({"prompt_logprobs": 21}, "20"),
         ({"truncate_prompt_tokens": 0}, "-1"),
-        ({"allowed_token_ids": []}, "nothing"),
+        ({"allowed_token_ids": []}, "no token could be sampled"),
         ({"allowed_token_ids": [9999]}, "vocabulary"),
         ({"bad_words": [""]}, "empty"),
         ({"request_id": "a\nb"}, "pattern"),

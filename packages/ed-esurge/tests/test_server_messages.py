@@ -153,7 +153,7 @@ def test_invalid_message_requests_raise_client_errors(client):
             "text only",
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
-        ({"tool_choice": {"type": "any"}}, "needs tools"),
+        ({"tool_choice": {"type": "any"}}, "requires tools"),
     ):
         body = {
             "model": "scripted",

@@ -248,7 +248,11 @@ def scripted():
     ("body", "param", "says"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "belongs"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "requires the type",
+        ),
         ({"response_format": json_schema({"type": "thing"})}, "response_format", "thing"),
         ({"guided_regex": "("}, "guided_regex", "structured output"),
         ({"guided_json": '{"items":' * 9000}, "guided_json", "is not a JSON schema"),

@@ -204,7 +204,7 @@ def called(role, arguments):
         ({"tools": TOOLS, "tool_choice": F}, "tool_choice", "not among"),
         ({"messages": [{"role": "tool"}]}, "messages[0].tool_call_id", "missing"),
         (called("user", "{}"), "messages[0].tool_calls", "assistant"),
-        (called("assistant", "[1]"), "messages[0].tool_calls[0]", "no JSON object"),
+        (called("assistant", "[1]"), "messages[0].tool_calls[0]", "not a JSON object"),
     ],
 )
 def test_invalid_tool_requests_return_400_with_param(client, body, param, says):

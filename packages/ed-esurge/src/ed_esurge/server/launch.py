@@ -223,7 +223,7 @@ def serve(
             finally:
                 listener.close()
             if not server.started:
-                raise EasyDeLError("the server could not start; the log above says why")
+                raise EasyDeLError("the server could not start; see the log above")
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def background(
     try:
         while not ready.wait(0.05):
             if not thread.is_alive():
-                raise EasyDeLError("the server could not start; the log above says why")
+                raise EasyDeLError("the server could not start; see the log above")
         yield url
     finally:
         server.should_exit = True

@@ -1,11 +1,11 @@
-"""Files and batches in a directory: what survives the end of the server.
+"""Data that clients store on the server: files and batches in a directory, responses in memory.
 
-    files/file-….json      what a file is        files/file-….data      its bytes
-    batches/batch_….json   a batch               batches/batch_….ok, .failed: its lines so far
-                                                 batches/batch_….started: lines being answered
+    files/file-….json      metadata of a file    files/file-….data      content of a file
+    batches/batch_….json   a batch               batches/batch_….ok, .failed: answered lines
+                                                 batches/batch_….started: lines in progress
 
-Everything belongs to the API key that brought it, and does not exist for other keys. The
-directories have mode 0700 and the files 0600, because they hold prompts and answers.
+All data belong to the API key that created them, and other keys cannot find them. The directories
+have mode 0700 and the files 0600, because they contain prompts and answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.errors import APIError
 
 Fields = dict[str, Any]
-#: States in which there is still something to do.
+#: States of unfinished batches.
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 DAY = 86400
 
@@ -36,8 +36,8 @@ class BatchStore:
     """The files and batches of a server.
 
     Args:
-        directory: made if it is not there; no other server may use it at the same time.
-        limits: how much clients may leave there.
+        directory: created if it does not exist. No other server may use the directory.
+        limits: limits of the stored data.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -46,24 +46,24 @@ class BatchStore:
     def __init__(self, directory: str | Path, limits: ServerLimits) -> None:
         self.limits, self._root = limits, Path(directory)
         self.session = uuid.uuid4().hex
-        """Tells marks of this process from those of a process that has ended."""
+        """Identifies the marks of this process in files of lines in progress."""
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for kind in ("files", "batches"):
                 (self._root / kind).mkdir(mode=0o700, exist_ok=True)
                 (self._root / kind).chmod(0o700)
-            for left in (self._root / "files").glob("*.part"):  # cut off while they came
-                left.unlink()
+            for part in (self._root / "files").glob("*.part"):  # of interrupted uploads
+                part.unlink()
             self._files, self._batches = (self._load(kind) for kind in ("files", "batches"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"batch_directory {directory} cannot be used ({error}): give a directory that this "
+                f"batch_directory {directory} cannot be used ({error}): use a directory that this "
                 "process may write to"
             ) from error
 
     def _load(self, kind: str) -> dict[str, Fields]:
         known = [json.loads(path.read_text("utf-8")) for path in self._paths(kind)]
-        if kind == "files":  # a stop of the process can leave a description without contents
+        if kind == "files":  # after an interrupted upload, the content of a file can be missing
             known = [one for one in known if self.content(one["id"]).exists()]
         return {one["id"]: one for one in sorted(known, key=lambda one: one["created_at"])}
 
@@ -84,34 +84,34 @@ class BatchStore:
     # ---- files
 
     def check_room(self, owner: str, size: int = 0) -> None:
-        """Refuse an upload that the limits of its owner do not allow.
+        """Check the limits of the owner before an upload.
 
         Args:
-            size: bytes of the upload, as far as they are known.
+            size: bytes of the upload, if known.
 
         Raises:
-            APIError: 429, the owner has `max_files` files; 413, the files of the owner would take
-                more than `max_stored_bytes`.
+            APIError: 429, the owner has `max_files` files; 413, the files of the owner would exceed
+                `max_stored_bytes`.
         """
         mine = [file["bytes"] for file in self._files.values() if file["owner"] == owner]
         if len(mine) >= self.limits.max_files:
             raise APIError(
-                f"this API key has {len(mine)} files, which is this server's limit (max_files): "
-                "delete some of them",
+                f"this API key has {len(mine)} files, the limit of this server (max_files): delete "
+                "some files",
                 status=429,
                 code="too_many_files",
             )
         if sum(mine) + size > self.limits.max_stored_bytes:
             raise APIError(
-                f"the files of this API key take {sum(mine)} bytes, and this server stores "
-                f"{self.limits.max_stored_bytes} (max_stored_bytes), too few for {size} more: "
-                "delete some of them",
+                f"the files of this API key have {sum(mine)} bytes, and {size} more would exceed "
+                f"the limit of this server, {self.limits.max_stored_bytes} (max_stored_bytes): "
+                "delete some files",
                 status=413,
                 code="storage_quota_exceeded",
             )
 
     def part(self) -> Path:
-        """Create an empty file for an upload, which is written before it is stored."""
+        """Create an empty file for the content of an upload."""
         path = self._root / "files" / f"{uuid.uuid4().hex}.part"
         open_private(path, "w").close()
         return path
@@ -120,10 +120,10 @@ class BatchStore:
         """Store a file.
 
         Args:
-            part: where its contents were written, in the directory of this store; moved.
+            part: path of the content in the directory of this store. The file is moved.
 
         Raises:
-            OSError: the directory cannot be written. `part` is still there.
+            OSError: the directory cannot be written. `part` remains in place.
         """
         fields: Fields = {
             "id": f"file-{uuid.uuid4().hex}",
@@ -135,7 +135,7 @@ class BatchStore:
             "status": "processed",
             "owner": owner,
         }
-        self._write("files", fields)  # first: if this fails, the contents are still in `part`
+        self._write("files", fields)  # first, so that a failure leaves `part` unchanged
         os.replace(part, self.content(fields["id"]))
         self._files[fields["id"]] = fields
         return fields
@@ -145,7 +145,7 @@ class BatchStore:
         return [one for one in reversed(self._files.values()) if one["owner"] == owner]
 
     def file(self, name: str, owner: str, param: str | None = None) -> Fields:
-        """A file.
+        """Return a file.
 
         Raises:
             APIError: 404.
@@ -153,7 +153,7 @@ class BatchStore:
         return self._mine(self._files, name, owner, "file", param)
 
     def content(self, name: str) -> Path:
-        """Where the bytes of a file are."""
+        """Return the path of a file's content."""
         return self._root / "files" / f"{name}.data"
 
     def delete_file(self, name: str, owner: str) -> None:
@@ -165,7 +165,7 @@ class BatchStore:
         """
         self.file(name, owner)
         if any(b["input_file_id"] == name and b["status"] in OPEN for b in self._batches.values()):
-            raise APIError("a batch that runs reads this file: cancel it first", status=409)
+            raise APIError("an unfinished batch reads this file: cancel it first", status=409)
         del self._files[name]
         for path in (self._root / "files" / f"{name}.json", self.content(name)):
             path.unlink(missing_ok=True)
@@ -178,15 +178,16 @@ class BatchStore:
         """Queue a batch.
 
         Raises:
-            APIError: 404, there is no such file; 429, `max_batches` batches of the owner wait.
+            APIError: 404, the file does not exist; 429, the owner has `max_batches` unfinished
+                batches.
             OSError: the directory cannot be written.
         """
         self.file(file, owner, "input_file_id")
         waiting = sum(one["status"] in OPEN for one in self.batches(owner))
         if waiting >= self.limits.max_batches:
             raise APIError(
-                f"{waiting} batches of this API key wait or run, which is this server's limit "
-                "(max_batches): try again when one has ended",
+                f"{waiting} batches of this API key wait or run, the limit of this server "
+                "(max_batches): try again after one of them has ended",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -227,7 +228,7 @@ class BatchStore:
         return [one for one in reversed(self._batches.values()) if one["owner"] == owner]
 
     def batch(self, name: str, owner: str) -> Fields:
-        """A batch.
+        """Return a batch.
 
         Raises:
             APIError: 404.
@@ -235,14 +236,14 @@ class BatchStore:
         return self._mine(self._batches, name, owner, "batch", None)
 
     def next(self) -> Fields | None:
-        """The oldest batch with something to do."""
+        """Return the oldest unfinished batch."""
         return next((one for one in self._batches.values() if one["status"] in OPEN), None)
 
     def change(self, batch: Fields, status: str | None = None, **fields: Any) -> None:
-        """Change fields of a batch, in its file first. A new status has its time.
+        """Change fields of a batch, and set the time of a new status. The file is written first.
 
         Raises:
-            OSError: the file cannot be written. Nothing has changed.
+            OSError: the file cannot be written. The batch is unchanged.
         """
         if status is not None:
             fields |= {"status": status, f"{status}_at": int(time.time())}
@@ -250,11 +251,11 @@ class BatchStore:
         batch.update(fields)
 
     def results(self, batch: Fields, ok: bool) -> Path:
-        """Where the answered lines of a batch are, or those that failed, while it runs."""
+        """Return the path of the answered lines (`ok`) or of the failed lines."""
         return self._root / "batches" / f"{batch['id']}.{'ok' if ok else 'failed'}"
 
     def started(self, batch: Fields) -> Path:
-        """Where marks of the lines that are being answered are, while a batch runs."""
+        """Return the path of the marks of the lines in progress."""
         return self._root / "batches" / f"{batch['id']}.started"
 
     def _mine(
@@ -263,7 +264,7 @@ class BatchStore:
         known = table.get(name)
         if known is None or known["owner"] != owner:
             raise APIError(
-                f"there is no {kind} {name!r:.100}",
+                f"the {kind} {name!r:.100} does not exist",
                 status=404,
                 param=param,
                 code=f"{kind}_not_found",
@@ -272,10 +273,10 @@ class BatchStore:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open a file that only the user of this process can read, if the file is new.
+    """Open a file. If the file is new, only the user of this process can read it.
 
     Args:
-        mode: as of `open`. Binary files have no buffer.
+        mode: mode of `open`. Binary files are not buffered.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -288,7 +289,7 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 @contextmanager
 def refused_when_full() -> Iterator[None]:
-    """ChatGeneration an error of the file system into an answer for the client.
+    """Convert an error of the file system to an error of the API.
 
     Raises:
         APIError: 503.
@@ -304,7 +305,7 @@ def refused_when_full() -> Iterator[None]:
 
 
 def public(fields: Mapping[str, Any]) -> Fields:
-    """What clients see of a file or a batch."""
+    """Return the public fields of a file or a batch."""
     return {name: value for name, value in fields.items() if name != "owner"}
 
 
@@ -316,9 +317,9 @@ class Stored:
     """A stored response.
 
     Attributes:
-        response: as it was answered.
-        messages: the conversation up to its end, without instructions.
-        size: of both, in bytes of JSON.
+        response: the response that was sent.
+        messages: the messages of the conversation including the response, without instructions.
+        size: length of both as JSON, in bytes.
     """
 
     response: dict[str, Any]
@@ -351,11 +352,11 @@ class _Shelf:
 
 
 class ResponseStore:
-    """The last responses of each owner, in memory. The oldest make room for new ones.
+    """The latest responses of each owner, in memory.
 
     Args:
-        most: responses kept for each owner. All owners together have `MAX_BYTES`. Beyond that, the
-            owner with the most bytes loses its oldest response.
+        most: maximum number of responses per owner. All owners together have `MAX_BYTES`. Above
+            that limit, the oldest response of the owner with the most bytes is removed.
     """
 
     def __init__(self, most: int) -> None:
@@ -386,8 +387,8 @@ class ResponseStore:
         known = self._shelves[owner].kept.get(name)
         if known is None:
             raise APIError(
-                f"there is no response {name!r:.100}: it was not stored, was deleted, or made room "
-                f"for later ones (the last {self._most} are kept)",
+                f"the response {name!r:.100} does not exist: it was not stored, was deleted, or "
+                f"was replaced by later responses (the last {self._most} are stored)",
                 status=404,
                 param=param,
                 code="response_not_found",

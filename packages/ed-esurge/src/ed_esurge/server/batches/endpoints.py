@@ -49,7 +49,7 @@ class StoredFile(Answer):
 
 
 class FileList(Answer):
-    """Answer of `GET /v1/files`."""
+    """Answer of `GET /v1/files`, newest first."""
 
     object: Literal["list"]
     data: list[StoredFile]
@@ -65,7 +65,7 @@ class FileDeleted(Answer):
 
 
 class Counts(Answer):
-    """Lines of a batch."""
+    """Numbers of lines of a batch."""
 
     total: int
     completed: int
@@ -110,8 +110,8 @@ class BatchList(Answer):
 def _store(server: ModelServer) -> BatchStore:
     if server.batches is None:
         raise APIError(
-            "this server keeps no files: start it with batch_directory, where they and the "
-            "results of batches lie",
+            "this server does not store files: start the server with batch_directory, which holds "
+            "files and batches",
             status=404,
             code="batches_off",
         )
@@ -119,16 +119,16 @@ def _store(server: ModelServer) -> BatchStore:
 
 
 async def upload(server: ModelServer, request: Request) -> JSONResponse:
-    """Keep a file.
+    """Store a file.
 
     Raises:
-        APIError: 400, the form is not as it should be; 413, the file is too large, or the files of
-            the key are; 429, the key has too many files; 503, the file cannot be written.
+        APIError: 400, the form is invalid; 413, the file is too large, or the files of the key are;
+            429, the key has too many files; 503, the file cannot be written.
     """
     store, owner, limits = _store(server), owner_of(request.scope), server.state.limits
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
-        raise APIError("a file is sent as multipart/form-data, with the fields purpose and file")
+        raise APIError("send a file as multipart/form-data with the fields purpose and file")
     store.check_room(owner)
     with refused_when_full():
         path = store.part()
@@ -137,7 +137,7 @@ async def upload(server: ModelServer, request: Request) -> JSONResponse:
             purpose = form.fields["purpose"]
             if purpose != "batch":
                 raise APIError(
-                    f"the purpose {purpose!r:.50} is not known here: batch", param="purpose"
+                    f"the purpose {purpose!r:.50} is not supported: use batch", param="purpose"
                 )
             store.check_room(owner, path.stat().st_size)
             fields = store.add_file(form.filename or "file", purpose, path, owner)
@@ -147,7 +147,7 @@ async def upload(server: ModelServer, request: Request) -> JSONResponse:
 
 
 async def files(server: ModelServer, request: Request) -> JSONResponse:
-    """The caller's files, newest first."""
+    """Return the files of the key, newest first."""
     known = _store(server).files(owner_of(request.scope))
     purpose = request.query_params.get("purpose")
     wanted = [one for one in known if purpose in (None, one["purpose"])]
@@ -156,12 +156,12 @@ async def files(server: ModelServer, request: Request) -> JSONResponse:
 
 
 async def file(server: ModelServer, request: Request) -> JSONResponse:
-    """What a file is. Raises APIError: 404."""
+    """Return the metadata of a file. Raises APIError: 404."""
     return JSONResponse(public(_file(server, request)))
 
 
 async def content(server: ModelServer, request: Request) -> FileResponse:
-    """The bytes of a file. Raises APIError: 404."""
+    """Return the content of a file. Raises APIError: 404."""
     known = _file(server, request)
     path = _store(server).content(known["id"])
     headers = {"X-Content-Type-Options": "nosniff"}
@@ -169,7 +169,7 @@ async def content(server: ModelServer, request: Request) -> FileResponse:
 
 
 async def delete(server: ModelServer, request: Request) -> JSONResponse:
-    """Forget a file. Raises APIError: 404; 409, a batch reads it."""
+    """Delete a file. Raises APIError: 404; 409, an unfinished batch reads the file."""
     name = request.path_params["file_id"]
     with refused_when_full():
         _store(server).delete_file(name, owner_of(request.scope))
@@ -184,8 +184,8 @@ async def create(server: ModelServer, body: BatchRequest, request: Request) -> J
     """Queue a batch.
 
     Raises:
-        APIError: 404, there is no such file; 429, too many batches of the key wait; 503, the batch
-            cannot be written.
+        APIError: 404, the file does not exist; 429, the key has too many unfinished batches; 503,
+            the batch cannot be written.
     """
     with refused_when_full():
         batch = _store(server).add_batch(
@@ -196,7 +196,7 @@ async def create(server: ModelServer, body: BatchRequest, request: Request) -> J
 
 
 async def batches(server: ModelServer, request: Request) -> JSONResponse:
-    """The caller's batches, newest first."""
+    """Return the batches of the key, newest first."""
     page, more = _page(_store(server).batches(owner_of(request.scope)), request)
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return JSONResponse(
@@ -205,19 +205,19 @@ async def batches(server: ModelServer, request: Request) -> JSONResponse:
 
 
 async def batch(server: ModelServer, request: Request) -> JSONResponse:
-    """How far a batch is. Raises APIError: 404."""
+    """Return the state of a batch. Raises APIError: 404."""
     return JSONResponse(public(_batch(server, request)))
 
 
 async def cancel(server: ModelServer, request: Request) -> JSONResponse:
-    """Begin no further line of a batch; what is answered by then stays.
+    """Cancel a batch. Lines in progress are answered, and the answers remain available.
 
     Raises:
-        APIError: 404; 409, it is over.
+        APIError: 404; 409, the batch has ended.
     """
     known = _batch(server, request)
     if known["status"] not in OPEN:
-        raise APIError(f"the batch is {known['status']}: nothing is left to cancel", status=409)
+        raise APIError(f"the batch is {known['status']} and cannot be cancelled", status=409)
     if known["status"] != "cancelling":
         with refused_when_full():
             _store(server).change(known, "cancelling")
@@ -229,10 +229,10 @@ def _batch(server: ModelServer, request: Request) -> Fields:
 
 
 def _page(all_of_them: list[Fields], request: Request) -> tuple[list[Fields], bool]:
-    """The part of a list that `after` and `limit` ask for, and whether there is more."""
+    """Return the page of a list for `after` and `limit`, and whether more pages follow."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:6]) <= 10_000):
-        raise APIError("limit is a number from 1 to 10000", param="limit", code="invalid_value")
+        raise APIError("limit must be 1 to 10000", param="limit", code="invalid_value")
     ids = [one["id"] for one in all_of_them]
     start = ids.index(after) + 1 if after in ids else 0
     end = start + int(limit[:6])

@@ -1,4 +1,4 @@
-"""Uploads as multipart/form-data, parsed part by part and written to disk while they arrive."""
+"""Uploads as multipart/form-data, which are parsed and written to disk while they arrive."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.body import aside, chunks
 from ed_esurge.server.http.errors import APIError
 
-# A form of /v1/files has two parts; the header of a part is at most 8 KiB.
+# A form of /v1/files has two parts. The header of a part has at most 8 KiB.
 MAX_PARTS, MAX_HEADERS, MAX_HEADER = 16, 8, 1000
-# Bytes of a part other than the file, and bytes that are parsed at once.
+# Maximum size of a part other than the file, and size of the pieces for the parser, in bytes.
 MAX_FIELD, PIECE = 1024, 2**18
 
 
 class Upload:
-    """The parts of a form. Not for concurrent use.
+    """The parts of a form. Not thread-safe.
 
     Args:
-        content_type: of the request, with the boundary.
-        file: where the contents of the part `file` are written.
+        content_type: content type of the request, with the boundary.
+        file: receives the content of the part `file`.
 
     Attributes:
-        filename: of the part `file`; None: there was no such part yet.
-        fields: the other parts, as text.
+        filename: name of the part `file`; None before that part.
+        fields: the other parts as text.
 
     Raises:
         APIError: 400, the boundary is missing or too long.
@@ -63,13 +63,13 @@ class Upload:
         except FormParserError as error:
             raise _invalid(str(error)) from None
         if not options.get(b"boundary"):
-            raise _invalid("the Content-Type names no boundary")
+            raise _invalid("the Content-Type has no boundary")
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the body.
 
         Raises:
-            APIError: 400, the bytes are no form, or the form exceeds the limits of its parts.
+            APIError: 400, the bytes are not a form, or a part exceeds its limit.
         """
         try:
             self._parser.write(data)
@@ -77,11 +77,11 @@ class Upload:
             raise _invalid(str(error)) from None
 
     def close(self) -> None:
-        """End the body. Raises APIError: 400, the form is cut short or has too few parts."""
+        """End the body. Raises APIError: 400, the form is incomplete."""
         if not self._ended:
             raise _invalid("the last boundary is missing")
         if self.filename is None or "purpose" not in self.fields:
-            raise APIError("the form needs the fields purpose and file", param="file")
+            raise APIError("the form requires the fields purpose and file", param="file")
 
     def _begin(self) -> None:
         self._count += 1
@@ -99,7 +99,7 @@ class Upload:
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         if self._name == "file":
             if self.filename is not None:
-                raise _invalid("a form has one part `file`")
+                raise _invalid("a form must have one part `file`")
             self.filename = options.get(b"filename", b"file").decode("utf-8", "replace")[:256]
 
     def _data(self, data: bytes, start: int, end: int) -> None:
@@ -122,8 +122,8 @@ async def receive(request: Request, limits: ServerLimits, path: Path) -> Upload:
     """Write the file of a form to a path, and return the form.
 
     Raises:
-        APIError: 400, the form is not as it should be; 408 too slow; 413 too long; 503, the server
-            holds too many bodies.
+        APIError: 400, the form is invalid; 408, the body is too slow; 413, too long; 503, the
+            server has too many bodies in memory.
         OSError: the file cannot be written.
     """
     pending = bytearray()

@@ -1,5 +1,5 @@
-"""What the server answers, as models: for its OpenAPI document. The answers themselves are built
-from plain dicts, and a test holds them against these."""
+"""Models of the answers, for the OpenAPI document. Handlers create plain dicts for speed, and tests
+validate them against these models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Answer(BaseModel):
 
 
 class ErrorBody(Answer):
-    """What went wrong, and what to do."""
+    """Message, type and code of an error, and the invalid field."""
 
     message: str
     type: str
@@ -32,10 +32,7 @@ class Error(Answer):
 
 
 class PromptDetails(Answer):
-    """Prompt tokens that were not computed again, and tokens that were cut off the prompt.
-
-    The second field is there only where a prompt was cut.
-    """
+    """Numbers of prompt tokens read from the prefix cache, and removed from a truncated prompt."""
 
     cached_tokens: int
     truncated_tokens: int | None = None
@@ -63,7 +60,7 @@ class CompletionScores(Answer):
 
 
 class CompletionChoice(Answer):
-    """One completion. The last three fields come when they were asked for."""
+    """One completion. The last three fields are present if requested."""
 
     index: int
     text: str
@@ -94,7 +91,7 @@ class TokenScore(Answer):
 
 
 class ChosenScore(TokenScore):
-    """A token of an answer, and the most probable ones in its place."""
+    """A token of an answer, with the most probable tokens at its position."""
 
     top_logprobs: list[TokenScore]
 
@@ -107,7 +104,7 @@ class ChatScores(Answer):
 
 
 class AnsweredFunction(Answer):
-    """A called function; `arguments` are JSON text."""
+    """A called function. `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -122,7 +119,7 @@ class AnsweredCall(Answer):
 
 
 class AnsweredMessage(Answer):
-    """The assistant's message. `content` is null where there are calls alone."""
+    """The assistant's message. `content` is null if there are only calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -132,7 +129,7 @@ class AnsweredMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """One answer. `token_ids` come when they were asked for."""
+    """One answer. `token_ids` is present if requested."""
 
     index: int
     message: AnsweredMessage
@@ -142,7 +139,7 @@ class ChatChoice(Answer):
 
 
 class ChatCompletion(Answer):
-    """Answer of `POST /v1/chat/completions`. The last two fields come when they were asked for."""
+    """Answer of `POST /v1/chat/completions`. The last two fields are present if requested."""
 
     id: str
     object: Literal["chat.completion"]
@@ -155,7 +152,7 @@ class ChatCompletion(Answer):
 
 
 class ModelCard(Answer):
-    """A served model; a LoRA adapter has the model it is for as its `parent`."""
+    """A model. The `parent` of a LoRA adapter is its base model."""
 
     id: str
     object: Literal["model"]
@@ -194,17 +191,17 @@ class State(Answer):
     status: Literal["ok", "down", "draining", "sleeping"]
     reason: str | None = None
     degraded: dict[str, str] | None = None
-    """Parts of the server that do not work, with the reason, where some do not."""
+    """Impaired parts of the server, with the reason; absent if all parts work."""
 
 
 class Load(Answer):
-    """Answer of `GET /load`: requests that wait or run."""
+    """Answer of `GET /load`: the number of waiting and running requests."""
 
     server_load: int
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of `GET /tokenizer_info`: what `tokenizer_config.json` says."""
+    """Answer of `GET /tokenizer_info`: the content of `tokenizer_config.json`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,7 +1,8 @@
-"""Log-probabilities as OpenAI's two endpoints spell them, with exact token bytes.
+"""Log-probabilities in the formats of OpenAI's two endpoints, with exact token bytes.
 
-A token of a byte-level vocabulary may hold part of a character. Its text alone cannot be shown
-then; the chat endpoint has a `bytes` field for it, the older one writes `bytes:\\xe2\\x80`.
+A token of a byte-level vocabulary may contain a part of a character, which is not valid text. The
+chat endpoint has a field `bytes` for such a token; the completions endpoint writes
+`bytes:\\xe2\\x80`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 
 from ed_esurge.outputs import PositionLogprobs
 
-# JSON has no -inf; a probability of exp(-9999) is one that nothing can tell from zero.
+# JSON cannot represent -inf. exp(-9999) is zero in float64.
 FLOOR = -9999.0
 
 
 @functools.cache
 def _byte_of_letter() -> dict[str, int]:
-    """The inverse of GPT-2's table, which writes each byte as one printable letter."""
+    """Return the inverse of GPT-2's table, which maps each byte to a printable letter."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -28,10 +29,10 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 class TokenTexts:
-    """Token id -> its bytes and its printable text, remembered.
+    """Cached bytes and printable texts of tokens.
 
     Args:
-        tokenizer: a Hugging Face tokenizer. Its decoder says how pieces spell bytes:
+        tokenizer: a Hugging Face tokenizer. Its decoder determines how pieces represent bytes:
             `ByteLevel` (GPT-2's letters), or SentencePiece's `▁` and `<0x0A>`.
     """
 
@@ -46,18 +47,18 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def is_special(self, token: int) -> bool:
-        """Whether the token is markup that decoding leaves out."""
+        """Return whether decoding omits the token."""
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
-        """The UTF-8 bytes that the token stands for."""
+        """Return the UTF-8 bytes of the token."""
         found = self._bytes.get(token)
         if found is None:
-            found = self._bytes[token] = self._spell(token)
+            found = self._bytes[token] = self._encoded(token)
         return found
 
     def text_of(self, token: int) -> str:
-        """The token's text, or `bytes:\\x..` where it is not whole characters."""
+        """Return the text of the token, or `bytes:\\x..` for incomplete characters."""
         found = self._texts.get(token)
         if found is None:
             raw = self.bytes_of(token)
@@ -68,9 +69,9 @@ class TokenTexts:
             self._texts[token] = found
         return found
 
-    def _spell(self, token: int) -> bytes:
+    def _encoded(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # the vocabulary of the model is padded beyond the tokenizer's
+        if piece is None:  # the vocabulary of the model can be larger than the tokenizer's
             return b""
         if token in self._added:
             return piece.encode()
@@ -85,7 +86,7 @@ class TokenTexts:
 
 
 def _alternatives(position: PositionLogprobs, count: int) -> list[tuple[int, float]]:
-    """The `count` most probable candidates of one position, best first."""
+    """Return the `count` most probable candidates of one position, best first."""
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)[:count]
     return [(token, max(found.logprob, FLOOR)) for token, found in ranked]
 
@@ -93,7 +94,7 @@ def _alternatives(position: PositionLogprobs, count: int) -> list[tuple[int, flo
 def chat_logprobs(
     texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of the chat endpoint, for some consecutive tokens."""
+    """Return `choices[].logprobs` of the chat endpoint for some consecutive tokens."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -113,8 +114,11 @@ def chat_logprobs(
 def prompt_logprobs(
     texts: TokenTexts, positions: Sequence[PositionLogprobs | None] | None, count: int
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM spells them: for each token of the prompt but the first, its own
-    entry and those of the `count` most probable, by token id."""
+    """Return `prompt_logprobs` in vLLM's format.
+
+    Each prompt token except the first has the entries of that token and of the `count` most
+    probable tokens, by token id.
+    """
 
     def entries(position: PositionLogprobs) -> dict[str, Any]:
         chosen = next(iter(position))
@@ -132,12 +136,12 @@ def prompt_logprobs(
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of the completions endpoint, fed in order, piece by piece.
+    """Writes `choices[].logprobs` of the completions endpoint for consecutive pieces.
 
     `text_offset` counts characters of the choice's text (with `echo`, of prompt and completion).
 
     Args:
-        top: alternatives per position; the chosen token is listed besides them, as OpenAI does.
+        top: number of alternatives per position, in addition to the chosen token.
     """
 
     def __init__(self, texts: TokenTexts, top: int) -> None:
@@ -149,7 +153,7 @@ class CompletionLogprobs:
     def prompt(
         self, text: str, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs | None]
     ) -> dict[str, Any]:
-        """The part that `echo` adds. A special token that the text does not show has no width."""
+        """Return the part for the prompt. A special token that is not in the text has width 0."""
         part = self._empty()
         for token, position in zip(tokens, logprobs, strict=True):
             shown = self._texts.text_of(token)
@@ -162,7 +166,7 @@ class CompletionLogprobs:
     def completion(
         self, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs]
     ) -> dict[str, Any]:
-        """The part for some consecutive generated tokens."""
+        """Return the part for some consecutive generated tokens."""
         part = self._empty()
         for token, position in zip(tokens, logprobs, strict=True):
             hidden = self._texts.is_special(token)
@@ -182,7 +186,7 @@ class CompletionLogprobs:
     ) -> None:
         part["tokens"].append(self._texts.text_of(token))
         part["text_offset"].append(self._offset)
-        if position is None:  # nothing predicts the first token of a prompt
+        if position is None:  # the first token of a prompt has no log-probability
             part["token_logprobs"].append(None)
             part["top_logprobs"].append(None)
         else:

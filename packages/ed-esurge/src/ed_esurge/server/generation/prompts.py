@@ -1,4 +1,4 @@
-"""From what a client sent to token ids that fit: encoding, chat templates, context checks."""
+"""Conversion of prompts and conversations to token ids that fit the context."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ed_esurge.template import ChatTemplate, texts_in
 
 T = TypeVar("T")
 
-# Characters beyond which tokenizing would hold up the streams of other clients noticeably
-# (about 5 ms), so that it goes to a thread. Of threads there are few: a tokenizer needs memory.
+# Length in characters above which tokenization takes more than about 5 ms and runs in a thread, so
+# that the streams of other clients continue. Few threads, because a tokenizer uses much memory.
 LONG_TEXT = 10_000
 THREADS = 2
 
@@ -29,12 +29,12 @@ class Prompts:
 
     Args:
         tokenizer: Hugging Face tokenizer of the served model.
-        config: the engine's options: what becomes of prompts that do not fit.
-        max_model_len: most tokens of a prompt and its completion together.
-        vocab_size: token ids that the model knows are below this.
-        chat_template: Jinja text that replaces the tokenizer's own template.
-        oai_like_processor: templates that read a message's content as OpenAI's list of parts get it
-            so; False: content is always text.
+        config: the engine's options, which include the policy for long prompts.
+        max_model_len: maximum number of tokens of a prompt and its completion together.
+        vocab_size: size of the model's vocabulary.
+        chat_template: Jinja text that replaces the template of the tokenizer.
+        oai_like_processor: whether templates that support OpenAI's list of content parts receive
+            such a list; False = content is always text.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Prompts:
         self.config = config
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        # No text of more characters has few enough tokens.
+        # A longer text always has more tokens than `max_model_len`.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self.most_characters = max_model_len * longest
         self._template: ChatTemplate | None = None
@@ -65,10 +65,10 @@ class Prompts:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
     ) -> list[list[int]]:
-        """Token ids of texts.
+        """Return the token ids of texts.
 
         Raises:
-            APIError: 400, when one is not text, or so long that it cannot fit.
+            APIError: 400, a text is not valid Unicode, or too long for the context.
         """
         for text in texts:
             self._check_length(len(text), param)
@@ -95,14 +95,14 @@ class Prompts:
         last: int | None = None,
         param: str,
     ) -> tuple[list[list[int]], int]:
-        """Token ids of prompts that are not continued, and how many tokens were cut off them.
+        """Return the token ids of prompts without completions, and the number of removed tokens.
 
         Args:
             prompts: texts, or token ids.
             last, param: see `fit`.
 
         Raises:
-            APIError: 400, when one does not fit, or has a token that the model does not know.
+            APIError: 400, a prompt is too long, or a token id is outside the vocabulary.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(await self.encode(texts, add_special_tokens=add_special_tokens, param=param))
@@ -116,7 +116,7 @@ class Prompts:
         return result, truncated
 
     async def decode(self, tokens: list[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))
 
     async def _aside(self, work: Callable[[], T], size: int) -> T:
@@ -128,17 +128,17 @@ class Prompts:
         if characters > self.most_characters:
             raise APIError(
                 f"this model's maximum context length is {self.max_model_len} tokens; the {param} "
-                f"has {characters} characters, and no text of more than {self.most_characters} "
-                "fits: shorten it",
+                f"has {characters} characters, and at most {self.most_characters} characters can "
+                "fit: shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
 
     def check_tokens(self, tokens: Sequence[int], *, param: str) -> None:
-        """Refuse ids that the model has no embedding for.
+        """Check that token ids are in the vocabulary.
 
         Raises:
-            APIError: 400, naming the first such id.
+            APIError: 400, with the first invalid id.
         """
         if tokens and (max(tokens) >= self.vocab_size or min(tokens) < 0):
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
@@ -157,23 +157,24 @@ class Prompts:
         default: int | None,
         last: int | None = None,
     ) -> tuple[list[int], int]:
-        """The part of a prompt that is used, and how many tokens may be generated after it.
+        """Return the prompt after truncation, and the number of tokens to generate.
 
-        The engine's options say whether a prompt is cut (`auto_truncate_prompt`, `truncate_mode`)
-        and a length lowered (`auto_cap_new_tokens`), or refused (`strict_context`).
+        The engine's options select whether to truncate the prompt (`auto_truncate_prompt`,
+        `truncate_mode`), to reduce the number of tokens (`auto_cap_new_tokens`), or to reject the
+        request (`strict_context`).
 
         Args:
-            tokens: of the prompt.
-            wanted: what the client asked for, if it did.
-            param: the field that holds the prompt, for the error.
-            default: what to generate when nothing was asked for; None: as much as fits.
-            last: keep so many tokens of the prompt at most, its last ones; -1: as many as fit.
+            tokens: token ids of the prompt.
+            wanted: the requested number of tokens, if any.
+            param: the field of the prompt, for errors.
+            default: number of tokens to generate by default; None = as many as fit.
+            last: maximum number of prompt tokens, counted from the end; -1 = as many as fit.
 
         Raises:
             APIError: 400 `context_length_exceeded`.
         """
         if not tokens:
-            raise APIError("the prompt is empty: it has no tokens", param=param)
+            raise APIError("the prompt is empty: send at least one token", param=param)
         if last is not None:
             tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
         try:
@@ -181,10 +182,10 @@ class Prompts:
         except ConfigError:
             room = self.max_model_len - len(tokens)
             asked = len(tokens) + (wanted or 0)
-            ways = "shorten it" if room < 1 else f"shorten it, or ask for at most {room} tokens"
+            ways = "shorten it" if room < 1 else f"shorten it, or request at most {room} tokens"
             raise APIError(
-                f"this model's maximum context length is {self.max_model_len} tokens; you asked "
-                f"for {asked} ({len(tokens)} in the {param}, {wanted or 0} in the completion): "
+                f"this model's maximum context length is {self.max_model_len} tokens; the request "
+                f"has {asked} ({len(tokens)} in the {param}, {wanted or 0} in the completion): "
                 f"{ways}",
                 param=param,
                 code="context_length_exceeded",
@@ -194,13 +195,13 @@ class Prompts:
         return used, most
 
     async def chat(self, request: ChatRequest, size: int = 0) -> list[int]:
-        """Token ids of a conversation, through the chat template.
+        """Return the token ids of a chat request.
 
         Args:
             size: see `conversation`.
 
         Raises:
-            APIError: 400, see `conversation`; an effort is asked for, and the template knows none.
+            APIError: 400, see `conversation`; or the template does not support `reasoning_effort`.
         """
         variables = request.chat_template_kwargs or {}
         if request.reasoning_effort is not None:
@@ -215,17 +216,17 @@ class Prompts:
         )
 
     def _thinking(self, effort: str) -> dict[str, Any]:
-        """The variables by which templates are told how much to think.
+        """Return the template's variables for the amount of thinking.
 
         Raises:
-            APIError: 400, this one reads none of them.
+            APIError: 400, the template reads none of them.
         """
         known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         read = {name: value for name, value in known.items() if name in self.template_text}
         if not read and effort != "none":
             raise APIError(
-                f"this model's chat template cannot be told how much to think ({effort!r}): leave "
-                "it out",
+                f"this model's chat template does not support a reasoning effort ({effort!r}): "
+                "omit it",
                 param="reasoning_effort",
                 code="unsupported_value",
             )
@@ -241,27 +242,27 @@ class Prompts:
         tools: Sequence[Tool] = (),
         size: int = 0,
     ) -> list[int]:
-        """Token ids of messages. What is written in them never becomes a special token.
+        """Return the token ids of messages. Text in messages never becomes a special token.
 
         Args:
-            size: bytes of the request's body: whether the work is done in a thread.
+            size: length of the request's body in bytes, which selects whether a thread is used.
 
         Raises:
-            APIError: 400, when there is no template or it refuses the conversation.
+            APIError: 400, there is no template, or it rejects the conversation.
         """
         template = self._template
         if template is None:
             raise APIError(
-                "this model has no chat template, so it cannot take messages: use "
-                "/v1/completions, or start the server with chat_template=",
+                "this model has no chat template, which messages require: use /v1/completions, or "
+                "start the server with chat_template=",
                 code="no_chat_template",
             )
-        # Only what a template may read: not the arguments that would change what comes back.
+        # Reject the arguments of `apply_chat_template` that are not variables of the template.
         variables = variables or {}
         taken = sorted(variables.keys() & _RESERVED)
         if taken:
             raise APIError(
-                f"{taken[0]!r} is not a variable of the template; it has its own request field",
+                f"{taken[0]!r} is not a variable of the template; use its own request field",
                 param="chat_template_kwargs",
             )
 
@@ -280,9 +281,9 @@ class Prompts:
                     **offered,
                     **variables,
                 )
-            except Exception as error:  # whatever a template may do with what clients send
+            except Exception as error:  # a template can raise any exception for a client's messages
                 raise APIError(
-                    f"the chat template refuses these messages: {error}", param="messages"
+                    f"the chat template rejects these messages: {error}", param="messages"
                 ) from error
             self._check_length(len(text), "messages")
             try:

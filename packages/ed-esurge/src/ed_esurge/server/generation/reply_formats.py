@@ -1,4 +1,4 @@
-"""How the served model writes calls and thoughts, and the parser of each reply."""
+"""The formats of a model's function calls and thoughts, and the parser of each reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 
 Parser = ReplyParser | NamedCall
-# Tokens at the end of a prompt among which the beginning of thoughts is looked for.
+# Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
 TAIL = 16
 
 
@@ -27,14 +27,16 @@ class ReplyFormats:
     """The formats of one model.
 
     Args:
-        tokenizer: its special tokens are kept from clients where calls or thoughts use some.
+        tokenizer: tokenizer of the model. Its special tokens are removed from replies.
         template: the chat template, Jinja text.
-        enable_function_calling: False: tools are refused.
-        tool_parser_name: a name of `TOOL_FORMATS`; "auto" looks at template and vocabulary.
-        reasoning_parser: the same of `REASONING_FORMATS`; "none": thoughts are text.
+        enable_function_calling: False rejects tools.
+        tool_parser_name: a name of `TOOL_FORMATS`; "auto" = detect the format in the template and
+            the vocabulary.
+        reasoning_parser: a name of `REASONING_FORMATS`; "auto" as above, "none" = thoughts are
+            text.
 
     Raises:
-        ConfigError: a name is not known.
+        ConfigError: a name is unknown.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ReplyFormats:
         self._special = frozenset(token.content for token in added if token.special)
 
     def check(self, body: ChatRequest) -> None:
-        """Refuse tools that the model would not hear of, or whose calls nobody would see.
+        """Check that the template can render the tools of a request, and that calls can be parsed.
 
         Raises:
             APIError: 400.
@@ -71,25 +73,30 @@ class ReplyFormats:
             return
         if not self.enabled:
             raise APIError(
-                "this server takes no tools: start it with enable_function_calling: true",
+                "this server does not support tools: start the server with "
+                "enable_function_calling: true",
                 param="tools",
             )
         if not self._takes_tools:
             raise APIError(
-                "this model's chat template has no place for tools: describe them in a message, or "
-                "start the server with a chat_template= that has",
+                "this model's chat template does not support tools: describe them in a message, or "
+                "start the server with a chat_template= that supports tools",
                 param="tools",
             )
         if self.tools is None and body.tool_choice in (None, "auto"):
             raise APIError(
-                "how this model writes calls cannot be told from its chat template: start the "
-                f"server with tool_parser_name, one of {', '.join(sorted(TOOL_FORMATS))}; or send "
-                'tool_choice: "required"',
+                "the chat template of this model does not show the format of function calls: start "
+                f"the server with tool_parser_name, one of {', '.join(sorted(TOOL_FORMATS))}; or "
+                'send tool_choice: "required"',
                 param="tools",
             )
 
     def parsers(self, body: ChatRequest, prompt: Sequence[int]) -> Callable[[], Parser] | None:
-        """What makes the parser of each reply to a prompt; None: a reply is its text."""
+        """Return a function that creates the parser of each reply; None = replies are plain text.
+
+        Args:
+            prompt: token ids of the prompt.
+        """
         choice = body.tool_choice if body.tools else "none"
         inside = self.thinks(prompt)
         drops = self._special if self.shows_special(body) else ()
@@ -109,21 +116,23 @@ class ReplyFormats:
         return lambda: ReplyParser(calls, self.reasoning, inside=inside, drops=drops)
 
     def thinks(self, prompt: Sequence[int]) -> bool:
-        """Whether a reply to this prompt begins within thoughts."""
+        """Return whether a reply to this prompt begins with thoughts."""
         if self.reasoning is None:
             return False
         tail = str(self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
         return tail.rstrip().endswith(self.reasoning.opens)
 
     def ends_of_thoughts(self, prompt: Sequence[int]) -> tuple[str, ...]:
-        """Return the texts that end the thoughts with which a reply to this prompt begins; none
-        where the reply does not begin with thoughts."""
+        """Return the texts that end the thoughts at the beginning of a reply to this prompt.
+
+        Empty if the reply does not begin with thoughts.
+        """
         if self.reasoning is None or not self.thinks(prompt):
             return ()
         return self.reasoning.closes
 
     def shows_special(self, body: ChatRequest) -> bool:
-        """Whether the engine must show special tokens, because markers are among them."""
+        """Return whether the text must contain special tokens, because formats use them."""
         calls = self.tools if body.tools and body.tool_choice != "none" else None
         markers = "".join(
             text for form in (calls, self.reasoning) if form is not None for text in form.markers

@@ -1,8 +1,8 @@
 """Request models of the OpenAI endpoints.
 
-A known field that this server does not implement is accepted where ignoring the field cannot change
-the answer (`user`, `metadata`, `store`, ...). `unsupported` fields are refused by name, with the
-way out. Unknown keys follow the server's `unknown_fields`. Fields marked *extension* are vLLM's.
+A known field without an implementation is accepted if it cannot change the answer (`user`,
+`metadata`, `store`, ...). An `unsupported` field is an error that suggests an alternative. Unknown
+keys follow the option `unknown_fields` of the server. Fields marked *extension* are vLLM's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OtherSamplers(Body):
 
 
 class OtherTemplates(Body):
-    """Fields of vLLM's chat requests about the template and what it is given."""
+    """Fields of vLLM's chat requests about the chat template."""
 
     chat_template: Annotated[
         None, unsupported("templates of clients; start the server with chat_template")
@@ -80,17 +80,17 @@ class OtherTemplates(Body):
     ] = None
 
 
-#: How much to think, as OpenAI and Anthropic say it.
+#: Amount of thinking, in the terms of OpenAI and Anthropic.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_LOGPROBS = 20
-# Items of a request: each is looked at one by one. The length of a body is limited besides.
+# Limits of the items of a request, which are examined one by one.
 MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
 MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
 
 
 def as_prompts(value: object) -> list[str | list[int]]:
-    """Normalise the four shapes of `prompt` into a list of texts and token lists."""
+    """Convert the four forms of `prompt` to a list of texts and token lists."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -98,7 +98,7 @@ def as_prompts(value: object) -> list[str | list[int]]:
     if all(type(item) is int for item in value):
         return [value]
     if len(value) > MAX_PROMPTS:
-        raise Refusal(f"has {len(value)} items, and this server takes {MAX_PROMPTS} at most")
+        raise Refusal(f"has {len(value)} items, and the limit of this server is {MAX_PROMPTS}")
     for place, item in enumerate(value):
         tokens = isinstance(item, list) and item and all(type(token) is int for token in item)
         if not (isinstance(item, str) or tokens):
@@ -111,20 +111,20 @@ def _stops(value: object) -> object:
         return []
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list) and any(stop == "" for stop in stops):
-        raise Refusal("an empty stop string would end every answer at once")
+        raise Refusal("an empty stop string would end every answer immediately")
     return stops
 
 
 def _bias(value: object) -> object:
-    """OpenAI sends token ids as JSON keys, which are strings."""
+    """Parse the token ids, which are JSON keys and therefore strings."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASES:
-        raise Refusal(f"has {len(value)} items, and this server takes {MAX_BIASES} at most")
+        raise Refusal(f"has {len(value)} items, and the limit of this server is {MAX_BIASES}")
     result = {}
     for key, bias in value.items():
         if not (len(key) < 20 and _is_number(key)):
-            raise Refusal(f"{key!r} is not a token id; POST /tokenize gives them")
+            raise Refusal(f"{key!r} is not a token id; POST /tokenize returns token ids")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise Refusal(f"{bias!r} for token {key} is not within [-100, 100]")
         result[int(key)] = float(bias)
@@ -144,12 +144,12 @@ Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
 
 
 class StreamOptions(Body):
-    """What a stream reports beside the answer.
+    """Additional content of a stream.
 
     Attributes:
-        include_usage: a last chunk without choices carries the token counts.
-        continuous_usage_stats: with `include_usage`, every chunk carries the token counts so far
-            (extension).
+        include_usage: whether a last chunk without choices contains the token counts.
+        continuous_usage_stats: with `include_usage`, whether every chunk contains the token counts
+            so far (extension).
     """
 
     include_usage: bool = False
@@ -158,7 +158,7 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(Guided, OtherSamplers):
-    """The fields that both generation endpoints share. OpenAI's defaults."""
+    """The common fields of the generation endpoints, with OpenAI's defaults."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -190,7 +190,7 @@ class GenerationRequest(Guided, OtherSamplers):
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
 
-    # Harmless to ignore: they change who is billed or what is kept, not the answer.
+    # Fields about billing and storage, which do not change the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -203,31 +203,34 @@ class GenerationRequest(Guided, OtherSamplers):
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise Refusal("needs stream: true", "stream_options")
+            raise Refusal("requires stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise Refusal("come with the whole answer: drop stream, or them", "prompt_logprobs")
+            raise Refusal("are not available in streams: omit stream or them", "prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
-            raise Refusal("0 would leave nothing; -1 keeps what fits", "truncate_prompt_tokens")
+            raise Refusal(
+                "0 would remove the entire prompt; -1 keeps as many tokens as fit",
+                "truncate_prompt_tokens",
+            )
         if self.bad_words is not None and "" in self.bad_words:
-            raise Refusal("an empty string is in every text: leave it out", "bad_words")
+            raise Refusal("an empty string is part of every text: omit it", "bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise Refusal("is empty: nothing could be sampled", "allowed_token_ids")
+            raise Refusal("is empty: no token could be sampled", "allowed_token_ids")
         return self
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
+        """Whether the last chunk of a stream contains the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries the token counts so far."""
+        """Whether every chunk of a stream contains the token counts so far."""
         options = self.stream_options
         return self.include_usage and options is not None and options.continuous_usage_stats
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
+    """Body of `POST /v1/completions`. `prompt` is converted to a list."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
     max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
@@ -247,12 +250,13 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal("0 generates nothing: it needs echo: true", "max_tokens")
+            raise Refusal("0 generates no token and requires echo: true", "max_tokens")
         if self.best_of is not None and self.best_of < self.n:
             raise Refusal(f"{self.best_of} is below n ({self.n})", "best_of")
         if self.stream and (self.best_of or self.n) > self.n:
             raise Refusal(
-                "above n it chooses at the end, so it cannot stream: drop one",
+                "a value above n selects completions at the end and cannot stream: omit one of "
+                "both",
                 "best_of",
             )
         return self
@@ -266,14 +270,14 @@ class TextPart(History):
 
 
 class RefusalPart(History):
-    """What the assistant said when it refused, sent back."""
+    """A refusal of the assistant in the conversation."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """The words."""
+        """The text of the refusal."""
         return self.refusal
 
 
@@ -283,7 +287,7 @@ ContentParts = Annotated[
 
 
 class Message(History):
-    """One chat message; the message of an answer can be sent back unchanged."""
+    """One chat message. The message of an answer is a valid message as well."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | ContentParts | None, parts_of("text", "refusal"), few(MAX_PARTS)] = (
@@ -299,7 +303,7 @@ class Message(History):
     @model_validator(mode="before")
     @classmethod
     def _reasoning(cls, data: object) -> object:
-        """Read `reasoning`, the other name of `reasoning_content`, where it is text."""
+        """Read the alias `reasoning` of `reasoning_content` if it is text."""
         if not isinstance(data, Mapping) or data.get("reasoning_content") is not None:
             return data
         thoughts = data.get("reasoning")
@@ -308,17 +312,17 @@ class Message(History):
     @model_validator(mode="after")
     def _consistent(self) -> Message:
         if self.tool_calls and self.role != "assistant":
-            raise Refusal("only the assistant calls functions", "tool_calls")
+            raise Refusal("only messages of the assistant have calls", "tool_calls")
         if self.role == "tool" and self.tool_call_id is None:
-            raise Refusal("is missing: a result says which call it answers", "tool_call_id")
+            raise Refusal("is missing: a result requires the id of its call", "tool_call_id")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: role and plain text, arguments as objects."""
+        """Return the message for a chat template: role and plain text, arguments as objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        # OpenAI renamed `system` for newer models; open models' templates know the old name.
+        # `developer` is OpenAI's new name of `system`; templates only support the old name.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         for field in ("name", "tool_call_id", "reasoning_content"):
@@ -362,21 +366,21 @@ class ChatRequest(GenerationRequest, OtherTemplates):
         None, unsupported("verbosity; ask for a length in a message", "medium")
     ] = None
     web_search_options: Annotated[None, unsupported("web search")] = None
-    # A hint about the expected answer that may only save time.
+    # A hint about the expected answer that only affects the speed.
     prediction: Any = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refusal("needs logprobs: true", "top_logprobs")
+            raise Refusal("requires logprobs: true", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             raise Refusal(
-                f"{both[0]} differs from max_completion_tokens {both[1]}: give one of both",
+                f"{both[0]} differs from max_completion_tokens {both[1]}: send one of both",
                 "max_tokens",
             )
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise Refusal("needs tools", "tool_choice")
+            raise Refusal("requires tools", "tool_choice")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
@@ -385,14 +389,14 @@ class ChatRequest(GenerationRequest, OtherTemplates):
                     "tool_choice",
                 )
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise Refusal("needs a last message of the assistant", "continue_final_message")
+            raise Refusal("requires a last message of the assistant", "continue_final_message")
         if self.continue_final_message and self.add_generation_prompt:
-            raise Refusal("needs add_generation_prompt: false", "continue_final_message")
+            raise Refusal("requires add_generation_prompt: false", "continue_final_message")
         return self
 
 
 class TokenizeRequest(Body):
-    """Body of `POST /tokenize`: either `prompt`, or `messages` as a chat would send them."""
+    """Body of `POST /tokenize`: either `prompt`, or the `messages` of a chat request."""
 
     model: str | None = None
     prompt: str | None = None
@@ -406,7 +410,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise Refusal("give either `prompt` or `messages`", "prompt")
+            raise Refusal("send either `prompt` or `messages`", "prompt")
         return self
 
 

@@ -1,5 +1,5 @@
-"""Structured output as clients ask for it: `response_format`, `structured_outputs`, `guided_*`, and
-calls of tools that must be made."""
+"""Tools and structured output of requests: `tools`, `tool_choice`, `response_format`,
+`structured_outputs` and `guided_*`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
+from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.http.errors import APIError, Refusal
 from ed_esurge.server.http.fields import Body, History, Schema, SchemaOrText, few, unsupported
 
@@ -23,7 +24,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class Function(Body):
-    """A function: what it is called and what it takes."""
+    """A function with its name and its parameters."""
 
     name: Name
     description: str | None = None
@@ -32,18 +33,18 @@ class Function(Body):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """JSON schema of the arguments: an object, of anything if nothing was said."""
+        """JSON schema of the arguments. The default is an object with any content."""
         return self.parameters or {"type": "object", "properties": {}}
 
 
 class Tool(Body):
-    """A tool; functions are the only ones."""
+    """A tool. The only supported type is a function."""
 
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
+        """Return the tool for a chat template."""
         function: dict[str, Any] = {
             "name": self.function.name,
             "description": self.function.description or "",
@@ -59,14 +60,14 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The one function that is to be called."""
+    """The selected function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class CalledFunction(History):
-    """A call: name, and arguments as JSON text."""
+    """The function of a call, with arguments as JSON text."""
 
     name: str
     arguments: str
@@ -85,13 +86,13 @@ class ToolCall(History):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it: arguments as an object."""
+        """Return the call for a chat template, with the arguments as an object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise Refusal(f"the arguments {self.function.arguments!r:.80} are no JSON object")
+            raise Refusal(f"the arguments {self.function.arguments!r:.80} are not a JSON object")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -106,7 +107,7 @@ def _distinct(value: object) -> object:
     ]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise Refusal(f"two functions are called {twice!r}")
+        raise Refusal(f"two functions have the name {twice!r}")
     return value
 
 
@@ -119,7 +120,7 @@ ANY_OBJECT = json.dumps({"type": "object"})
 
 
 class JSONSchema(Body):
-    """The schema of an answer, which OpenAI spells `schema`. `strict` or not, it is kept to."""
+    """The JSON schema of an answer. The answer follows the schema independent of `strict`."""
 
     ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
 
@@ -130,7 +131,7 @@ class JSONSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer must be."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -138,12 +139,12 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _consistent(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise Refusal("belongs to the type json_schema, and to no other", "json_schema")
+            raise Refusal("requires the type json_schema, and vice versa", "json_schema")
         return self
 
     @property
     def schema_text(self) -> str | None:
-        """JSON schema, as JSON text; None: text without a form."""
+        """JSON schema as JSON text; None = plain text."""
         if self.type == "text":
             return None
         schema = self.json_schema.json_schema if self.json_schema is not None else None
@@ -182,11 +183,11 @@ class StructuredOutputsField(Body):
         given = [*self.outputs()]
         if len(given) != 1:
             known = "json, regex, choice, grammar and json_object"
-            raise Refusal(f"needs exactly one of {known}, and has {', '.join(given) or 'none'}")
+            raise Refusal(f"requires exactly one of {known}, got {', '.join(given) or 'none'}")
         return self
 
     def outputs(self) -> dict[str, StructuredOutputs]:
-        """What the output must be, by the field that says so."""
+        """Return the structured output by the name of its field."""
         result: dict[str, StructuredOutputs] = {}
         if self.json_schema is not None:
             result["json"] = StructuredOutputs(json_schema=json.dumps(self.json_schema))
@@ -202,7 +203,7 @@ class StructuredOutputsField(Body):
 
 
 class Guided(Body):
-    """vLLM's fields for structured output, and their older names; at most one."""
+    """vLLM's fields for structured output, including the deprecated names. At most one is set."""
 
     structured_outputs: StructuredOutputsField | None = None
     guided_json: SchemaOrText | None = None
@@ -211,7 +212,7 @@ class Guided(Body):
     guided_grammar: Text | None = None
 
     def outputs(self) -> dict[str, StructuredOutputs]:
-        """What the output must be, by the field of the request that says so."""
+        """Return the structured outputs by the names of their fields."""
         result: dict[str, StructuredOutputs] = {}
         if self.structured_outputs is not None:
             for name, wanted in self.structured_outputs.outputs().items():
@@ -230,7 +231,7 @@ class Guided(Body):
 def required_calls(
     tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool
 ) -> StructuredOutputs | None:
-    """Return the form of a reply that must call tools; None if the reply may do without calls."""
+    """Return the structured output of a reply that must call tools; None if calls are optional."""
     if not tools or choice in (None, "none", "auto"):
         return None
     if isinstance(choice, NamedTool):
@@ -259,7 +260,7 @@ def required_calls(
 
 
 def _moved(schema: Any, prefix: str) -> Any:
-    """Return a schema whose definitions have names with a prefix, for use in another schema."""
+    """Return a schema whose references to definitions have a prefix, for use in another schema."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, prefix) for key, value in schema.items()}
         reference = schema.get("$ref")
@@ -271,7 +272,7 @@ def _moved(schema: Any, prefix: str) -> Any:
 
 
 def _in_tools(message: str) -> str:
-    """Replace JSON paths in the schema of `required_calls` by the fields of the request."""
+    """Replace JSON paths in the schema of `required_calls` with the fields of the request."""
     message = re.sub(
         r"\$\.items\.anyOf\[(\d+)\]\.properties\.arguments",
         r"tools[\1].function.parameters",
@@ -281,22 +282,24 @@ def _in_tools(message: str) -> str:
 
 
 async def compile_one(
-    engine: Any, wanted: Mapping[str, StructuredOutputs], after: tuple[str, ...] = ()
+    engine: ServedEngine, wanted: Mapping[str, StructuredOutputs], after: tuple[str, ...] = ()
 ) -> StructuredOutputs | None:
-    """Return the one structured output that is asked for, once its grammar is compiled.
+    """Return the requested structured output after the compilation of its grammar.
 
     Args:
+        wanted: the structured outputs of a request by field.
         after: texts that end the thoughts of the answer; see `StructuredOutputs.after`.
 
     Raises:
-        APIError: 400 for two, or for an invalid grammar; 503 where too many grammars wait.
+        APIError: 400, there are two structured outputs, or the grammar is invalid; 503, too many
+            grammars are queued.
     """
     if not wanted:
         return None
     (field, output), *others = wanted.items()
     if others:
         raise APIError(
-            f"contradicts {field}: an answer follows one grammar, so drop one of the two",
+            f"contradicts {field}: an answer can follow only one grammar, so omit one of the two",
             param=others[0][0],
         )
     output = output.replace(after=after)

@@ -114,7 +114,7 @@ class _Account:
 class BearerAuth:
     """ASGI middleware that finds the key of each request, and rejects requests without a key.
 
-    The comparison of SHA-256 digests takes the same time for every key.
+    The comparison of SHA-256 digests has the same duration for every key.
 
     Args:
         keys: the known keys. If all keys belong to administrators, other routes require no key.

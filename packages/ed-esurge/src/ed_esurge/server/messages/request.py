@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's API, and the chat request that each means."""
+"""Request models of Anthropic's API, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ed_esurge.server.http.fields import (
     validated,
 )
 
-#: Fields of the chat request, as this API spells them.
+#: Fields of the chat request -> fields of this API.
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -30,7 +30,7 @@ NAMES = {
 
 
 class Block(History):
-    """Base of the blocks. What may be cached is not theirs to say."""
+    """Base of the blocks. `cache_control` has no effect."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -47,7 +47,7 @@ TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
 class ToolUse(Block):
-    """A call, in a message of the assistant."""
+    """A call in a message of the assistant."""
 
     type: Literal["tool_use"]
     id: Annotated[str, Field(max_length=256)]
@@ -57,7 +57,7 @@ class ToolUse(Block):
 
 
 class ToolResult(Block):
-    """What a call gave, in a message of the user."""
+    """The result of a call in a message of the user."""
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(max_length=256)]
@@ -66,7 +66,7 @@ class ToolResult(Block):
 
 
 class Thinking(Block):
-    """Thoughts, sent back."""
+    """Thoughts of the assistant in the conversation."""
 
     type: Literal["thinking"]
     thinking: str
@@ -88,7 +88,7 @@ class AnthropicMessage(History):
     content: Blocks
 
     def for_chat(self) -> list[dict[str, Any]]:
-        """The chat messages that it means: results of calls are messages of their own."""
+        """Return the chat messages. Each result of a call is a separate message."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ class AnthropicMessage(History):
                     content = block.content or ""
                     if isinstance(content, list):
                         content = "".join(part.text for part in content)
-                    if block.is_error:  # templates have no word for it
+                    if block.is_error:  # templates have no field for errors
                         content = f"Error: {content}"
                     results.append(
                         {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
@@ -124,7 +124,7 @@ class AnthropicMessage(History):
 
 
 class AnthropicTool(Body):
-    """A function that the model may call."""
+    """A function for the model."""
 
     type: Literal["custom"] | None = None
     name: Name
@@ -133,10 +133,10 @@ class AnthropicTool(Body):
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
-    """Input is always streamed while it is written."""
+    """The input is always streamed."""
 
     def for_chat(self) -> dict[str, Any]:
-        """The tool of a chat request."""
+        """Return the tool of a chat request."""
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.strict is not None:
             function["strict"] = self.strict
@@ -146,7 +146,7 @@ class AnthropicTool(Body):
 
 
 class AnthropicChoice(Body):
-    """Whether and what to call."""
+    """Whether the model must call a function, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -154,8 +154,10 @@ class AnthropicChoice(Body):
 
 
 class Thoughts(Body):
-    """Whether to think: a variable of the chat template, `enable_thinking`. The budget is a target,
-    as Anthropic has it; what bounds thoughts here is `max_tokens`."""
+    """Whether to think: the variable `enable_thinking` of the chat template.
+
+    The budget is only a target. The number of tokens is limited by `max_tokens`.
+    """
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Annotated[int | None, Field(ge=1024, lt=2**31)] = None
@@ -164,12 +166,12 @@ class Thoughts(Body):
     @model_validator(mode="after")
     def _consistent(self) -> Thoughts:
         if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise Refusal("belongs to the type enabled, and to no other", "budget_tokens")
+            raise Refusal("requires the type enabled, and vice versa", "budget_tokens")
         return self
 
 
 class OutputFormat(Body):
-    """What an answer must be."""
+    """The format of an answer."""
 
     type: Literal["json_schema"]
     json_schema: Schema
@@ -178,7 +180,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """How much to think, and what the answer must be."""
+    """The amount of thinking, and the format of the answer."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
@@ -199,8 +201,8 @@ class CountRequest(Body):
     thinking: Thoughts | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The name of `output_config.format` in older betas."""
-    # What may be cached, and how quickly to answer: there is one way here.
+    """Alias of `output_config.format` in older versions of the API."""
+    # Fields about caching and speed, which have no effect.
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
     container: Annotated[None, unsupported("containers")] = None
@@ -211,8 +213,10 @@ class CountRequest(Body):
     mcp_servers: Annotated[
         None, unsupported("mcp_servers; call them in the client, and send tools", [])
     ] = None
-    fallbacks: Annotated[None, unsupported("fallbacks; ask again with another model", [])] = None
-    # By this code the client learns to send whole conversations.
+    fallbacks: Annotated[
+        None, unsupported("fallbacks; send another request for the other model", [])
+    ] = None
+    # After this code, the client sends complete conversations.
     thread: Annotated[
         None, unsupported("threads; send all messages", code="thread_unsupported_request")
     ] = None
@@ -225,14 +229,14 @@ class CountRequest(Body):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the fields of the chat request that this request means.
+        """Return the fields of the equivalent chat request.
 
-        A final message of the assistant is the beginning of the answer: the model continues it.
+        The model continues a final message of the assistant.
         """
         messages = [part for message in self.messages for part in message.for_chat()]
         last = messages[-1]
         continued = last["role"] == "assistant" and not last.get("tool_calls")
-        if continued and not last["content"]:  # nothing to continue
+        if continued and not last["content"]:  # an empty message cannot be continued
             continued = False
             del messages[-1]
         system = self.system
@@ -263,7 +267,7 @@ class CountRequest(Body):
         return fields
 
     def chat(self) -> ChatRequest:
-        """Return the chat request that this request means.
+        """Return the equivalent chat request.
 
         Raises:
             APIError: 400, fields contradict each other.
@@ -280,7 +284,7 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     stream: bool = False
-    # Who is billed, and how.
+    # Fields about billing, which have no effect.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: texts to vectors, the model's hidden states pooled."""
+"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: pooled hidden states of texts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Pooling = Literal["last", "mean"]
 
 
 class EmbeddingRequest(Body):
-    """Body of `POST /v1/embeddings`. `input` is normalised to a list."""
+    """Body of `POST /v1/embeddings`. `input` is converted to a list."""
 
     input: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    """Keep so many numbers of each vector, its first, and make its length 1 again."""
+    """Number of elements of each vector. Shorter vectors are normalized again."""
     user: str | None = None
 
     # Extensions.
@@ -47,11 +47,11 @@ class EmbeddingUsage(Answer):
     prompt_tokens: int
     total_tokens: int
     truncated_tokens: int | None = None
-    """Tokens that were cut off the texts, where some were."""
+    """Number of tokens removed from the texts; absent if 0."""
 
 
 class Embedding(Answer):
-    """A vector: numbers, or base64 of its float32 bytes, lowest byte first."""
+    """A vector as numbers, or as base64 of its little-endian float32 bytes."""
 
     object: Literal["embedding"]
     index: int
@@ -137,7 +137,7 @@ Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(
 
 
 class ScoreRequest(Body):
-    """Body of `POST /v1/score`: one text against many, or as many pairs. The names are vLLM's."""
+    """Body of `POST /v1/score` in vLLM's format: pairs of texts, or one text and several texts."""
 
     ALIASES: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("queries", "data_1"), "text_1"),
@@ -153,21 +153,21 @@ class ScoreRequest(Body):
 
 
 class RerankRequest(Body):
-    """Body of `POST /v1/rerank`, as Jina and Cohere have it."""
+    """Body of `POST /v1/rerank` in the format of Jina and Cohere."""
 
     query: str
     documents: Texts
     model: str | None = None
     user: str | None = None
     top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    """How many documents to return, the best first; 0 or null: all."""
+    """Number of documents to return, best first; 0 or null = all."""
     return_documents: bool = True
     pooling: Pooling = "last"
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
 class Score(Answer):
-    """The cosine of two texts' vectors."""
+    """The cosine of the vectors of two texts."""
 
     index: int
     object: str
@@ -186,13 +186,13 @@ class Scores(Answer):
 
 
 class Document(Answer):
-    """A document that was sent."""
+    """A document of the request."""
 
     text: str
 
 
 class Ranked(Answer):
-    """A document's place among those that were sent, and its score."""
+    """A document with its index in the request and its score."""
 
     index: int
     relevance_score: float

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, and `GET /tokenizer_info`, with vLLM's shapes."""
+"""`GET /v1/models`, and vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ed_esurge.server.routing import READING, Endpoint, post
 
 
 async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) -> Response:
-    """Token ids of a text, or of messages."""
+    """Return the token ids of a text or of messages."""
     prompts = model.prompts
     if body.messages is not None:
         tokens = await prompts.conversation(
@@ -46,16 +46,16 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
 
 
 async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Request) -> JSONResponse:
-    """Text of token ids."""
+    """Return the text of token ids."""
     model.prompts.check_tokens(body.tokens, param="tokens")
     return JSONResponse({"prompt": await model.prompts.decode(body.tokens)})
 
 
 async def info(server: ModelServer, request: Request) -> JSONResponse:
-    """What the tokenizer's configuration says; `model` of the query names one of several models.
+    """Return the configuration of the tokenizer; query parameter: `model`.
 
     Raises:
-        APIError: 404, there is no such model.
+        APIError: 404, the model does not exist.
     """
     prompts = server.find(request.query_params.get("model"), owner_of(request.scope)).prompts
     known = _plain(getattr(prompts.tokenizer, "init_kwargs", {}))
@@ -69,12 +69,12 @@ async def info(server: ModelServer, request: Request) -> JSONResponse:
 
 
 def _names_a_place(option: str) -> bool:
-    """Whether an option of a tokenizer is a path or an object of this process."""
+    """Return whether an option of a tokenizer is a path or an object of this process."""
     return option.endswith(("_file", "_path", "_dir", "_object"))
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON: added tokens are objects, and what JSON lacks is text."""
+    """Return a value as JSON: added tokens as objects, other values as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 async def names(server: ModelServer, request: Request) -> JSONResponse:
-    """Return the models, and the adapters that the caller may use."""
+    """Return the models, and the adapters that the key may use."""
     return JSONResponse({"object": "list", "data": server.cards(owner_of(request.scope))})
 
 

@@ -1,4 +1,4 @@
-"""Bodies of `POST /v1/responses`, and the chat request that each means."""
+"""The request model of `POST /v1/responses`, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ed_esurge.server.http.fields import (
 )
 
 Id = Annotated[str, Field(max_length=256)]
-#: Fields of the chat request, as this API spells them.
+#: Fields of the chat request -> fields of this API.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -33,7 +33,7 @@ PartType = Literal["input_text", "output_text", "text", "refusal", "reasoning_te
 
 
 class Part(History):
-    """A part of a message, or of thoughts: text."""
+    """A text part of a message or of thoughts."""
 
     type: PartType
     text: str = ""
@@ -62,7 +62,7 @@ class MessageItem(History):
 
 
 class CallItem(History):
-    """A call of a function by the model."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -73,7 +73,7 @@ class CallItem(History):
 
 
 class ResultItem(History):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -83,7 +83,7 @@ class ResultItem(History):
 
 
 class ReasoningItem(History):
-    """Thoughts, sent back."""
+    """Thoughts of the model in the conversation."""
 
     type: Literal["reasoning"]
     id: Id | None = None
@@ -94,7 +94,7 @@ class ReasoningItem(History):
 
 
 def _items(value: object) -> object:
-    """Write the type of messages that have none."""
+    """Add the default type to messages."""
     if not isinstance(value, list):
         return value
     return [
@@ -109,12 +109,12 @@ Input = Annotated[str | Items, BeforeValidator(_items), few(MAX_MESSAGES)]
 
 
 def text_of(content: str | list[Part]) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionTool(Body):
-    """A function that the model may call."""
+    """A function for the model."""
 
     type: Literal["function"]
     name: Name
@@ -124,14 +124,14 @@ class FunctionTool(Body):
 
 
 class NamedFunction(Body):
-    """The one function that is to be called."""
+    """The selected function."""
 
     type: Literal["function"]
     name: Name
 
 
 class TextFormat(Body):
-    """What an answer must be."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = "answer"
@@ -158,7 +158,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How much to think. The thoughts themselves come back, and no summary of them."""
+    """The amount of thinking. Answers contain the thoughts, but no summary."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -168,7 +168,7 @@ class ReasoningOptions(Body):
 
 
 class ResponseRequest(Body):
-    """Body of `POST /v1/responses`. What it leaves out is OpenAI's default."""
+    """Body of `POST /v1/responses`, with OpenAI's defaults."""
 
     input: Input
     model: str | None = None
@@ -205,10 +205,10 @@ class ResponseRequest(Body):
         None, unsupported("truncation; see truncate_mode of the engine", "disabled")
     ] = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, few(16)] = None
-    """Thoughts need no key to be sent back: their items hold them."""
+    """Accepted because the items of thoughts contain the thoughts without encryption."""
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
-    """Of tools that the server runs, which it has none of."""
-    # Harmless to ignore: who is billed, and how.
+    """Limit of the calls of built-in tools, which this server does not have."""
+    # Fields about billing and speed, which have no effect.
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -223,7 +223,7 @@ class ResponseRequest(Body):
         return self
 
     def messages(self) -> list[dict[str, Any]]:
-        """The chat messages of the input. Neighbouring items of the assistant are one message."""
+        """Return the chat messages of the input. Adjacent items of the assistant are merged."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
@@ -247,10 +247,10 @@ class ResponseRequest(Body):
         return messages
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """Return the chat request that this request means.
+        """Return the equivalent chat request.
 
         Args:
-            before: messages of the responses that this request follows.
+            before: messages of the previous responses.
 
         Raises:
             APIError: 400, fields contradict each other.
@@ -286,7 +286,7 @@ def _system(text: str) -> dict[str, Any]:
 
 
 def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, which is begun if there is none."""
+    """Return the assistant's message at the end; append an empty message if necessary."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
