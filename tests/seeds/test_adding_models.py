@@ -31,6 +31,8 @@ def edited(source: str) -> str:
     text = PAGE.read_text(encoding="utf-8")
     first = next(row for row in text.splitlines() if row.startswith("MyModel: "))
     source = re.sub(r'^"""[^\n]*', f'"""{first}', source)
+    for block in (b for b in blocks(PAGE) if b.body.startswith("from ed_layers")):
+        source = source.replace("import transformers\n", f"import transformers\n{block.body}\n", 1)
     for block in (b for b in blocks(PAGE) if b.language == "python" and "class " in b.body):
         name = re.search(r"^class (\w+)\(", block.body, re.MULTILINE)
         assert name is not None
@@ -128,7 +130,7 @@ def test_external_model_trains_from_yaml_and_is_served(
     (tmp_path / "run.yaml").write_text(block.body)
     (command,) = [c for c in commands() if "elarge" in c]
     assert "loss" in run(command, tmp_path, path).stdout
-    (program,) = [b for b in blocks(PAGE) if b.language == "python" and "import" in b.body]
+    (program,) = [b for b in blocks(PAGE) if b.language == "python" and "Auto" in b.body]
     (tmp_path / "program.py").write_text(program.body)
     assert "MyForCausalLM 1.0" in run("python program.py", tmp_path, path).stdout
 

@@ -19,6 +19,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.testing import tiny_llama
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.cache import RecurrentSpec, StateSpec
 from ed_layers.mlp import GatedMLP
 from ed_models.body.decoder import Decoder
@@ -73,7 +74,11 @@ class ToyLayer(DecoderLayer):
     def __init__(self, parts, index):
         kind = parts.config.kinds.split(",")[index]
         window = WINDOW if kind == "window" else None
-        mixer: Any = Memory(parts) if kind == "memory" else SelfAttention(parts, window=window)
+        mixer: Any = (
+            Memory(parts)
+            if kind == "memory"
+            else SelfAttention(parts, mask=MaskRule(window=window))
+        )
         super().__init__(parts, self_attn=mixer, mlp=GatedMLP(parts))
 
 

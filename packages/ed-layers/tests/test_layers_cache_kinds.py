@@ -159,7 +159,7 @@ def test_invalid_cache_groups_raise_error():
         HybridCache.create([(FULL, CROSS)], **options)
     with pytest.raises(ConfigError, match="num_states"):
         HybridCache.create_paged([FULL, STATE], num_pages=1, page_size=4)
-    with pytest.raises(ConfigError, match="cross-attention"):
+    with pytest.raises(ConfigError, match="encoder: give the paged cache num_states"):
         HybridCache.create_paged([(FULL, CROSS)], num_pages=1, page_size=4)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.inputs import Encoded
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,7 +31,10 @@ ALL_LAYERS = "default"
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key", "per_layer"],
+    data_fields=[
+        *("position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key", "per_layer"),
+        *("buckets", "encoded"),
+    ],
     meta_fields=["mode", "config", "watch"],
 )
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Ctx:
             no adapter is served.
         key: dropout key; None means deterministic.
         per_layer: inputs of each layer besides the hidden states, [b, s, L, p] (Gemma 4).
+        buckets: trained bias of relative position buckets, [n, h] (T5); None without them.
+        encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
+            the cache contains its keys and values.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
         watch: called with the queries and keys of each attention (`ed_layers.attention.weights`);
@@ -60,6 +67,8 @@ class Ctx:
     adapter_ids: Int[Array, "b s"] | Int[Array, "b 1"] | None = None
     key: jax.Array | None = None
     per_layer: Float[Array, "b s L p"] | None = None
+    buckets: Float[Array, "n h"] | None = None
+    encoded: Encoded | None = None
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
     watch: Callable[[Any], None] | None = None

@@ -22,7 +22,7 @@ from ed_layers.attention.choose import choose, choose_for_cache
 from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.mechanism import Mechanism, check
 from ed_layers.attention.registry import run
-from ed_layers.attention.scoring import Alibi, Limit, Scoring
+from ed_layers.attention.scoring import Alibi, Limit, RelativeBias, Scoring
 from ed_layers.cache.protocol import Cache, Layer
 from ed_layers.cache.ragged import RaggedBatch
 
@@ -46,6 +46,7 @@ def attend(
     scale: float | None = None,
     bias: Float[Array, "#b #h s t"] | None = None,
     alibi: Alibi | None = None,
+    relative: RelativeBias | None = None,
     dropout_key: jax.Array | None = None,
     mechanism: Mechanism,
 ) -> tuple[Float[Array, "b s h d"], CacheT]:
@@ -67,7 +68,8 @@ def attend(
         sinks: one logit per head that takes part in the softmax and is dropped (gpt-oss).
         scale: factor on the scores; `k ** -0.5` if None.
         bias: added to the scores, after the soft cap.
-        alibi: a bias by distance, of every reading: training, a cache, pages (MPT, Falcon).
+        alibi: a bias by distance (MPT, Falcon).
+        relative: a trained bias by distance (T5).
         dropout_key: drops attention weights; None means deterministic.
         mechanism: resolved when the model was built.
 
@@ -91,6 +93,7 @@ def attend(
         sinks=sinks,
         bias=bias,
         alibi=alibi,
+        relative=relative,
         dropout=0.0 if dropout_key is None else mechanism.dropout,
         dropout_key=dropout_key,
         softmax_dtype=mechanism.softmax_dtype,
@@ -107,7 +110,12 @@ def attend(
             raise ConfigError("ragged describes tokens over a cache of pages: give the cache, too")
         cache, pages = cache.update(layer, kv, ragged=ragged, group=group)
         call = Paged(
-            name=mechanism.pages, q=q[0], scoring=scoring, pages=pages, ragged=ragged, config=config
+            name=mechanism.pages,
+            q=q[0],
+            scoring=scoring,
+            pages=pages,
+            ragged=pages.ragged or ragged,
+            config=config,
         )
         check_scoring(scoring, q.shape[2], pages.pool.shape[-3])
         check("decode_attn_mechanism", call.name, call.features, reads=("pages",))
@@ -191,6 +199,12 @@ def check_scoring(scoring: Scoring, heads: int, groups: int, *lengths: int) -> N
             f"ALiBi has {len(alibi.slopes)} slopes: there should be one for each of {heads} heads"
         )
         demand(len(alibi.slopes) == heads, message)
+    if (relative := scoring.relative) is not None:
+        message = (
+            f"the table of relative positions is {list(relative.table.shape)}: it should have a "
+            f"column for each of {heads} heads"
+        )
+        demand(relative.table.shape[1:] == (heads,), message)
     if (bias := scoring.bias) is not None and lengths:
         b, s, t = lengths
         demand(

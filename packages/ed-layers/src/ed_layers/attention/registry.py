@@ -52,7 +52,7 @@ BUILT_IN: tuple[Kernel[Any], ...] = (
 )
 
 ALL = frozenset(FEATURES)
-PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim", "alibi"})
+PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim", "alibi", "relative"})
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ MECHANISMS: dict[str, Ability] = {
         "online softmax over key blocks, masked blocks skipped; memory linear in length",
     ),
     "ring": Ability(
-        ALL,
+        ALL - {"relative"},
         "projected",
         "context parallelism: keys go round the devices that split the sequence, zig-zag if causal",
     ),

@@ -5,10 +5,13 @@ Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ed_infra.masks import MaskInfo
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -25,6 +28,7 @@ FEATURES: dict[str, str] = {
     "value_dim": "values of another width than keys",
     "bias": "a bias",
     "alibi": "ALiBi",
+    "relative": "relative position buckets",
     "dropout": "dropout",
 }
 
@@ -76,6 +80,49 @@ class Alibi:
         return bias * self.factor
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RelativeBias:
+    """A trained bias per head and bucket of distances (T5, Raffel et al. 2020).
+
+    Attributes:
+        table: [n, h], n buckets.
+        max_distance: distances from here on share the last bucket.
+        causal: all buckets are for earlier keys; otherwise half of them are for later keys.
+    """
+
+    table: Float[Array, "n h"]
+    max_distance: int = field(metadata={"static": True})
+    causal: bool = field(metadata={"static": True})
+
+    def bias(
+        self, heads: Int[Array, "g r"], q_index: Int[Array, "b s"], k_index: Int[Array, "b t"]
+    ) -> Float[Array, "b g r s t"]:
+        """Return the bias of the scores; see `Alibi.bias`."""
+        ahead = k_index[:, None, :] - q_index[:, :, None]
+        count = self.table.shape[0] if self.causal else self.table.shape[0] // 2
+        bucket_of = jnp.asarray(_buckets(count, self.max_distance))
+        distance = jnp.maximum(-ahead, 0) if self.causal else jnp.abs(ahead)
+        bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
+        if not self.causal:
+            bucket = bucket + jnp.where(ahead > 0, count, 0)
+        return jnp.moveaxis(self.table[:, heads][bucket], (1, 2), (3, 4))
+
+
+@cache
+def _buckets(count: int, max_distance: int) -> np.ndarray:
+    """Return the bucket of each distance from 0 to `max_distance`, computed as in transformers.
+
+    The first half of the buckets holds one distance each; the others grow logarithmically.
+    """
+    exact = count // 2
+    distance = np.arange(max_distance + 1, dtype=np.float32)
+    growth = np.log(np.maximum(distance, 1) / np.float32(exact), dtype=np.float32)
+    steps = growth / np.float32(math.log(max_distance / exact)) * np.float32(count - exact)
+    large = np.minimum(exact + steps.astype(np.int32), count - 1)
+    return np.where(distance < exact, distance.astype(np.int32), large)
+
+
 @dataclass(frozen=True)
 class Scoring:
     """How scores are made, limited and normalised; see `attend` for the meaning of each.
@@ -86,7 +133,8 @@ class Scoring:
         soft_cap: bound of the scores.
         sinks: one logit per head, [h].
         bias: [b or 1, h or 1, s, t], added to the scores after the soft cap.
-        alibi: a bias by distance, added likewise.
+        alibi: a bias by distance, added after the soft cap.
+        relative: a trained bias by distance, added after the soft cap.
         dropout: probability that an attention weight is dropped; 0 unless there is a `dropout_key`.
         dropout_key: PRNG key.
         softmax_dtype: dtype of scores, softmax and sums.
@@ -99,6 +147,7 @@ class Scoring:
     sinks: Float[Array, " h"] | None = None
     bias: Float[Array, "#b #h s t"] | None = None
     alibi: Alibi | None = None
+    relative: RelativeBias | None = None
     dropout: float = 0.0
     dropout_key: jax.Array | None = None
     softmax_dtype: DTypeLike = jnp.float32
@@ -106,7 +155,7 @@ class Scoring:
     @property
     def asked(self) -> frozenset[str]:
         """The names of FEATURES that the scoring alone uses."""
-        names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi")
+        names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi", "relative")
         used = frozenset(name for name in names if getattr(self, name) is not None)
         return used | {"dropout"} if self.dropout > 0 else used
 
@@ -123,6 +172,19 @@ class Scoring:
             "value_dim": q.shape[-1] != v.shape[-1],
         }
         return self.asked | {name for name, is_used in shapes.items() if is_used}
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether a bias depends on the distance of query and key."""
+        return self.alibi is not None or self.relative is not None
+
+    def distance_bias(
+        self, heads: Int[Array, "g r"], q_index: Int[Array, "b s"], k_index: Int[Array, "b t"]
+    ) -> Float[Array, "b g r s t"]:
+        """Return the sum of the biases by distance, if there are any; see `Alibi.bias`."""
+        biases = [x for x in (self.alibi, self.relative) if x is not None]
+        terms = [x.bias(heads, q_index, k_index) for x in biases]
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def cap(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | float]:
         """Scores within the soft cap, and the derivative of capping."""

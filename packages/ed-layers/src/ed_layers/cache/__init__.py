@@ -2,14 +2,16 @@
 
 - `spec`: what a layer says it keeps; `ragged`: the flat batch of a serving step
 - `protocol`: what layers, models and engines call, and what attention reads
-- `contiguous`, `paged`, `recurrent`: the caches; `hybrid`: one of several for layers that differ
+- `contiguous`, `cross`, `paged`, `recurrent`: the caches
+- `hybrid`: one cache of each kind, for layers that differ
 - `storage`, `codes`, `sharded`: arrays of many layers, in 8 bits, and split over devices
 """
 
 from ed_layers.cache.codes import Format as Format
-from ed_layers.cache.contiguous import CrossCache as CrossCache
 from ed_layers.cache.contiguous import DenseCache as DenseCache
 from ed_layers.cache.contiguous import WindowCache as WindowCache
+from ed_layers.cache.cross import CrossCache as CrossCache
+from ed_layers.cache.cross import CrossSlots as CrossSlots
 from ed_layers.cache.hybrid import HybridCache as HybridCache
 from ed_layers.cache.paged import PagedCache as PagedCache
 from ed_layers.cache.protocol import Cache as Cache

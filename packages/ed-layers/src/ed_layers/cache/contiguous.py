@@ -341,32 +341,6 @@ class WindowCache(Rows):
         return cache, Stored(keys, values, (), mask, self.layout)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class CrossCache(Rows):
-    """Keys and values of an encoder, written once and then read."""
-
-    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
-        """Write an encoder's keys and values, of at most `num_slots` positions; or, without any,
-        read those that are there. The order of `mask` plays no part."""
-        cache = self
-        if kv is not None:
-            kv = keys_values(kv, values_in_keys=self.values is None)
-            if kv[0].shape[1] > self.num_slots:
-                raise ValueError(
-                    f"an encoder's {kv[0].shape[1]} positions do not fit into a cache for "
-                    f"{self.num_slots}; create it with room for them"
-                )
-            real = (mask.kv_segment_ids != 0).astype(jnp.int32)
-            slots = jnp.broadcast_to(jnp.arange(real.shape[1], dtype=jnp.int32), real.shape)
-            held = marked(jnp.zeros_like(self.segment_ids), slots, real)
-            cache = replace(self, segment_ids=held).write(layer, kv, slots)
-        held = cache.segment_ids
-        queries = (mask.q_segment_ids != 0).astype(jnp.int32)
-        mask = MaskInfo(queries, held, mask.q_index, jnp.zeros_like(held), causal=False)
-        return cache, cache.read(layer, mask)
-
-
 def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b s"]:
     """Positions of new tokens behind `before` others; padding is not counted."""
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32)

@@ -15,7 +15,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.cache.contiguous import CrossCache, DenseCache, WindowCache, counted
+from ed_layers.cache.contiguous import DenseCache, WindowCache, counted
+from ed_layers.cache.cross import CrossCache, CrossSlots
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.protocol import KeysValues, Pages, States, Stored
 from ed_layers.cache.ragged import RaggedBatch
@@ -23,7 +24,7 @@ from ed_layers.cache.recurrent import RecurrentCache
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, grouped
 from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions
 
-Memory = DenseCache | WindowCache | CrossCache | PagedCache | RecurrentCache
+Memory = DenseCache | WindowCache | CrossCache | PagedCache | CrossSlots | RecurrentCache
 
 
 @jax.tree_util.register_dataclass
@@ -94,27 +95,37 @@ class HybridCache:
         num_pages: int | Mapping[str, int],
         page_size: int,
         num_states: int | None = None,
+        cross_capacity: int | None = None,
         **storage: Unpack[StorageOptions],
     ) -> HybridCache:
-        """Allocate a pool of pages for each group, and state slots for recurrent layers.
+        """Allocate a pool of pages for each group, and slots for states and encoder outputs.
 
         Args:
             specs: as in `create`.
             num_pages: pages of each group's pool: one number for all, or group -> number.
             page_size: tokens per page.
-            num_states: state slots that sequences can lease, for recurrent layers.
+            num_states: slots that sequences can lease, for recurrent layers and encoder outputs.
+            cross_capacity: encoder positions of a slot, for specs of the group "cross".
             storage: see `Storage`.
 
         Raises:
-            ConfigError: `num_states` or a group of `num_pages` is missing, or a layer reads an
-                encoder.
+            ConfigError: `num_states`, `cross_capacity` or a group of `num_pages` is missing.
         """
 
         def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
             if group == "cross":
-                raise ConfigError(
-                    "pages hold what a decoder says, not an encoder's keys and values; generate() "
-                    "runs models with cross-attention"
+                if num_states is None or cross_capacity is None:
+                    raise ConfigError(
+                        "this model reads an encoder: give the paged cache num_states, how many "
+                        "sequences can have an encoder output at a time, and cross_capacity, the "
+                        "encoder's number of positions"
+                    )
+                return CrossSlots.create(
+                    specs,
+                    num_slots=num_states,
+                    capacity=cross_capacity,
+                    page_size=page_size,
+                    **storage,
                 )
             pages = num_pages if isinstance(num_pages, int) else num_pages.get(group)
             if pages is None:
@@ -190,6 +201,22 @@ class HybridCache:
         cache, stored = cache.update(index, kv, mask_info=mask_info, ragged=ragged)
         return replace(self, caches={**self.caches, group: cache}), stored
 
+    def write_encoded(
+        self,
+        layer: Layer,
+        kv: KeysValues,
+        slot: int | Int[Array, ""],
+        segment_ids: Int[Array, "1 t"],
+        *,
+        group: str = "cross",
+    ) -> HybridCache:
+        """Write the keys and values of one encoder output into a slot; see `CrossSlots.write`."""
+        cache, index = self.memory(layer, group)
+        if not isinstance(cache, CrossSlots):
+            raise ValueError(f"group {group!r} has no slots of encoder outputs")
+        cache = cache.write(index, kv, slot, segment_ids)
+        return replace(self, caches={**self.caches, group: cache})
+
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
     ) -> States:
@@ -222,7 +249,7 @@ class HybridCache:
         """Rows of the cache; see `ContiguousCache.select_rows`."""
         caches: dict[str, Memory] = {}
         for group, cache in self.caches.items():
-            if self.tokens is None or isinstance(cache, PagedCache):
+            if self.tokens is None or isinstance(cache, PagedCache | CrossSlots):
                 raise ValueError("pages have no rows: a RaggedBatch says which sequence has which")
             caches[group] = cache.select_rows(rows)
         tokens = None if self.tokens is None else self.tokens[rows]

@@ -12,6 +12,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jaxtyping import Array, Int
 
 from ed_layers.cache.codes import Numbers, encode, map_slots
 from ed_layers.cache.protocol import KeysValues, keys_values
@@ -111,6 +112,16 @@ class PagedCache:
         """Scatter this step's keys and values into their slots; padding tokens are dropped."""
         if ragged is None:
             raise ValueError("a cache of pages needs ragged, the flat batch of a serving step")
+        group = ragged.group_of(self.group)
+        cache = self.write(layer, kv, ragged.slots[group])
+        return cache, cache.read(layer, group=group)
+
+    def read(self, layer: Layer, *, group: str) -> Pages:
+        """Return what attention reads of one layer; `group` names the page table."""
+        return Pages(*locate(self.pages, layer), group, self.value_dim)
+
+    def write(self, layer: Layer, kv: KeysValues | None, slots: Int[Array, " T"]) -> PagedCache:
+        """Store keys [1, T, g, k] and values [1, T, g, d] of one layer; see `RaggedBatch.slots`."""
         *_, ways, size = self.shape
         both = keys_values(kv, values_in_keys=ways == 1)[:ways]
         new = jnp.stack(
@@ -121,23 +132,20 @@ class PagedCache:
             ],
             axis=2,
         )
-        group = ragged.group_of(self.group)
-        page, offset = jnp.divmod(ragged.slots[group], self.page_size)
-
+        page, offset = jnp.divmod(slots, self.page_size)
         tokens_of_layer = self.num_pages * self.page_size
-        real = ragged.slots[group] < tokens_of_layer
+        real = slots < tokens_of_layer
 
         def put(pages: Numbers, at: At) -> Numbers:
             def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
                 if native.takes(array):
                     # A token is a row of its page.
                     first = (at[0] if at else 0) * tokens_of_layer
-                    slots = jnp.where(real, first + ragged.slots[group], -1)
-                    return native.put(array, slots, tokens, axes=len(at) + 2)
+                    rows = jnp.where(real, first + slots, -1)
+                    return native.put(array, rows, tokens, axes=len(at) + 2)
                 between = (slice(None),) * 3 if slot_axis == array.ndim - 1 else ()  # of scales
                 return array.at[(*at, page, *between, offset)].set(tokens, mode="drop")
 
             return map_slots(scatter, pages, encode(new, pages))
 
-        cache = replace(self, pages=update_layer(self.pages, layer, put))
-        return cache, Pages(*locate(cache.pages, layer), group, self.value_dim)
+        return replace(self, pages=update_layer(self.pages, layer, put))

@@ -76,7 +76,7 @@ class Stored:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "at"],
+    data_fields=["pool", "at", "ragged"],
     meta_fields=["group", "value_dim"],
 )
 @dataclass(frozen=True)
@@ -90,12 +90,14 @@ class Pages:
         at: index of the layer in the pool, `(layer,)` or `()`.
         group: which page table of the RaggedBatch.
         value_dim: numbers of a value; None = as many as a key.
+        ragged: the sequences that attention sees, if they differ from those of the step.
     """
 
     pool: Numbers
     at: At
     group: str
     value_dim: int | None = None
+    ragged: RaggedBatch | None = None
 
 
 class Cache(Protocol):

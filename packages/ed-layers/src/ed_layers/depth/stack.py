@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from ed_layers.named import STREAM, named
 
 Layout = Literal["stacked", "leaves"]
 MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
+CarryT = TypeVar("CarryT")
 
 
 class Stack(nnx.Module):
@@ -139,6 +140,29 @@ class Stack(nnx.Module):
                 hidden.extend(kept.reshape(run.count, *x.shape))
             reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
         return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
+
+    def fold(self, call: Callable[[Any, CarryT, Any], CarryT], carry: CarryT) -> CarryT:
+        """Return `carry = call(layer, carry, index)` after all layers, without hidden states.
+
+        Args:
+            call: a function of a layer, the carry, and the index, which is traced in a scan.
+            carry: any pytree; its structure does not change.
+        """
+        if self.layout == "leaves":
+            for i in range(self.num_layers):
+                carry = call(getattr(self, f"layer_{i}"), carry, i)
+        for run, units in self.stored():
+
+            def period(carry: CarryT, xs: Any, run: Run = run, units: Any = units):
+                states, repeat = xs
+                for slot, (graphdef, _) in enumerate(units):
+                    index = run.start + repeat * run.period + slot
+                    carry = call(nnx.merge(graphdef, states[slot]), carry, index)
+                return carry, None
+
+            xs = [state for _, state in units], jnp.arange(run.repeats)
+            carry, _ = jax.lax.scan(period, carry, xs)
+        return carry
 
     def layer(self, index: int) -> Any:
         """Return layer `index` as a separate module that shares or slices the stored arrays."""

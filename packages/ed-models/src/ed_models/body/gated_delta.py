@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.delta import GatedDelta
 from flax import nnx
@@ -73,7 +74,10 @@ class GatedHybridLayer(DecoderLayer):
             mixer, name = delta_mixer(parts), "linear_attn"
         else:
             bias, norm = config.attention_bias, parts.own_norm
-            mixer, name = SelfAttention(parts, bias=bias, qk_norm=norm, gated=True), "self_attn"
+            mixer, name = (
+                SelfAttention(parts, bias=bias, norm=QKNorm(norm), gated=True),
+                "self_attn",
+            )
         super().__init__(parts, self_attn=mixer, mlp=mlp, name=name)
 
 

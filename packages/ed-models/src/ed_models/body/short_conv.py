@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.short_conv import GatedShortConv
 from flax import nnx
@@ -51,7 +52,7 @@ class ShortConvLayer(DecoderLayer):
             bias = config.conv_bias
             mixer, name = GatedShortConv(parts, config.conv_L_cache, bias=bias), "conv"
         else:
-            mixer, name = SelfAttention(parts, qk_norm=parts.own_norm), "self_attn"
+            mixer, name = SelfAttention(parts, norm=QKNorm(parts.own_norm)), "self_attn"
         super().__init__(parts, self_attn=mixer, mlp=mlp, name=name)
 
 

@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from flax import nnx
@@ -64,7 +65,7 @@ class ApertusDecoderLayer(DecoderLayer):
         act = XIELU(parts) if config.hidden_act == "xielu" else None
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, bias=config.attention_bias, qk_norm=parts.norm),
+            self_attn=SelfAttention(parts, bias=config.attention_bias, norm=QKNorm(parts.norm)),
             mlp=MLP(parts, bias=False, act=act),
         )
 

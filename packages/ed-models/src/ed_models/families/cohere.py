@@ -18,6 +18,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -41,9 +42,8 @@ class CohereDecoderLayer(ParallelLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=parts.own_norm if config.use_qk_norm else None,
-            norm_heads="own",
-            interleaved=True,
+            norm=QKNorm(parts.own_norm if config.use_qk_norm else None, heads="own"),
+            position=Rotary(interleaved=True),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

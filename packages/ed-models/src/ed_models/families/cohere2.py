@@ -17,7 +17,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -42,9 +42,8 @@ class Cohere2DecoderLayer(ParallelLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            rope=None if window is None else ALL_LAYERS,
-            interleaved=True,
-            window=window,
+            position=None if window is None else Rotary(interleaved=True),
+            mask=MaskRule(window=window),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

@@ -18,7 +18,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
@@ -71,9 +71,8 @@ class Cohere2MoeDecoderLayer(ParallelLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            rope=ALL_LAYERS if turns else None,
-            interleaved=True,
-            window=window,
+            position=Rotary(interleaved=True) if turns else None,
+            mask=MaskRule(window=window),
         )
         if dense:
             mlp = GatedMLP(parts, config.prefix_dense_intermediate_size)

@@ -20,6 +20,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -77,7 +78,7 @@ class DbrxDecoderLayer(DecoderLayer):
         )
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, clip=config.attn_config.clip_qkv),
+            self_attn=SelfAttention(parts, norm=QKNorm(clip=config.attn_config.clip_qkv)),
             mlp=SparseMLP(parts, gate=DbrxRouter(parts), experts=experts),
         )
 

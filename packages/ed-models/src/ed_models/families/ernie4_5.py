@@ -12,6 +12,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -34,7 +35,7 @@ class Ernie4_5DecoderLayer(DecoderLayer):
         config: Ernie4_5Config = parts.config
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, bias=config.use_bias, interleaved=True),
+            self_attn=SelfAttention(parts, bias=config.use_bias, position=Rotary(interleaved=True)),
             mlp=GatedMLP(parts, bias=config.use_bias),
         )
 

@@ -19,6 +19,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
@@ -50,7 +51,7 @@ class Ernie4_5_MoeDecoderLayer(DecoderLayer):
         config: Ernie4_5_MoeConfig = parts.config
         bias = config.use_bias
         mlp = self.sparse(parts) if is_sparse(config, index) else GatedMLP(parts, bias=bias)
-        attention = SelfAttention(parts, bias=bias, interleaved=True)
+        attention = SelfAttention(parts, bias=bias, position=Rotary(interleaved=True))
         super().__init__(parts, self_attn=attention, mlp=mlp)
 
     @staticmethod

@@ -13,7 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -38,9 +38,9 @@ class Exaone4DecoderLayer(PostNormLayer):
         everywhere = config.sliding_window is None
         attention = SelfAttention(
             parts,
-            qk_norm=parts.norm,
-            rope=ALL_LAYERS if everywhere or window is not None else None,
-            window=window,
+            norm=QKNorm(parts.norm),
+            position=Rotary() if everywhere or window is not None else None,
+            mask=MaskRule(window=window),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

@@ -20,8 +20,8 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import Rotary
 from ed_layers.attention.scoring import Alibi
-from ed_layers.context import ALL_LAYERS
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 
@@ -58,10 +58,7 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
     else:
         layer = ParallelLayer if config.parallel_attn else DecoderLayer
     attention = SelfAttention(
-        parts,
-        bias=config.bias,
-        rope=None if config.alibi else ALL_LAYERS,
-        alibi=alibi_of(config) if config.alibi else None,
+        parts, bias=config.bias, position=alibi_of(config) if config.alibi else Rotary()
     )
     return layer(
         parts,

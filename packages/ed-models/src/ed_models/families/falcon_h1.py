@@ -17,6 +17,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
 
@@ -40,7 +41,11 @@ class FalconH1Attention(SelfAttention):
     def __init__(self, parts: Parts):
         config: FalconH1Config = parts.config
         k = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        super().__init__(parts, bias=config.attention_bias, scale=k**-0.5 * config.key_multiplier)
+        super().__init__(
+            parts,
+            bias=config.attention_bias,
+            scores=ScoreRule(scale=k**-0.5 * config.key_multiplier),
+        )
 
 
 class FalconH1MLP(GatedMLP):

@@ -18,6 +18,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, ScoreRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -41,9 +42,10 @@ class Gemma2DecoderLayer(SandwichLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            window=window_of(config, index),
-            soft_cap=config.attn_logit_softcapping,
-            scale=config.query_pre_attn_scalar**-0.5,
+            mask=MaskRule(window=window_of(config, index)),
+            scores=ScoreRule(
+                soft_cap=config.attn_logit_softcapping, scale=config.query_pre_attn_scalar**-0.5
+            ),
         )
         super().__init__(
             parts,

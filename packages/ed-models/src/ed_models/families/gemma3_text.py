@@ -17,6 +17,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm, Rotary, ScoreRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -40,11 +41,12 @@ class Gemma3DecoderLayer(SandwichLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=parts.own_norm,
-            rope=config.layer_types[index],
-            window=window_of(config, index),
-            soft_cap=config.attn_logit_softcapping,
-            scale=config.query_pre_attn_scalar**-0.5,
+            norm=QKNorm(parts.own_norm),
+            position=Rotary(config.layer_types[index]),
+            mask=MaskRule(window=window_of(config, index)),
+            scores=ScoreRule(
+                soft_cap=config.attn_logit_softcapping, scale=config.query_pre_attn_scalar**-0.5
+            ),
         )
         super().__init__(
             parts,

@@ -23,6 +23,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_infra.rope import frequencies as rope
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm, Rotary, ScoreRule
 from ed_layers.cache.shared import SharedKeys
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.moe.experts import Experts
@@ -62,10 +63,10 @@ class Gemma4TextAttention(SelfAttention):
             kv_heads=kv_heads,
             head_dim=head_dim,
             bias=config.attention_bias,
-            qk_norm=parts.own_norm,
-            rope=kind,
-            window=window_of(config, index),
-            scale=1.0,
+            norm=QKNorm(parts.own_norm),
+            position=Rotary(kind),
+            mask=MaskRule(window=window_of(config, index)),
+            scores=ScoreRule(scale=1.0),
         )
         self.reads_only = config.kv_sharing_modes[index] == "reuse"
         if self.reads_only:

@@ -14,6 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -36,7 +37,7 @@ class Glm4DecoderLayer(SandwichLayer):
     def __init__(self, parts: Parts, index: int):
         config: Glm4Config = parts.config
         attention = SelfAttention(
-            parts, bias=config.attention_bias, out_bias=False, interleaved=True
+            parts, bias=config.attention_bias, out_bias=False, position=Rotary(interleaved=True)
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

@@ -16,6 +16,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -42,7 +43,7 @@ class Glm4MoeDecoderLayer(DecoderLayer):
             parts,
             bias=config.attention_bias,
             out_bias=False,
-            qk_norm=parts.norm if config.use_qk_norm else None,
+            norm=QKNorm(parts.norm if config.use_qk_norm else None),
         )
         sparse = index >= config.first_k_dense_replace
         super().__init__(

@@ -17,6 +17,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 
@@ -51,7 +52,7 @@ class GPT2DecoderLayer(DecoderLayer):
             scale /= index + 1
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, bias=True, rope=None, scale=scale),
+            self_attn=SelfAttention(parts, bias=True, position=None, scores=ScoreRule(scale=scale)),
             mlp=MLP(parts, config.n_inner or 4 * d, hidden_act=config.activation_function),
             dropout=config.resid_pdrop,
         )

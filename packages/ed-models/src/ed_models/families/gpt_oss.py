@@ -17,6 +17,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, ScoreRule
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -57,7 +58,10 @@ class GptOssDecoderLayer(DecoderLayer):
         config: GptOssConfig = parts.config
         experts, k = config.num_local_experts, config.num_experts_per_tok
         attention = SelfAttention(
-            parts, bias=config.attention_bias, window=window_of(config, index), sinks=True
+            parts,
+            bias=config.attention_bias,
+            mask=MaskRule(window=window_of(config, index)),
+            scores=ScoreRule(sinks=True),
         )
         mlp = SparseMLP(
             parts, gate=Router(parts, experts, k, bias=True), experts=GptOssExperts(parts)

@@ -16,6 +16,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_infra.rope.frequencies import RopeSettings
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import Rotary
 from ed_layers.context import ALL_LAYERS
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
@@ -42,7 +43,7 @@ class GPTJDecoderLayer(ParallelLayer):
         size = config.n_inner or 4 * config.hidden_size
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, interleaved=True),
+            self_attn=SelfAttention(parts, position=Rotary(interleaved=True)),
             mlp=MLP(parts, size, hidden_act=config.activation_function),
             dropout=config.resid_pdrop,
         )

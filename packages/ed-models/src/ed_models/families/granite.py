@@ -14,6 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -35,7 +36,7 @@ class GraniteDecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: GraniteConfig = parts.config
         attention = SelfAttention(
-            parts, bias=config.attention_bias, scale=config.attention_multiplier
+            parts, bias=config.attention_bias, scores=ScoreRule(scale=config.attention_multiplier)
         )
         super().__init__(
             parts,

@@ -16,6 +16,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -43,7 +44,9 @@ class GraniteMoeDecoderLayer(DecoderLayer):
         super().__init__(
             parts,
             self_attn=SelfAttention(
-                parts, bias=config.attention_bias, scale=config.attention_multiplier
+                parts,
+                bias=config.attention_bias,
+                scores=ScoreRule(scale=config.attention_multiplier),
             ),
             mlp=SparseMLP(
                 parts,

@@ -18,7 +18,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import Rotary, ScoreRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
@@ -61,8 +61,8 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
         return SelfAttention(
             parts,
             bias=config.attention_bias,
-            scale=config.attention_multiplier,
-            rope=ALL_LAYERS if config.position_embedding_type == "rope" else None,
+            scores=ScoreRule(scale=config.attention_multiplier),
+            position=Rotary() if config.position_embedding_type == "rope" else None,
         )
 
     @staticmethod

@@ -12,6 +12,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -34,7 +35,7 @@ class HunYuanDenseV1DecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: HunYuanDenseV1Config = parts.config
         attention = SelfAttention(
-            parts, bias=config.attention_bias, qk_norm=parts.norm, norm_last=True
+            parts, bias=config.attention_bias, norm=QKNorm(parts.norm, last=True)
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

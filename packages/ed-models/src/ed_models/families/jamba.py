@@ -42,7 +42,7 @@ class JambaDecoderLayer(DecoderLayer):
         attends = config.layer_types[index] == "full_attention"
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, rope=None) if attends else self.mamba_mixer(parts),
+            self_attn=SelfAttention(parts, position=None) if attends else self.mamba_mixer(parts),
             name="self_attn" if attends else "mamba",
             mlp=self.sparse(parts) if config.layers_num_experts[index] > 1 else GatedMLP(parts),
         )

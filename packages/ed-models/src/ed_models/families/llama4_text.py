@@ -20,7 +20,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
@@ -50,11 +50,12 @@ class Llama4TextAttention(SelfAttention):
         super().__init__(
             parts,
             bias=config.attention_bias,
-            qk_norm=partial(parts.norm, weight=False) if config.use_qk_norm and turns else None,
-            norm_last=True,
-            rope=ALL_LAYERS if turns else None,
-            interleaved=True,
-            chunk=config.attention_chunk_size if chunked else None,
+            norm=QKNorm(
+                partial(parts.norm, weight=False) if config.use_qk_norm and turns else None,
+                last=True,
+            ),
+            position=Rotary(interleaved=True) if turns else None,
+            mask=MaskRule(chunk=config.attention_chunk_size if chunked else None),
         )
         self.grows = config.attn_temperature_tuning and not turns
         self.step, self.growth = config.floor_scale, config.attn_scale

@@ -16,6 +16,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -50,7 +51,11 @@ class MiniMaxDecoderLayer(DecoderLayer):
             gate=Router(parts, experts, config.num_experts_per_tok),
             experts=Experts(parts, experts, config.intermediate_size),
         )
-        full = SelfAttention(parts, window=config.sliding_window) if not linear else None
+        full = (
+            SelfAttention(parts, mask=MaskRule(window=config.sliding_window))
+            if not linear
+            else None
+        )
         super().__init__(parts, self_attn=full or LightningAttention(parts), mlp=mlp)
         kind = "linear" if linear else "full"
         names = (f"{kind}_attn_alpha", f"{kind}_attn_beta", "mlp_alpha", "mlp_beta")

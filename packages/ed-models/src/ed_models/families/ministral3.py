@@ -14,6 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -33,7 +34,7 @@ class Ministral3Attention(SelfAttention):
     """Self-attention whose queries are scaled by their positions (Llama 4's temperature)."""
 
     def __init__(self, parts: Parts):
-        super().__init__(parts, window=parts.config.sliding_window)
+        super().__init__(parts, mask=MaskRule(window=parts.config.sliding_window))
         rope = parts.config.rope_parameters
         self.beta = rope["llama_4_scaling_beta"]
         self.trained = rope["original_max_position_embeddings"]

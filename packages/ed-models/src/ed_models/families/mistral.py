@@ -13,6 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -34,7 +35,9 @@ class MistralDecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: MistralConfig = parts.config
         super().__init__(
-            parts, self_attn=SelfAttention(parts, window=config.sliding_window), mlp=GatedMLP(parts)
+            parts,
+            self_attn=SelfAttention(parts, mask=MaskRule(window=config.sliding_window)),
+            mlp=GatedMLP(parts),
         )
 
 

@@ -13,6 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -42,7 +43,7 @@ class MixtralDecoderLayer(DecoderLayer):
             gate=Router(parts, experts, config.num_experts_per_tok),
             experts=Experts(parts, experts, config.intermediate_size),
         )
-        attention = SelfAttention(parts, window=config.sliding_window)
+        attention = SelfAttention(parts, mask=MaskRule(window=config.sliding_window))
         super().__init__(parts, self_attn=attention, mlp=mlp)
 
 

@@ -17,6 +17,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm, ScoreRule
 from ed_layers.attention.scoring import Alibi
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
@@ -69,10 +70,9 @@ class MptDecoderLayer(DecoderLayer):
         own: Any = config.attn_config
         attention = SelfAttention(
             parts,
-            rope=None,
-            alibi=Alibi(slopes_of(config.num_attention_heads)),
-            clip=own.clip_qkv or None,
-            scale=own.softmax_scale,
+            position=Alibi(slopes_of(config.num_attention_heads)),
+            norm=QKNorm(clip=own.clip_qkv or None),
+            scores=ScoreRule(scale=own.softmax_scale),
         )
         super().__init__(
             parts,

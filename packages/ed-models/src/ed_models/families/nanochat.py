@@ -17,6 +17,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.context import ALL_LAYERS
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
@@ -48,7 +49,7 @@ class NanoChatDecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: NanoChatConfig = parts.config
         attention = NanoChatAttention(
-            parts, bias=config.attention_bias, qk_norm=parts.own_norm, norm_last=True
+            parts, bias=config.attention_bias, norm=QKNorm(parts.own_norm, last=True)
         )
         super().__init__(parts, self_attn=attention, mlp=MLP(parts, bias=False))
 

@@ -74,7 +74,7 @@ class NemotronHBlock(MixerLayer):
     def __init__(self, parts: Parts, index: int):
         make = {
             "linear_attention": self.mamba,
-            "full_attention": partial(SelfAttention, rope=None),
+            "full_attention": partial(SelfAttention, position=None),
             "mlp": self.mlp,
             "moe": self.sparse,
         }[parts.config.layers_block_type[index]]

@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -35,7 +36,9 @@ class OlmoDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: OlmoConfig = parts.config
-        attention = SelfAttention(parts, bias=config.attention_bias, clip=config.clip_qkv)
+        attention = SelfAttention(
+            parts, bias=config.attention_bias, norm=QKNorm(clip=config.clip_qkv)
+        )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 

@@ -16,6 +16,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -37,7 +38,7 @@ class Olmo2DecoderLayer(PostNormLayer):
     def __init__(self, parts: Parts, index: int):
         config: Olmo2Config = parts.config
         attention = SelfAttention(
-            parts, bias=config.attention_bias, qk_norm=parts.own_norm, norm_heads="all"
+            parts, bias=config.attention_bias, norm=QKNorm(parts.own_norm, heads="all")
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

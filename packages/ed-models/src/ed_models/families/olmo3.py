@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -38,10 +39,9 @@ class Olmo3DecoderLayer(PostNormLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=parts.own_norm,
-            norm_heads="all",
-            rope=rope_kind(config, config.layer_types[index]),
-            window=window_of(config, index),
+            norm=QKNorm(parts.own_norm, heads="all"),
+            position=Rotary(rope_kind(config, config.layer_types[index])),
+            mask=MaskRule(window=window_of(config, index)),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

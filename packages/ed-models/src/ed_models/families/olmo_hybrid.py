@@ -20,7 +20,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import QKNorm, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from flax import nnx
@@ -61,9 +61,8 @@ def layer(parts: Parts, index: int) -> nnx.Module:
     attention = SelfAttention(
         parts,
         bias=config.attention_bias,
-        qk_norm=parts.norm,
-        norm_heads="all",
-        rope=ALL_LAYERS if turns(config) else None,
+        norm=QKNorm(parts.norm, heads="all"),
+        position=Rotary() if turns(config) else None,
     )
     return PostNormLayer(parts, self_attn=attention, mlp=GatedMLP(parts))
 

@@ -13,6 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -39,9 +40,7 @@ class OlmoeDecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=parts.norm,
-            norm_heads="all",
-            clip=config.clip_qkv,
+            norm=QKNorm(parts.norm, heads="all", clip=config.clip_qkv),
         )
         mlp = SparseMLP(
             parts,

@@ -51,7 +51,7 @@ class OPTDecoderLayer(DecoderLayer):
         mlp = MLP(parts, config.ffn_dim, hidden_act=config.activation_function, bias=bias)
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, bias=bias, rope=None),
+            self_attn=SelfAttention(parts, bias=bias, position=None),
             mlp=mlp,
             dropout=config.dropout,
         )

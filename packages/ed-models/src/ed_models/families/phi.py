@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 
@@ -37,7 +38,7 @@ class PhiDecoderLayer(ParallelLayer):
     def __init__(self, parts: Parts, index: int):
         config: PhiConfig = parts.config
         attention = SelfAttention(
-            parts, bias=True, qk_norm=parts.own_norm if config.qk_layernorm else None
+            parts, bias=True, norm=QKNorm(parts.own_norm if config.qk_layernorm else None)
         )
         super().__init__(parts, self_attn=attention, mlp=MLP(parts), dropout=config.resid_pdrop)
 

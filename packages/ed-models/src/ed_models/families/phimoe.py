@@ -22,6 +22,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -76,7 +77,9 @@ class PhimoeDecoderLayer(DecoderLayer):
             gate=PhimoeRouter(parts),
             experts=Experts(parts, config.num_local_experts, config.intermediate_size),
         )
-        attention = SelfAttention(parts, bias=config.attention_bias, window=config.sliding_window)
+        attention = SelfAttention(
+            parts, bias=config.attention_bias, mask=MaskRule(window=config.sliding_window)
+        )
         super().__init__(parts, self_attn=attention, mlp=mlp)
 
 

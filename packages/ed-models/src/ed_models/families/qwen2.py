@@ -13,6 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -33,7 +34,9 @@ class Qwen2DecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Qwen2Config = parts.config
-        attention = SelfAttention(parts, bias=True, out_bias=False, window=window_of(config, index))
+        attention = SelfAttention(
+            parts, bias=True, out_bias=False, mask=MaskRule(window=window_of(config, index))
+        )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 

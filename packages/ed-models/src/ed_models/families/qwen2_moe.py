@@ -14,6 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -37,7 +38,10 @@ class Qwen2MoeDecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: Qwen2MoeConfig = parts.config
         attention = SelfAttention(
-            parts, bias=config.qkv_bias, out_bias=False, window=window_of(config, index)
+            parts,
+            bias=config.qkv_bias,
+            out_bias=False,
+            mask=MaskRule(window=window_of(config, index)),
         )
         mlp = qwen_experts(parts) if has_experts(config, index) else GatedMLP(parts)
         super().__init__(parts, self_attn=attention, mlp=mlp)

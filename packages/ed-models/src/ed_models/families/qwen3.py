@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -39,8 +40,8 @@ class Qwen3DecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=parts.norm,
-            window=config.sliding_window if slides else None,
+            norm=QKNorm(parts.norm),
+            mask=MaskRule(window=config.sliding_window if slides else None),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

@@ -14,6 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule, QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
@@ -41,8 +42,8 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=parts.norm,
-            window=config.sliding_window,
+            norm=QKNorm(parts.norm),
+            mask=MaskRule(window=config.sliding_window),
         )
         mlp = self.sparse(parts) if has_experts(config, index) else GatedMLP(parts)
         super().__init__(parts, self_attn=attention, mlp=mlp)

@@ -18,6 +18,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rg_lru import RGLRU
@@ -46,7 +47,9 @@ class RecurrentGemmaDecoderLayer(DecoderLayer):
             mixer = RGLRU(parts, config.lru_width, heads, taps=taps, hidden_act=act)
         else:
             window = config.attention_window_size
-            mixer = SelfAttention(parts, bias=config.attention_bias, out_bias=True, window=window)
+            mixer = SelfAttention(
+                parts, bias=config.attention_bias, out_bias=True, mask=MaskRule(window=window)
+            )
         super().__init__(
             parts,
             self_attn=mixer,

@@ -13,7 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import ALL_LAYERS
+from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -37,8 +37,8 @@ class SmolLM3DecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            rope=ALL_LAYERS if config.no_rope_layers[index] else None,
-            window=window_of(config, index),
+            position=Rotary() if config.no_rope_layers[index] else None,
+            mask=MaskRule(window=window_of(config, index)),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts, bias=config.mlp_bias))
 

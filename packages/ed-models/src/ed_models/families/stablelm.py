@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -38,10 +39,12 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
         parts,
         bias=config.use_qkv_bias,
         out_bias=False,
-        qk_norm=partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
-        if config.qk_layernorm
-        else None,
-        norm_heads="own",
+        norm=QKNorm(
+            partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
+            if config.qk_layernorm
+            else None,
+            heads="own",
+        ),
     )
     layer = ParallelLayer if config.use_parallel_residual else DecoderLayer
     return layer(

@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 
@@ -38,7 +39,9 @@ class Starcoder2DecoderLayer(DecoderLayer):
         config: Starcoder2Config = parts.config
         super().__init__(
             parts,
-            self_attn=SelfAttention(parts, bias=config.use_bias, window=config.sliding_window),
+            self_attn=SelfAttention(
+                parts, bias=config.use_bias, mask=MaskRule(window=config.sliding_window)
+            ),
             mlp=MLP(parts, bias=config.use_bias),
             dropout=config.residual_dropout,
         )

@@ -36,7 +36,9 @@ def blockwise_attention(call: Projected) -> Float[Array, "b s h d"]:
         bias = padded(padded(bias, 3, -s % block_q), 4, -t % block_k)
     recipe = Recipe.of(scoring, causal=call.mask_info.causal)
     mask = BlockMask.of(call.mask_info, scoring, block_q, block_k)
-    out, lse = attention_of_blocks(recipe, q_blocks, k_blocks, v_blocks, bias, mask)  # type: ignore[misc]
+    out, lse = attention_of_blocks(  # type: ignore[misc]
+        recipe, q_blocks, k_blocks, v_blocks, bias, scoring.relative, mask
+    )
     if scoring.sinks is not None:
         out = out * share_beside(scoring.sinks.reshape(groups, -1, 1, 1), lse)
     return from_blocks(out.astype(q.dtype), s)

@@ -53,8 +53,9 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
 
     def local(q, keys, values, info, bias, sinks, heads, limits, at, axes=None) -> jax.Array:
         """[b, g, r, s, d] of the slots at hand, merged over the devices along `axes`."""
-        window, chunk = limits
-        limited = replace(scoring, window=window, chunk=chunk)
+        window, chunk, buckets = limits
+        relative = scoring.relative and replace(scoring.relative, table=buckets)
+        limited = replace(scoring, window=window, chunk=chunk, relative=relative)
         slots = Slots(keys, values, at, *at_least_two_blocks(splits, block_k, keys.shape[-2]))
         first: Bound = 0
         if axes is not None:
@@ -75,7 +76,8 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
     arguments = (
         *(grouped, stored.keys, stored.values, stored.mask_info, bias, sinks),
         heads_of(groups, h // groups),
-        *((scoring.window, scoring.chunk), stored.at),
+        (scoring.window, scoring.chunk, scoring.relative and scoring.relative.table),
+        stored.at,
     )
     if stored.sharding is None:
         out = local(*arguments)

@@ -20,7 +20,7 @@ from ed_layers.native import attention as native
 from ed_layers.native.library import in_use
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
-LACKS = frozenset({"bias", "alibi", "dropout"})
+LACKS = frozenset({"bias", "alibi", "relative", "dropout"})
 
 
 def refusals(call: Call) -> list[str]:

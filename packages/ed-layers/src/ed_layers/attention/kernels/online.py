@@ -23,7 +23,7 @@ from jaxtyping import Array, Int
 
 from ed_layers.attention.kernels.softmax import Part, over_blocks
 from ed_layers.attention.kernels.visibility import blocks_seen
-from ed_layers.attention.scoring import Alibi, Limit, Scoring, heads_of, kept, padded
+from ed_layers.attention.scoring import Alibi, Limit, RelativeBias, Scoring, heads_of, kept, padded
 
 T = TypeVar("T")
 
@@ -95,6 +95,12 @@ class BlockMask:
         )
         return info.allowed(window=self.window, chunk=self.chunk)[:, None, None]
 
+    def heads(self, groups: int, repeat: int) -> Int[Array, "g r"]:
+        """Return the numbers of the heads."""
+        if self.places is None:
+            return heads_of(groups, repeat)
+        return self.places[1].reshape(groups, repeat)
+
     def spans(self, *, causal: bool) -> tuple[jax.Array, jax.Array]:
         """For each query block the first key block that it can see, and the one after the last."""
         ids = (self.q_segments, self.q_index, self.k_segments, self.k_index)
@@ -108,9 +114,16 @@ def row_blocks(x: jax.Array, block: int) -> jax.Array:
 
 
 def scores_of(
-    recipe: Recipe, mask: BlockMask, bias: jax.Array | None, i: jax.Array, j: jax.Array, q_i, k_j
+    recipe: Recipe,
+    mask: BlockMask,
+    bias: jax.Array | None,
+    relative: RelativeBias | None,
+    i: jax.Array,
+    j: jax.Array,
+    q_i,
+    k_j,
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Scores of one block, [b, g, r, x, y], -inf where masked; and the derivative of the cap."""
+    """Return the scores of one block [b, g, r, x, y], -inf if masked, and the slope of the cap."""
     # Half-precision products are summed and kept in the softmax dtype: rounding scores of some tens
     # to eight bits would shift weights by several per cent.
     products = partial(jnp.einsum, preferred_element_type=recipe.softmax_dtype)
@@ -118,12 +131,11 @@ def scores_of(
     scores, slope = Scoring(recipe.scale, soft_cap=recipe.soft_cap).cap(scores)
     if bias is not None:
         scores = scores + bias_block(bias, i, j, q_i.shape[-2], k_j.shape[-2])
-    if recipe.alibi is not None:
-        groups, repeat = q_i.shape[1:3]
-        heads = heads_of(groups, repeat)
-        if mask.places is not None:
-            heads = mask.places[1].reshape(groups, repeat)
-        scores = scores + recipe.alibi.bias(heads, mask.q_index[i], mask.k_index[j])
+    groups, repeat = q_i.shape[1:3]
+    for by_distance in (recipe.alibi, relative):
+        if by_distance is not None:
+            heads = mask.heads(groups, repeat)
+            scores = scores + by_distance.bias(heads, mask.q_index[i], mask.k_index[j])
     return jnp.where(mask.allowed(i, j, causal=recipe.causal), scores, -jnp.inf), slope
 
 
@@ -152,7 +164,7 @@ def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention_of_blocks(
-    recipe: Recipe, q, k, v, bias, mask: BlockMask
+    recipe: Recipe, q, k, v, bias, relative: RelativeBias | None, mask: BlockMask
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of blocks of queries to blocks of keys.
 
@@ -160,12 +172,13 @@ def attention_of_blocks(
         q: [i, b, g, r, x, k].
         k, v: [j, b, g, y, k] and [j, b, g, y, d].
         bias: [b or 1, g or 1, r or 1, i * x, j * y] or None.
+        relative: a bias by distance, whose table has a gradient.
 
     Returns:
         [i, b, g, r, x, d] in the softmax dtype, zeros for a query that sees nothing, and the
         log-sum-exp of its scores [i, b, g, r, x, 1], then -inf.
     """
-    return forward(recipe, q, k, v, bias, mask, normalised)
+    return forward(recipe, q, k, v, bias, mask, normalised, relative)
 
 
 def normalised(part: Part) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +186,16 @@ def normalised(part: Part) -> tuple[jax.Array, jax.Array]:
     return part.out, part.lse
 
 
-def forward(recipe: Recipe, q, k, v, bias, mask: BlockMask, finish: Callable[[Part], T]) -> T:
+def forward(
+    recipe: Recipe,
+    q,
+    k,
+    v,
+    bias,
+    mask: BlockMask,
+    finish: Callable[[Part], T],
+    relative: RelativeBias | None = None,
+) -> T:
     """One query block after the other; each visits the key blocks of its span.
 
     Args:
@@ -197,7 +219,8 @@ def forward(recipe: Recipe, q, k, v, bias, mask: BlockMask, finish: Callable[[Pa
                     preferred_element_type=recipe.softmax_dtype,
                 )
 
-            return scores_of(recipe, mask, bias, i, j, q_i, k[j])[0], weighted_sum
+            scores, _ = scores_of(recipe, mask, bias, relative, i, j, q_i, k[j])
+            return scores, weighted_sum
 
         start = Part.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
         return finish(over_blocks(first, last, start, key_block))
@@ -206,26 +229,36 @@ def forward(recipe: Recipe, q, k, v, bias, mask: BlockMask, finish: Callable[[Pa
     return jax.lax.map(query_block, (blocks, q, *mask.spans(causal=recipe.causal)))
 
 
-def forward_and_save(recipe: Recipe, q, k, v, bias, mask: BlockMask):
-    # Named in here, so that a remat policy which keeps them need not run the forward pass again.
-    out, lse = checkpoint_name(forward(recipe, q, k, v, bias, mask, normalised), "attn_output")
-    return (out, lse), (q, k, v, bias, mask, out, lse)
+def forward_and_save(recipe: Recipe, q, k, v, bias, relative, mask: BlockMask):
+    # Named here, so a remat policy that keeps these arrays does not run the forward pass again.
+    results = forward(recipe, q, k, v, bias, mask, normalised, relative)
+    out, lse = checkpoint_name(results, "attn_output")
+    return (out, lse), (q, k, v, bias, relative, mask, out, lse)
 
 
 def backward_of_call(recipe: Recipe, saved, cotangents):
-    q, k, v, bias, mask, out, lse = saved
+    q, k, v, bias, relative, mask, out, lse = saved
     d_out, d_lse = cotangents
     # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True) - d_lse
-    d_q, d_k, d_v, d_bias = backward(recipe, q, k, v, bias, mask, lse, shared, d_out)
-    grads = d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
-    return *grads, None if d_bias is None else d_bias.astype(bias.dtype), None
+    grads = backward(recipe, q, k, v, bias, mask, lse, shared, d_out, relative)
+    as_given = jax.tree.map(lambda d, x: d.astype(x.dtype), grads, (q, k, v, bias, relative))
+    return *as_given, None
 
 
 def backward(
-    recipe: Recipe, q, k, v, bias, mask: BlockMask, lse, shared, d_out
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of q, k, v and bias in the softmax dtype.
+    recipe: Recipe,
+    q,
+    k,
+    v,
+    bias,
+    mask: BlockMask,
+    lse,
+    shared,
+    d_out,
+    relative: RelativeBias | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, RelativeBias | None]:
+    """Return the gradients of q, k, v, bias and relative in the softmax dtype.
 
     Args:
         lse: log-sum-exp over *all* keys of a query, also of those that are not in `k`.
@@ -238,8 +271,8 @@ def backward(
         i, q_i, lse_i, shared_i, d_out_i, first, last = block
 
         def key_block(j, grads):
-            d_q_i, d_k, d_v, d_bias = grads
-            scores, slope = scores_of(recipe, mask, bias, i, j, q_i, k[j])
+            d_q_i, d_k, d_v, d_bias, d_relative = grads
+            scores, slope = scores_of(recipe, mask, bias, relative, i, j, q_i, k[j])
             weights = jnp.exp(scores - lse_i)
             d_weights = jnp.einsum("bgrxk,bgyk->bgrxy", d_out_i, v[j])
             dropped = weights
@@ -250,10 +283,15 @@ def backward(
             d_v = d_v.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", dropped, d_out_i))
             if d_bias is not None:
                 d_bias = add_block(d_bias, i, j, d_scores)
+            if relative is not None:
+                heads, index = mask.heads(*q_i.shape[1:3]), (mask.q_index[i], mask.k_index[j])
+                _, pull = jax.vjp(lambda x: x.bias(heads, *index), relative)
+                (found,) = pull(d_scores.astype(relative.table.dtype))
+                d_relative = jax.tree.map(jnp.add, d_relative, found)
             d_scores = d_scores * slope * recipe.scale
             d_k = d_k.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", d_scores, q_i))
             d_q_i = d_q_i + jnp.einsum("bgrxy,bgyk->bgrxk", d_scores, k[j])
-            return d_q_i, d_k, d_v, d_bias
+            return d_q_i, d_k, d_v, d_bias, d_relative
 
         start = (jnp.zeros(q_i.shape, recipe.softmax_dtype), *carry)
         d_q_i, *carry = jax.lax.fori_loop(first, last, key_block, start)
@@ -262,8 +300,10 @@ def backward(
     d_k, d_v = (jnp.zeros(x.shape, recipe.softmax_dtype) for x in (k, v))
     d_bias = None if bias is None else jnp.zeros(bias.shape, recipe.softmax_dtype)
     blocks = (jnp.arange(q.shape[0]), q, lse, shared, d_out, *mask.spans(causal=recipe.causal))
-    (d_k, d_v, d_bias), d_q = jax.lax.scan(query_block, (d_k, d_v, d_bias), blocks)
-    return d_q, d_k, d_v, d_bias
+    d_relative = jax.tree.map(jnp.zeros_like, relative)
+    start = (d_k, d_v, d_bias, d_relative)
+    (d_k, d_v, d_bias, d_relative), d_q = jax.lax.scan(query_block, start, blocks)
+    return d_q, d_k, d_v, d_bias, d_relative
 
 
 def add_block(bias: jax.Array, i: jax.Array, j: jax.Array, block: jax.Array) -> jax.Array:

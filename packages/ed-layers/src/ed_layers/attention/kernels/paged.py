@@ -100,8 +100,8 @@ class PageReader:
             scores, _ = scoring.cap(scores)
             at = jnp.broadcast_to(j * self.block + jnp.arange(self.block), (m, self.block))
             info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at)
-            if scoring.alibi is not None:
-                bias = scoring.alibi.bias(heads_of(groups, repeat), position, at)
+            if scoring.by_distance:
+                bias = scoring.distance_bias(heads_of(groups, repeat), position, at)
                 scores = scores + bias.astype(scores.dtype)
             allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
             scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)

@@ -134,7 +134,7 @@ KERNELS = tuple(
         ragged_page_attention,
         platform="tpu",
         language="pallas",
-        lacks=frozenset({"chunk", "sinks", "value_dim", "alibi"}),
+        lacks=frozenset({"chunk", "sinks", "value_dim", "alibi", "relative"}),
         refuses=refusals,
     )
     for name in NAMES

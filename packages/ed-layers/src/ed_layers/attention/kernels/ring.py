@@ -132,7 +132,7 @@ def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out,
         hand, d_q, d_k, d_v, d_bias = carry
         k_j, v_j, *_ = hand
         bias_j, mask = here.bias_of(device), here.mask(device, hand)
-        d_q_j, d_k_j, d_v_j, d_bias_j = online.backward(
+        d_q_j, d_k_j, d_v_j, d_bias_j, _ = online.backward(
             plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lse, shared, d_out
         )
         if d_bias is not None:

@@ -31,10 +31,10 @@ def sdpa_attention(call: Projected) -> Float[Array, "b s h d"]:
     bias = scoring.bias
     if bias is not None:
         mask = mask & (bias > -jnp.inf)
-    if scoring.alibi is not None:
+    if scoring.by_distance:
         heads = jnp.arange(q.shape[2])[:, None]
         info = call.mask_info
-        by_distance = scoring.alibi.bias(heads, info.q_index, info.kv_index)[:, :, 0]
+        by_distance = scoring.distance_bias(heads, info.q_index, info.kv_index)[:, :, 0]
         bias = by_distance if bias is None else bias + by_distance
     out = jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=mask, scale=scoring.scale, implementation="xla"

@@ -114,9 +114,9 @@ def attention_to_slots(
         if bias is not None:
             cut = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=-1)
             scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
-        if scoring.alibi is not None:
+        if scoring.by_distance:
             index = jax.lax.dynamic_slice_in_dim(info.kv_index, first, size, axis=1)
-            cut = scoring.alibi.bias(heads, info.q_index, index)
+            cut = scoring.distance_bias(heads, info.q_index, index)
             scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
         allowed = allowed_of(info, first, size, scoring) & (first + jnp.arange(size) >= j * size)
         allowed = allowed.reshape(allowed.shape[0], 1, 1, q.shape[3], slots.splits, slots.block)

@@ -139,7 +139,7 @@ def segments_of(mask_info: MaskInfo, chunk: Limit | None) -> Int[Array, "b s"]:
     return jnp.where(segments > 0, starts, 0).astype(segments.dtype)
 
 
-LACKS = frozenset({"bias", "alibi", "dropout"})
+LACKS = frozenset({"bias", "alibi", "relative", "dropout"})
 KERNELS = tuple(
     Kernel(
         name,

@@ -93,9 +93,9 @@ def softmax_weights(
     scores, _ = scoring.cap(scores)
     if scoring.bias is not None:
         scores = scores + split_heads(scoring.bias, groups, h // groups).astype(dtype)
-    if scoring.alibi is not None:
+    if scoring.by_distance:
         heads = heads_of(groups, h // groups)
-        bias = scoring.alibi.bias(heads, mask_info.q_index, mask_info.kv_index)
+        bias = scoring.distance_bias(heads, mask_info.q_index, mask_info.kv_index)
         scores = scores + bias.astype(dtype)
     allowed = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
