@@ -14,8 +14,8 @@ import pytest
 from ed_esurge import SamplingParams, StructuredOutputs
 from ed_esurge.grammars import store
 from ed_esurge.grammars.limits import MAX_DEPTH, GrammarError, check_lark, check_schema
+from ed_esurge.grammars.reasoning import ThoughtEnds
 from ed_esurge.grammars.store import Grammars, GrammarsBusyError
-from ed_esurge.grammars.thoughts import ThoughtEnds
 from ed_infra.errors import ConfigError
 
 

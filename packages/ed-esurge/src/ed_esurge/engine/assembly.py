@@ -13,11 +13,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.far import FarRunner, SharedLoop, SharedReplicas, agreed
-from ed_esurge.engine.hosts import LeadingLoop, over_processes, processes_of
 from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.remote import FarRunner, SharedLoop, SharedReplicas, agreed
 from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import Setup
+from ed_esurge.engine.transport import LeadingLoop, over_processes, processes_of
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import drafting, served_model, with_places
 from ed_esurge.runner.model_runner import ModelRunner

@@ -32,9 +32,9 @@ from ed_esurge.core.commands import (
     WakeUp,
 )
 from ed_esurge.engine.adapters import loading
+from ed_esurge.engine.control import check_level
 from ed_esurge.engine.intake import Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
-from ed_esurge.engine.weights import check_level
 from ed_esurge.grammars.store import Grammar
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs

@@ -11,11 +11,11 @@ from ed_esurge.core.commands import Add
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.intake import seed_of, seeds_of
+from ed_esurge.engine.transcript import OpenRequest
 from ed_esurge.outputs import CompletionOutput, FinishReason, RequestOutput
 from ed_esurge.runner.result import NotFinite, StepResult
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Tokenizer
-from ed_esurge.transcript import OpenRequest
 
 logger = get_logger(__name__)
 

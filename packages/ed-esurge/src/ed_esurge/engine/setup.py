@@ -15,7 +15,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
-from ed_esurge.engine.hosts import over_processes
+from ed_esurge.engine.transport import over_processes
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets

@@ -18,9 +18,9 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
 from ed_esurge.engine.assembly import loop_over
-from ed_esurge.engine.hosts import Leading, RunsOverProcesses
+from ed_esurge.engine.control import ServesWeights
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
-from ed_esurge.engine.weights import ServesWeights
+from ed_esurge.engine.transport import Leading, RunsOverProcesses
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import eos_token_ids
 from ed_esurge.model import model_name as name_of

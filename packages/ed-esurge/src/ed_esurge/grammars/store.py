@@ -18,7 +18,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.grammars.build import Source, build, grammar_text, make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.process import TrialProcess
-from ed_esurge.grammars.thoughts import ThoughtEnds
+from ed_esurge.grammars.reasoning import ThoughtEnds
 from ed_esurge.sampling import StructuredOutputs
 
 # Maximum number of cached grammars that no request uses, and of queued grammars.

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.guides import Guides
-from ed_esurge.runner.hidden import pool, score
+from ed_esurge.runner.hidden_states import pool, score
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.programs import Programs
 from ed_esurge.runner.sampler import SamplerState, sample

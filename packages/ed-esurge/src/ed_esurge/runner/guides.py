@@ -15,8 +15,8 @@ import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
+from ed_esurge.grammars.reasoning import BITS, ThoughtEnds, forbid
 from ed_esurge.grammars.store import Grammar, Grammars
-from ed_esurge.grammars.thoughts import BITS, ThoughtEnds, forbid
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 

@@ -18,9 +18,9 @@ from tqdm import tqdm
 from ed_esurge.core.commands import Command
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.engine.channel import channel
-from ed_esurge.engine.hosts import Leading, processes_of
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
+from ed_esurge.engine.transport import Leading, processes_of
 from ed_esurge.engine.wire import decode, encode
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.result import StepParts, StepResult
