@@ -282,7 +282,7 @@ def test_specs_check_themselves_and_go_through_json():
     assert specs.LoraSpec(rank=8, alpha=16).scale == 2.0
     with pytest.raises(errors.ConfigError, match="rank"):
         specs.LoraSpec(rank=0)
-    with pytest.raises(errors.ConfigError, match="takes a size"):
+    with pytest.raises(errors.ConfigError, match="has a size"):
         specs.AttnMaskDetail("sliding")
     for spec_type in (PartitionAxis, specs.BaseOperationConfig, specs.EasyDeLQuantizationConfig):
         assert dataclasses.is_dataclass(spec_type)

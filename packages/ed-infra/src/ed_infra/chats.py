@@ -1,4 +1,4 @@
-"""What a user writes about chats: a chat template, and prompts that are conversations."""
+"""Option types for chats: chat templates, and prompts that are conversations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ed_infra.errors import ConfigError
 
-#: Characters of Jinja text that the name of a file does not have; vLLM uses the same rule.
+#: Characters that mark Jinja text instead of a file name; vLLM uses the same rule.
 _OF_JINJA = "{}\n"
 
 
@@ -30,7 +30,7 @@ def read_chat_template(value: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"chat_template {value!r} cannot be read ({reason}): give the path of a file with a "
+            f"chat_template {value!r} cannot be read ({reason}): set the path of a file with a "
             "Jinja template, or the text of the template"
         ) from error
 
@@ -50,7 +50,7 @@ def _kind(value: Any) -> str:
 
 
 def _one_or_more(value: Any) -> Any:
-    """Put one prompt, a text or a list of messages, into a tuple."""
+    """Convert one prompt, a text or a list of messages, to a tuple."""
     chat = isinstance(value, (list, tuple)) and value and all(isinstance(m, Mapping) for m in value)
     return (value,) if chat or isinstance(value, str) else value
 

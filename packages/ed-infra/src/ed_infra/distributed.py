@@ -1,4 +1,4 @@
-"""Joining the processes of a run that spans hosts. Called by programs, never at import."""
+"""Initialization and collectives of a run with several processes. Programs call it, not imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 T = TypeVar("T")
 logger = ed_logging.get_logger(__name__)
 
-# First byte of the answer of `from_main`.
+# First byte of the reply in `from_main`.
 _DONE, _FAILED = b"\0", b"\1"
 # A launcher that starts several processes sets one of these variables.
 _LAUNCHERS = (
@@ -33,21 +33,22 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> bool:
-    """Join the other processes of the run, where there are any.
+    """Connect the processes of a run.
 
-    Without arguments the cluster is detected (SLURM, Open MPI, GKE, TPU pods); a lone process is
-    left alone. Joining twice is fine. From then on the other processes log errors only.
+    Without arguments the cluster is detected (SLURM, Open MPI, GKE, TPU pods). The function does
+    nothing for a single process or at a second call. Afterwards only process 0 logs messages below
+    the level of errors.
 
     Args:
-        coordinator_address: `host:port` of process 0; or `JAX_COORDINATOR_ADDRESS`.
-        num_processes: how many; or `JAX_NUM_PROCESSES`.
-        process_id: which one this is, from 0; or `JAX_PROCESS_ID`.
+        coordinator_address: `host:port` of process 0, or `JAX_COORDINATOR_ADDRESS`.
+        num_processes: Number of processes, or `JAX_NUM_PROCESSES`.
+        process_id: Number of this process, from 0, or `JAX_PROCESS_ID`.
 
     Returns:
-        Whether this process is part of a run of several.
+        Whether the run has several processes.
 
     Raises:
-        ConfigError: one or two of the three are missing.
+        ConfigError: Only one or two of the three arguments are set.
     """
     if jax.distributed.is_initialized():
         return _joined()
@@ -67,7 +68,7 @@ def initialize(
         present = [name for name in settings if name not in missing]
         raise ConfigError(
             f"distributed.initialize: {', '.join(present)} given, {', '.join(missing)} missing: "
-            "give all three, or none to detect the cluster"
+            "set all three, or none of them to detect the cluster"
         )
     if not _launched(env):
         return False
@@ -76,7 +77,7 @@ def initialize(
 
 
 def _joined() -> bool:
-    """Let one process speak for all."""
+    """Log messages below the level of errors only on process 0."""
     ed_logging.set_process(jax.process_index())
     logger.info(
         "%d processes, %d devices (%d here)",
@@ -106,12 +107,12 @@ def _launched(env: Mapping[str, str]) -> bool:
 
 
 def is_main() -> bool:
-    """Tell whether this process is the one that writes files and prints."""
+    """Return whether this process writes files and prints."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Wait until every process is here; returns at once in a run of one."""
+    """Wait until every process reaches this call; a single process does not wait."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -122,11 +123,11 @@ def broadcast(tree: T) -> T:
     """Return process 0's values on every process; collective.
 
     Args:
-        tree: pytree of numpy arrays and numbers, of the same structure, shapes and dtypes
-            everywhere.
+        tree: A pytree of numpy arrays and numbers, with equal structure, shapes and dtypes on all
+            processes.
 
     Returns:
-        The same structure; arrays are numpy. In a run of one, `tree` itself.
+        The same structure with numpy arrays; `tree` itself in a single process.
     """
     if jax.process_count() == 1:
         return tree
@@ -139,10 +140,10 @@ def broadcast_bytes(data: bytes | None = None) -> bytes:
     """Return process 0's bytes on every process; collective.
 
     Args:
-        data: of process 0; the others may pass None.
+        data: The bytes of process 0; other processes may pass None.
 
     Raises:
-        ConfigError: process 0 passes None. The others then raise too, rather than wait forever.
+        ConfigError: Process 0 passes None. The other processes raise the error as well.
     """
     size = int(broadcast(np.int64(-1 if data is None else len(data))))
     if size < 0:
@@ -156,7 +157,7 @@ def broadcast_bytes(data: bytes | None = None) -> bytes:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Return the bytes of every process, in their order, on each of them; collective."""
+    """Return the bytes of all processes, in order, on every process; collective."""
     if jax.process_count() == 1:
         return [data]
     from jax.experimental import multihost_utils
@@ -174,11 +175,11 @@ def from_main(function: Callable[[], ArrayLike]) -> np.ndarray:
     The array is sent in numpy's format, never as a pickle.
 
     Args:
-        function: returns an array of numbers; two calls may return different arrays.
+        function: Returns an array of numbers; two calls may return different arrays.
 
     Raises:
-        BaseException: on process 0, the exception of the function.
-        EasyDeLError: on the other processes, with the message of that exception.
+        BaseException: On process 0, the exception of the function.
+        EasyDeLError: On the other processes, with the message of that exception.
     """
     if jax.process_count() == 1:
         return np.asarray(function())
@@ -201,7 +202,7 @@ def from_main(function: Callable[[], ArrayLike]) -> np.ndarray:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """Return the whole of an array; collective where other processes hold parts of it."""
+    """Return a complete array as numpy; collective if other processes have parts of it."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""Errors that teach: the value, what is allowed, how to go on. Imports nothing heavy."""
+"""Error classes and suggestions. A message contains the value, the constraint and a solution."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterable
 
 
 class EasyDeLError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base class of the errors of this project."""
 
 
 class ConfigError(EasyDeLError, ValueError):
-    """A value in a configuration is unknown, of the wrong kind, or contradicts another.
+    """A value of a configuration is unknown, has the wrong type, or contradicts another value.
 
     Attributes:
-        field: the key to change, where the error is about several; a caller who knows the source
-            (YAML) points at its line.
+        field: The key to change. The YAML runner reports its line.
     """
 
     def __init__(self, message: str, *, field: str | None = None):
@@ -24,25 +23,25 @@ class ConfigError(EasyDeLError, ValueError):
 
 
 class MeshError(ConfigError):
-    """A device mesh does not fit the devices, or a specification does not fit the mesh."""
+    """A device mesh does not match the devices, or a specification does not match the mesh."""
 
 
 class RegistryError(ConfigError):
-    """A model type, task or trainer that nothing has registered."""
+    """A model type, task or trainer is not registered."""
 
 
 class CheckpointError(EasyDeLError, ValueError):
-    """A checkpoint is missing, incomplete, or does not fit the model."""
+    """A checkpoint is missing, incomplete, or does not match the model."""
 
 
-#: Longer names have no suggestion: the time of a comparison grows with the square of the length.
+#: Longer names get no suggestion: the time of a comparison is quadratic in the length.
 MAX_COMPARED = 64
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
 
-    Capitals do not count: `SEED` is near `seed`.
+    The comparison ignores case.
     """
     if len(name) > MAX_COMPARED:
         return ""
@@ -52,12 +51,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
-    """Build the error for a name that is not in a fixed list.
+    """Return the error for an unknown name.
 
     Args:
-        kind: what the name names, in words (`"attention mechanism"`).
-        name: the name that is not known.
-        known: every allowed name.
+        kind: Description of the name (`"attention mechanism"`).
+        name: The unknown name.
+        known: All allowed names.
     """
     known = sorted({str(k) for k in known})
     listing = ", ".join(known)

@@ -1,4 +1,4 @@
-"""Lazy package namespaces (PEP 562): `import ed_models` costs nothing until a name is used."""
+"""Lazy package namespaces (PEP 562): a package imports a module at the first use of its names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 def attach(
     package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Make `__getattr__`, `__dir__` and `__all__` for a package from one table.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package from one table.
 
     Args:
         package: The `__name__` of the package.
@@ -29,7 +29,7 @@ def attach(
             hint = did_you_mean(name, names)
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module, _, attribute = target.partition(":")
-        loaded = importlib.import_module(module)  # noqa: TID251 - the one place that may
+        loaded = importlib.import_module(module)  # noqa: TID251 - the only exception
         value = loaded if attribute == "*" else getattr(loaded, attribute or name)
         setattr(sys.modules[package], name, value)
         return value

@@ -1,4 +1,4 @@
-"""Loggers of this project. Importing sets nothing up; a program calls `setup` if it wants to."""
+"""Loggers of this project. An import configures nothing; programs may call `setup`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ logging.getLogger(ROOT).addHandler(logging.NullHandler())
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module, below the project's own (`easydel.ed_infra.mesh`).
+    """Return the logger of a module, a child of the project's logger (`easydel.ed_infra.mesh`).
 
-    In a run of several processes it passes one line for each event, not one for each process: what
-    is less than an error is dropped everywhere but on process 0.
+    In a run of several processes, only process 0 logs messages below the level of errors.
     """
     logger = logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
     logger.addFilter(_speaks)
@@ -24,7 +23,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def set_process(index: int) -> None:
-    """Say which process this is; `ed_infra.distributed.initialize` does."""
+    """Set the number of this process; `ed_infra.distributed.initialize` calls this function."""
     global _process
     _process = index
 
@@ -34,19 +33,19 @@ def _speaks(record: logging.LogRecord) -> bool:
 
 
 def once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:
-    """Log a message the first time only, in this process."""
+    """Log a message once per process."""
     if message not in _said:
         _said.add(message)
         logger.log(level, message)
 
 
 def forget_said() -> None:
-    """Let `once` repeat its messages; for tests."""
+    """Allow `once` to repeat messages; for tests."""
     _said.clear()
 
 
 def setup(level: int | str = logging.INFO) -> None:
-    """Print this project's messages on stderr. For programs; a library never calls it."""
+    """Print this project's messages to stderr. Programs call this function, libraries do not."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(level)
     if not any(getattr(handler, "_easydel", False) for handler in logger.handlers):

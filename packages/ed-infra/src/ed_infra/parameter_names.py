@@ -37,22 +37,22 @@ class Run(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """How often the period occurs: the leading dimension of each leaf."""
+        """Number of periods: the leading dimension of each leaf."""
         return self.count // self.period
 
     def layers(self, index: int) -> list[int]:
-        """Layers held by the leaves of list entry `index`, in the order of the leading dim."""
+        """Return the layers of list entry `index`, in the order of the leading dimension."""
         return [self.start + index + j * self.period for j in range(self.repeats)]
 
 
 def parse_run(name: object) -> Run | None:
-    """Return the run that an attribute name stands for, or None."""
+    """Parse the attribute name of a run, or return None."""
     match = _RUN.fullmatch(str(name))
     return Run(*(int(g) for g in match.groups())) if match else None
 
 
 def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
-    """Turn a path of nnx or `jax.tree_util` keys into plain strings and integers."""
+    """Convert a path of nnx or `jax.tree_util` keys to strings and integers."""
     parts: list[str | int] = []
     for key in path:
         attribute = False
@@ -68,7 +68,7 @@ def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
 
 
 def is_stacked(path: Iterable[object]) -> bool:
-    """Tell whether a leaf at this storage path has a leading layer dimension."""
+    """Return whether a leaf at this storage path has a leading layer dimension."""
     return any(parse_run(key) for key in normalize(path))
 
 

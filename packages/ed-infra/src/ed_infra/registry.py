@@ -1,8 +1,8 @@
-"""Which class configures, and which computes, a model type. Names no model itself.
+"""The registry of configuration classes and module classes by model type.
 
-Families register themselves when they are imported; they are imported when their model type is
-asked for, through the entry points of group `easydel.models` (name = model type, value = module).
-So a package adds a family by declaring an entry point.
+A family registers its classes when it is imported. The registry imports a family at the first use
+of its model type, by the entry points of group `easydel.models` (name = model type, value =
+module). A package therefore adds a family with an entry point.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GROUP = "easydel.models"
 
 
 class Registered(placement.Placement, Protocol):
-    """A configuration, as far as the registry looks at it."""
+    """The part of a configuration that the registry uses."""
 
     model_type: ClassVar[str]
 
     def replace(self) -> placement.Placement:
-        """Return a copy that a module may seal."""
+        """Return an unsealed copy."""
         ...
 
 
@@ -41,10 +41,10 @@ class ModuleRegistration:
     """A module class with its configuration class.
 
     Attributes:
-        module: the class.
-        config: its configuration class.
-        embedding_layer_names: names of embeddings, for weight conversion.
-        layernorm_names: names of norms.
+        module: The module class.
+        config: The configuration class.
+        embedding_layer_names: Names of embeddings, for weight conversion.
+        layernorm_names: Names of norms.
     """
 
     module: type
@@ -55,7 +55,7 @@ class ModuleRegistration:
     def partition_rules(
         self, config: Registered, fully_sharded: bool = True
     ) -> tuple[tuple[str, PartitionSpec], ...]:
-        """Return the sharding rules of the module, from its shapes alone: no array is made."""
+        """Return the sharding rules of the module from its abstract shapes."""
         own = config.replace()
         module = nnx.eval_shape(lambda: self.module(own, rngs=nnx.Rngs(0)))
         return placement.partition_rules(module, own, fully_sharded=fully_sharded)
@@ -118,7 +118,7 @@ def register_module(
 
 
 def _same(a: type, b: type) -> bool:
-    # A module that is imported again (a notebook, a reload) defines its classes again.
+    # A repeated import (a notebook, a reload) defines the same classes again.
     return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
 
 
@@ -128,7 +128,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _load(model_type: str) -> None:
-    """Import the module that an installed package names for a model type."""
+    """Import the module of a model type from an installed package."""
     point = _entry_points().get(model_type)
     if point is None:
         return
@@ -142,7 +142,7 @@ def _load(model_type: str) -> None:
 
 
 def model_types() -> list[str]:
-    """Return every model type that is registered or installed, sorted."""
+    """Return all registered and installed model types, sorted."""
     return sorted({*_configs, *_entry_points()})
 
 
@@ -181,12 +181,12 @@ def get_module_registration(task_type: TaskType | str, model_type: str) -> Modul
 
 
 def _derivable(module: type) -> Mapping[TaskType, Callable[[type], type]]:
-    """Tasks that follow from a module class, and how each is made: its attribute `DERIVED`."""
+    """Return the tasks that are derived from a module class, from its attribute `DERIVED`."""
     return getattr(module, "DERIVED", {})
 
 
 def _derive(task: TaskType, model_type: str) -> None:
-    """Make and register the module of a task that follows from another one of the model type."""
+    """Create and register the module of a derived task."""
     for (_, name), of in list(_modules.items()):
         if name == model_type and task in _derivable(of.module):
             made = _derivable(of.module)[task](of.module)
@@ -201,7 +201,7 @@ def get_module(task_type: TaskType | str, model_type: str) -> Any:
 
 
 def tasks_of(model_type: str) -> list[TaskType]:
-    """Return the tasks that a model type has modules for: registered ones, then derived ones."""
+    """Return the tasks of a model type: registered tasks, then derived tasks."""
     _load(model_type)
     registered = {task: r.module for (task, name), r in _modules.items() if name == model_type}
     derived = [task for module in registered.values() for task in _derivable(module)]
@@ -211,11 +211,11 @@ def tasks_of(model_type: str) -> list[TaskType]:
 def partition_rules(
     config: Registered, fully_sharded: bool = True
 ) -> tuple[tuple[str, PartitionSpec], ...] | None:
-    """Return the sharding rules that follow from a configuration alone.
+    """Return the sharding rules of a configuration.
 
     Args:
-        config: of a registered model type; the result is None for others.
-        fully_sharded: False leaves the fully-sharded axis out.
+        config: The configuration; the result is None for unregistered model types.
+        fully_sharded: Whether to include the fully-sharded axis.
     """
     tasks = tasks_of(config.model_type)
     if not tasks:
@@ -231,6 +231,6 @@ def _unknown(model_type: str) -> RegistryError:
     return RegistryError(
         f"unknown model type {model_type!r}{did_you_mean(model_type, known)}{also} "
         f"(known: {', '.join(known) or 'none: is ed-models installed?'}). "
-        f"Nothing remote is run to learn one: docs/adding_models.md says how a package adds a "
-        f"family, by an entry point of group {GROUP!r}"
+        f"Code from a repository is never executed: a package adds a family with an entry point of "
+        f"group {GROUP!r}, see docs/adding_models.md"
     )

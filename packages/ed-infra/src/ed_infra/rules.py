@@ -24,14 +24,14 @@ D = TypeVar("D")
 
 
 class Rules(Generic[V]):
-    """Rules of one kind; each must match something in the end.
+    """An ordered list of rules. A rule without any match is an error.
 
     Args:
         rules: (pattern, value) pairs, in order.
-        kind: name of such a rule in messages (`"sharding rule"`).
+        kind: Name of a rule in messages (`"sharding rule"`).
 
     Raises:
-        ConfigError: a pattern is no regular expression, or `rules` are not pairs.
+        ConfigError: A pattern is no regular expression, or `rules` are not pairs.
     """
 
     def __init__(self, rules: Iterable[tuple[str, V]], *, kind: str):
@@ -54,13 +54,13 @@ class Rules(Generic[V]):
         return bool(self._rules)
 
     def map(self, function: Callable[[V], D]) -> Rules[D]:
-        """Return the same patterns with `function(value)` in the place of each value."""
+        """Return the same patterns with `function(value)` instead of each value."""
         return Rules(((p, function(value)) for p, _, value in self._rules), kind=self.kind)
 
     def match(self, name: str) -> tuple[str, V] | None:
         """Return the pattern and value of the first rule that matches a canonical name.
 
-        Every rule that matches counts as used, those after the first one too.
+        Every matching rule is marked as used, including rules after the first match.
         """
         self._seen[name] = None
         slashed = name.replace(".", "/")
@@ -73,10 +73,10 @@ class Rules(Generic[V]):
         return (self._rules[hits[0]][0], self._rules[hits[0]][2]) if hits else None
 
     def at(self, path: Sequence[Any], default: D = None) -> V | D:
-        """Return the value for the variable stored at a path; `default` where no rule matches.
+        """Return the value for the variable at a storage path; `default` if no rule matches.
 
         Raises:
-            ConfigError: the values differ between layers that are stored as one array.
+            ConfigError: The values differ between layers that share one array.
         """
         names = parameter_names.canonical(path)
         matches = [self.match(name) for name in names]
@@ -92,17 +92,17 @@ class Rules(Generic[V]):
         return values[0]
 
     def tree(self, state: Any, default: object = None) -> Any:
-        """Return `state` with the value of each leaf's rule in the place of the leaf.
+        """Return `state` with each leaf replaced by the value of its rule.
 
         Args:
-            state: any pytree whose paths are those of a model: `nnx.State`, a dict of arrays.
-            default: where no rule matches.
+            state: A pytree with the paths of a model: `nnx.State`, or a dict of arrays.
+            default: Value of leaves without a rule.
 
         Returns:
-            The structure of `state`: a mask or labels for optax, or whatever else the values are.
+            The structure of `state`, for example a mask or labels for optax.
 
         Raises:
-            ConfigError: as `at`; or a rule matches nothing in `state`.
+            ConfigError: See `at`; or a rule matches nothing in `state`.
         """
         import jax
 
@@ -111,15 +111,14 @@ class Rules(Generic[V]):
         return result
 
     def filter(self, default: object = None) -> Callable[[Sequence[Any], Any], bool]:
-        """Return a filter of flax's nnx: the variables whose rule has a true value.
+        """Return an nnx filter for the variables whose rule has a true value.
 
-        `nnx.split(model, rules.filter(), ...)` takes them apart from the rest; `check_used`
-        afterwards says whether each rule matched something.
+        Use it in `nnx.split(model, rules.filter(), ...)`, and call `check_used` afterwards.
         """
         return lambda path, _: bool(self.at(path, default))
 
     def check_used(self) -> None:
-        """Raise ConfigError for a rule that has matched nothing, with the nearest name."""
+        """Raise ConfigError for a rule without any match; the message contains the nearest name."""
         for i, (pattern, _, _) in enumerate(self._rules):
             if i not in self._used:
                 example = next(iter(self._seen), "(there are no parameters)")
@@ -129,7 +128,7 @@ class Rules(Generic[V]):
                 )
 
     def _nearest(self, pattern: str) -> str:
-        """Return a hint: the part of a name that is nearest to a pattern without its wildcards."""
+        """Return a hint: the name part that is nearest to a pattern without its wildcards."""
         plain = re.sub(r"\\[dws]|[\\^$*+?()\[\]|]|\.(?=[*+])", "", pattern).replace("/", ".")
         words = [word for word in plain.split(".") if word]
         near: dict[str, None] = {}

@@ -1,6 +1,6 @@
-"""Small immutable values inside a configuration: quantization, LoRA, kernels, masks of layers.
+"""Immutable values of a configuration: quantization, LoRA, kernel settings, masks of layers.
 
-Plain dataclasses: JSON in, JSON out, hashable. Imports nothing heavy.
+They are hashable dataclasses that convert to and from JSON. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
 T = TypeVar("T")
 
-#: Storage formats of quantized weights: name -> (bits, activations are quantized too).
+#: Storage formats of quantized weights: name -> (bits, whether activations are also quantized).
 QUANTIZATION_FORMATS: dict[str, tuple[int, bool]] = {
     "nf4": (4, False),
     "int8": (8, False),
@@ -27,7 +27,7 @@ QUANTIZATION_FORMATS: dict[str, tuple[int, bool]] = {
     "w4a8": (4, True),
 }
 
-#: Those that a cache of keys and values can have.
+#: Formats of a key-value cache.
 KV_CACHE_FORMATS: tuple[str, ...] = ("int8", "fp8")
 
 #: Other names of formats.
@@ -40,7 +40,7 @@ QUANTIZATION_ALIASES: dict[str, str] = {
     "affine": "int4",
 }
 
-#: The field `bits` -> the format that the number stands for.
+#: The field `bits` -> its format.
 FORMAT_OF_BITS: dict[int, str] = {4: "nf4", 8: "int8"}
 
 
@@ -50,18 +50,18 @@ def _is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class EasyDeLQuantizationConfig:
-    """How the weights of linear layers, or the entries of a KV cache, are quantized.
+    """The quantization of the weights of linear layers, or of a key-value cache.
 
     Attributes:
-        dtype: format, a key of `QUANTIZATION_FORMATS` or of `QUANTIZATION_ALIASES`.
-        group_size: values that share a scale along the contracted dimension. None = the whole
-            dimension (one scale for each output channel) in formats of 8 bits; 64, or the largest
-            divisor below it, in those of 4 bits; 32 in mxfp8 and mxfp4, which have no other.
-        double_quantization: the scales of nf4 are quantized to 8 bits, in blocks of 256 (QLoRA).
-        simulate: weights stay as they are and learn, and products see their rounded values
+        dtype: Format, a key of `QUANTIZATION_FORMATS` or of `QUANTIZATION_ALIASES`.
+        group_size: Number of values that share a scale along the contracted dimension. None = the
+            whole dimension (one scale for each output channel) in 8-bit formats; 64, or its largest
+            divisor of the dimension, in 4-bit formats; 32 in mxfp8 and mxfp4 (fixed).
+        double_quantization: Whether the scales of nf4 are quantized to 8 bits, in blocks of 256
+            (QLoRA).
+        simulate: Whether products use rounded values of weights that are trained unrounded
             (quantization-aware training).
-        pattern: regular expression over canonical names; it selects what is quantized, where no
-            rules do.
+        pattern: Regular expression over canonical names that selects the layers, unless rules do.
     """
 
     dtype: str = "nf4"
@@ -88,12 +88,12 @@ class EasyDeLQuantizationConfig:
 
     @property
     def bits(self) -> int:
-        """Bits of one stored value, its share of the scale not counted."""
+        """Bits of one stored value, without its scale."""
         return QUANTIZATION_FORMATS[self.dtype][0]
 
     @property
     def quantizes_activations(self) -> bool:
-        """Whether matrix products run on quantized activations too."""
+        """Whether matrix products also quantize activations."""
         return QUANTIZATION_FORMATS[self.dtype][1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class AttnMaskDetail:
             raise unknown_name("mask type", self.mask_type, ["full", "sliding", "chunked"])
         if (self.mask_type == "full") != (self.size is None):
             raise ConfigError(
-                f"a {self.mask_type!r} mask takes {'no' if self.size else 'a'} size, "
+                f"a {self.mask_type!r} mask has {'no' if self.size else 'a'} size, "
                 f"got size={self.size}"
             )
 
@@ -207,16 +207,16 @@ class LoraSpec:
 def from_mapping(
     cls: type[T], value: Mapping[str, Any] | T, aliases: Mapping[str, str] | None = None
 ) -> T:
-    """Make one of the dataclasses above from a mapping of its fields.
+    """Create one of the dataclasses above from a mapping of its fields.
 
     Raises:
-        ConfigError: a key is not a field (the message names the nearest one), or a field and its
-            alias stand beside each other.
+        ConfigError: A key is not a field (the message names the nearest field), or the mapping
+            contains a field and its alias.
     """
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{cls.__name__} takes a mapping of its fields, got {value!r}")
+        raise ConfigError(f"{cls.__name__} requires a mapping of its fields, got {value!r}")
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     fields: dict[str, Any] = {}
     for key, item in value.items():
@@ -231,12 +231,12 @@ def from_mapping(
 
 
 def to_json(value: object) -> Any:
-    """Turn a configuration value into JSON values.
+    """Convert a configuration value to JSON values.
 
-    Tuples become lists, dtypes their names, the dataclasses above mappings of their fields.
+    Tuples become lists, dtypes become names, and the dataclasses above become mappings.
 
     Raises:
-        ConfigError: the value has no JSON form that can be read back.
+        ConfigError: The value cannot be restored from JSON.
     """
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -1,4 +1,4 @@
-"""What the tests of several packages share. Not imported by the packages themselves."""
+"""Helpers for the tests of several packages. The packages do not import this module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def require_torch() -> Any:
 
 
 def english_topics() -> dict[str, str]:
-    """Return English text that every Python brings: topic -> text, from `pydoc_data.topics`."""
+    """Return English text from the standard library: topic -> text of `pydoc_data.topics`."""
     from pydoc_data.topics import topics
 
     return dict(topics)

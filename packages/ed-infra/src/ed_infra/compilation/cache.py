@@ -1,4 +1,4 @@
-"""Compiled programs that outlive a process."""
+"""Setup of jax's persistent compilation cache, and the folder for compiled engine programs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ed_infra.logging import get_logger
 
 logger = get_logger(__name__)
 
-#: When this process began to import what it runs, in seconds since the epoch.
+#: Start of the imports of this process, in seconds since the epoch.
 IMPORTED = time.time()
-#: Threads of XLA where one process plays several CPU devices.
+#: Threads of XLA in a process with several simulated CPU devices.
 THREADS = "64"
 _lock = threading.Lock()
 
 
 def keep_compiled_programs() -> None:
-    """Point jax's persistent compilation cache at the user's cache folder.
+    """Enable jax's persistent compilation cache in the user's cache folder.
 
-    A second start, and serving, then need not compile again. Small programs are kept too: there
-    are many, and each costs more to compile than to read. Only a command does this, never an
-    import. What the user has set himself stands: `JAX_COMPILATION_CACHE_DIR` (with jax's own
-    limits of what is kept), or `JAX_ENABLE_COMPILATION_CACHE=false` for none.
+    Later starts and serving then load compiled programs. Small programs are also stored: there are
+    many, and reading one is faster than compiling it. Only commands call this function, never an
+    import. Settings of the user take precedence: `JAX_COMPILATION_CACHE_DIR`, with jax's own
+    limits, or `JAX_ENABLE_COMPILATION_CACHE=false`.
     """
     import jax
 
@@ -41,17 +41,16 @@ def keep_compiled_programs() -> None:
             return
         jax.config.update("jax_compilation_cache_dir", str(_home() / "jax"))
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        # A program from the cache starts collectives that do not depend on each other at once, and
-        # each waits in a thread on each device. With as many threads as devices, the default, all
-        # of them can wait for one that has none.
+        # A program from the cache starts independent collectives at the same time, and each one
+        # blocks a thread per device. With one thread per device, the default, this can deadlock.
         os.environ.setdefault("NPROC", THREADS)
 
 
 def engines_folder() -> Path | None:
-    """Where engines keep what they have compiled; None where nothing is kept.
+    """Return the folder for compiled programs of engines, or None if they are not stored.
 
-    That is beside jax's cache where `keep_compiled_programs` chose it. Who chose a cache himself
-    has jax's alone.
+    The folder is next to jax's cache if `keep_compiled_programs` enabled it. With a cache that the
+    user configured, only jax stores programs.
     """
     import jax
 
@@ -62,9 +61,9 @@ def engines_folder() -> Path | None:
 
 @contextmanager
 def compiled_afresh() -> Iterator[None]:
-    """Compile without jax's persistent cache inside.
+    """Disable jax's persistent cache inside the block.
 
-    What jax has read from its cache on a CPU lacks code, and cannot be written to another file.
+    A program that jax loads from its cache on a CPU contains no code that can be serialized.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -73,7 +72,7 @@ def compiled_afresh() -> Iterator[None]:
     with _lock:
         before = jax.config.values[name]
         jax.config.update(name, False)
-        compilation_cache.reset_cache()  # jax asks the setting once
+        compilation_cache.reset_cache()  # jax reads the setting once
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
-"""A name for everything that a traced program follows from: values, sources, versions, machine.
+"""Fingerprints of traced programs: values, sources, versions and machine.
 
-Equal fingerprints mean equal programs, so a program of an earlier process can be taken without
-tracing the function again. A value that cannot be described has no fingerprint.
+Equal fingerprints mean equal programs, so a program of an earlier process can be loaded without
+tracing the function again. Values of unsupported types have no fingerprint.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Any
 import jax
 import numpy as np
 
-#: Packages whose versions stand for their sources.
+#: Packages that are described by their versions instead of their sources.
 _RELEASED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "transformers", "huggingface_hub")
-#: Variables that change what XLA makes of a program.
+#: Environment variables that change compilation by XLA.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-#: Settings of jax that change no program.
+#: Settings of jax that do not change programs.
 _IDLE_SETTINGS = re.compile("cache|log|dump|profil|traceback|explain")
 
 
 class NoFingerprintError(TypeError):
-    """A value is of a kind that cannot be described."""
+    """A value has an unsupported type."""
 
 
 def fingerprint(*values: object, packages: Iterable[str] = (), imported: float) -> str:
-    """Name values together with the sources of their classes and functions, and the machine.
+    """Return a hash of values, of the sources of their classes and functions, and of the machine.
 
     Args:
-        values: numbers, texts, collections, classes, functions, and objects made of such.
-        packages: further packages whose sources count.
-        imported: when this process began to import them, in seconds since the epoch: a file that
-            was written later is not what runs.
+        values: Numbers, texts, collections, classes, functions, and objects that contain them.
+        packages: Further packages whose sources are included.
+        imported: Start of their import in seconds since the epoch; a file that was changed later
+            does not match the running code.
 
     Raises:
-        NoFingerprintError: a value, or a source, cannot be described.
+        NoFingerprintError: A value or a source is not supported.
     """
     description = _Description()
     for value in values:
@@ -59,17 +59,17 @@ def fingerprint(*values: object, packages: Iterable[str] = (), imported: float) 
 
 
 class _Description:
-    """Values as a list of texts, in the order in which they are met.
+    """Converts values to a list of texts, in traversal order.
 
     Attributes:
-        parts: the texts.
-        modules: where the classes and functions that were met are defined.
+        parts: The texts.
+        modules: The modules of the classes and functions.
     """
 
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.modules: set[str] = set()
-        # id -> number and object; the object is kept, so that no id is used twice.
+        # id -> number and object; keeping the object prevents reuse of its id.
         self._met: dict[int, tuple[int, object]] = {}
 
     def add(self, value: Any) -> None:
@@ -176,7 +176,7 @@ def _surroundings() -> list[str]:
 
 
 def _instructions() -> list[str]:
-    """What the processor can do, as Linux says it."""
+    """Return the features of the processor, from Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -186,7 +186,7 @@ def _instructions() -> list[str]:
 
 @functools.cache
 def _source(package: str, imported: float) -> str:
-    """A hash of the Python files of a package that is imported."""
+    """Return a hash of the Python files of an imported package."""
     module = sys.modules.get(package)
     places = [Path(place) for place in getattr(module, "__path__", [])]
     files = sorted(file for place in places for file in place.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Files that only the user of this process can have written."""
+"""Files that only the user of this process can write."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedFileError(EasyDeLError):
-    """Another user may have written a file or folder."""
+    """Another user can write a file or folder."""
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that others can neither read nor change, or take that right from them.
+    """Create a folder without access for other users, or remove their access.
 
     Raises:
-        UntrustedFileError: the folder belongs to another user.
-        OSError: the folder cannot be made.
+        UntrustedFileError: The folder belongs to another user.
+        OSError: The folder cannot be created.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(folder, os.stat(folder), forbidden=0)
@@ -31,11 +31,11 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Check that nobody else can change the entries of a folder.
+    """Check that no other user can change the entries of a folder.
 
     Raises:
-        UntrustedFileError: another user can.
-        OSError: the folder does not exist.
+        UntrustedFileError: Another user can change them.
+        OSError: The folder does not exist.
     """
     _check(folder, os.stat(folder), forbidden=_OTHERS_WRITE)
 
@@ -57,7 +57,7 @@ def read_private(path: Path, *, forbidden: int = _OTHERS_WRITE) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that others cannot read, in one piece.
+    """Write a file atomically, without read access for other users.
 
     Raises:
         OSError: the file cannot be written.

@@ -126,10 +126,12 @@ class ExecutionFields:
         None, "positions that rotary tables cover; None = max_position_embeddings"
     )
     fcm_min_ratio: Fraction = option(
-        0.0, "smallest fraction of keys that forgetful causal masking drops"
+        0.0, "smallest fraction of keys, between 0 and 1, that forgetful causal masking drops"
     )
     fcm_max_ratio: Fraction = option(
-        0.0, "largest fraction of keys that forgetful causal masking drops; 0 = no masking"
+        0.0,
+        "largest fraction of keys, between 0 and 1, that forgetful causal masking drops; 0 = no "
+        "masking",
     )
 
     scan_layers: bool = option(
