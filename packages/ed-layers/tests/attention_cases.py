@@ -25,15 +25,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_reference import Case, Mask
+from attention_reference import FARTHEST, Case, Mask
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import MECHANISMS, Mechanism, attend
-from ed_layers.attention.scoring import Alibi, kept
+from ed_layers.attention.scoring import Alibi, RelativeBias, kept
 from ed_layers.cache import DenseCache, LayerCacheSpec
 
 BLOCK_Q, BLOCK_K = 16, 32
 ALIBI = Alibi((0.5, 0.25, 0.02, 0.003), factor=0.7)
+BUCKETS = 8
 LENGTH, HEADS, HEAD_DIM = 77, 4, 16
 SEGMENTS = np.repeat([[1, 2, 0, 3, 0], [1, 1, 2, 2, 2]], [20, 21, 3, 17, 16], axis=1)
 DROPOUT = 0.3
@@ -54,6 +55,7 @@ class Cell:
     value_dim: int | None = None
     bias: tuple[bool, bool] | None = None  # whether it differs by row, and by head
     alibi: bool = False
+    relative: bool = False
     dropout: bool = False
 
     @property
@@ -71,16 +73,19 @@ CELLS = {
     "soft_cap": Cell("Grok", soft_cap=1.5),
     "sinks": Cell("gpt-oss, full layers", sinks=True),
     "value_dim": Cell("DeepSeek's MLA", value_dim=8),
-    "bias": Cell("T5 decoder: by head", bias=(False, True)),
+    "bias": Cell("a bias by head", bias=(False, True)),
     "alibi": Cell("MPT", alibi=True),
+    "relative": Cell("T5 decoder", relative=True),
     "dropout": Cell("GPT-2", dropout=True),
     "bidirectional+window": Cell("ModernBERT, local layers", bidirectional=True, window=19),
-    "bidirectional+bias": Cell("T5 encoder", bidirectional=True, bias=(True, False)),
+    "bidirectional+relative": Cell("T5 encoder", bidirectional=True, relative=True),
+    "bidirectional+bias": Cell("a bias by row", bidirectional=True, bias=(True, False)),
     "bidirectional+cross": Cell("encoder-decoder", bidirectional=True, cross=True),
     "cross+window": Cell("Mistral, chunked prompts", cross=True, window=19),
     "window+soft_cap": Cell("Gemma 2", window=19, soft_cap=1.5),
     "window+sinks": Cell("gpt-oss, sliding layers", window=19, sinks=True),
-    "bias+dropout": Cell("T5 in training", bias=(True, True), dropout=True),
+    "relative+dropout": Cell("T5 in training", relative=True, dropout=True),
+    "bias+dropout": Cell("a bias by row and head in training", bias=(True, True), dropout=True),
     "window+value_dim": Cell("MiMo", window=19, value_dim=24),
     "everything": Cell(
         "all but a direction",
@@ -156,6 +161,7 @@ def case_of(cell: Cell, groups: int = 2, *, seed: int = 0, segments: Any = SEGME
         sinks=normal(HEADS) if cell.sinks else None,
         bias=normal(b if rows else 1, HEADS if heads else 1, s, t) if cell.bias else None,
         alibi=ALIBI if cell.alibi else None,
+        relative=normal(BUCKETS, HEADS) if cell.relative else None,
         kept=stays(b, HEADS, s, t) if cell.dropout else None,
         rate=DROPOUT,
     )
@@ -207,6 +213,7 @@ def program(mechanism: Mechanism, at: int, through: str, dropout: bool, given: t
             cache=holding(inputs) if through == "cache" else None,
             sinks=inputs.get("sinks"),
             bias=inputs.get("bias"),
+            relative=relative_of(inputs, causal=rest["mask"].causal),
             dropout_key=KEY if dropout else None,
             mechanism=mechanism,
             **dict(given),
@@ -226,9 +233,15 @@ def program(mechanism: Mechanism, at: int, through: str, dropout: bool, given: t
     )
 
 
+def relative_of(arrays: dict[str, Any], *, causal: bool) -> RelativeBias | None:
+    """The bias by relative position, if a case has a table of it."""
+    table = arrays.get("relative")
+    return None if table is None else RelativeBias(table, FARTHEST, causal=causal)
+
+
 def inputs_of(case: Case) -> dict[str, np.ndarray]:
     """What has a gradient, by name."""
-    arrays = {name: getattr(case, name) for name in ("q", "k", "v", "sinks", "bias")}
+    arrays = {name: getattr(case, name) for name in ("q", "k", "v", "sinks", "bias", "relative")}
     return {name: np.asarray(x, np.float32) for name, x in arrays.items() if x is not None}
 
 

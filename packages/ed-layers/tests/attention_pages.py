@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_cases import ALIBI, HEAD_DIM, HEADS, Cell
+from attention_cases import ALIBI, BUCKETS, HEAD_DIM, HEADS, Cell, relative_of
 from attention_reference import Case, Mask
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import LayerCacheSpec, PagedCache, RaggedBatch
@@ -43,6 +43,7 @@ def case_of(cell: Cell, groups: int = 2, *, seed: int = 0) -> Case:
         soft_cap=cell.soft_cap,
         sinks=normal(HEADS) if cell.sinks else None,
         alibi=ALIBI if cell.alibi else None,
+        relative=normal(BUCKETS, HEADS) if cell.relative else None,
     )
 
 
@@ -84,8 +85,9 @@ def program(mechanism: Mechanism, given: tuple) -> Any:
     """Jitted step; one for all cases that differ in arrays only."""
 
     @jax.jit
-    def step(cache, q, k, v, ragged, sinks):
+    def step(cache, q, k, v, ragged, sinks, table):
         options = {"cache": cache, "ragged": ragged, "sinks": sinks, **dict(given)}
+        options["relative"] = relative_of({"relative": table}, causal=True)
         return attend(q, k, v, None, mechanism=mechanism, **options)
 
     return step
@@ -113,5 +115,5 @@ def run(case: Case, mechanism: Mechanism, fill: float = 0.0) -> np.ndarray:
     ragged, tokens = batch(Q_LENS, KV_LENS)
     arrays = map(padded, (case.q, case.k[:, tokens], case.v[:, tokens]))
     with jax.default_matmul_precision("highest"):
-        out, _ = program(mechanism, limits)(cache, *arrays, ragged, case.sinks)
+        out, _ = program(mechanism, limits)(cache, *arrays, ragged, case.sinks, case.relative)
     return np.asarray(out)[:, : case.q.shape[1]]

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+#: Distances from here on share the last bucket of relative positions.
+FARTHEST = 32
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -60,12 +63,30 @@ class Mask:
             allowed[row, i, j] = ok
         return allowed
 
+    def buckets(self, count: int) -> np.ndarray:
+        """Return the bucket of each pair [b, s, t], from T5's definition."""
+        b, s = self.q_segments.shape
+        t = self.kv_segments.shape[1]
+        found = np.zeros((b, s, t), int)
+        one_way = count if self.causal else count // 2
+        exact = one_way // 2
+        for row, i, j in np.ndindex(b, s, t):
+            ahead = int(self.kv_index[row, j]) - int(self.q_index[row, i])
+            distance = max(-ahead, 0) if self.causal else abs(ahead)
+            bucket = distance
+            if distance >= exact:
+                share = np.log(distance / exact) / np.log(FARTHEST / exact)
+                bucket = min(exact + int(share * (one_way - exact) + 1e-6), one_way - 1)
+            found[row, i, j] = bucket + (one_way if ahead > 0 and not self.causal else 0)
+        return found
+
 
 @dataclass(frozen=True)
 class Case:
     """One call of attention in float64, with all that its gradients need; see `attend`.
 
     Attributes:
+        relative: a bias for each bucket of distances up to `FARTHEST` and each head, [n, h].
         kept: which weights dropout keeps, bool [b, h, s, t]; None = all.
     """
 
@@ -80,6 +101,7 @@ class Case:
     scale: float | None = None
     bias: np.ndarray | None = None
     alibi: Any = None
+    relative: np.ndarray | None = None
     kept: np.ndarray | None = None
     rate: float = 0.0
 
@@ -102,6 +124,10 @@ class Case:
             distance = self.mask.kv_index[:, None, None, :] - self.mask.q_index[:, None, :, None]
             slopes = np.asarray(self.alibi.slopes)[:, None, None] * self.alibi.factor
             scores = scores + slopes * distance
+        if self.relative is not None:
+            buckets = self.mask.buckets(len(self.relative))
+            table = np.asarray(self.relative, np.float64)
+            scores = scores + np.moveaxis(table[buckets], -1, 1)
         scores = np.where(allowed, scores, -np.inf)
         top = scores.max(-1, keepdims=True)
         sinks = np.full((q.shape[2], 1, 1), -np.inf)
@@ -128,6 +154,9 @@ class Case:
         if self.bias is not None:
             single = tuple(axis for axis in range(4) if self.bias.shape[axis] == 1)
             found["bias"] = d_scores.sum(single, keepdims=True)
+        if self.relative is not None:
+            found["relative"] = np.zeros(self.relative.shape)
+            np.add.at(found["relative"], buckets, np.moveaxis(d_scores, 1, -1))
         d_scores = d_scores * slope * scale
         found["q"] = np.einsum("bhst,bthk->bshk", d_scores, k)
         found["k"] = np.einsum("bhst,bshk->bthk", d_scores, q)

@@ -13,11 +13,9 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.blocks.cross_attention import CrossAttention
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets
-from ed_layers.attention.scoring import RelativeBias
 from ed_layers.cache import DenseCache, HybridCache, LayerCacheSpec, PagedCache, RaggedBatch
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
@@ -81,49 +79,6 @@ def test_layer_with_buckets_needs_their_table() -> None:
         layer(hidden((1, 3)), context(jnp.ones((1, 3), jnp.int32)), None, 0)
     with pytest.raises(ConfigError, match="'ring' cannot do relative"):
         SelfAttention(parts_of(attn_mechanism="ring"), position=RelativeBuckets())
-
-
-def written_out(table: np.ndarray, s: int, t: int, causal: bool, most: int) -> np.ndarray:
-    """The bias of transformers' T5 [h, s, t], computed element by element."""
-    bias = np.zeros((table.shape[1], s, t), np.float32)
-    for i in range(s):
-        for j in range(t):
-            count, first, gap = len(table), 0, j - i
-            if not causal:
-                count //= 2
-                first = count if gap > 0 else 0
-            gap = abs(gap) if not causal else max(-gap, 0)
-            exact = count // 2
-            if gap >= exact:
-                grown = np.log(gap / exact) / np.log(most / exact) * (count - exact)
-                gap = min(exact + int(grown + 1e-6), count - 1)
-            bias[:, i, j] = table[first + gap]
-    return bias
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("mechanism", ["vanilla", "blockwise", "sdpa"])
-def test_relative_buckets_equal_a_bias_and_train(mechanism: str, causal: bool) -> None:
-    s, most = 70, 32
-    table = jax.random.normal(jax.random.key(7), (BUCKETS, H))
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, s, H, K)) for i in range(3))
-    info = MaskInfo.full(2, s, causal)
-
-    def run(table: jax.Array, name: str, whole: bool) -> jax.Array:
-        if whole:
-            dense = jnp.asarray(written_out(np.asarray(table), s, s, causal, most))[None]
-            options: dict[str, Any] = {"bias": dense}
-        else:
-            options = {"relative": RelativeBias(table, most, causal=causal)}
-        out, _ = attend(q, k, v, info, mechanism=Mechanism(name), **options)
-        return out
-
-    np.testing.assert_allclose(run(table, mechanism, False), run(table, "vanilla", True), atol=1e-5)
-    grad, reference = (
-        jax.grad(lambda t, n=name: jnp.sum(jnp.sin(run(t, n, False))))(table)
-        for name in (mechanism, "vanilla")
-    )
-    np.testing.assert_allclose(grad, reference, atol=1e-4)
 
 
 def flat_batch(

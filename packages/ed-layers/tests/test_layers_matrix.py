@@ -49,7 +49,7 @@ def test_cell_names_match_their_features() -> None:
     infos = {causal: MaskInfo.full(1, 1, causal) for causal in (True, False)}
     for name, cell in CELLS.items():
         case = cases.case_of(cell)
-        names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi")
+        names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi", "relative")
         given = {n: getattr(case, n) for n in names}
         scoring = Scoring(1.0, **given, dropout=0.1 if cell.dropout else 0.0)
         used = scoring.features(jnp.asarray(case.q), jnp.asarray(case.v), infos[case.mask.causal])
@@ -58,11 +58,11 @@ def test_cell_names_match_their_features() -> None:
 
 
 def test_gradients_of_the_reference_are_its_slopes() -> None:
-    case = cases.case_of(CELLS["everything"])
+    case = cases.case_of(replace(CELLS["everything"], relative=True))
     draw = np.random.default_rng(2)
     d_out = draw.normal(size=(*case.q.shape[:3], case.v.shape[-1]))
     grads = case.run(d_out)
-    for name in ("q", "k", "v", "sinks", "bias"):
+    for name in ("q", "k", "v", "sinks", "bias", "relative"):
         value = np.asarray(getattr(case, name), np.float64)
         way = draw.normal(size=value.shape)
         up, down = (
@@ -119,7 +119,7 @@ def test_bfloat16_attention_matches_float64_reference(name, record_property) -> 
 
 def report(title: str, table: dict[str, dict[str, float]]) -> str:
     """A table of errors: a row per cell, a column per tensor."""
-    tensors = ("out", "q", "k", "v", "sinks", "bias")
+    tensors = ("out", "q", "k", "v", "sinks", "bias", "relative")
     rows = [f"{title:28}" + "".join(f"{tensor:>9}" for tensor in tensors)]
     for cell, errors in table.items():
         numbers = (f"{errors[t]:9.1e}" if t in errors else " " * 9 for t in tensors)
