@@ -140,7 +140,7 @@ def test_answers_are_found_where_the_template_drops_earlier_thoughts(encoded, na
 @pytest.mark.parametrize("name", ["glm4moe", "gptoss"])
 def test_answers_that_the_template_rewrites_inside_must_be_marked(encoded, name):
     tokenizer, row = FAMILIES[name].tokenizer(), {"messages": THINKING}
-    with pytest.raises(DataError, match=r"message 1 in another way.*\{% generation %\}"):
+    with pytest.raises(DataError, match=r"message 1 differently.*\{% generation %\}"):
         encoded(tokenizer, [row], assistant_only_loss=True)
     assert (
         encoded(tokenizer, [row])[0][0][: -1 if name == "glm4moe" else None]

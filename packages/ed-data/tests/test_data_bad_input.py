@@ -30,25 +30,25 @@ def error_of(path, **options) -> str:
         ("a.csv", b'a,b\n1,"2\n3,4\n', r"a\.csv:2: unexpected end of data.*up to line 3"),
         ("a.csv", b'a,b\n1,"2"x\n3,4\n', r"a\.csv:2: .*expected after"),
         ("a.csv", b"a,b\n1,2\0\n", r"a\.csv:2: a NUL byte"),
-        ("a.csv", b"a,a\n1,2\n", r"a\.csv:1: two columns are named 'a'"),
+        ("a.csv", b"a,a\n1,2\n", r"a\.csv:1: two columns have the name 'a'"),
         ("a.csv", b"a,b\n1,\xff\n", r"a\.csv:2: not UTF-8"),
         (
             "a.jsonl",
             GOOD + b'{"content": "x", "content": "y"}\n',
-            r":2: .*'content' is there twice",
+            r":2: .*'content' occurs twice",
         ),
-        ("a.jsonl", GOOD + b'{"a": {"b": 1, "b": 2}}\n', r":2: .*'b' is there twice"),
-        ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json.*'a' is there twice"),
-        ("a.jsonl", GOOD + b'{"a": NaN}\n', r":2: .*NaN is no value of JSON"),
+        ("a.jsonl", GOOD + b'{"a": {"b": 1, "b": 2}}\n', r":2: .*'b' occurs twice"),
+        ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json.*'a' occurs twice"),
+        ("a.jsonl", GOOD + b'{"a": NaN}\n', r":2: .*NaN is not a JSON value"),
         ("a.jsonl", GOOD + b'{"a": 1e999}\n', r":2: .*1e999 is too large"),
-        ("a.json", b'[{"a": -Infinity}]', r"-Infinity is no value of JSON"),
+        ("a.json", b'[{"a": -Infinity}]', r"-Infinity is not a JSON value"),
         ("a.jsonl", GOOD + b'{"a": "\xe9"}\n', r":2: not UTF-8 text.*on_error"),
         ("a.jsonl", GOOD + b'{"a": "\0"}\n', r":2: a NUL byte"),
         ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r":2: not JSON.*recursion"),
         ("a.txt", b"one\ntw\0o\n", r"a\.txt:2: a NUL byte"),
         ("a.txt", "one".encode("utf-16"), r"a\.txt:1: not UTF-8"),
         ("a.parquet", b"", "not a parquet file"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 1000, mtime=0)[:-20], r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 1000, mtime=0)[:-20], r"a\.jsonl\.gz cannot be read"),
     ],
 )
 def test_broken_file_error_contains_location(tmp_path, name, data, says):
@@ -60,7 +60,7 @@ def test_truncated_or_damaged_parquet_file_raises_error_with_file_name(tmp_path)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["text"] * 5000}), path, row_group_size=1000)
     path.write_bytes(path.read_bytes()[:-100])
-    assert "a.parquet: not a parquet file, or one that is cut short" in error_of(path)
+    assert "a.parquet is not a parquet file, or is truncated" in error_of(path)
     pq.write_table(pa.table({"content": [str(i) for i in range(5000)]}), path, row_group_size=1000)
     data = bytearray(path.read_bytes())
     data[2000:6000] = bytes(4000)  # damaged inside
@@ -163,7 +163,7 @@ def test_a_preference_row_is_not_learned_as_a_prompt(mixture, tokenizer, jsonl):
     made = mixture(informs=informs)
     (remark,) = check_names(made)
     assert remark[0] == ("informs", 0, "content_field")
-    assert "only its 'prompt' would be learned" in remark[1]
+    assert "only its 'prompt' would be trained on" in remark[1]
     with pytest.raises(DataError, match="preference pair"):
         build_loader(made, tokenizer)
     chosen = made.replace(informs=[{"data_files": jsonl(rows), "content_field": "chosen"}])
@@ -196,8 +196,8 @@ def test_data_without_any_label_is_refused(mixture, tokenizer, on_the_fly):
 def test_weights_that_name_nothing_or_are_zero(jsonl):
     inform = {"data_files": jsonl(), "name": "a"}
     for weights, says in (
-        ({"a": 1, "b": 1}, "no inform is named 'b'"),
-        ({"a": 0}, "a weight is above 0"),
+        ({"a": 1, "b": 1}, "there is no inform 'b'"),
+        ({"a": 0}, "must be greater than 0"),
         ({}, "'a' has no weight"),
     ):
         with pytest.raises(ValidationError, match=says):

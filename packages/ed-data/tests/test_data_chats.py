@@ -1,4 +1,4 @@
-"""Chats to tokens: the end of a chat, the learned tokens, and arguments of the template."""
+"""Encoding of chats: the end of a chat, tokens with loss, and arguments of the template."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_tools_belong_to_pairs_and_prompts(tokenizer, mixture):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tools": "[{"}, "'tools' is a text, and not JSON"),
+        ({"tools": "[{"}, "'tools' is a text, but not JSON"),
         ({"tools": {"name": "add"}}, "'tools' must be a list of JSON schemas"),
         ({"tools": ["add"]}, "'tools' must be a list of JSON schemas"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be a mapping"),

@@ -33,7 +33,7 @@ def test_the_checks_import_nothing_heavy(jsonl):
         ("json.decoder.x:loads", "'json.decoder' is a module, not a package"),
         ("json:load_s", "the module 'json' exists and has no 'load_s'; did you mean 'loads'"),
         ("builtins:str.uper", "'str' exists and has no 'uper'; did you mean 'upper'"),
-        ("json:__name__", "names a str, not a function"),
+        ("json:__name__", "must be a function, got a str"),
         ("failing_on_import:f", "fails with ValueError: at line one"),
         ("wanting:f", "fails with ModuleNotFoundError: No module named 'absent_here'"),
     ],

@@ -116,7 +116,7 @@ def test_unknown_keys_name_the_nearest():
     assert "tokenization.max_lenght" in problem(
         lambda: Mixture(informs=[JSON], tokenization={"max_lenght": 3})
     )
-    assert "keep one" in problem(lambda: Saving(path="a", output_path="a"))
+    assert "remove one of them" in problem(lambda: Saving(path="a", output_path="a"))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_unknown_keys_name_the_nearest():
         ({"informs": []}, "at least 1 item"),
         ({"informs": [{"type": "jsn", "data_files": "a"}]}, "did you mean 'json'"),
         ({"informs": [{"data_files": "a.xyz"}]}, "set type"),
-        ({"informs": [{"type": "json"}]}, "needs data_files"),
-        ({"informs": [{"type": "huggingface"}]}, "needs its id"),
+        ({"informs": [{"type": "json"}]}, "requires data_files"),
+        ({"informs": [{"type": "huggingface"}]}, "requires its id"),
         ({"informs": [{"type": "python", "data_files": "a.b"}]}, "module:attribute"),
-        ({"informs": [{**JSON, "split": "test"}]}, "files have one split"),
+        ({"informs": [{**JSON, "split": "test"}]}, "files have only the split"),
         (
             {"informs": [{"type": "json", "data_files": {"train": "a"}, "split": "trian"}]},
             "did you mean 'train'",
@@ -137,11 +137,11 @@ def test_unknown_keys_name_the_nearest():
         ({"informs": [{**JSON, "sample_by": "line"}]}, "type txt"),
         ({"informs": [JSON], "eval_fraction": 1.5}, "less than 1"),
         ({"informs": [{"data_files": 3}]}, "a list of paths"),
-        ({"informs": [{"data_files": {"train": {"a": "b"}}}]}, "by split"),
-        ({"informs": [{**JSON, "format_callback": "f"}]}, "'module:function', not 'f'"),
+        ({"informs": [{"data_files": {"train": {"a": "b"}}}]}, "a mapping from splits"),
+        ({"informs": [{**JSON, "format_callback": "f"}]}, "'module:function', got 'f'"),
         ({"informs": [JSON], "mixture_weights": {"trian": 1}}, "did you mean 'train'"),
-        ({"informs": [JSON], "mixture_weights": {"train": 0}}, "above 0"),
-        ({"informs": [JSON, JSON], "mixture_weights": {"train": 1}}, "its own name"),
+        ({"informs": [JSON], "mixture_weights": {"train": 0}}, "must be greater than 0"),
+        ({"informs": [JSON, JSON], "mixture_weights": {"train": 1}}, "set different names"),
         (
             {"informs": [JSON, {**JSON, "name": "b"}], "mixture_weights": {"b": 1}},
             "'train' has no weight",
@@ -153,16 +153,16 @@ def test_unknown_keys_name_the_nearest():
                 "pack_seq_length": 8,
                 "tokenization": {"max_length": 9},
             },
-            "above pack_seq_length 8",
+            "exceeds pack_seq_length=8",
         ),
         (
             {"informs": [JSON], "pack_tokens": True, "tokenization": {"padding": "longest"}},
-            "no place",
+            "requires pack_tokens: false",
         ),
-        ({"informs": [JSON], "tokenization": {"padding": False}}, "a rectangle"),
+        ({"informs": [JSON], "tokenization": {"padding": False}}, "rows of a batch must be padded"),
         (
             {"informs": [JSON], "tokenization": {"max_length": 3, "truncation": False}},
-            "forbids it",
+            "disables truncation",
         ),
         ({"informs": [JSON], "save": {"path": "x", "compression": "gzp"}}, "did you mean 'gzip'"),
     ],

@@ -132,7 +132,7 @@ def test_remote_files_are_cached_retried_and_refetched_after_expiry(
     assert waited == [7, 14]
     os.utime(copy, (copy.stat().st_mtime - 60,) * 2)
     failures[:] = [1, 1]
-    with pytest.raises(DataError, match="cannot be fetched: busy"):
+    with pytest.raises(DataError, match="cannot be downloaded: busy"):
         load(6, cache_expiry_seconds=50, cloud_max_retries=1)
 
 

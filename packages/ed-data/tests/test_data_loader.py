@@ -316,7 +316,7 @@ def test_packing_plan_is_stored_next_to_the_cache(mixture, tokenizer, monkeypatc
 
 
 def test_missing_or_conflicting_lengths_raise_data_error(mixture, tokenizer):
-    with pytest.raises(DataError, match="no tokenizer"):
+    with pytest.raises(DataError, match="the tokenizer is missing"):
         build_loader(mixture())
     with pytest.raises(DataError, match=r"set mixture\.pack_seq_length"):
         build_loader(mixture(pack_seq_length=None), tokenizer)

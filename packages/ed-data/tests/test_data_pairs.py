@@ -118,11 +118,11 @@ def test_a_completion_may_be_a_whole_chat(jsonl, schema, prompt):
         ),
         (
             {"prompt": [user("bye")], "chosen": [user("hi"), GOOD], "rejected": [BAD]},
-            "'chosen': .* its first messages are not those of the prompt",
+            "'chosen': .* its first messages differ from the prompt",
         ),
         (
             {"prompt": [user("hi")], "chosen": [GOOD], "rejected": [SYSTEM, user("no"), BAD]},
-            "'rejected': .* its first messages are not those of the prompt",
+            "'rejected': .* its first messages differ from the prompt",
         ),
         (
             {
@@ -176,4 +176,4 @@ def test_a_field_that_the_run_file_names_is_learned_whatever_else_a_row_has(
     batch = build_loader(made, tokenizer).batch_at(0)
     assert "hello" in tokenizer.decode(batch["input_ids"][0])
     ((_, message),) = check_names(mixture([{**row, "content": "text"}]))
-    assert "preference pair" in message and "only its 'content' would be learned" in message
+    assert "preference pair" in message and "only its 'content' would be trained on" in message

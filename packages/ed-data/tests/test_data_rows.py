@@ -108,13 +108,17 @@ def test_pairs_for_embeddings_and_answers_of_prompts(mixture, tokenizer):
 @pytest.mark.parametrize(
     ("schema", "row", "says"),
     [
-        (LABELLED, {"label": "good"}, "'label' is a number, true or false, not 'good'"),
+        (LABELLED, {"label": "good"}, "'label' must be a number, true or false, got 'good'"),
         (LABELLED, {"labels": 1}, "there is no field 'label'.*did you mean 'labels'"),
-        (REWARDED, {"reward": None}, "'reward' is a number"),
-        (REWARDED, {"reward": 1e999}, "Infinity is no value of JSON"),
+        (REWARDED, {"reward": None}, "'reward' must be a number"),
+        (REWARDED, {"reward": 1e999}, "Infinity is not a JSON value"),
         (STEPS, {"completions": ["a", "b"], "labels": [1]}, "one number for each of the 2 steps"),
-        (STEPS, {"completions": "a", "labels": [1]}, "is a list of texts, the steps"),
-        (STEPS, {"completions": ["a", " "], "labels": [1, 1]}, "is a list of texts, the steps"),
+        (STEPS, {"completions": "a", "labels": [1]}, "must be a list of texts, the"),
+        (
+            STEPS,
+            {"completions": ["a", " "], "labels": [1, 1]},
+            "must be a list of texts, the",
+        ),
     ],
 )
 def test_invalid_schema_fields_raise_error_with_field_name(mixture, tokenizer, schema, row, says):

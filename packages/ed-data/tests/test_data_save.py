@@ -125,7 +125,7 @@ def test_shards_of_a_size_are_a_dataset(mixture, jsonl, tmp_path, tokenizer, opt
 def test_a_size_that_is_none(tmp_path):
     with pytest.raises(ValidationError, match="such as '500MB'"):
         Saving(path="x", max_shard_size="much")
-    with pytest.raises(ValidationError, match="keep one of the two"):
+    with pytest.raises(ValidationError, match="exclude each other"):
         Saving(path="x", max_shard_size=1000, num_shards=2)
 
 
@@ -214,15 +214,15 @@ def test_failed_hub_push_keeps_local_files_and_raises_error(
     monkeypatch.setattr(Hub, "calls", [])
     monkeypatch.setattr(Hub, "error", OSError("401 Unauthorized"))
     made = mixture(save={"path": str(tmp_path / "out"), "push_to_hub": True, "hub_repo_id": "x"})
-    with pytest.raises(DataError, match=r"is complete, and cannot be pushed.*401.*log in"):
+    with pytest.raises(DataError, match=r"is complete, but cannot be pushed.*401.*log in"):
         build_loader(made, tokenizer)
     assert len(list((tmp_path / "out").glob("*.parquet"))) == 1
     monkeypatch.setattr(Hub, "error", None)
     build_loader(made, tokenizer)  # nothing is written again
     assert [call[0] for call in Hub.calls] == ["create_repo", "upload_folder"]
     for options, says in (
-        ({"path": "out", "push_to_hub": True}, "push_to_hub needs it"),
-        ({"path": "s3://a/b", "push_to_hub": True, "hub_repo_id": "x"}, "a folder of this machine"),
+        ({"path": "out", "push_to_hub": True}, "push_to_hub requires the id"),
+        ({"path": "s3://a/b", "push_to_hub": True, "hub_repo_id": "x"}, "requires a local folder"),
     ):
         with pytest.raises(ValidationError, match=says):
             Saving(**options)

@@ -330,7 +330,7 @@ def test_long_documents_end_a_window(tokenizer, tmp_path_factory, monkeypatch):
 
 
 def test_unsupported_stream_options_raise_error(mixture, tokenizer, tmp_path):
-    with pytest.raises(ValidationError, match="no end to save"):
+    with pytest.raises(ValidationError, match="a stream cannot be saved"):
         mixture(streaming=True, save={"path": tmp_path / "x"})
     loader = build_loader(mixture(streaming=True, eval_fraction=1e-9), tokenizer, split="eval")
     with pytest.raises(DataError, match="the stream has no documents"):

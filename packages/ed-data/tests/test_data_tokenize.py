@@ -147,7 +147,7 @@ def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers(tokenizer)
     bare.chat_template = REWRITING.replace(
         "CONTENT", "{{ m.content if loop.last else m.content | upper }}"
     )
-    with pytest.raises(DataError, match=r"another way once others follow.*\{% generation %\}"):
+    with pytest.raises(DataError, match=r"differently if other mess.*\{% generation %\}"):
         encoder_of(bare, assistant_only_loss=True).encode([document(CHAT)], "x")
 
 
@@ -184,7 +184,9 @@ def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
     text = error_of([{"content": t} for t in ("good", "half of a \ud800 pair", "good")])
     assert "data.jsonl:2, content_field: the tokenizer cannot encode the text" in text
     text = error_of([{"content": CHAT}, {"content": CHAT}, {"content": CHAT[:1]}])
-    assert "data.jsonl:3, content_field: the chat template cannot show the messages: short" in text
+    assert (
+        "data.jsonl:3, content_field: the chat template cannot render the messages: short" in text
+    )
     assert "drop it in format_callback" in text
     assert "data.jsonl:2, content_field: token id -1" in error_of(
         [{"content": [1]}, {"content": [-1, 2]}]

@@ -83,11 +83,11 @@ def test_a_malformed_row_is_named_with_the_way_out(contents):
     ):
         contents(rows)
     rows = [{"content": "good"}, {"contents": "bad"}]
-    with pytest.raises(DataError, match=r"data\.jsonl:2: .*did you mean 'contents'.*, or the row"):
+    with pytest.raises(DataError, match=r"data\.jsonl:2: .*did you mean 'contents'.*or the row"):
         contents(rows)
-    with pytest.raises(DataError, match=r"data\.jsonl:1: format_callback fails with KeyError: 'x'"):
+    with pytest.raises(DataError, match=r"data\.jsonl:1: format_callback raised KeyError: 'x'"):
         contents(format_callback=lambda row: row["x"])
-    with pytest.raises(DataError, match=r"data\.jsonl:3: preprocessing_fn fails with ValueError"):
+    with pytest.raises(DataError, match=r"data\.jsonl:3: preprocessing_fn raised ValueError"):
         contents(["1", "2", "three"], preprocessing_fn=lambda text: str(int(text)))
 
 

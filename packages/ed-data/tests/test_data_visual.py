@@ -106,9 +106,7 @@ def test_prompt_batches_contain_images_and_token_batches_reject_images(
     batch = build_prompts(made, tokenizer, batch_size=3).batch_at(0)
     numbers = [int(str(prompt)[-1]) for prompt in batch.prompts]
     assert batch.fields["image"] == [str(pictures / f"{i}.png") for i in numbers]
-    with pytest.raises(
-        DataError, match="'v' has images, and batches of tokens hold text alone"
-    ) as e:
+    with pytest.raises(DataError, match="'v' has images, but a loader without a processor") as e:
         build_loader(made, tokenizer, seq_length=16)
     assert e.value.path == ("informs", 0, "type")
 
@@ -138,12 +136,12 @@ def test_rows_without_an_image_are_named(pictures, row, field, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"type": "visual"}, "need image_field"),
-        ({"type": "visual", "image_field": "a", "pixel_field": "b"}, "a row has one image"),
-        ({"text_field": "a"}, "text_field is for visual rows"),
+        ({"type": "visual"}, "require image_field"),
+        ({"type": "visual", "image_field": "a", "pixel_field": "b"}, "exclude each other"),
+        ({"text_field": "a"}, "text_field requires visual rows"),
         (
             {"image_field": "a", "text_field": "b", "content_field": "c"},
-            "another name of content_field",
+            "an alias of content_field",
         ),
         ({"type": "visul"}, "did you mean 'visual'"),
     ],

@@ -105,7 +105,7 @@ def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
     build_loader(mixture(tokenization={"num_proc": 1, "batch_size": 25}), tokenizer)
     assert shown["documents"] == 60
     assert shown["desc"] == "tokenize data"
-    assert shown["disable"] is None, "quiet where there is no terminal"
+    assert shown["disable"] is None, "silent without a terminal"
     assert str(shown["text"]).endswith("M tokens")
     assert shown["closed"]
 
@@ -163,7 +163,7 @@ def test_processes_end_with_their_parent():
 
 def test_unpicklable_jobs_raise_data_error():
     workers: Workers = Workers(lambda item: item, 1, "num_proc")
-    with pytest.raises(DataError, match=r"^num_proc: .* cannot be sent to them"):
+    with pytest.raises(DataError, match=r"^num_proc: .* cannot be sent to the worker processes"):
         workers.submit(1).result()
     workers.close()
     workers = Workers(len, 1, "num_proc")

@@ -235,7 +235,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mixture__save": {"path": "x", "push_to_hub": True}},
         "mixture.save",
-        "push_to_hub needs it",
+        "push_to_hub requires the id",
     ),
     ({"trainer__learning_ratee": 1}, "trainer.learning_ratee", "did you mean 'learning_rate'?"),
     ({"trainer__learning_rate": "abc"}, "trainer.learning_rate", "got 'abc'"),

@@ -1,9 +1,9 @@
-"""Files and folders of the cache: they appear whole or not at all, whatever is killed meanwhile.
+"""Atomic files and folders of the cache: readers never see an incomplete one.
 
-A new one is filled under another name, `.<name>.<random>.part`, and renamed when complete. Whoever
-fills it holds a lock on it, which the system releases when the process ends in any way: so an
-abandoned one is told from one that is being written, and `remove_abandoned` deletes it at once.
-Where the file system has no locks, only remains of a day ago are deleted.
+A new file or folder is written under the name `.<name>.<random>.part` and renamed when complete.
+The writer holds a lock on it, which the operating system releases when the process ends. The lock
+distinguishes abandoned parts from those being written, and `remove_abandoned` deletes abandoned
+parts immediately. On file systems without locks, it deletes parts older than one day.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ed_data.errors import DataError
 
 try:
     import fcntl
-except ImportError:  # Windows: no such locks
+except ImportError:  # Windows has no such locks
     fcntl = None
 
 _DAY = 86_400.0
@@ -28,10 +28,12 @@ _DAY = 86_400.0
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to fill; it is renamed to `target` by the caller, and deleted otherwise.
+    """Yield a temporary folder, which the caller fills and renames to `target`.
+
+    The temporary folder is deleted if the caller does not rename it.
 
     Raises:
-        DataError: the folder around it cannot be written.
+        DataError: the parent folder is not writable.
     """
     with _writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +48,10 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Give a file to write, which then takes the place of `target`.
+    """Yield a temporary file, which replaces `target` at the end of the block.
 
     Raises:
-        DataError: the folder around it cannot be written.
+        DataError: the parent folder is not writable.
     """
     with _writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,18 +72,18 @@ def _writable(target: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"the cache folder {os.fspath(target.parent)!r} cannot be written: "
-            f"{error.strerror or error}; set mixture.cache_dir (or ED_DATA_CACHE) to a folder that "
-            "can, or set pack_on_the_fly: true, which writes nothing",
+            f"{error.strerror or error}; set mixture.cache_dir (or ED_DATA_CACHE) to a writable "
+            "folder, or set pack_on_the_fly: true, which writes nothing",
             ("cache_dir",),
         ) from error
 
 
 def _begin(target: Path, is_folder: bool) -> tuple[Path, int]:
-    """Make the part and lock it; returns its path and the descriptor that holds the lock."""
+    """Create and lock a part; return its path and the descriptor of the lock."""
     while True:
         part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
         part.mkdir() if is_folder else part.touch()
-        # Between the two steps another process may have taken the part for an abandoned one.
+        # Before the lock is held, another process may delete the part as abandoned.
         try:
             held = os.open(part, os.O_RDONLY)
         except FileNotFoundError:
@@ -92,7 +94,7 @@ def _begin(target: Path, is_folder: bool) -> tuple[Path, int]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the lock could be taken; None where there are no locks."""
+    """Return whether the lock was acquired; None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -105,9 +107,9 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete the parts in a folder that no process is filling any more."""
+    """Delete the parts in a folder that no process is writing."""
     for part in folder.glob(".*.part"):
-        with contextlib.suppress(OSError):  # another process may be deleting it too
+        with contextlib.suppress(OSError):  # another process may delete the part at the same time
             held = os.open(part, os.O_RDONLY)
             try:
                 free = _lock(held)

@@ -1,6 +1,7 @@
-"""Checks of a mixture that its options alone cannot make: names that lead nowhere, idle keys.
+"""Checks of a mixture that need its data: unresolved names and keys without effect.
 
-Both answer in a moment, without jax or a tokenizer: for a runner, before anything long starts.
+The checks need neither jax nor a tokenizer and take milliseconds, so they run before slow work
+starts.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from ed_data.sources.python import resolve
 
 #: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]
-_LARGE = 2**26  # bytes; a json file that is one list is read as a whole
+_LARGE = 2**26  # bytes; a json file with one list must be read completely
 
 
 def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
-    """Look up every name that a mixture would look up only when rows are read.
+    """Resolve every name that a mixture would otherwise resolve while rows are read.
 
-    These are `format_callback`, `preprocessing_fn` and the objects of type python, which are
-    imported, and the fields of a row, which are looked up in the first row of local files.
+    The check imports `format_callback`, `preprocessing_fn` and the objects of type python, and
+    looks up the fields in the first row of local files.
 
     Returns:
-        For each name that leads nowhere, the path of its key and a message.
+        For each unresolved name, the path of its key and a message.
     """
     return [
         ((key, i, *path), message)
@@ -38,10 +39,10 @@ def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
 
 
 def without_tokens(mixture: Mixture) -> list[Remark]:
-    """Name the informs that batches of tokens cannot hold: those with images."""
+    """Return the informs with images, which a loader without a processor cannot represent."""
     why = (
-        "and batches of tokens hold text alone: save the mixture without a loader (save_mixture), "
-        "or take build_prompts, whose batches have the images beside the prompts"
+        "but a loader without a processor creates batches of text: pass the processor of the "
+        "model to build_loader, save the mixture with save_mixture, or use build_prompts"
     )
     return [
         ((key, i, "type"), f"inform {inform.label!r} has images, {why}")
@@ -60,7 +61,7 @@ def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
     try:
         if inform.kind == "python":
             resolve(str(inform.data_files), inform.label)
-        # A callback may make any field, and `preprocessing_fn` any content.
+        # A callback may create any field, and `preprocessing_fn` any content.
         if inform.format_callback is None and _is_near(inform):
             content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
             first = Documents(inform.replace(num_rows=1, **content), schema=schema)
@@ -75,7 +76,7 @@ def _any_text(content: object) -> str:
 
 
 def _is_near(inform: Inform) -> bool:
-    """Whether the first row can be read at once."""
+    """Return whether the first row can be read quickly."""
     if inform.kind not in FILE_TYPES:
         return inform.kind == "python"
     path = inform.files[0]
@@ -85,10 +86,10 @@ def _is_near(inform: Inform) -> bool:
 
 
 def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
-    """Name the keys that were set and that another key makes idle.
+    """Return the keys that are set but have no effect because of another key.
 
     Returns:
-        For each of them its path and the reason, for a warning.
+        For each key, its path and the reason, for a warning.
     """
     set_here = mixture.model_fields_set
     remarks: list[Remark] = []
@@ -135,7 +136,7 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
             path = ("tokenization", "output_field")
             remarks.append((path, f"output_field has no effect: {reason}"))
         for i, inform in enumerate(mixture.informs):
-            # A column of the schema may read the field all the same; prompts bring it along.
+            # A column of the schema may read the field; prompt batches contain the fields.
             unread = [name for name in inform.additional_fields if name not in schema.fields]
             if unread and schema != PROMPT:
                 message = f"{', '.join(unread)}: additional_fields have no effect: {reason}"

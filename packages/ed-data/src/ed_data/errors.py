@@ -1,22 +1,22 @@
-"""The error of bad data, and the hints that messages give. Imports nothing of ours."""
+"""The error of invalid data, and helpers for its messages."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-#: The keys that lead to an option: `("informs", 0, "content_field")`.
+#: Path of an option, such as `("informs", 0, "content_field")`.
 KeyPath = tuple[str | int, ...]
 
 
 class DataError(ValueError):
-    """Data is missing, empty, of the wrong kind, or not the data that a run began with.
+    """Data is missing, empty, of the wrong type, or differs from the data of the resumed run.
 
-    The message names the inform, the file and the row, and says what to change.
+    The message contains the inform, the file and the row, and what to change.
 
     Attributes:
-        path: the key of the mixture to correct, as far as one is known: whoever read the options
-            from a file can point at it.
+        path: key of the mixture to correct, if known, so that the caller can report its location in
+            a file.
     """
 
     def __init__(self, message: str, path: KeyPath = ()) -> None:
@@ -27,7 +27,7 @@ class DataError(ValueError):
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
 
-    Neither case nor the difference between `-` and `_` counts.
+    Case and the difference between `-` and `_` are ignored.
     """
     plain = {_plain(k): str(k) for k in known}
     near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
@@ -39,7 +39,7 @@ def _plain(name: object) -> str:
 
 
 def listing(names: Iterable[object], limit: int = 12) -> str:
-    """Return names as a comma-separated list, cut after `limit` of them."""
+    """Return the first `limit` names as a comma-separated list, and the number of others."""
     shown = [str(name) for name in names]
     rest = len(shown) - limit
     return ", ".join(shown[:limit]) + (f", and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""Nearly equal documents, by MinHash over five tokens in a row (Broder 1997)."""
+"""Near-duplicate documents, by MinHash over five consecutive tokens (Broder 1997)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 from ed_data.storage.store import Part
 
 SHINGLE = 5
-#: Two documents are nearly equal where at least this share of their shingles is the same.
-LIKE = 0.8
-_BANDS, _ROWS = 16, 4  # documents that agree in all rows of a band are compared
+#: Minimum share of equal shingles of near-duplicates.
+SIMILARITY = 0.8
+_BANDS, _ROWS = 16, 4  # documents with equal rows in a band are compared
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def near_duplicates(part: Part, seed: int = 0) -> int:
-    """Count the documents of an inform that are nearly equal to an earlier one.
+    """Return the number of documents of an inform that are near-duplicates of an earlier document.
 
-    Their likeness is estimated from 64 hashes, so one that is just above or below `LIKE` may be
-    told wrongly. Documents shorter than a shingle are compared as a whole.
+    The similarity is estimated from 64 hashes, so documents with a similarity close to `SIMILARITY`
+    may be misclassified. Documents shorter than a shingle are compared as a whole.
     """
     signatures = _signatures(part, seed)
     found = np.zeros(len(signatures), bool)
@@ -27,13 +27,13 @@ def near_duplicates(part: Part, seed: int = 0) -> int:
         _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         leader = first[inverse.reshape(-1)]
         later = np.flatnonzero(leader < np.arange(len(leader)))
-        like = (signatures[later] == signatures[leader[later]]).mean(axis=1)
-        found[later[like >= LIKE]] = True
+        similar = (signatures[later] == signatures[leader[later]]).mean(axis=1)
+        found[later[similar >= SIMILARITY]] = True
     return int(found.sum())
 
 
 def _signatures(part: Part, seed: int) -> NDArray[np.uint64]:
-    """[documents, hashes]: of each hash function, the least value over the shingles."""
+    """Return [documents, hashes]: the minimum of each hash function over the shingles."""
     rng = np.random.Generator(np.random.PCG64(seed))
     factors = rng.integers(1, 2**63, _BANDS * _ROWS, np.uint64) * np.uint64(2) + np.uint64(1)
     result = np.empty((len(part.members), len(factors)), np.uint64)

@@ -1,7 +1,7 @@
-"""What a mixture holds, before anything is trained on it: `data_report`, as text and as a page.
+"""`data_report`: the contents of a mixture before training, as text and as a page.
 
-Rows and what was left out of them, tokens, lengths, how full the rows are, what is cut, the
-realised shares of the informs, duplicates, and the first rows as the trainer sees them.
+The report contains the rows, dropped rows, tokens, document lengths, fill ratio, truncation, the
+actual shares of the informs, duplicates, and the first rows as the trainer receives them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from ed_data.schema import TEXT, Schema
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import Part
 from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.images import ImageEncoder, Processor
 from ed_data.tokens.parallel import Encoding
 from ed_data.tokens.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Rows of each inform that are looked at where the mixture is streamed.
+#: Number of rows of each inform that are read from a streamed mixture.
 STREAMED_ROWS = 10_000
-_BAR = 40  # characters of the longest bar
+_BAR = 40  # length of the longest bar in characters
 _SHOWN = 600  # tokens of a sample
 _SOURCE: str = "inform|rows|documents|tokens|an epoch|share|weight|left out|duplicates|nearly"
 _LOSS, _NO_LOSS, _PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[0m"
@@ -42,18 +43,18 @@ class SourceReport:
     """One inform.
 
     Attributes:
-        name: of the inform.
-        rows: rows that were read; 0 where an older cache does not know.
-        documents: documents of the split.
-        tokens: their tokens (of several columns, of the longest).
-        per_epoch: documents that an epoch draws.
-        share: of the documents of an epoch.
-        weight: the share that `mixture_weights` asks for; None without weights.
-        dropped: rows that were left out, by reason.
-        examples: the first row for each reason.
-        duplicates: documents whose content occurred before, in this inform or an earlier one.
-        near_duplicates: documents that are nearly equal to an earlier one of the inform; None where
-            nobody looked.
+        name: name of the inform.
+        rows: number of rows that were read; 0 if an older cache does not contain the number.
+        documents: number of documents of the split.
+        tokens: number of their tokens (with several columns, of the longest).
+        per_epoch: number of documents of the inform in an epoch.
+        share: share of the documents of an epoch.
+        weight: share according to `mixture_weights`; None without weights.
+        dropped: number of dropped rows by reason.
+        examples: the first dropped row for each reason.
+        duplicates: number of documents whose content occurs earlier, in this inform or another.
+        near_duplicates: number of near-duplicates of earlier documents of the inform; None if they
+            were not searched.
     """
 
     name: str
@@ -69,19 +70,20 @@ class SourceReport:
     near_duplicates: int | None
 
 
-#: Pieces of a row in order: a text, and whether it has loss.
+#: Pieces of a row in order: the text, and whether it has loss.
 Sample = list[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The figures; `str` gives them for a terminal, `html` as a page.
+    """Statistics of a mixture; `str` formats them for a terminal, `html` as a page.
 
     Attributes:
-        sources: the informs.
-        stats: of the loader, as `RowPlan.stats`.
-        histogram: how many documents have at most so many tokens (and more than the bound before).
-        over_length: documents longer than a row.
+        sources: statistics of the informs.
+        stats: statistics of the loader, see `RowPlan.stats`.
+        histogram: upper bounds of document lengths, and the number of documents up to each bound
+            and above the previous bound.
+        over_length: number of documents longer than a row.
         learned: share of the tokens of the first batch that have loss.
         samples: the first rows.
     """
@@ -97,7 +99,7 @@ class Report:
         return self.text()
 
     def text(self, colour: bool = False) -> str:
-        """Return the report for a terminal; with colour, what has loss is green."""
+        """Return the report for a terminal; with color, text with loss is green."""
         lines = []
         for title, rows in self._tables():
             lines += [title, *_columns(rows), ""]
@@ -112,7 +114,7 @@ class Report:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """Return a page that needs nothing else."""
+        """Return the report as a self-contained HTML page."""
         parts = [_HEAD]
         for title, rows in self._tables():
             head, *body = rows
@@ -177,23 +179,31 @@ def data_report(
     seed: int | None = None,
     cache_dir: str | None = None,
     schema: Schema = TEXT,
+    processor: Processor | None = None,
+    decoder_start_token_id: int | None = None,
     near: bool = False,
     samples: int = 3,
 ) -> Report:
-    """Read a mixture as training would, and tell what it holds.
+    """Read a mixture like a training run, and return a report of its contents.
 
-    The tokens go into the cache that training reads. Of a streamed mixture, the first
-    `STREAMED_ROWS` rows of each inform are looked at, and nothing is written.
+    The tokens are written to the cache that training reads. From a streamed mixture, the first
+    `STREAMED_ROWS` rows of each inform are read, and nothing is written.
 
     Args:
         mixture: the training data.
-        tokenizer: as of `build_loader`; so are `batch_size`, `seq_length`, `seed`, `cache_dir` and
-            `schema`.
-        near: look for nearly equal documents too (MinHash), which takes a while.
-        samples: rows that are shown.
+        tokenizer: see `build_loader`, as for the arguments up to `decoder_start_token_id`.
+        batch_size: see `build_loader`.
+        seq_length: see `build_loader`.
+        seed: see `build_loader`.
+        cache_dir: see `build_loader`.
+        schema: see `build_loader`.
+        processor: see `build_loader`.
+        decoder_start_token_id: see `build_loader`.
+        near: search near-duplicates (MinHash), which is slower.
+        samples: number of rows in the report.
 
     Raises:
-        DataError: as `build_loader`.
+        DataError: see `build_loader`.
     """
     mixture = mixture.replace(save=None, prefetch_workers=0)
     if mixture.streaming:
@@ -202,8 +212,15 @@ def data_report(
             for inform in mixture.informs
         ]
         mixture = mixture.replace(informs=informs, streaming=False, pack_on_the_fly=True)
+    images = None
+    if processor is not None:
+        images = ImageEncoder(processor)
+        tokenizer = processor.tokenizer if tokenizer is None else tokenizer
+        mixture = mixture.replace(pack_on_the_fly=True)
     tokenizer = load_tokenizer(mixture, tokenizer)
-    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    encoder = Encoder.create(
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images
+    )
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     with contextlib.closing(encoding):
@@ -216,6 +233,8 @@ def data_report(
         seed=seed,
         cache_dir=cache_dir,
         schema=schema,
+        processor=processor,
+        decoder_start_token_id=decoder_start_token_id,
     )
     assert isinstance(loader, Loader)
     lengths = [part.tokens.lengths(part.members) for part in parts]
@@ -223,7 +242,12 @@ def data_report(
     prefix = f"{schema.columns[0].name}_" if schema.columns[0].name else ""
     batch = loader.batch_at(0)
     used = batch[f"{prefix}segment_ids"] > 0
-    has_loss = batch[f"{prefix}labels"] >= 0
+    ids, labels = batch[f"{prefix}input_ids"], batch[f"{prefix}labels"]
+    if schema.task == "seq2seq_lm":  # the decoder has the loss
+        used, ids = batch["decoder_segment_ids"] > 0, np.where(labels < 0, 0, labels)
+    elif schema.task == "sequence_classification":
+        labels = np.full_like(ids, -1)
+    has_loss = labels >= 0
     return Report(
         _sources(mixture, parts, lengths, loader.stats, near),
         loader.stats,
@@ -231,10 +255,8 @@ def data_report(
         int((everything > loader.seq_length).sum()),
         float(has_loss.sum() / max(used.sum(), 1)),
         [
-            _sample(tokenizer, ids[there], loss[there])
-            for ids, there, loss in zip(
-                batch[f"{prefix}input_ids"][:samples], used, has_loss, strict=False
-            )
+            _sample(tokenizer, row[there], loss[there])
+            for row, there, loss in zip(ids[:samples], used, has_loss, strict=False)
         ],
     )
 
@@ -273,7 +295,7 @@ def _sources(
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Documents by length, in bins that double."""
+    """Count documents by length, in bins of doubling size."""
     top = max(int(lengths.max(initial=1)) - 1, 0).bit_length()
     bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     counts = np.bincount(bins, minlength=top + 1)

@@ -1,4 +1,4 @@
-"""Write processed data for other programs, or to be read again as an inform."""
+"""Write processed data for other programs, or for use as an inform."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
     from transformers import PreTrainedTokenizerBase
 
-_MARKER = ".ed_data.json"  # hidden, so that `datasets` takes it for no data
-_CHUNK = 1024  # rows turned into arrow at a time
+_MARKER = ".ed_data.json"  # hidden, so that `datasets` ignores the file
+_CHUNK = 1024  # rows that are converted to arrow at a time
 _SUFFIX = {"parquet": ".parquet", "arrow": ".arrow", "json": ".jsonl", "jsonl": ".jsonl"}
 _TEXT_SUFFIX = {"gzip": ".gz", "bz2": ".bz2", "xz": ".xz", None: ""}
 
 
 class Packed(Protocol):
-    """The part of a loader that is saved: the batches of its first epoch."""
+    """A loader whose first epoch can be saved."""
 
     batch_size: int
     fingerprint: str
@@ -53,23 +53,23 @@ def save_mixture(
     cache_dir: str | None = None,
     schema: Schema = TEXT,
 ) -> list[str]:
-    """Write the training data as `mixture.save` says.
+    """Write the training data to the location in `mixture.save`.
 
-    With a loader of a mixture that packs: the rows of its first epoch, as trainers see them.
-    Otherwise the documents of all informs: their content under `text_target_field` (the fields of
-    another schema under their own names), the `additional_fields`, the inform's name under
+    With the loader of a mixture with packing, the rows of the first epoch are written. Otherwise
+    the documents of all informs are written: the content under `text_target_field` (the fields of
+    other schemas under their names), the `additional_fields`, the name of the inform under
     `source`, and, with a tokenizer, the tokens under `tokenization.output_field`.
 
     Returns:
-        The paths of the files; of an earlier, equal save, if there is one.
+        The paths of the files. If an earlier save of the same data exists, its files.
 
     Raises:
-        DataError: there is no `save` section, or the folder holds something else and `overwrite`
-            is off.
+        DataError: there is no `save` section, or the folder contains other data and `overwrite` is
+            off.
     """
     options = mixture.save
     if options is None:
-        raise DataError("nothing says where to save: set mixture.save.path", ("save", "path"))
+        raise DataError("the location is missing: set mixture.save.path", ("save", "path"))
     packed = loader is not None and mixture.pack_tokens
     marker = {
         "rows": "packed" if packed else "documents",
@@ -90,8 +90,8 @@ def save_mixture(
             return [f"{path}/{name}" for name in saved["files"]]
         if not options.overwrite and (fs.isfile(path) or fs.ls(path, detail=False)):
             raise DataError(
-                f"mixture.save.path: {options.path!r} exists and holds other data; choose another "
-                "path, or set overwrite: true",
+                f"mixture.save.path: {options.path!r} exists and contains other data; choose "
+                "another path, or set overwrite: true",
                 ("save", "path"),
             )
     rows = (
@@ -115,7 +115,7 @@ def save_mixture(
 
 
 def _push(path: str, marker: Row, options: Saving) -> None:
-    """Upload a finished folder, and note that it was."""
+    """Upload a complete folder, and record the upload in its marker."""
     import huggingface_hub
 
     try:
@@ -136,8 +136,8 @@ def _push(path: str, marker: Row, options: Saving) -> None:
         )
     except (OSError, ValueError) as error:  # HfHubHTTPError is an OSError
         raise DataError(
-            f"mixture.save: {path!r} is complete, and cannot be pushed to {options.hub_repo_id!r}: "
-            f"{error}; log in (hf auth login, or HF_TOKEN) and run again, or leave push_to_hub out",
+            f"mixture.save: {path!r} is complete, but cannot be pushed to {options.hub_repo_id!r}: "
+            f"{error}; log in (hf auth login, or HF_TOKEN) and run again, or remove push_to_hub",
             ("save", "push_to_hub"),
         ) from error
     with open(os.path.join(path, _MARKER), "w", encoding="utf-8") as stream:
@@ -196,12 +196,13 @@ def _saved(image: Image | list[Image]) -> object:
 def _write_shards(
     fs: fsspec.AbstractFileSystem, folder: str, rows: Iterable[Row], options: Saving
 ) -> list[str]:
-    """Write rows shard by shard, a chunk at a time, so that no shard is held in memory.
+    """Write rows to shards, a chunk at a time, so that no shard is kept in memory.
 
-    Rows are dealt in turn to a number of shards; with a size, one shard follows another.
+    Without a maximum size, chunks are distributed over the shards in turn. With a maximum size, the
+    shards are written one after another.
 
     Returns:
-        The names, in the order of the rows where one shard follows another.
+        The names of the shards.
     """
     suffix, size = _SUFFIX[options.format], options.max_shard_size
     if suffix == ".jsonl":
@@ -237,7 +238,7 @@ def _write_shards(
 
 
 class _Writer:
-    """One file of one of the formats, opened with its first rows."""
+    """Writes one file, which is opened with its first rows."""
 
     def __init__(self, fs: fsspec.AbstractFileSystem, path: str, options: Saving) -> None:
         self._fs, self._path, self._options = fs, path, options
@@ -247,7 +248,7 @@ class _Writer:
 
     @property
     def size(self) -> int:
-        """Bytes that were written; of compressed texts, before compression."""
+        """Number of written bytes; for compressed texts, before compression."""
         return 0 if self._stream is None else self._stream.tell()
 
     def write(self, rows: list[Row]) -> None:
@@ -262,7 +263,7 @@ class _Writer:
                 lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             except TypeError as error:
                 raise DataError(
-                    f"mixture.save: a row cannot be written as JSON: {error}; use format parquet",
+                    f"mixture.save: a row cannot be converted to JSON: {error}; use format parquet",
                     ("save", "format"),
                 ) from error
             self._stream.writelines(lines)
@@ -274,7 +275,7 @@ class _Writer:
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(
                 f"mixture.save: the rows have no common type for {self._options.format}: {error}; "
-                "use format json, or drop the field from additional_fields",
+                "use format json, or remove the field from additional_fields",
                 ("save", "format"),
             ) from error
         added = set[str]().union(*rows) - {*table.schema.names}
@@ -282,7 +283,7 @@ class _Writer:
             raise DataError(
                 f"mixture.save: a later row has the fields {', '.join(sorted(added))}, which the "
                 f"first rows of the {self._options.format} file do not have; use format json, or "
-                "give every row the fields in format_callback",
+                "add the fields to every row in format_callback",
                 ("save", "format"),
             )
         if self._table is None:
@@ -312,7 +313,7 @@ class _Writer:
 
 
 def _publish(fs: fsspec.AbstractFileSystem, part: str, path: str, marker: Row) -> None:
-    """Put the finished folder in its place, unless an equal one came there meanwhile."""
+    """Rename the complete folder, unless another process published the same data."""
     if fs.exists(path):
         if marker["fingerprint"] and _read_marker(fs, path).get("key") == marker:
             return
@@ -321,14 +322,14 @@ def _publish(fs: fsspec.AbstractFileSystem, part: str, path: str, marker: Row) -
         fs.mv(part, path, recursive=True)
         return
     try:
-        os.rename(part, path)  # fsspec would move it into a folder that is there
+        os.rename(part, path)  # fsspec would move the folder into an existing folder
     except OSError:
         if _read_marker(fs, path).get("key") != marker:
             raise
 
 
 def _read_marker(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
-    """The marker of a folder; empty where there is none."""
+    """Return the marker of a folder, empty if there is none."""
     try:
         with fs.open(f"{path}/{_MARKER}", "r") as stream:
             return json.load(stream)
@@ -337,7 +338,7 @@ def _read_marker(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
 
 
 def remove_cache(cache_dir: str | None = None) -> None:
-    """Delete the caches of tokens, plans and remote files under a cache folder."""
+    """Delete the caches of tokens, plans and remote files in a cache folder."""
     root = cache_dir or default_cache_dir()
     for name in ("tokens", "plans", "files"):
         shutil.rmtree(os.path.join(root, name), ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Prompts for rollouts: kept as they were written and as ids, with the fields of their rows.
+"""Prompts for rollouts: the original text, its token ids, and the fields of its row.
 
-A method that learns from completions of its own needs no packed rows: it hands the ids to an
-engine, and the text and the fields (a reference answer, tests, …) to its reward functions.
+A method that trains on sampled completions passes the ids to an engine, and the text and the fields
+(a reference answer, tests, …) to its reward functions. It needs no packed rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-#: Without block_mixture, the weights of a schedule change after so many prompts.
+#: Number of prompts after which scheduled weights change without block_mixture.
 _BLOCK = 2048
 
 
@@ -42,12 +42,12 @@ class Prompts:
     """A batch of prompts.
 
     Attributes:
-        prompts: as they were written: texts, chat messages or ids.
-        input_ids: their tokens; a chat ends with the head of an answer.
-        fields: the `additional_fields` of each inform, by name: one value for each prompt, None
-            where its inform does not have the field. Of visual rows also the images, under
-            `image_target_field`.
-        sources: the name of the inform of each.
+        prompts: the original texts, chat messages or ids.
+        input_ids: tokens of each prompt; a chat ends with the start of an answer.
+        fields: the `additional_fields` of the informs, by name: one value for each prompt, None if
+            the inform of the prompt does not have the field. `image_target_field` contains the
+            images of rows with images.
+        sources: name of the inform of each prompt.
     """
 
     prompts: list[Content]
@@ -57,16 +57,16 @@ class Prompts:
     _answered: Callable[[int, list[Content]], list[list[int]]] = field(repr=False, compare=False)
 
     def with_answers(self, number: int, answers: Sequence[Content]) -> list[list[int]]:
-        """Encode a prompt with each of its answers, as rows for training are encoded.
+        """Return the tokens of a prompt with each answer, encoded like rows for training.
 
-        A reward model is asked about these tokens: it was trained with the same ones.
+        A reward model scores these tokens, because it was trained with the same encoding.
 
         Args:
-            number: of the prompt in the batch.
-            answers: texts, chats or ids, as the prompt is.
+            number: number of the prompt in the batch.
+            answers: texts, chats or ids, of the same kind as the prompt.
 
         Returns:
-            The tokens of each document, with its end.
+            The tokens of each document, including its end token.
         """
         return self._answered(number, list(answers))
 
@@ -82,14 +82,14 @@ class _Source(NamedTuple):
 class PromptLoader:
     """Prompts by step; a batch is a function of the mixture, the seed and the step.
 
-    Made by `build_prompts`. Training prompts never end; evaluation reads each once, and its last
-    batch may have fewer.
+    Created by `build_prompts`. Training prompts are endless. Evaluation reads each prompt once, and
+    its last batch may have fewer prompts.
 
     Attributes:
-        batch_size: prompts of a batch.
+        batch_size: number of prompts of a batch.
         split: `"train"` or `"eval"`.
         fingerprint: hash of everything that the batches depend on.
-        stats: per source its `documents`, and how many rows were `dropped`, by reason.
+        stats: for each source the number of `documents`, and of `dropped` rows by reason.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PromptLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch: full ones for training (at least 1), all for evaluation."""
+        """Number of batches of an epoch: full ones for training (at least 1), otherwise all."""
         size = self._order.epoch_size
         if self.split == "train":
             return max(size // self.batch_size, 1)
@@ -122,10 +122,10 @@ class PromptLoader:
         """Return the prompts of a step.
 
         Raises:
-            IndexError: the step is negative, or beyond the end of evaluation data.
+            IndexError: the step is negative, or after the end of evaluation data.
         """
         if step < 0 or (self.split == "eval" and step >= self.steps_per_epoch):
-            raise IndexError(f"there is no step {step}")
+            raise IndexError(f"step {step} does not exist")
         at, left = step * self.batch_size, self.batch_size
         drawn: list[tuple[int, int]] = []
         while left:
@@ -162,17 +162,17 @@ class PromptLoader:
         )
 
     def close(self) -> None:
-        """Nothing goes on beside the reading: for whoever closes any loader."""
+        """Do nothing; a prompt loader has no background work."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the prompts depend on; the step is the caller's."""
+        """Return everything that the prompts depend on; the caller stores the step."""
         return {"fingerprint": self.fingerprint, "details": self._details}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that a saved state is of the same prompts.
+        """Check that a saved state belongs to the same prompts.
 
         Raises:
-            DataError: it is of other data or options; the message says which.
+            DataError: the state belongs to other data or options; the message lists them.
         """
         check_state(state, self.fingerprint, self._details)
 
@@ -188,23 +188,24 @@ def build_prompts(
     shuffle: bool = True,
     schema: Schema = PROMPT,
 ) -> PromptLoader:
-    """Read the prompts of a mixture.
+    """Return the loader of a mixture's prompts.
 
-    `content_field` names the prompt (default `prompt`) and `additional_fields` the fields that come
-    with it. Nothing is cut: prompts longer than `tokenization.max_length` are left out and counted.
+    `content_field` names the field with the prompt (default `prompt`), and `additional_fields` the
+    fields that batches contain in addition. Prompts are not truncated: prompts longer than
+    `tokenization.max_length` are dropped and counted.
 
     Args:
         mixture: the sources, and how they are mixed.
-        tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
+        tokenizer: tokenizer of the model, used unless `mixture.tokenization.tokenizer` is set.
         batch_size: prompts of a batch; default `mixture.batch_size`, else 1.
-        seed: default where `mixture.seed` is not set; 42 without either.
+        seed: used if `mixture.seed` is not set; default 42.
         split: `"train"` or `"eval"`.
-        cache_dir: for copies of remote files, where `mixture.cache_dir` is not set.
-        shuffle: False reads training prompts in their own order too.
+        cache_dir: folder for copies of remote files, used if `mixture.cache_dir` is not set.
+        shuffle: False keeps the order of training prompts.
         schema: the field of the prompt.
 
     Raises:
-        DataError: a name leads nowhere, data is missing or empty, or a row cannot be read.
+        DataError: a name cannot be resolved, data is missing or empty, or a row cannot be read.
     """
     for path, message in check_names(mixture, schema):
         raise DataError(message, path)
@@ -246,7 +247,7 @@ def build_prompts(
     blocks = -(-order.epoch_size // block)
 
     def first_step(number: int) -> int:
-        """The step at which a block begins: each document is one row."""
+        """Return the step at which a block begins; each document is one row."""
         epoch, place = divmod(number, blocks)
         return (epoch * order.epoch_size + place * block) // rows
 

@@ -1,6 +1,6 @@
-"""The base of every table of data options: frozen, and an unknown key is an error.
+"""The base class of data options: frozen, and unknown keys are errors.
 
-A twin of `ed_infra.options`, because this package imports no other package of the project.
+It resembles `ed_infra.options`, because this package imports no other package of the project.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ed_data.errors import KeyPath, did_you_mean
 
 
 def _without_booleans(schema: Any) -> Any:
-    """Wrap every number of a schema: pydantic takes `true` for 1 otherwise."""
+    """Make every number of a schema reject booleans, which pydantic accepts as 0 and 1."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_without_booleans, schema))
     if not isinstance(schema, dict):
@@ -36,11 +36,11 @@ def _number(value: object) -> object:
 class Options(BaseModel):
     """Immutable options; `ALIASES = {"other spelling": "canonical field"}` in a subclass.
 
-    Neither `true` nor infinity is a number.
+    Numbers accept neither booleans nor infinity.
 
     Raises:
-        pydantic.ValidationError: each problem with the path of its key, so that a caller who knows
-            the source (YAML) can point at the line.
+        pydantic.ValidationError: contains each problem with the path of its key, so that the caller
+            can report the line of a YAML file.
     """
 
     model_config = ConfigDict(
@@ -60,7 +60,7 @@ class Options(BaseModel):
         return _without_booleans(handler(source))
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yield the key to correct and a message for each broken rule across several keys."""
+        """Yield a key and a message for each violated rule about several keys."""
         return iter(())
 
     @model_validator(mode="before")
@@ -76,7 +76,7 @@ class Options(BaseModel):
                 hint = did_you_mean(key, [*cls.model_fields, *cls.ALIASES])
                 problems.append(_problem((str(key),), f"unknown key {key!r}{hint}", "unknown_key"))
             elif name in result:
-                message = f"{key!r} is another name of {name!r}, which is set too: keep one"
+                message = f"{key!r} is an alias of {name!r}, which is also set: remove one of them"
                 problems.append(_problem((str(key),), message, "duplicate_key"))
             else:
                 result[name] = value
@@ -92,13 +92,13 @@ class Options(BaseModel):
         return self
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed; the result is validated as a whole."""
+        """Return a copy with changed fields; the whole copy is validated."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         values.update({self.ALIASES.get(name, name): value for name, value in changes.items()})
         return type(self)(**values)
 
 
 def _problem(path: KeyPath, message: str, kind: str) -> InitErrorDetails:
-    # As a value of the template: braces in a key are not fields.
+    # The message is a value of the template, because it may contain braces.
     error = PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
     return InitErrorDetails(type=error, loc=path, input=None)

@@ -1,8 +1,4 @@
-"""The options of data: informs (`inform.py`), tokenization, the mixture, saving.
-
-Names and defaults are those of EasyDeL's YAML reference. Importing this module imports pydantic
-and nothing heavier, so that a configuration can be checked in a moment.
-"""
+"""The options of a mixture of sources, of tokenization and of saving."""
 
 from __future__ import annotations
 
@@ -17,10 +13,10 @@ from ed_data.config.base import Options
 from ed_data.config.source import Inform, path_text
 from ed_data.errors import KeyPath, did_you_mean
 
-# Bounds catch slips of the pen before they cost memory; each is far above what a run needs.
+# The bounds are far above realistic values; they catch typing errors before memory is allocated.
 TokenCount = Annotated[int, Field(gt=0, le=2**24)]
 RowCount = Annotated[int, Field(gt=0, le=2**20)]
-#: Nothing of this size is held in memory.
+#: A number without influence on the size of arrays.
 Extent = Annotated[int, Field(ge=0, le=2**40)]
 
 
@@ -28,51 +24,55 @@ def _padding(value: object) -> object:
     if value is True:
         return "longest"
     if value is False or value == "do_not_pad":
-        raise ValueError("a batch is a rectangle, so rows are padded: 'max_length' or 'longest'")
+        raise ValueError("the rows of a batch must be padded: use 'max_length' or 'longest'")
     return value
 
 
 class Tokenization(Options):
-    """How a document becomes tokens.
+    """How documents are tokenized.
 
-    `max_length` cuts documents. Without it, packing splits a long document over several rows, and
-    unpacked rows are cut at the sequence length. `truncation: true` cuts in packing too;
-    `truncation: false` splits in both. An end-of-text token ends each document that is not cut. A
-    chat has the tokens of the chat template: an end-of-text token follows only an answer that the
-    template does not end with an end token.
+    `max_length` truncates documents. Without `max_length`, packing splits a long document over
+    several rows, and documents that are not packed are truncated at the sequence length.
+    `truncation: true` also truncates in packing; `truncation: false` splits in both cases. An
+    end-of-text token ends each document that is not truncated. A chat has the tokens of the chat
+    template: an end-of-text token follows only an answer that the template does not end with an end
+    token.
 
-    `assistant_only_loss` restricts the loss of chats to the answers and their ends. An answer is
-    what the chat template puts in `{% generation %}`; without such marks, an answer is what each
-    message of the assistant adds to the text.
+    `assistant_only_loss` restricts the loss of chats to the answers and their end tokens. An answer
+    is the text in `{% generation %}` of the chat template; without such marks, it is the text that
+    a message of the assistant adds.
 
-    `num_proc` processes encode `batch_size` documents each at a time, for chats above all: of plain
-    texts, the tokenizer uses every core as it is.
+    Each of `num_proc` processes encodes `batch_size` documents at a time. Processes are useful for
+    chats; for plain texts the tokenizer already uses all cores.
     """
 
     tokenizer: str | None = None
-    """Id or folder; without it the model's."""
+    """Id or folder of the tokenizer; default: the tokenizer of the model."""
     max_length: TokenCount | None = None
-    """Tokens at which a document is cut."""
+    """Number of tokens at which a document is truncated."""
     truncation: bool | None = None
-    """Whether documents longer than a row are cut: see above."""
+    """Whether documents longer than a row are truncated, see above."""
     padding: Annotated[Literal["max_length", "longest"], BeforeValidator(_padding)] = "max_length"
-    """To the length of a row, or to the longest of the batch."""
+    """Pad to the sequence length, or to the longest row of the batch."""
     add_special_tokens: bool = True
-    """Let the tokenizer add its own, such as a beginning-of-text marker."""
+    """Whether the tokenizer adds its special tokens, such as a beginning-of-text token."""
     return_attention_mask: bool = False
-    """Add `attention_mask` to the batch."""
+    """Whether batches contain `attention_mask`."""
     output_field: str = "input_ids"
-    """Name of the tokens in saved documents."""
+    """Name of the field with tokens in saved documents."""
     batch_size: RowCount = 1000
-    """Documents that are encoded together."""
+    """Number of documents that are encoded together."""
     num_proc: Annotated[int, Field(gt=0, le=256)] | None = None
-    """Processes that encode; without it, this one."""
+    """Number of worker processes for encoding; default: no worker processes."""
     assistant_only_loss: bool = False
-    """Take the loss of chats on the answers alone."""
+    """Whether the loss of chats is restricted to the answers."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.truncation is False and self.max_length is not None:
-            yield ("max_length",), "max_length cuts documents, and truncation: false forbids it"
+            yield (
+                ("max_length",),
+                "max_length truncates documents, but truncation: false disables truncation",
+            )
 
 
 _COMPRESSIONS = {
@@ -85,52 +85,60 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def _bytes(value: object) -> object:
-    """A number of bytes of a text such as "500MB"; anything else stays."""
+    """Return the number of bytes of a text such as "500MB", and other values unchanged."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", value.strip().upper())
     if found is None:
-        raise ValueError(f"a number of bytes, or a size such as '500MB' or '1GiB', not {value!r}")
+        raise ValueError(
+            f"must be a number of bytes, or a size such as '500MB' or '1GiB', got {value!r}"
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 class Saving(Options):
-    """Where and how to write the processed data (documents, or packed rows when packing).
+    """Location and format of saved data: documents, or packed rows with `pack_tokens`.
 
-    `push_to_hub` uploads the folder to the dataset `hub_repo_id` of the Hugging Face hub, which is
-    made if it is not there, with the account of `hf auth login` or `HF_TOKEN`.
+    `push_to_hub` uploads the folder to the dataset `hub_repo_id` of the Hugging Face hub, with the
+    account of `hf auth login` or `HF_TOKEN`. The dataset is created if it does not exist.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"output_path": "path"}
 
     path: Annotated[str, BeforeValidator(path_text)]
-    """A folder."""
+    """Folder of the files."""
     format: Literal["parquet", "json", "jsonl", "arrow"] = "parquet"
-    """Of the files; `json` has one object a line too."""
-    # All shards are open at once, and a process may open about a thousand files.
+    """File format; `json` and `jsonl` contain one object per line."""
+    # All shards are open at the same time, and a process may open about a thousand files.
     num_shards: Annotated[int, Field(gt=0, le=512)] = 1
-    """Files; rows are dealt in turn."""
+    """Number of files; rows are distributed over them in turn."""
     max_shard_size: Annotated[int | None, BeforeValidator(_bytes)] = None
-    """Bytes, or a text such as "500MB"; then a shard follows another, and `num_shards` is 1."""
+    """Maximum size of a file in bytes, or as text such as "500MB"; requires `num_shards: 1`."""
     compression: str | None = None
-    """Of the format: parquet snappy, gzip, zstd, lz4, brotli; arrow zstd, lz4; json gzip,
+    """Compression: for parquet snappy, gzip, zstd, lz4, brotli; for arrow zstd, lz4; for json gzip,
     bz2, xz."""
     overwrite: bool = False
-    """Replace other data in the folder."""
+    """Whether other data in the folder is replaced."""
     push_to_hub: bool = False
-    """Upload the finished folder."""
+    """Whether the complete folder is uploaded."""
     hub_repo_id: str | None = None
-    """Dataset on the hub: `organisation/name`."""
+    """Id of the dataset on the hub: `organization/name`."""
     hub_private: bool | None = None
-    """Whether a dataset that is made is private."""
+    """Whether a newly created dataset is private."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.max_shard_size is not None and self.num_shards != 1:
-            yield ("max_shard_size",), "num_shards says how many there are: keep one of the two"
+            yield (
+                ("max_shard_size",),
+                "max_shard_size and num_shards exclude each other: remove one of them",
+            )
         if self.push_to_hub and not self.hub_repo_id:
-            yield ("hub_repo_id",), "push_to_hub needs it: 'organisation/name' of the dataset"
+            yield (
+                ("hub_repo_id",),
+                "push_to_hub requires the id of the dataset: 'organization/name'",
+            )
         if self.push_to_hub and "://" in self.path:
-            yield ("path",), f"push_to_hub uploads a folder of this machine, not {self.path!r}"
+            yield ("path",), f"push_to_hub requires a local folder, got {self.path!r}"
         known = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
         if self.compression is not None and self.compression not in known:
             hint = f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})"
@@ -139,31 +147,32 @@ class Saving(Options):
 
 
 class MixturePoint(Options):
-    """The weights of a mixture from a step on, or at a step."""
+    """The weights of a mixture at a training step."""
 
     step: Annotated[int, Field(gt=0, le=2**40)]
-    """Of the optimizer, from 1."""
+    """Optimizer step, at least 1."""
     weights: dict[str, Annotated[float, Field(ge=0)]]
-    """By the name of the inform; 0 leaves it out."""
+    """Weight of each inform, by name; 0 excludes the inform."""
 
 
 class MixtureSchedule(Options):
-    """How `mixture_weights` change over the steps of training.
+    """How `mixture_weights` change over the training steps.
 
     `mixture_weights` are the weights at step 0. `step` keeps the weights of a point until the next
-    one; `linear` and `cosine` lead from each to the next. Documents are divided anew where a window
-    begins (16,384 documents; of a stream, see `streaming`), exactly in each of its blocks.
+    point; `linear` and `cosine` interpolate between points. The weights are updated at the
+    beginning of each window (16,384 documents; for streams, see `streaming`), and are exact in each
+    block.
     """
 
     type: Literal["step", "linear", "cosine"] = "step"
-    """What happens between two points."""
+    """Interpolation between two points."""
     points: tuple[MixturePoint, ...] = Field(min_length=1)
-    """In the order of their steps."""
+    """Points in the order of their steps."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         for i, (before, after) in enumerate(pairwise(self.points)):
             if before.step >= after.step:
-                message = f"step {after.step} does not come after {before.step}: put them in order"
+                message = f"step {after.step} must be greater than {before.step}: sort the points"
                 yield ("points", i + 1, "step"), message
 
 
@@ -174,87 +183,88 @@ def _stop_strategy(value: object) -> object:
 class Mixture(Options):
     """Informs, and how they are mixed, split, tokenized and packed.
 
-    Without `mixture_weights` an epoch holds each document once. With them, `stop_strategy` says
-    how long an epoch is: as many documents as all informs have (`restart`), until the first inform
-    has been read (`first_exhausted`), or until all have (`all_exhausted`, also `longest`).
-    `mixture_schedule` changes the weights over the steps. `block_mixture` keeps the proportions in
-    every block of `mixture_block_size` documents.
+    Without `mixture_weights`, an epoch contains each document once. With `mixture_weights`,
+    `stop_strategy` determines the length of an epoch: the number of documents of all informs
+    (`restart`), the documents until the first inform has been read completely (`first_exhausted`),
+    or until all informs have been read (`all_exhausted`, alias `longest`). `mixture_schedule`
+    changes the weights over the steps. With `block_mixture`, the proportions are exact in each
+    block of `mixture_block_size` documents.
 
-    `shuffle_buffer_size` bounds how far a document moves (None: a full permutation; 0 or 1: none).
-    `pack_shuffle` orders the packed rows randomly within buffers of
+    `shuffle_buffer_size` is the number of documents that are shuffled together (None: all; 0 or 1:
+    no shuffling). `pack_shuffle` shuffles packed rows within buffers of
     `pack_shuffle_buffer_factor` batches.
 
-    `pack_on_the_fly` gives the same batches, but tokenizes and packs when a batch needs it: nothing
-    is written to disk, and memory is bounded. `streaming` does not even look at the data ahead: for
-    what fits neither memory nor disk. Documents are then shuffled and packed in windows of
-    `shuffle_buffer_size` (at least 4096) documents, files are read in an order that the seed
-    decides, and `stop_strategy: restart` has no epochs.
+    `pack_on_the_fly` creates the same batches, but tokenizes and packs documents when a batch needs
+    them, with bounded memory and without writing to disk. `streaming` reads the data only once, for
+    data that fits neither in memory nor on disk. It shuffles and packs documents in windows of
+    `shuffle_buffer_size` (at least 4096) documents, the seed determines the order of the files, and
+    `stop_strategy: restart` has no epochs.
     """
 
     informs: tuple[Inform, ...] = Field(min_length=1)
-    """The sources of training data."""
+    """Sources of training data."""
     eval_informs: tuple[Inform, ...] = ()
-    """Sources of held-out data."""
+    """Sources of evaluation data."""
     eval_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Share of the documents that is held out, by their content."""
+    """Share of the documents that is held out for evaluation, selected by content."""
 
     cache_dir: Annotated[str | None, BeforeValidator(path_text)] = None
-    """Where tokens, plans and copies of remote files are; without it `$ED_DATA_CACHE`, else
+    """Folder of tokens, plans and copies of remote files; default: `$ED_DATA_CACHE`, else
     `~/.cache/ed-data`."""
     cache_remote_files: bool = True
-    """Keep a copy of each remote file."""
+    """Whether copies of remote files are stored."""
     cloud_max_retries: Annotated[int, Field(ge=0, le=100)] = 3
-    """Further attempts to read a remote file."""
+    """Number of additional attempts to read a remote file."""
     cloud_retry_delay: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
-    """Seconds before the first of them; each waits twice as long as the one before."""
+    """Seconds before the first additional attempt; the delay doubles with each attempt."""
     cache_expiry_seconds: Annotated[float, Field(gt=0.0, le=2**40)] | None = None
-    """After so long a copy is fetched again; without it, when the file changes."""
+    """Seconds after which a copy is downloaded again; default: when the file changes."""
     text_target_field: str = "text"
-    """Name of the content in saved documents."""
+    """Name of the field with the content in saved documents."""
     image_target_field: str = "image"
-    """Name of the image in saved documents, and beside prompts."""
+    """Name of the field with the image in saved documents and prompt batches."""
 
     batch_size: RowCount | None = None
-    """Rows of a batch, over all hosts."""
+    """Number of rows of a batch over all hosts."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    """Orders the data."""
+    """Seed of the order of the data."""
     shuffle_buffer_size: Extent | None = None
-    """Documents that change places with each other: see above."""
+    """Number of documents that are shuffled together, see above."""
     streaming: bool = False
-    """Read as training goes on, and nothing ahead: see above."""
+    """Whether data is read sequentially during training, see above."""
 
     pack_tokens: bool = False
-    """Several documents share a row."""
+    """Whether a row contains several documents."""
     pack_seq_length: TokenCount | None = None
-    """Tokens of a packed row."""
+    """Number of tokens of a packed row."""
     pack_eos_token_id: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """Ends each document, packed or not, but no chat that its template ends; without it, the
-    tokenizer's end-of-text."""
+    """Token that ends each document, except chats that their template ends; default: the
+    end-of-text token of the tokenizer."""
     pack_strategy: Literal["bfd", "first_fit", "greedy", "wrapped"] = "bfd"
-    """Best-fit decreasing; first fit; row by row in order; or one stream, cut anywhere."""
+    """Best-fit decreasing; first fit; row by row in order; or split at any token."""
     pack_shuffle: bool = True
-    """Order packed rows randomly."""
+    """Whether packed rows are shuffled."""
     pack_shuffle_buffer_factor: RowCount = 16
-    """Batches of rows that change places with each other."""
+    """Number of batches whose rows are shuffled together."""
     pack_on_the_fly: bool = False
-    """Tokenize when a batch needs it, and write nothing: see above."""
+    """Whether documents are tokenized when a batch needs them, see above."""
 
     block_mixture: bool = True
-    """Keep the proportions in every block."""
+    """Whether proportions are exact in each block."""
     mixture_block_size: Annotated[Extent, Field(gt=0)] = 2048
-    """Documents of a block."""
+    """Number of documents of a block."""
     stop_strategy: Annotated[
         Literal["restart", "first_exhausted", "all_exhausted"], BeforeValidator(_stop_strategy)
     ] = "restart"
-    """How long an epoch is; `longest` is another name of `all_exhausted`."""
+    """Length of an epoch, see above; `longest` is an alias of `all_exhausted`."""
     mixture_weights: dict[str, float] | None = None
-    """Share of each inform, by its name."""
+    """Share of each inform, by name."""
     mixture_schedule: MixtureSchedule | None = None
 
     prefetch_workers: Annotated[int, Field(ge=0, le=256)] = 2
-    """Threads that make batches ahead."""
+    """Number of threads that prefetch batches."""
     prefetch_buffer_size: Annotated[int, Field(ge=0, le=4096)] = 4
-    """Batches made ahead."""
+    """Number of prefetched batches."""
 
     tokenization: Tokenization = Tokenization()
     save: Saving | None = None
@@ -264,29 +274,31 @@ class Mixture(Options):
         if self.pack_tokens and limit is not None and length is not None and limit > length:
             yield (
                 ("tokenization", "max_length"),
-                f"{limit} is above pack_seq_length {length}: no row could hold such a document; "
-                "lower it, or leave it out to split long documents",
+                f"{limit} exceeds pack_seq_length={length}: a document must fit in a row; decrease "
+                "max_length, or remove it to split long documents",
             )
         if self.pack_tokens and self.tokenization.padding == "longest":
-            message = "packed rows all have pack_seq_length: padding 'longest' has no place"
+            message = (
+                "padding 'longest' requires pack_tokens: false, because packed rows have one length"
+            )
             yield ("tokenization", "padding"), message
         if self.streaming and self.save is not None:
-            message = "a stream has no end to save; save the mixture without streaming"
+            message = "a stream cannot be saved; save the mixture without streaming"
             yield ("save",), message
         labels = [inform.label for inform in self.informs]
         for name, weight in (self.mixture_weights or {}).items():
             if name not in labels:
-                hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
-                yield ("mixture_weights", name), f"no inform is named {name!r}{hint}"
+                hint = f"{did_you_mean(name, labels)} (known: {', '.join(labels)})"
+                yield ("mixture_weights", name), f"there is no inform {name!r}{hint}"
             if weight < 0 or (weight == 0 and self.mixture_schedule is None):
                 yield (
                     ("mixture_weights", name),
-                    f"the weight of {name!r} is {weight}; a weight is above 0 (leave the inform "
-                    "out instead)",
+                    f"the weight of {name!r} is {weight}; it must be greater than 0 (remove the "
+                    "inform to exclude it)",
                 )
         for i, label in enumerate(labels if self.mixture_weights is not None else ()):
             if label in labels[:i]:
-                message = f"two informs are named {label!r}; give each its own name"
+                message = f"two informs have the name {label!r}; set different names"
                 yield ("informs", i, "name"), message
             elif label not in (self.mixture_weights or {}):
                 yield ("mixture_weights",), f"inform {label!r} has no weight"
@@ -297,23 +309,26 @@ class Mixture(Options):
         self, schedule: MixtureSchedule, labels: list[str]
     ) -> Iterator[tuple[KeyPath, str]]:
         if self.mixture_weights is None:
-            yield ("mixture_weights",), "mixture_schedule needs them: the weights at step 0"
+            yield (
+                ("mixture_weights",),
+                "mixture_schedule requires mixture_weights, the weights at step 0",
+            )
         elif not sum(self.mixture_weights.values()):
-            yield ("mixture_weights",), "every weight is 0: nothing would be read"
+            yield ("mixture_weights",), "every weight is 0: at least one must be greater than 0"
         if self.stop_strategy != "restart":
             message = (
-                "with a mixture_schedule an epoch is as many documents as there are: leave "
-                "stop_strategy out, or write restart"
+                "a mixture_schedule requires stop_strategy restart: remove stop_strategy, or set "
+                "it to restart"
             )
             yield ("stop_strategy",), message
         for i, point in enumerate(schedule.points):
             path = ("mixture_schedule", "points", i, "weights")
             for name in point.weights:
                 if name not in labels:
-                    hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
-                    yield (*path, name), f"no inform is named {name!r}{hint}"
+                    hint = f"{did_you_mean(name, labels)} (known: {', '.join(labels)})"
+                    yield (*path, name), f"there is no inform {name!r}{hint}"
             for label in labels:
                 if label not in point.weights:
-                    yield path, f"inform {label!r} has no weight; 0 leaves the inform out"
+                    yield path, f"inform {label!r} has no weight; set 0 to exclude the inform"
             if not sum(point.weights.values()):
-                yield path, "every weight is 0: nothing would be read"
+                yield path, "every weight is 0: at least one must be greater than 0"

@@ -1,4 +1,4 @@
-"""One source of data: the kinds of sources there are, and the options of one (`Inform`)."""
+"""The options of one source of data (`Inform`), and the kinds of sources."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ed_data.errors import DataError, KeyPath, did_you_mean
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of source. A new kind is one entry of `KINDS` and the file that it names.
+    """A kind of source. A new kind needs one entry of `KINDS` and the module of its reader.
 
     Attributes:
-        reader: `"module:name"` of a class or function, called with the inform and how remote data
-            are read (or None); the result is an `ed_data.sources.Source`.
-        suffixes: the files that are of this kind; none where a source is not made of files.
-        aliases: other spellings of its name.
-        label: from `data_files` to the name of an inform that has none of its own.
+        reader: `"module:name"` of a class or function that is called with the inform and the
+            `FileCache` (or None) and returns an `ed_data.sources.Source`.
+        suffixes: suffixes of files of this kind; empty if the source does not consist of files.
+        aliases: other spellings of the name.
+        label: maps `data_files` to the default name of an inform.
     """
 
     reader: str
@@ -33,10 +33,10 @@ class Kind:
     label: Callable[[str], str] = str
 
 
-#: The type of files of any format whose rows have images.
+#: The type of files of any format whose rows contain images.
 VISUAL = "visual"
 _FILES = "ed_data.sources.files:FileSource"
-#: Kinds of sources by name, which is the `type` of an inform. A file format is also an entry of
+#: Kinds of sources by name, the `type` of an inform. A file format also needs an entry of
 #: `ed_data.sources.formats.READERS`.
 KINDS: dict[str, Kind] = {
     "json": Kind(_FILES, (".json", ".jsonl", ".ndjson"), ("jsonl",)),
@@ -50,18 +50,18 @@ KINDS: dict[str, Kind] = {
         "ed_data.sources.python:PythonSource", label=lambda address: address.rpartition(":")[2]
     ),
 }
-#: The kinds that are made of files, and their suffixes.
+#: The kinds that consist of files, and their suffixes.
 FILE_TYPES = {name: kind.suffixes for name, kind in KINDS.items() if kind.suffixes}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 
 def path_text(value: object) -> object:
-    """Turn a path object into a string; anything else stays."""
+    """Return a path object as a string, and other values unchanged."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _data_files(value: object) -> object:
-    """Turn path objects into strings. One message for all allowed types: pydantic has one each."""
+    """Convert paths to strings, and raise one error for all types (pydantic has one for each)."""
     if isinstance(value, Mapping):
         by_split = {str(split): _data_files(files) for split, files in value.items()}
         if not any(isinstance(files, dict) for files in by_split.values()):
@@ -72,7 +72,9 @@ def _data_files(value: object) -> object:
             return paths
     elif value is None or isinstance(value, str | os.PathLike):
         return path_text(value)
-    raise ValueError(f"data_files is a path, a list of paths, or these by split, not {value!r}")
+    raise ValueError(
+        f"data_files must be a path, a list of paths, or a mapping from splits, got {value!r}"
+    )
 
 
 def _function(value: object) -> object:
@@ -80,7 +82,7 @@ def _function(value: object) -> object:
         return value
     if isinstance(value, str) and all(value.partition(":")):
         return value
-    raise ValueError(f"a function, or its name as 'module:function', not {value!r}")
+    raise ValueError(f"must be a function, or its name 'module:function', got {value!r}")
 
 
 DataFiles = Annotated[
@@ -92,59 +94,61 @@ Function = Annotated[Callable[..., Any] | str | None, BeforeValidator(_function)
 class Inform(Options):
     """One source of data.
 
-    `type` is a reader of files (`json`, `parquet`, `csv`, `tsv`, `txt`, `arrow`; by default the one
-    of the first file's suffix; a folder stands for its files of that type), `huggingface` with the
-    dataset's id or folder in `data_files`, `python` with `data_files: "module:attribute"`, or a
-    dataset's id itself.
+    `type` is a file format (`json`, `parquet`, `csv`, `tsv`, `txt`, `arrow`; default: the format of
+    the first file's suffix; a folder stands for its files of this format), `huggingface` with the
+    id or the folder of a dataset in `data_files`, `python` with `data_files: "module:attribute"`,
+    or the id of a dataset.
 
-    A row passes through `format_callback` (row to row, None drops it) and `format_fields` (old name
-    to new name). Then its `content_field` is taken, and passes through `preprocessing_fn` (content
-    to content, None drops the row). In YAML the two functions are `"module:function"`.
+    A row is processed by `format_callback` (row to row; None drops the row) and `format_fields`
+    (old name to new name). Then the value of `content_field` is processed by `preprocessing_fn`
+    (content to content; None drops the row). In YAML, functions are names: `"module:function"`.
 
-    A row that cannot be read, formatted or encoded stops the run; with `on_error: skip` it is left
-    out, counted and reported. A file that is damaged as a whole always stops it.
+    A row that cannot be read, formatted or encoded stops the run. With `on_error: skip` the row is
+    dropped, counted and reported. A file that is damaged as a whole always stops the run.
 
-    `type: visual` reads files whose rows have an image beside a text: `image_field` names its path
-    or its bytes, or `pixel_field` its pixels, and `text_field` the text (another name of
-    `content_field`). Of a dataset's id, one of the two fields says that it is visual.
+    `type: visual` reads files whose rows have an image and a text: `image_field` names the path or
+    the bytes of the image, or `pixel_field` its pixels, and `text_field` the text (an alias of
+    `content_field`). A dataset of the hub is visual if `image_field` or `pixel_field` is set.
 
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
-    list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or JSON
-    text of it) and `chat_template_kwargs` (a mapping), which the chat template gets.
+    list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or its
+    JSON text) and `chat_template_kwargs` (a mapping), which are arguments of the chat template. The
+    image parts of messages (`{"type": "image"}`) take the images in the field `images` or `image`,
+    or in `image_field`, in order.
     """
 
     type: str | None = None
-    """A reader, or the id of a dataset: see above."""
+    """A file format, `huggingface`, `python`, `visual`, or the id of a dataset."""
     data_files: DataFiles = None
-    """Paths, globs, folders or addresses; or these by split."""
+    """Paths, globs, folders or addresses; or a mapping from splits to them."""
     name: str | None = None
-    """For `mixture_weights` and figures; without it the id, or the file without its suffix."""
+    """Name in `mixture_weights` and statistics; default: the id, or the stem of the file name."""
     split: str = "train"
-    """Which of several splits."""
+    """Name of the split."""
     dataset_split_name: str | None = None
-    """The split, or else the configuration, of a Hugging Face dataset."""
+    """Split or configuration of a Hugging Face dataset."""
     content_field: str = "content"
-    """The field that is learned; of pairs, the prompt."""
+    """Field with the content of a row; for pairs, the prompt."""
     additional_fields: tuple[str, ...] = ()
-    """Fields that are saved beside the content, and given with prompts."""
+    """Fields that saved documents and prompt batches contain in addition to the content."""
     image_field: str | None = None
-    """The path or the bytes of an image."""
+    """Field with the path or the bytes of an image, or a list of images."""
     pixel_field: str | None = None
-    """The pixels of an image: numbers [height, width] or [height, width, channels]."""
+    """Field with the pixels of an image: numbers [height, width] or [height, width, channels]."""
     text_field: str | None = None
-    """Another name of `content_field` in rows with images."""
+    """Alias of `content_field` in rows with images."""
     num_rows: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
-    """Rows that are read at most."""
+    """Maximum number of rows to read."""
     format_callback: Function = None
-    """From row to row; None drops it."""
+    """Function from row to row; None drops the row."""
     format_fields: dict[str, str] | None = None
-    """Old name of a field to its new one."""
+    """Mapping from old to new names of fields."""
     preprocessing_fn: Function = None
-    """From content to content; None drops the row."""
+    """Function from content to content; None drops the row."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
-    """What a row of a text file is."""
+    """Unit of a text file that becomes a row."""
     on_error: Literal["raise", "skip"] = "raise"
-    """Stop at a row that cannot be read, or leave it out."""
+    """Whether an invalid row stops the run or is dropped."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         try:
@@ -153,20 +157,23 @@ class Inform(Options):
             yield error.path, str(error)
             return
         if kind == "huggingface" and not id_:
-            yield ("data_files",), "a Hugging Face dataset needs its id (or folder) in data_files"
+            yield (
+                ("data_files",),
+                "a Hugging Face dataset requires its id (or folder) in data_files",
+            )
         elif kind != "huggingface" and not files:
-            yield ("data_files",), f"type {kind!r} needs data_files"
+            yield ("data_files",), f"type {kind!r} requires data_files"
         elif kind not in FILE_TYPES and not isinstance(files, str | None):
-            yield ("data_files",), f"type {kind!r} takes one string in data_files"
+            yield ("data_files",), f"type {kind!r} requires one string in data_files"
         elif kind == "python" and ":" not in str(files):
-            message = f"data_files of type python is 'module:attribute', not {files!r}"
+            message = f"data_files of type python must be 'module:attribute', got {files!r}"
             yield ("data_files",), message
         yield from self._visual_problems()
         if kind != "huggingface" and self.dataset_split_name is not None:
             yield (
                 ("dataset_split_name",),
-                "dataset_split_name is for Hugging Face datasets; for files write data_files: "
-                "{train: …, validation: …} and choose with split",
+                "dataset_split_name requires a Hugging Face dataset; for files write data_files: "
+                "{train: …, validation: …} and set split",
             )
         if kind in FILE_TYPES and isinstance(files, dict) and self.split not in files:
             known, hint = ", ".join(files), did_you_mean(self.split, files)
@@ -174,41 +181,44 @@ class Inform(Options):
         elif kind in FILE_TYPES and not isinstance(files, dict) and self.split != "train":
             yield (
                 ("split",),
-                f"files have one split, 'train', not {self.split!r}; write "
-                f"data_files: {{{self.split}: …}} to name several",
+                f"files have only the split 'train', got {self.split!r}; write "
+                f"data_files: {{{self.split}: …}} to name several splits",
             )
         if "sample_by" in self.model_fields_set and kind != "txt":
-            yield ("sample_by",), f"sample_by is for type txt, not {kind!r}"
+            yield ("sample_by",), f"sample_by requires type txt, got {kind!r}"
         for new, count in Counter((self.format_fields or {}).values()).items():
             if count > 1:
-                message = f"{count} fields are renamed to {new!r}: one would hide the others"
+                message = f"{count} fields are renamed to {new!r}: the new names must be different"
                 yield ("format_fields",), message
 
     def _visual_problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.image_field is not None and self.pixel_field is not None:
-            yield ("pixel_field",), "a row has one image: keep image_field or pixel_field"
+            yield (
+                ("pixel_field",),
+                "image_field and pixel_field exclude each other: remove one of them",
+            )
         if not self.is_visual:
             if self.text_field is not None:
-                message = "text_field is for visual rows: write content_field, or set image_field"
+                message = "text_field requires visual rows: use content_field, or set image_field"
                 yield ("text_field",), message
         elif self.image_field is None and self.pixel_field is None:
-            message = "visual rows need image_field (a path or bytes) or pixel_field (numbers)"
+            message = "visual rows require image_field (a path or bytes) or pixel_field (numbers)"
             yield ("image_field",), message
         if self.text_field is not None and "content_field" in self.model_fields_set:
-            yield ("text_field",), "text_field is another name of content_field: keep one"
+            yield ("text_field",), "text_field is an alias of content_field: remove one of them"
 
     @property
     def is_visual(self) -> bool:
-        """Whether the rows have images."""
+        """Whether each row has an image."""
         named = self.image_field is not None or self.pixel_field is not None
         return named or (self.type or "").lower() == VISUAL
 
     @property
     def kind(self) -> str:
-        """The canonical type: a key of `KINDS`.
+        """The canonical type, a key of `KINDS`.
 
         Raises:
-            DataError: neither the type nor the suffix of the first file is known.
+            DataError: the type, or the suffix of the first file, is unknown.
         """
         if self.type is not None and self.type.lower() != VISUAL:
             plain, known = self.type.lower(), list[str]()
@@ -225,20 +235,20 @@ class Inform(Options):
                 ("type",),
             )
         if not self.files:
-            message = "an inform needs data_files, or a dataset's id as its type"
+            message = "an inform requires data_files, or the id of a dataset as its type"
             raise DataError(message, ("data_files",))
         kind = type_of_path(self.files[0])
         if kind is None:
             raise DataError(
-                f"cannot tell the type of {self.files[0]!r} from its suffix: set type, of a folder "
-                f"too ({', '.join(KINDS)})",
+                f"the suffix of {self.files[0]!r} does not determine its type: set type "
+                f"({', '.join(KINDS)})",
                 ("data_files",),
             )
         return kind
 
     @property
     def files(self) -> list[str]:
-        """`data_files` of the chosen split as a list (globs and addresses not yet resolved)."""
+        """`data_files` of the split as a list, with unresolved globs and addresses."""
         chosen = self.data_files
         if isinstance(chosen, dict):
             chosen = chosen.get(self.split, [])
@@ -248,7 +258,7 @@ class Inform(Options):
 
     @property
     def dataset_id(self) -> str | None:
-        """The Hugging Face id or folder, or None where the inform is not of that type."""
+        """The id or folder of a Hugging Face dataset; None for other types."""
         if self.kind != "huggingface":
             return None
         if isinstance(self.data_files, str):
@@ -257,7 +267,7 @@ class Inform(Options):
 
     @property
     def label(self) -> str:
-        """The name of this inform: `name`, else dataset id or file stem, else its split."""
+        """The name of the inform: `name`, else the dataset id or file stem, else the split."""
         if self.name:
             return self.name
         kind = self.kind
@@ -269,7 +279,7 @@ class Inform(Options):
 
 
 def type_of_path(path: str) -> str | None:
-    """Return the type of a path by its suffix, or None (`"a/b.jsonl.gz"` → `"json"`)."""
+    """Return the type of a path from its suffix (`"a/b.jsonl.gz"` → `"json"`), or None."""
     plain = path.lower()
     for suffix in COMPRESSIONS:
         plain = plain.removesuffix(suffix)

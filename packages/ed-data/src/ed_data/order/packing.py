@@ -1,13 +1,13 @@
-"""Packing: which pieces of which documents share a row, as numpy index plans.
+"""Packing: index plans of the pieces of documents that share a row.
 
-All strategies work on document lengths alone, give exactly the same plan for the same lengths, and
-take memory and time linear in the number of documents.
+All strategies depend only on the document lengths, are deterministic, and need memory and time
+linear in the number of documents.
 
 - `bfd`: best-fit decreasing (Johnson 1974). Documents of equal length are placed together, so the
   Python loop runs over distinct lengths, not over documents.
-- `first_fit`: each document, in order, goes to the first row with room.
-- `greedy`: rows are filled in order; a document that does not fit opens the next row.
-- `wrapped`: one stream of tokens cut into rows, documents cut wherever a row ends.
+- `first_fit`: each document, in order, is placed in the first row with enough free tokens.
+- `greedy`: rows are filled in order; a document that does not fit starts the next row.
+- `wrapped`: the concatenated documents are divided into rows, at any token.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from ed_data.errors import DataError, did_you_mean
 
 IntArray = NDArray[np.int64]
-_ALIKE = 20  # rows for each length, on average, from which on equal rows are taken together
-_ENTRY = 2**40 - 1  # the part of an entry that is not its room
-_OPEN = 256  # rows that first-fit looks at before it forgets the full ones
+_ALIKE = 20  # rows per length, on average, from which equal rows are processed together
+_ENTRY = 2**40 - 1  # mask of the number of an entry
+_OPEN = 256  # rows that first-fit searches before it discards full rows
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows made of pieces of documents; a piece is a segment of its own.
+    """Rows of pieces of documents; each piece is a segment.
 
     Attributes:
         row_offsets: [rows + 1]; the pieces of row r are `row_offsets[r]` to `row_offsets[r + 1]`.
@@ -50,11 +50,11 @@ class Packing:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens placed."""
+        """Number of placed tokens."""
         return int(self.length.sum())
 
     def reordered(self, order: IntArray) -> Packing:
-        """Return the plan with row i taken from row `order[i]`."""
+        """Return the plan in which row i is the former row `order[i]`."""
         counts = np.diff(self.row_offsets)[order]
         first = np.repeat(self.row_offsets[:-1][order] - (np.cumsum(counts) - counts), counts)
         pieces = first + np.arange(len(first))
@@ -69,22 +69,22 @@ class Packing:
 def pack(
     lengths: IntArray, capacity: int, strategy: str = "bfd", *, truncate: bool = False
 ) -> Packing:
-    """Plan rows of at most `capacity` tokens that hold documents of certain lengths.
+    """Return a plan of rows with at most `capacity` tokens for documents of the given lengths.
 
-    Rows come in the order of their first document; pieces of a row in document order. Documents
-    of no tokens are left out.
+    Rows are in the order of their first document, and the pieces of a row in document order.
+    Documents without tokens are omitted.
 
     Args:
-        lengths: [documents] number of tokens of each.
-        capacity: tokens that a row can hold.
+        lengths: [documents] number of tokens.
+        capacity: maximum number of tokens of a row.
         strategy: `bfd`, `first_fit`, `greedy` or `wrapped`.
-        truncate: cut documents at `capacity` instead of splitting them over several pieces.
+        truncate: truncate documents at `capacity` instead of splitting them into pieces.
 
     Raises:
-        DataError: the strategy is not known, or the capacity is below 1.
+        DataError: the strategy is unknown, or the capacity is less than 1.
     """
     if capacity < 1:
-        raise DataError(f"a row cannot hold {capacity} tokens: the sequence length is at least 1")
+        raise DataError(f"the sequence length {capacity} is invalid: it must be at least 1")
     lengths = np.asarray(lengths, np.int64)
     if truncate:
         lengths = np.minimum(lengths, capacity)
@@ -98,10 +98,10 @@ def pack(
             f"unknown packing strategy {strategy!r}{did_you_mean(strategy, STRATEGIES)} "
             f"(known: {', '.join(STRATEGIES)})"
         )
-    # Number the rows by their first piece, then bring the pieces of a row together.
+    # Number the rows by their first piece, then group the pieces of each row.
     counts = np.bincount(row)
     first = np.empty(len(counts), np.int64)
-    first[row[::-1]] = np.arange(len(row))[::-1]  # the last that is written stands
+    first[row[::-1]] = np.arange(len(row))[::-1]  # the last write remains, which is the first piece
     by_first = np.argsort(first)
     rank = np.empty(len(first), np.int64)
     rank[by_first] = np.arange(len(first))
@@ -112,7 +112,7 @@ def pack(
 
 
 def split_pieces(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Cut documents longer than `capacity` into pieces of that length and a rest.
+    """Split documents longer than `capacity` into pieces of that length and a remainder.
 
     Returns:
         Document, start and length of each piece, in document order.
@@ -125,12 +125,12 @@ def split_pieces(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, 
 
 
 def _sorted(keys: IntArray, limit: int) -> IntArray:
-    """Order of keys from 0 to `limit`, equal ones as they stand; short integers sort quicker."""
+    """Return the stable order of keys from 0 to `limit`; short integers sort faster."""
     return np.argsort(keys.astype(np.uint16) if limit < 2**16 else keys, kind="stable")
 
 
 def _best_fit_decreasing(lengths: IntArray, capacity: int) -> IntArray:
-    """Row of each piece. Longest pieces first, each to the fullest row that has room."""
+    """Return the row of each piece: longest first, each in the fullest row with enough room."""
     counts = np.bincount(lengths)
     distinct = np.flatnonzero(counts)
     rows = -(-counts[distinct] // (capacity // distinct))
@@ -140,10 +140,10 @@ def _best_fit_decreasing(lengths: IntArray, capacity: int) -> IntArray:
 
 
 def best_fit_by_row(lengths: IntArray, capacity: int) -> IntArray:
-    """Best-fit decreasing, one row at a time: quicker where few rows are alike.
+    """Best-fit decreasing, one row at a time: faster if few rows are equal.
 
-    The fullest row with room takes as many pieces of one length as it can: it only becomes the
-    fuller.
+    The fullest row with enough room receives as many pieces of one length as fit, because each
+    piece makes the row fuller.
     """
     row = np.empty(len(lengths), np.int64)
     if not len(lengths):
@@ -151,14 +151,14 @@ def best_fit_by_row(lengths: IntArray, capacity: int) -> IntArray:
     order = _sorted(capacity - lengths, capacity)
     counts = np.bincount(lengths)
     distinct = np.flatnonzero(counts)
-    shortest = int(distinct[0])  # a row with less room than that will not be needed again
-    # Rows with room, sorted by it, and of equal room the one that came first: one integer each,
-    # room * 2^40 + how-manieth entry; `row_of` has the row of an entry.
+    shortest = int(distinct[0])  # rows with less room are discarded
+    # Rows sorted by room, then by age, as integers room * 2^40 + number of the entry; `row_of` maps
+    # entries to rows.
     rooms: list[int] = []
     row_of: list[int] = []
     opened = 0
     chosen: list[int] = []
-    pieces: list[int] = []  # that each of the chosen rows takes
+    pieces: list[int] = []  # placed in each of the chosen rows
     for length, count in zip(distinct[::-1].tolist(), counts[distinct][::-1].tolist(), strict=True):
         least, left = length << 40, count
         while left:
@@ -182,16 +182,16 @@ def best_fit_by_row(lengths: IntArray, capacity: int) -> IntArray:
 
 
 def best_fit_by_length(lengths: IntArray, capacity: int) -> IntArray:
-    """Best-fit decreasing, all pieces of one length in one go; the plan is the same.
+    """Best-fit decreasing, all pieces of one length at a time; the plan is the same.
 
-    The fullest row with room r ≥ length takes r // length of them in a row (it only becomes the
-    fuller), and rows of equal room are alike.
+    The fullest row with room r ≥ length receives r // length pieces, because each piece makes the
+    row fuller, and rows with equal room are interchangeable.
     """
     row = np.empty(len(lengths), np.int64)
     order = _sorted(capacity - lengths, capacity)
     distinct, counts = np.unique(lengths, return_counts=True)
     rooms: dict[int, list[IntArray]] = {}  # room left -> rows with that room
-    present = 0  # bit r is set where rooms[r] is not empty: finds the least room in one step
+    present = 0  # bit r is set if rooms[r] is not empty, to find the least room in one step
     opened = taken = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         items = order[taken : taken + count]
@@ -232,11 +232,11 @@ def _put(rooms: dict[int, list[IntArray]], present: int, room: int, rows: IntArr
 
 
 def _first_fit(lengths: IntArray, capacity: int) -> IntArray:
-    """Row of each piece: the first, in order of opening, with room."""
+    """Return the row of each piece: the first row with enough room."""
     row = np.empty(len(lengths), np.int64)
-    # The shortest piece from each one on: a row with less room than that will not be needed again.
+    # The shortest of the remaining pieces; rows with less room are discarded.
     shortest = np.minimum.accumulate(lengths[::-1])[::-1]
-    opened = used = 0  # rows opened; rows still looked at, at the front of the next two arrays
+    opened = used = 0  # rows opened; rows that are searched, at the front of the next two arrays
     room = np.zeros(_OPEN, np.int64)
     number = np.zeros(_OPEN, np.int64)
     for index, length in enumerate(lengths.tolist()):
@@ -262,7 +262,7 @@ def _first_fit(lengths: IntArray, capacity: int) -> IntArray:
 
 
 def _greedy(lengths: IntArray, capacity: int) -> IntArray:
-    """Row of each piece: the open one, or the next where it does not fit (next-fit)."""
+    """Return the row of each piece: the current row, or the next if it does not fit (next-fit)."""
     ends = np.cumsum(lengths)
     starts: list[int] = []
     at, used, total = 0, 0, len(lengths)
@@ -276,7 +276,7 @@ def _greedy(lengths: IntArray, capacity: int) -> IntArray:
 
 
 def _wrapped(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Pieces of the joined stream, cut at the ends of documents and of rows."""
+    """Return the pieces of the concatenated documents, split at ends of documents and rows."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     cuts = np.unique(np.concatenate([ends, np.arange(0, total + 1, capacity), [0, total]]))

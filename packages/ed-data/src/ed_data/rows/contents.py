@@ -1,6 +1,6 @@
-"""What one field of a row may hold: a text, chat messages, token ids, steps, or a number.
+"""The contents of fields: texts, chat messages, token ids, steps of answers, numbers.
 
-Every check names the row (`where`) and the field in its error.
+Errors name the row (`where`) and the field.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ed_data.schema import Content, Message
 
 
 def checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    """Return a text, messages or ids; None where they are empty.
+    """Return a text, messages or ids; None if the value is empty.
 
     Args:
-        value: of the field.
-        field: its name.
+        value: value of the field.
+        field: name of the field.
         where: the row, for messages.
         is_content: whether `content_field` names the field.
 
     Raises:
-        DataError: it holds something else, or half of a surrogate pair.
+        DataError: the value has another type, or contains half of a surrogate pair.
     """
     if value is None:
         return None
@@ -43,24 +43,24 @@ def checked(value: Any, field: str, where: str, is_content: bool) -> Content | N
             for text in _texts(items):
                 _check_text(text, field, where, is_content)
             return items
-        wrong = "holds neither chat messages {'role': …, 'content': …} nor token ids"
+        wrong = "contains neither chat messages {'role': …, 'content': …} nor token ids"
     raise DataError(
         f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
     )
 
 
 def _is_message(value: dict[str, Any]) -> bool:
-    """Whether a mapping is a chat message: a call of tools has no content."""
+    """Return whether a mapping is a chat message; a tool call has no content."""
     return isinstance(value.get("role"), str) and ("content" in value or "tool_calls" in value)
 
 
 def checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    """Return the steps of an answer, as `checked`."""
+    """Return the steps of an answer; None if the value is empty."""
     if value is not None and not (
         isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
     ):
         raise DataError(
-            f"{where}: {field!r} is a list of texts, the steps of an answer, not {value!r}; "
+            f"{where}: {field!r} must be a list of texts, the steps of an answer, got {value!r}; "
             "correct the row, or drop it in format_callback"
         )
     for text in value or ():
@@ -69,15 +69,15 @@ def checked_steps(value: Any, field: str, where: str, is_content: bool) -> Conte
 
 
 def number(value: Any, field: str, where: str) -> float:
-    """Return a number; true is 1, false 0.
+    """Return a number; true is 1 and false is 0.
 
     Raises:
-        DataError: it is none, or not finite.
+        DataError: the value is not a finite number.
     """
     if not isinstance(value, bool | int | float) or not math.isfinite(value):
         raise DataError(
-            f"{where}: {field!r} is a number, true or false, not {value!r}; correct the row, or "
-            "drop it in format_callback"
+            f"{where}: {field!r} must be a number, true or false, got {value!r}; correct the row, "
+            "or drop it in format_callback"
         )
     return float(value)
 
@@ -97,7 +97,7 @@ def class_number(value: Any, field: str, where: str) -> float:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested lists and mappings: parts of messages, calls of tools."""
+    """Yield every text in nested lists and mappings: message parts and tool calls."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -125,10 +125,10 @@ def kind_of(content: Content) -> str:
 
 
 def of_one_kind(context: Content, body: Content, where: str) -> tuple[Content, Content]:
-    """Context and body as two texts, two lists of messages, or two lists of ids.
+    """Return context and body as two texts, two lists of messages, or two lists of ids.
 
     Raises:
-        DataError: one is text and the other ids; `where` says of which row.
+        DataError: one of them is a text or a chat, and the other is a list of ids.
     """
     kinds = {kind_of(context), kind_of(body)}
     if kinds == {"text", "chat"}:
@@ -137,7 +137,7 @@ def of_one_kind(context: Content, body: Content, where: str) -> tuple[Content, C
         return ("" if kinds == {"text"} else []), body
     if len(kinds) > 1:
         raise DataError(
-            f"{where}: the field and its context are {' and '.join(sorted(kinds))}; both are "
+            f"{where}: the field and its context are {' and '.join(sorted(kinds))}; both must be "
             "text, chat messages or token ids"
         )
     return context, body

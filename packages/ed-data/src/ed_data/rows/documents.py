@@ -1,4 +1,4 @@
-"""From rows to documents: callbacks, renamed fields, contents, and rows that are left out."""
+"""Rows to documents: callbacks, renamed fields, contents, and dropped rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ed_data.sources.python import resolve
 
 @dataclass
 class Tally:
-    """What became of the rows of an inform.
+    """Statistics of the rows of an inform.
 
     Attributes:
-        rows: how many were read.
-        dropped: how many did not become documents, by the reason.
-        examples: the first row that was dropped for each reason.
+        rows: number of rows that were read.
+        dropped: number of rows that did not become documents, by reason.
+        examples: the first dropped row for each reason.
     """
 
     rows: int = 0
@@ -36,23 +36,23 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
 
     def drop(self, reason: str, where: str) -> None:
-        """Count a row that is left out."""
+        """Count a dropped row."""
         self.dropped[reason] += 1
         self.examples.setdefault(reason, where)
 
     def add(self, other: Tally) -> None:
-        """Count what another tally has counted after this one."""
+        """Add the counts of a later tally."""
         self.rows += other.rows
         self.dropped.update(other.dropped)
         self.examples = {**other.examples, **self.examples}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+        """Return the statistics as JSON values."""
         return {"rows": self.rows, "dropped": dict(self.dropped), "examples": self.examples}
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Tally:
-        """Return the tally that `as_json` gave."""
+        """Return the tally of the values that `as_json` returned."""
         return cls(
             int(values.get("rows", 0)),
             Counter(values.get("dropped") or {}),
@@ -64,11 +64,11 @@ class Tally:
             f"{count} rows: {reason} (the first: {self.examples[reason]})"
             for reason, count in self.dropped.items()
         )
-        return "; ".join(shown) or "no row was left out"
+        return "; ".join(shown) or "no row was dropped"
 
 
 class Placed(NamedTuple):
-    """A row of an inform as a document, or None where it is left out, and where the next begins."""
+    """A row of an inform as a document (None if dropped), its position, and that of the next."""
 
     example: Example | None
     at: Cursor
@@ -76,13 +76,13 @@ class Placed(NamedTuple):
 
 
 class Documents:
-    """The documents of an inform, from any place on.
+    """The documents of an inform, readable from any position.
 
     Args:
-        inform: says what becomes of a row.
-        source: its rows; opened where there is none.
+        inform: options of the source and its rows.
+        source: the rows; opened if omitted.
         schema: the fields of a document.
-        tally: counts what is left out.
+        tally: counts dropped rows.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Documents:
         self.source = source or open_source(inform)
         self.tally = tally or Tally()
         self.shards = shard_sizes(self.source)
-        self._name = f"inform {inform.label!r}"  # in messages of every row
+        self._name = f"inform {inform.label!r}"  # prefix of the messages of all rows
         self._callback = function(inform, "format_callback")
         self._prepare = function(inform, "preprocessing_fn")
         # Field of the schema → field of the row.
@@ -129,7 +129,7 @@ class Documents:
         return (placed.example for placed in self.placed() if placed.example is not None)
 
     def placed(self) -> Iterator[Placed]:
-        """Yield the rows in their order, `num_rows` of them at most, the dropped ones too."""
+        """Yield the rows in order, including dropped rows, at most `num_rows`."""
         left = self.inform.num_rows
         for shard in range(len(self.shards)):
             for placed in self.read(shard):
@@ -138,10 +138,10 @@ class Documents:
                     return
 
     def read(self, shard: int, start: Spot = START) -> Iterator[Placed]:
-        """Yield the rows of a part of the source from a place on, the dropped ones too.
+        """Yield the rows of a shard of the source from a position, including dropped rows.
 
         Raises:
-            DataError: a row cannot be read or is no document, and `on_error` is not `skip`.
+            DataError: a row is invalid, and `on_error` is not `skip`.
         """
         folder = self._folder(shard)
         for record in records(self.source, shard, self._columns, start):
@@ -156,9 +156,9 @@ class Documents:
             yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.after))
 
     def outline(self) -> dict[str, object]:
-        """What the documents depend on, as far as it can be told without reading them.
+        """Return what the documents depend on, as far as it is known without reading them.
 
-        Of files, their names and sizes: a copy on another machine is the same data.
+        For files these are names and sizes, so a copy on another machine counts as the same data.
 
         Raises:
             DataError: a function cannot be hashed.
@@ -167,12 +167,12 @@ class Documents:
         return {"source": about, **_facts(self.inform, self.schema)}
 
     def check_first_row(self) -> None:
-        """Check that the schema does not learn the prompts of preference pairs alone.
+        """Check that a schema with one field does not read only the prompts of preference pairs.
 
-        Another field that the inform names is learned, whatever else the rows have.
+        A field that `content_field` names explicitly is accepted, unless it is `prompt`.
 
         Raises:
-            DataError: the row has `chosen` and `rejected`, the schema reads one field, and that is
+            DataError: the row has the fields `chosen` and `rejected`, and the schema reads only
                 `prompt` or a field that the inform does not name.
         """
         name = self._names[self.schema.content]
@@ -183,14 +183,14 @@ class Documents:
             return
         try:
             row = self._formatted(first.row, first.place)
-        except DataError:  # reading will tell
+        except DataError:  # the error is raised again when the row is read
             return
         if row and {"chosen", "rejected"} <= row.keys():
             raise DataError(
                 f"inform {self.inform.label!r}, {first.place}: the row is a preference pair "
-                f"('chosen' and 'rejected'), and only its {name!r} would be learned: use a method "
-                "for pairs (dpo, orpo, reward), or name the field to learn, such as "
-                "content_field: chosen",
+                f"('chosen' and 'rejected'), but only its {name!r} would be trained on: use a "
+                "method for pairs (dpo, orpo, reward), or name the field, such as content_field: "
+                "chosen",
                 ("content_field",),
             )
 
@@ -202,8 +202,8 @@ class Documents:
                 return None
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{where}: format_callback returned a {type(row).__name__}; it returns a row "
-                    "(dict), or None to drop it",
+                    f"{where}: format_callback returned a {type(row).__name__}; it must return a "
+                    "row (dict), or None to drop the row",
                     ("format_callback",),
                 )
         if inform.format_fields:
@@ -211,8 +211,8 @@ class Documents:
                 _take(row, old, "format_fields", where)
                 if new in row and new not in inform.format_fields:
                     raise DataError(
-                        f"{where}: format_fields renames {old!r} to {new!r}, and the row has a "
-                        f"field {new!r} already: rename that one too, or drop it in "
+                        f"{where}: format_fields renames {old!r} to {new!r}, but the row already "
+                        f"has a field {new!r}: rename that field too, or remove it in "
                         "format_callback",
                         ("format_fields",),
                     )
@@ -220,7 +220,7 @@ class Documents:
         return row
 
     def _folder(self, shard: int) -> str:
-        """The folder of a part of the source; empty where it is no file."""
+        """Return the folder of a shard of the source, or an empty string if it is not a file."""
         files = self.source.files if isinstance(self.source, FileSource) else ()
         return os.path.dirname(files[shard].address) if files else ""
 
@@ -271,7 +271,7 @@ class Documents:
         return Example(fields, extra, record.place, values, tuple(images), template)
 
     def _has_implicit_prompt(self, row: Row) -> bool:
-        """Whether a row has several answers and no prompt: their common beginning is the prompt."""
+        """Return whether the prompt of a row is the common prefix of its answers."""
         absent = not self._content_is_named and self._names[self.schema.content] not in row
         answers = [self._names[field] for field in self._answers]
         return absent and len(answers) > 1 and row.keys() >= {*answers}
@@ -296,8 +296,8 @@ class Documents:
             steps = fields[column.field]
             if not isinstance(found, list | tuple) or len(found) != len(steps):
                 raise DataError(
-                    f"{where}: {value.field!r} has one number for each of the {len(steps)} steps "
-                    f"of {column.field!r}, not {found!r}; correct the row"
+                    f"{where}: {value.field!r} must have one number for each of the {len(steps)} "
+                    f"steps of {column.field!r}, got {found!r}; correct the row"
                 )
             result.append(tuple(number(item, value.field, where) for item in found))
         return tuple(result)
@@ -308,11 +308,11 @@ def documents(
 ) -> Iterator[Example]:
     """Yield the documents of an inform, in the order of its rows.
 
-    Rows in which a learned field is empty, or that a function drops by returning None, are left
-    out; `Documents` counts them.
+    Rows are dropped if a field with loss is empty, or if a function returns None for them.
+    `Documents` counts dropped rows.
 
     Raises:
-        DataError: a field does not exist or is of another kind, or a function fails.
+        DataError: a field does not exist or has the wrong type, or a function fails.
     """
     return iter(Documents(inform, source, schema))
 
@@ -333,19 +333,19 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
 
 
 def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
-    """Everything that the documents of an inform depend on, as JSON values.
+    """Return everything that the documents of an inform depend on, as JSON values.
 
     Raises:
-        DataError: a function cannot be hashed, so that its results could not be cached safely.
+        DataError: a function cannot be hashed, so its results cannot be cached.
     """
     return {"source": source.fingerprint, **_facts(inform, schema)}
 
 
 def function(inform: Inform, key: str) -> Callable[..., Any] | None:
-    """Return the function of `format_callback` or `preprocessing_fn`, imported where it is named.
+    """Return the function of `format_callback` or `preprocessing_fn`; a name is imported.
 
     Raises:
-        DataError: it cannot be imported, or is not a function.
+        DataError: the name cannot be imported, or is not a function.
     """
     value = getattr(inform, key)
     if isinstance(value, str):
@@ -355,7 +355,7 @@ def function(inform: Inform, key: str) -> Callable[..., Any] | None:
             raise DataError(str(error), (key,)) from error
         if not callable(value):
             raise DataError(
-                f"inform {inform.label!r}: {key} names a {type(value).__name__}, not a function",
+                f"inform {inform.label!r}: {key} must be a function, got a {type(value).__name__}",
                 (key,),
             )
     return value
@@ -364,9 +364,9 @@ def function(inform: Inform, key: str) -> Callable[..., Any] | None:
 def _call(call: Callable[..., Any], value: Any, key: str, where: str) -> Any:
     try:
         return call(value)
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # a user function may raise any error
         raise DataError(
-            f"{where}: {key} fails with {type(error).__name__}: {error}; correct the function or "
+            f"{where}: {key} raised {type(error).__name__}: {error}; correct the function or "
             "the row, or return None to drop the row",
             (key,),
         ) from error
@@ -376,14 +376,14 @@ def _hash_function(inform: Inform, key: str) -> str | None:
     value = function(inform, key)
     if value is None:
         return None
-    from datasets.fingerprint import Hasher  # by code and by the values it closes over
+    from datasets.fingerprint import Hasher  # hashes code and closure values
 
     try:
         return Hasher.hash(value)
     except Exception as error:
         raise DataError(
             f"inform {inform.label!r}: {key} cannot be hashed for the cache ({error}); "
-            "use a function of a module",
+            "use a function defined in a module",
             (key,),
         ) from error
 
@@ -392,7 +392,7 @@ def _take(row: Row, name: str, key: str, where: str) -> Any:
     if name not in row:
         raise DataError(
             f"{where}: there is no field {name!r} (fields: {listing(row)})"
-            f"{did_you_mean(name, row)}; correct {key}, or the row",
+            f"{did_you_mean(name, row)}; correct {key} or the row",
             (key,),
         )
     return row[name]

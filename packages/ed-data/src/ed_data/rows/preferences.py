@@ -1,8 +1,8 @@
 """Separate prompts from answers that repeat them: whole chats, and pairs without a prompt.
 
-Public preference data comes in three layouts. The answers follow the prompt; or `chosen` and
-`rejected` are whole chats beside a `prompt`; or there is no `prompt`, and the two answers share
-their beginning. The rule for the last layout is `extract_prompt` of TRL.
+Public preference data has three layouts: the answers follow the prompt; `chosen` and `rejected` are
+whole chats in addition to a `prompt`; or there is no `prompt`, and the answers have a common
+prefix. The rule for the last layout is `extract_prompt` of TRL.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ed_data.errors import DataError
 from ed_data.rows.contents import kind_of
 from ed_data.schema import Content, Message
 
-#: Roles of messages that only a prompt begins with.
+#: Roles of the first message of a prompt.
 _ASKING = ("system", "developer", "user")
 
 
 def separated(
     prompt: Content | None, answers: dict[str, Content], where: str
 ) -> tuple[Content, dict[str, Content]]:
-    """Return the prompt, and the answers without it.
+    """Return the prompt, and the answers without the prompt.
 
     Args:
-        prompt: of the row; None where the row has none.
-        answers: by field; at least two where there is no prompt.
+        prompt: prompt of the row, or None.
+        answers: answers by field; at least two if there is no prompt.
         where: the row, for messages.
 
     Raises:
@@ -40,17 +40,17 @@ def separated(
 
 
 def _shared_prompt(answers: dict[str, Content], where: str) -> tuple[Content, dict[str, Content]]:
-    """Take the longest common beginning of the answers as the prompt, as TRL does.
+    """Split off the longest common prefix of the answers as the prompt, as in TRL.
 
-    At least one message (character, token) is left to each answer. A space before the first
-    difference of two texts belongs to the answers.
+    Each answer keeps at least one message (character, token). A space before the first difference
+    of two texts belongs to the answers.
     """
     kinds = {name: kind_of(answer) for name, answer in answers.items()}
     if len({*kinds.values()}) > 1:
         listed = " and ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
         raise DataError(
-            f"{where}: the row has no prompt, and {listed}: the prompt is the beginning that both "
-            "share; add the field 'prompt', or give both in the same form"
+            f"{where}: the row has no prompt, and {listed}: the prompt is the common prefix of "
+            "both answers; add the field 'prompt', or use the same format for both"
         )
     length = _shared(list(answers.values()))
     first = next(iter(answers.values()))
@@ -65,10 +65,10 @@ def _shared_prompt(answers: dict[str, Content], where: str) -> tuple[Content, di
 def _without_prompt(
     prompt: Content, answers: dict[str, Content], where: str
 ) -> tuple[Content, dict[str, Content]]:
-    """Take the prompt from the answers that are whole chats; leave the other answers as they are.
+    """Remove the prompt from the answers that are whole chats; do not change other answers.
 
-    A prompt that is a text is the content of a user message. The system message may be on one side
-    alone.
+    A text prompt is the content of a user message. The system message may occur only in the prompt
+    or only in the chats.
     """
     chats: dict[str, list[Message]] = {
         name: answer  # type: ignore[misc]
@@ -82,7 +82,7 @@ def _without_prompt(
     }
     if not repeated:
         if isinstance(prompt, str) and len(chats) < len(answers):
-            # The answers of one row are shown in one way: a text is then a message too.
+            # The answers of a row have one format, so a text becomes a message.
             return [{"role": "user", "content": prompt}], answers
         return prompt, answers
     heads = [chats[name][:length] for name, length in repeated.items()]
@@ -98,7 +98,7 @@ def _without_prompt(
 
 
 def _shared(answers: Sequence[Content]) -> int:
-    """How many messages (characters, tokens) all answers begin with; less than any has."""
+    """Return the length of the common prefix of all answers, less than that of any answer."""
     first, *others = answers
     length = 0
     for i in range(min(map(len, answers)) - 1):
@@ -109,7 +109,7 @@ def _shared(answers: Sequence[Content]) -> int:
 
 
 def _repeated(prompt: Content, chat: list[Message], chats: list[list[Message]], where: str) -> int:
-    """How many messages of a chat are the prompt; 0 where the chat is an answer alone."""
+    """Return how many messages of a chat are the prompt; 0 if the chat is only an answer."""
     if isinstance(prompt, str):
         return _with_question(prompt, chat, chats, where)
     forms: list[list[Message]] = [prompt]  # type: ignore[list-item]
@@ -122,12 +122,12 @@ def _repeated(prompt: Content, chat: list[Message], chats: list[list[Message]], 
             return len(form)
     follows_an_answer = prompt[-1]["role"] == "assistant"  # type: ignore[index]
     if _is_system(chat[0]) or (chat[0]["role"] == "user" and not follows_an_answer):
-        raise _contradiction(where, "its first messages are not those of the prompt")
+        raise _contradiction(where, "its first messages differ from the prompt")
     return 0
 
 
 def _with_question(text: str, chat: list[Message], chats: list[list[Message]], where: str) -> int:
-    """As `_repeated`, for a prompt that is a text: the content of a user message."""
+    """Return `_repeated` for a text prompt, the content of a user message."""
     if chat[0]["role"] not in _ASKING:
         return 0
     asked = [i for i, message in enumerate(chat[:-1]) if _is_question(message, text)]
@@ -136,7 +136,7 @@ def _with_question(text: str, chat: list[Message], chats: list[list[Message]], w
     whole = [other for other in chats if other[0]["role"] in _ASKING]
     if len(whole) == 1:
         return asked[-1] + 1
-    # A pair shares its prompt, which may go on after the message that the text repeats.
+    # The prompt of a pair may continue after the message that equals the text.
     shared = _shared(whole)
     if shared <= asked[0]:
         raise _contradiction(where, "the chats differ before the message that is the prompt")
@@ -146,8 +146,8 @@ def _with_question(text: str, chat: list[Message], chats: list[list[Message]], w
 def _contradiction(where: str, reason: str) -> DataError:
     return DataError(
         f"{where}: the answer is a chat that begins with a question, and it contradicts the field "
-        f"'prompt': {reason}; correct the row, or drop 'prompt' in format_callback to take the "
-        "prompt from the chats"
+        f"'prompt': {reason}; correct the row, or remove 'prompt' in format_callback to use the "
+        "prompt of the chats"
     )
 
 
@@ -162,7 +162,7 @@ def _is_system(message: Any) -> bool:
 
 
 def _plain(messages: list[Message]) -> list[Message]:
-    """Messages without the nulls that a table adds, and without space around contents."""
+    """Return messages without the nulls that a table adds, and with stripped contents."""
     return [
         {
             key: value.strip() if key == "content" and isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""The fields of a row that go to the chat template: `tools` and `chat_template_kwargs`.
+"""The fields of a row that are arguments of the chat template: `tools`, `chat_template_kwargs`.
 
-The names and the meaning are those of transformers and TRL. `tools` is a list of JSON schemas, and
-may be written as JSON text, because a table has one type for each column.
+Names and meaning are those of transformers and TRL. `tools` is a list of JSON schemas. It may be
+JSON text, because a table has one type for each column.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _RESERVED = (
 
 
 def template_arguments(row: Row, where: str) -> dict[str, Any]:
-    """Return the arguments that a row gives to the chat template, `tools` among them.
+    """Return the arguments of the chat template in a row, including `tools`.
 
     Args:
-        row: may have the fields `tools` and `chat_template_kwargs`; null and empty count as absent.
+        row: may have the fields `tools` and `chat_template_kwargs`; null and empty values are
+            ignored.
         where: the row, for messages.
 
     Raises:
-        DataError: a field has another type, or sets a parameter that this package sets.
+        DataError: a field has the wrong type, or sets a parameter that this package sets.
     """
     tools, kwargs = (_parsed(row.get(name), name, where) for name in (TOOLS, KWARGS))
     arguments: dict[str, Any] = {}
@@ -53,15 +54,15 @@ def template_arguments(row: Row, where: str) -> dict[str, Any]:
             if name in _RESERVED:
                 raise DataError(
                     f"{where}: {KWARGS} sets {name!r}, which is a parameter of "
-                    "apply_chat_template and no variable of the template; remove the name"
+                    "apply_chat_template and not a variable of the template; remove the name"
                 )
-        # A table fills the names that a row does not have with null.
+        # A table contains null for names that a row does not have.
         arguments.update({name: value for name, value in kwargs.items() if value is not None})
     return arguments
 
 
 def template_fields(arguments: Mapping[str, Any]) -> Row:
-    """Return the fields of a row that give these arguments, as JSON text."""
+    """Return the fields of a row with these arguments, as JSON text."""
     kwargs = {name: value for name, value in arguments.items() if name != TOOLS}
     fields = {TOOLS: arguments.get(TOOLS), KWARGS: kwargs}
     return {name: json.dumps(value) for name, value in fields.items() if value}
@@ -76,7 +77,7 @@ def _parsed(value: Any, name: str, where: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise DataError(
-            f"{where}: {name!r} is a text, and not JSON: {error}; correct the row, or drop the "
+            f"{where}: {name!r} is a text, but not JSON: {error}; correct the row, or remove the "
             "field in format_callback"
         ) from error
 
@@ -85,6 +86,6 @@ def _wrong(name: str, expected: str, value: Any, where: str) -> DataError:
     shown = repr(value)
     shown = shown if len(shown) < 80 else f"{shown[:77]}…"
     return DataError(
-        f"{where}: {name!r} must be {expected}, or JSON text of it, not {shown}; correct the row, "
-        "or drop the field in format_callback"
+        f"{where}: {name!r} must be {expected}, or the JSON text of {expected}, got {shown}; "
+        "correct the row, or remove the field in format_callback"
     )

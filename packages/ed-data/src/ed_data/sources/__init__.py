@@ -1,6 +1,6 @@
-"""Where rows come from: one reader per kind of source, all behind `open_source`.
+"""Sources of rows: one reader per kind of source, opened with `open_source`.
 
-A source is a stream of rows and a fingerprint that changes when its data does. The kinds are the
+A source has a stream of rows, and a fingerprint that changes with its data. The kinds are the
 entries of `ed_data.config.source.KINDS`.
 """
 
@@ -25,17 +25,18 @@ class Source(Protocol):
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Yield (place, row) in the stored order.
 
-        The place is for messages: file and line. `columns` may spare the reader the other fields.
+        The place (file and line) is for messages. A reader may skip fields that are not in
+        `columns`.
         """
         ...
 
 
 @runtime_checkable
 class ShardedSource(Source, Protocol):
-    """A source that can be read from any place on.
+    """A source that can be read from any position.
 
     Attributes:
-        shards: the sizes of its parts (files), in bytes, in order.
+        shards: size of each shard (file) in bytes.
     """
 
     shards: Sequence[int]
@@ -43,23 +44,23 @@ class ShardedSource(Source, Protocol):
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[Record]:
-        """Yield the records of one part, from `start` on."""
+        """Yield the records of one shard, starting at `start`."""
         ...
 
 
 class Cursor(NamedTuple):
-    """A place in a source: its part, and the place there."""
+    """A position in a source: the shard, and the position in the shard."""
 
     shard: int = 0
     spot: Spot = START
 
 
 def open_source(inform: Inform, file_cache: FileCache | str | None = None) -> Source:
-    """Open the source of an inform; a reader of files only lists them so far.
+    """Open the source of an inform; a reader of files lists the files without reading them.
 
     Args:
-        inform: the source.
-        file_cache: folder for copies of remote files; None keeps none.
+        inform: options of the source.
+        file_cache: folder for copies of remote files; None keeps no copies.
 
     Raises:
         DataError: a file, dataset or object does not exist or cannot be opened.
@@ -68,20 +69,20 @@ def open_source(inform: Inform, file_cache: FileCache | str | None = None) -> So
 
 
 def read_rows(inform: Inform, file_cache: FileCache | str | None = None) -> Iterator[Row]:
-    """Yield the rows of an inform as they are stored, at most `num_rows` of them."""
+    """Yield the unprocessed rows of an inform, at most `num_rows`."""
     rows = open_source(inform, file_cache).rows()
     return (row for _, row in islice(rows, inform.num_rows))
 
 
 def shard_sizes(source: Source) -> list[int]:
-    """The sizes of a source's parts; one part of unknown size where it has none."""
+    """Return the sizes of a source's shards; other sources are one shard of unknown size."""
     return list(source.shards) if isinstance(source, ShardedSource) else [0]
 
 
 def records(
     source: Source, shard: int, columns: Sequence[str] | None = None, start: Spot = START
 ) -> Iterator[Record]:
-    """The records of one part of any source; one that has only `rows` is read from the front."""
+    """Yield the records of one shard of any source, starting at `start`."""
     if isinstance(source, ShardedSource):
         yield from source.records(shard, columns, start)
         return

@@ -28,11 +28,12 @@ class FileCache:
     """How remote files are read.
 
     Attributes:
-        folder: where copies of them are kept; None reads them where they are.
-        retries: further attempts after one that fails.
-        delay: seconds before the first of them; each waits twice as long as the one before.
-        expiry: seconds after which a copy is fetched again; None keeps it until the file changes.
-        streaming: read datasets of the hub as they come, without a download.
+        folder: folder of the copies; None reads remote files in place.
+        retries: number of additional attempts after a failure.
+        delay: seconds before the first additional attempt; the delay doubles with each attempt.
+        expiry: seconds after which a copy is downloaded again; None keeps a copy until the file
+            changes.
+        streaming: read datasets of the hub without downloading them.
     """
 
     folder: str | None
@@ -43,7 +44,7 @@ class FileCache:
 
 
 class FileSource:
-    """The files of an inform, one after the other in sorted order of their pattern."""
+    """The files of an inform; the files of each pattern are sorted."""
 
     def __init__(self, inform: Inform, file_cache: FileCache | str | None = None) -> None:
         self._inform = inform
@@ -54,7 +55,7 @@ class FileSource:
             for file in resolve_files(pattern, inform.label, FILE_TYPES[inform.kind])
         ]
         self.shards = [file.size for file in self.files]
-        #: Names and sizes: equal for a copy elsewhere.
+        #: Names and sizes, which are equal for copies of the files.
         self.outline = [
             [os.path.basename(file.path), file.size or file.identity] for file in self.files
         ]
@@ -67,7 +68,7 @@ class FileSource:
         """Yield the rows of every file.
 
         Raises:
-            DataError: a file is not of its type; the message names file and line.
+            DataError: a file does not have the declared type; the message names file and line.
         """
         for shard in range(len(self.files)):
             for record in self.records(shard, columns):
@@ -78,7 +79,7 @@ class FileSource:
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[Record]:
-        """Yield the records of one file; where a connection breaks, reading goes on there."""
+        """Yield the records of one file; after a connection error, resume at the same position."""
         file = local_copy(self.files[shard], self._cache)
         failures = 0
         while True:
@@ -105,13 +106,13 @@ def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> lis
     """Resolve a path, glob, address or folder to its files, sorted.
 
     Args:
-        pattern: of a folder, the files with one of the suffixes are taken, those of the folders in
-            it too, but no hidden ones.
-        label: of the inform, for messages.
-        suffixes: of files; they may be followed by that of a compression.
+        pattern: a folder stands for all files with one of the suffixes in it and its subfolders,
+            except hidden files.
+        label: name of the inform, for messages.
+        suffixes: suffixes of files, optionally followed by that of a compression.
 
     Raises:
-        DataError: the protocol is not installed, or nothing matches.
+        DataError: the protocol is not installed, or no file matches.
     """
     try:
         fs, path = fsspec.core.url_to_fs(os.path.expanduser(pattern))
@@ -126,7 +127,7 @@ def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> lis
             paths = sorted(p for p in inside if p.lower().endswith(ends))
             if not paths:
                 raise DataError(
-                    f"inform {label!r}: the folder {pattern!r} holds no file that ends with "
+                    f"inform {label!r}: the folder {pattern!r} contains no file that ends with "
                     f"{' or '.join(suffixes)}; correct type or data_files"
                 )
         else:
@@ -143,7 +144,7 @@ def _source_file(fs: fsspec.AbstractFileSystem, path: str) -> SourceFile:
         stat = os.stat(path)
         return SourceFile(fs, path, f"{stat.st_size}:{stat.st_mtime_ns}", path, stat.st_size)
     about = fs.info(path)
-    # Some (http) have a `ukey` of the address alone, and tell a change by one of these.
+    # The `ukey` of http depends only on the address, so these fields detect changes.
     changes = [str(about[key]) for key in _CHANGES if about.get(key) is not None]
     identity = ":".join([str(fs.ukey(path)), *changes])
     return SourceFile(
@@ -155,10 +156,10 @@ _CHANGES = ("ETag", "etag", "LastModified", "last_modified", "mtime")
 
 
 def local_copy(file: SourceFile, cache: FileCache) -> SourceFile:
-    """Return a copy of a remote file (made once, until it expires); the file itself otherwise.
+    """Return a copy of a remote file, downloaded once until it expires; return local files.
 
     Raises:
-        DataError: it cannot be fetched, after all retries.
+        DataError: the file cannot be downloaded after all attempts.
     """
     if cache.folder is None or is_local(file.fs):
         return file
@@ -179,25 +180,25 @@ def _fetch(file: SourceFile, target: Path, cache: FileCache) -> None:
         try:
             file.fs.get_file(file.path, os.fspath(target))
             return
-        except Exception as error:  # each file system raises its client's own
+        except Exception as error:  # file systems raise the errors of their clients
             if failures == cache.retries:
-                raise DataError(f"{file.address}: cannot be fetched: {error}") from error
+                raise DataError(f"{file.address} cannot be downloaded: {error}") from error
             _wait(failures, cache, error)
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
-    """Whether a file system is this machine's own."""
+    """Return whether a file system is local."""
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     return protocol in ("file", "local")
 
 
 def _nearby(fs: fsspec.AbstractFileSystem, path: str) -> str:
-    """The files that the folder has instead, for the message about one that it lacks."""
+    """Return the existing files of the folder, for the message about a missing file."""
     folder, _, name = path.rpartition("/")
     try:
         names = sorted(os.path.basename(p.rstrip("/")) for p in fs.ls(folder, detail=False))
     except (OSError, ValueError):
-        return f" (there is no folder {folder!r})"
+        return f" (the folder {folder!r} does not exist)"
     if not names:
         return f" (the folder {folder!r} is empty)"
     return f"{did_you_mean(name, names)} (in {folder!r}: {listing(names)})"

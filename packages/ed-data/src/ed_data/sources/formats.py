@@ -1,4 +1,4 @@
-"""The formats of files: json and jsonl, csv and tsv, txt, parquet, arrow. Each yields records."""
+"""Readers of file formats, which yield records: json, jsonl, csv, tsv, txt, parquet, arrow."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class SourceFile:
     """One file.
 
     Attributes:
-        fs: its file system.
-        path: its path there.
-        identity: changes when the file is rewritten.
-        address: the path as messages show it; of a copy, that of the original.
-        size: its bytes, 0 where the file system does not say.
+        fs: file system of the file.
+        path: path in the file system.
+        identity: a value that changes when the file is rewritten.
+        address: path in messages; for a copy, the path of the original.
+        size: size in bytes, 0 if unknown.
     """
 
     fs: fsspec.AbstractFileSystem
@@ -48,12 +48,12 @@ class SourceFile:
     size: int = 0
 
     def open(self, *, decompress: bool = True) -> IO[bytes]:
-        """Open for reading bytes; compression is told from the suffix."""
+        """Open the file for reading bytes; the suffix determines the compression."""
         compression = infer_compression(self.path) if decompress else None
         if decompress and compression is None and self.path.endswith(COMPRESSIONS):
             suffix = self.path.rpartition(".")[2]
             raise DataError(
-                f"{self.address}: reading .{suffix} files needs a package that is not installed"
+                f"{self.address}: reading .{suffix} files requires a package that is not installed"
                 + (" (zstandard)" if suffix == "zst" else "")
             )
         return fsspec.core.OpenFile(self.fs, self.path, "rb", compression=compression).open()
@@ -65,21 +65,21 @@ def read_file(
     """Yield the records of one file of an inform.
 
     Args:
-        inform: its `kind` chooses the reader, `content_field` names a text of a txt file, and
-            `sample_by` cuts such a file into rows.
+        inform: `kind` selects the reader, `content_field` names the text of a txt file, and
+            `sample_by` divides such a file into rows.
         file: the file.
-        columns: the fields that are needed, or None for all; a hint for columnar formats.
-        start: where to begin: the `at` or `after` of a record that was read before.
+        columns: the required fields, or None for all; a hint for columnar formats.
+        start: first position to read: `at` or `after` of an earlier record.
 
     Raises:
-        DataError: the file is not of that kind, or is cut short.
+        DataError: the file does not have this format, or is truncated.
     """
     try:
         yield from READERS[inform.kind](file, inform, columns, start)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(
-            f"{file.address}: cannot be read: {error}; if the file is cut short or damaged, "
-            "fetch it again"
+            f"{file.address} cannot be read: {error}; if the file is truncated or damaged, "
+            "download it again"
         ) from error
 
 
@@ -118,7 +118,7 @@ def _json_list(file: SourceFile, text: str, first: int) -> Records:
     for index in range(first, len(items)):
         place, item = f"{file.address}, item {index}", items[index]
         if not isinstance(item, dict):
-            item = DataError(f"{place} is a {type(item).__name__}; a row is an object {{…}}")
+            item = DataError(f"{place} is a {type(item).__name__}; a row must be an object {{…}}")
         yield Record(place, item, Spot(index), Spot(index + 1))
 
 
@@ -128,12 +128,13 @@ def _json_row(place: str, line: str) -> Row:
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise DataError(
-            f"{place}: not JSON: {reason}; a json file holds one object a line, "
-            "or one list of objects: correct or delete the line"
+            f"{place}: not JSON: {reason}; a json file contains one object per line, or one list "
+            "of objects: correct or delete the line"
         ) from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{place}: a {type(row).__name__}; a row is an object {{…}}: correct or delete the line"
+            f"{place}: the line is a {type(row).__name__}; a row must be an object {{…}}: correct "
+            "or delete the line"
         )
     return row
 
@@ -143,18 +144,18 @@ def _fields(pairs: list[tuple[str, Any]]) -> Row:
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {twice!r} is there twice")
+        raise ValueError(f"the field {twice!r} occurs twice")
     return row
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no value of JSON (write null)")
+    raise ValueError(f"{name} is not a JSON value (write null)")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"{digits} is too large for a number")
+        raise ValueError(f"the number {digits} is too large")
     return value
 
 
@@ -195,14 +196,14 @@ def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
 
 
 def _header(reader: Iterator[list[str]], file: SourceFile) -> list[str] | None:
-    """The names of the columns; None in an empty file."""
+    """Return the names of the columns, or None for an empty file."""
     try:
         names = next((values for values in reader if values), None)
     except csv.Error as error:
         raise DataError(f"{file.address}:1: the names of the columns: {error}") from error
     twice = next((name for name in names or () if (names or []).count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{file.address}:1: two columns are named {twice!r}: rename one")
+        raise DataError(f"{file.address}:1: two columns have the name {twice!r}: rename one")
     return names
 
 
@@ -212,7 +213,7 @@ def _misfit(place: str, names: list[str], values: list[str], delimiter: str) -> 
         f"{place}: {'fewer' if short else 'more'} values than the {len(names)} columns of the "
         "first line"
         + (f" ({names[len(values)]!r} has none)" if short else "")
-        + f"; put a value that holds {delimiter!r} in quotes, or correct the line"
+        + f"; put values that contain {delimiter!r} in quotes, or correct the line"
     )
 
 
@@ -222,9 +223,9 @@ _limits: list[int] = []
 
 @contextlib.contextmanager
 def _large_fields() -> Iterator[None]:
-    """Allow fields above csv's limit of 128 KiB while a file is read: a document may be longer.
+    """Allow fields longer than csv's limit of 128 KiB, because a document may be longer.
 
-    The limit is that of the whole process: the last of several readers restores what the first met.
+    The limit is global: the last of several readers restores the value before the first reader.
     """
     with _LIMIT:
         before = csv.field_size_limit(sys.maxsize)
@@ -291,7 +292,7 @@ def _parquet(
             yield from _numbered(file, batches, before, start.row)
         except pa.ArrowException as error:
             raise DataError(
-                f"{file.address}: not a parquet file, or one that is cut short: {error}"
+                f"{file.address} is not a parquet file, or is truncated: {error}"
             ) from error
 
 
@@ -303,12 +304,12 @@ def _arrow(file: SourceFile, inform: Inform, columns: Sequence[str] | None, star
             yield from _numbered(file, _arrow_batches(stream, columns), 0, start.row)
         except pa.ArrowException as error:
             raise DataError(
-                f"{file.address}: not an arrow file, or one that is cut short: {error}"
+                f"{file.address} is not an arrow file, or is truncated: {error}"
             ) from error
 
 
 def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-    """Both layouts of arrow files: with a footer (random access), and the stream of `datasets`."""
+    """Yield batches of both layouts of arrow files: with a footer, and the stream of `datasets`."""
     import pyarrow as pa
 
     try:
@@ -327,7 +328,7 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
 def _numbered(
     file: SourceFile, batches: Iterator[pa.RecordBatch], number: int, start: int
 ) -> Records:
-    """The rows of tables, of which the first has a number, from `start` on."""
+    """Yield the rows of tables from `start` on; `number` is the number of the first row."""
     for batch in batches:
         if number + batch.num_rows <= start:
             number += batch.num_rows
@@ -341,11 +342,11 @@ def _numbered(
 def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
     """Return the columns of a table to read, or None for all of them.
 
-    The fields of the chat template are optional. If another column is missing, all are read, so
-    that the error can list the names.
+    `OPTIONAL_FIELDS` may be missing. If another column is missing, all columns are read, so that
+    the error message can list their names.
 
     Args:
-        columns: the wanted columns, or None for all.
+        columns: the requested columns, or None for all.
         names: the columns of the table.
     """
     if columns is None or not {*columns} - {*OPTIONAL_FIELDS} <= {*names}:

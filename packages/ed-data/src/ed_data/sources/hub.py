@@ -1,9 +1,9 @@
 """Hugging Face datasets, from the hub or from a folder; `datasets` is imported on first use.
 
-Without `streaming` a dataset is downloaded and prepared once, by `datasets`. With it, nothing is
-kept: parquet files, which most datasets are made of, are read where they are, from any row group
-on, and everything else through an `IterableDataset`, shard by shard. (The state of an
-`IterableDataset` would not go on faster: it, too, reads over the tables of its shard.)
+Without `streaming`, `datasets` downloads and prepares a dataset once. With `streaming`, nothing is
+stored: parquet files are read in place from any row group, and other formats through an
+`IterableDataset`, shard by shard. (The state of an `IterableDataset` would not resume faster,
+because it also reads the skipped tables of its shard.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
-_ROWS = 1024  # of a table
+_ROWS = 1024  # rows of a table
 _ON_DISK = ("state.json", "dataset_dict.json")
 
 
@@ -33,13 +33,13 @@ def hub_source(
     """Open a dataset.
 
     Raises:
-        DataError: there is none of that name, or it has no such split.
+        DataError: the dataset or the split does not exist.
     """
     where = str(inform.dataset_id)
     on_disk = any(os.path.isfile(os.path.join(where, name)) for name in _ON_DISK)
     if not isinstance(file_cache, FileCache) or on_disk:
         return HubSource(inform)
-    # For a few rows of which nothing is to be kept, nobody downloads the whole.
+    # A few rows that are not cached do not justify downloading the whole dataset.
     few = file_cache.folder is None and inform.num_rows is not None
     if file_cache.streaming or few:
         return _stream(inform, where, file_cache)
@@ -47,7 +47,7 @@ def hub_source(
 
 
 class HubSource:
-    """A dataset of the local hub cache, or one written by `save_to_disk`: mapped into memory."""
+    """A memory-mapped dataset of the local hub cache, or written by `save_to_disk`."""
 
     def __init__(self, inform: Inform) -> None:
         self._name = str(inform.dataset_id)
@@ -64,7 +64,7 @@ class HubSource:
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[Record]:
-        """Yield the records from one on: the only shard is the whole."""
+        """Yield the records starting at `start`; the source is one shard."""
         data = self._data.with_format(None)
         names = present(columns, data.column_names)
         if names is not None:
@@ -76,13 +76,13 @@ class HubSource:
 
 
 class HubStream:
-    """A dataset that is read shard by shard as it comes.
+    """A dataset that is streamed shard by shard.
 
     Args:
-        name: of the dataset.
-        data: its rows.
-        version: changes when they do.
-        size: bytes of all, as far as they are known.
+        name: name of the dataset.
+        data: the rows.
+        version: a value that changes with the rows.
+        size: total size in bytes, 0 if unknown.
     """
 
     def __init__(self, name: str, data: IterableDataset, version: str, size: int) -> None:
@@ -101,7 +101,7 @@ class HubStream:
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[Record]:
-        """Yield the records of one shard; the tables before `start` are passed over as a whole."""
+        """Yield the records of one shard; tables before `start` are skipped without conversion."""
         data = self._data.shard(num_shards=len(self.shards), index=shard)
         before = 0
         try:
@@ -118,7 +118,7 @@ class HubStream:
                 before += table.num_rows
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self._name}, shard {shard}: cannot be read behind row {before}: {error}"
+                f"{self._name}, shard {shard}: cannot be read after row {before}: {error}"
             ) from error
 
 
@@ -149,15 +149,15 @@ def _stream(inform: Inform, where: str, cache: FileCache) -> HubStream | FileSou
 
 
 def _reads_part(builder: DatasetBuilder) -> bool:
-    """Whether the configuration of a parquet dataset wants other rows than those of its files."""
+    """Return whether the configuration of a parquet dataset selects columns or rows."""
     return any(getattr(builder.config, name, None) is not None for name in ("columns", "filters"))
 
 
 def _config_and_split(inform: Inform, where: str) -> tuple[str | None, str]:
-    """What `dataset_split_name` stands for.
+    """Return the configuration and the split that the options of an inform name.
 
-    EasyDeL's reference has the key for a split, its code for a configuration: take the one that
-    exists.
+    EasyDeL documents `dataset_split_name` as a split, but its code uses it as a configuration, so
+    it is a configuration if one with this name exists.
     """
     import datasets
 
@@ -194,13 +194,13 @@ def _not_loaded(label: str, where: str, split: str, error: Exception) -> DataErr
 def _no_split(label: str, split: str, known: Any) -> str:
     names = [str(name) for name in known]
     return (
-        f"inform {label!r}: no split {split!r}{did_you_mean(split, names)} "
+        f"inform {label!r}: there is no split {split!r}{did_you_mean(split, names)} "
         f"(the splits are: {listing(names)})"
     )
 
 
 def _one(loaded: object, split: str, label: str) -> Dataset:
-    """The dataset, or the named split where several were loaded."""
+    """Return the dataset, or the named split of several."""
     import datasets
 
     if isinstance(loaded, datasets.DatasetDict):

@@ -1,4 +1,4 @@
-"""The lines of a file as text, with the place of each, so that reading can go on at any of them."""
+"""Lines of a file as text, with their positions, so that reading can resume at any line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ed_data.schema import Row
 
 
 class Spot(NamedTuple):
-    """A place between two rows of a file, where reading can go on.
+    """A position between two rows of a file, at which reading can resume.
 
     Attributes:
-        row: lines (in a file of tables: rows) before it.
-        offset: bytes before it, after decompression; 0 in a file that is not read by lines.
+        row: number of lines (in a table: of rows) before the position.
+        offset: number of decompressed bytes before the position; 0 in files that are not read by
+            lines.
     """
 
     row: int = 0
@@ -24,19 +25,19 @@ class Spot(NamedTuple):
 
 START = Spot()
 
-#: Bytes after decompression of a line, and of a file that is one document. A compressed file of
-#: some megabytes can expand to a line that exceeds the memory.
+#: Maximum size after decompression of a line, and of a file that is one document. A compressed file
+#: of a few megabytes can expand to a line that exceeds the memory.
 MAX_LINE, MAX_REST = 2**30, 2**33
 
 
 class Record(NamedTuple):
-    """A row and where it stands.
+    """A row and its position.
 
     Attributes:
         place: file and line (or row), for messages.
-        row: the fields; the error of a row that cannot be read, which whoever reads may skip.
-        at: where it begins.
-        after: where the next one begins.
+        row: the fields, or the error of an invalid row, which the reader may skip.
+        at: position of the row.
+        after: position of the next row.
     """
 
     place: str
@@ -49,12 +50,12 @@ _MARK = b"\xef\xbb\xbf"
 
 
 class Lines(Iterator[str]):
-    """Lines of UTF-8, from a spot on; a byte-order mark at the beginning is left out.
+    """UTF-8 lines from a position on, without a byte-order mark.
 
-    A line that is no text raises a `DataError`, and reading can go on after it.
+    A line that is not valid text raises a `DataError`, and reading can continue after it.
 
     Attributes:
-        spot: where the next line begins.
+        spot: position of the next line.
     """
 
     def __init__(self, stream: IO[bytes], address: str, start: Spot = START) -> None:
@@ -79,7 +80,7 @@ class Lines(Iterator[str]):
         return decoded(raw, f"{self._address}:{row + 1}")
 
     def rest(self) -> bytes:
-        """Everything that has not been read."""
+        """Return the bytes that have not been read."""
         raw = self._stream.read(MAX_REST)
         if len(raw) == MAX_REST:
             raise DataError(
@@ -97,10 +98,10 @@ class Lines(Iterator[str]):
 
 
 def decoded(raw: bytes, place: str) -> str:
-    """Bytes as text.
+    """Decode UTF-8 bytes.
 
     Raises:
-        DataError: they are not UTF-8, or hold a NUL.
+        DataError: the bytes are not UTF-8, or contain a NUL.
     """
     try:
         text = raw.decode()
@@ -111,18 +112,18 @@ def decoded(raw: bytes, place: str) -> str:
         ) from error
     if "\0" in text:
         raise DataError(
-            f"{place}: a NUL byte, so this is no text file (or one in UTF-16: convert it with "
+            f"{place}: a NUL byte, so the file is not a text file, or is UTF-16 (convert it with "
             "iconv); correct or delete the line"
         )
     return text
 
 
 def _skipped(stream: IO[bytes], offset: int) -> IO[bytes]:
-    """The stream behind its first bytes, with a fast `readline`."""
+    """Return the stream after its first bytes, with a fast `readline`."""
     if offset:
         try:
             stream.seek(offset)
-        except (OSError, ValueError, NotImplementedError):  # it can only be read from the front
+        except (OSError, ValueError, NotImplementedError):  # the stream cannot seek
             while offset > 0 and (passed := len(stream.read(min(offset, 1 << 20)))):
                 offset -= passed
     if hasattr(stream, "readinto") and not isinstance(stream, io.BufferedReader):

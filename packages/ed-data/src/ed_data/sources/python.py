@@ -1,4 +1,4 @@
-"""Importable objects: looked up by name, and read as a source of text."""
+"""Importable objects: resolved by name, and read as a source of text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ed_data.sources.lines import START, Record, Spot
 
 
 class PythonSource:
-    """A string, a list of strings or rows, or a dictionary of strings (rows get its key).
+    """A string, a list of strings or rows, or a dictionary of strings (its keys become `name`).
 
-    `data_files: "pydoc_data.topics:topics"` names one that every Python has.
+    For example, every Python has `data_files: "pydoc_data.topics:topics"`.
     """
 
     def __init__(self, inform: Inform, file_cache: object = None) -> None:
@@ -31,7 +31,7 @@ class PythonSource:
         self.shards = [size]
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
-        """Yield the rows, in the order of the object."""
+        """Yield the rows in the order of the object."""
         for record in self.records(0, columns):
             assert not isinstance(record.row, DataError)
             yield record.place, record.row
@@ -39,7 +39,7 @@ class PythonSource:
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[Record]:
-        """Yield the records from one on: the only shard is the whole."""
+        """Yield the records starting at `start`; the source is one shard."""
         for index in range(start.row, len(self._rows)):
             place = f"{self._address}, item {index}"
             yield Record(place, self._rows[index], Spot(index), Spot(index + 1))
@@ -54,7 +54,7 @@ def resolve(address: str, label: str) -> object:
     name, _, attribute = address.partition(":")
     try:
         value: object = pkgutil.resolve_name(f"{name}:")
-    except Exception as error:  # whatever the module's own code raises
+    except Exception as error:  # the imported module may raise any error
         raise DataError(
             f"inform {label!r}: cannot import {address!r}: {_reason(name, error)}"
         ) from error

@@ -1,10 +1,11 @@
-"""Where the answers of a chat are, for templates that do not mark them with `{% generation %}`.
+"""The positions of answers in a chat, for templates without `{% generation %}` marks.
 
-An answer begins where the template with `add_generation_prompt` ends, or where the chat begins to
-differ from that text: some templates begin an answer with a thought that they do not keep. The
-answer ends with its turn, which the template shows at the end of a chat that is cut there. A turn
-that others follow may lose its beginning (a thought) or have another end token. White space that
-follows the end token is no part of the answer. Tokens belong to an answer by their characters.
+An answer begins at the end of the text that the template renders with `add_generation_prompt`, or
+at the first character in which the chat differs from this text, because some templates start an
+answer with reasoning that they remove later. An answer ends with its turn, which the template
+renders at the end of a chat that is truncated after the turn. If other turns follow, a turn may
+lose its beginning (the reasoning) or have another end token. White space after the end token does
+not belong to the answer. Character offsets determine the tokens of an answer.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ def with_answers(
     render: Render,
     end_tokens: Collection[str],
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a chat, and 1 for each token of an answer.
+    """Return the tokens of a chat, and a mask with 1 for each token of an answer.
 
     Args:
-        tokenizer: one that returns offsets.
+        tokenizer: a tokenizer that returns offsets.
         chat: the messages.
         render: the chat template.
         end_tokens: texts of the tokens that may end a turn.
 
     Raises:
-        ValueError: the template changes a turn once others follow, or the tokenizer returns no
-            offsets.
+        ValueError: the template renders a turn differently if other turns follow, or the tokenizer
+            does not return offsets.
     """
     text = render(chat, False)
     spans = _Turns(text, render, end_tokens).answers(chat)
@@ -50,8 +51,8 @@ def with_answers(
         )
     except NotImplementedError as error:
         raise ValueError(
-            "this tokenizer does not return the characters of its tokens, so the chat template "
-            "must mark the answers with {% generation %} … {% endgeneration %}"
+            "the tokenizer does not return character offsets, so the chat template must mark the "
+            "answers with {% generation %} … {% endgeneration %}"
         ) from error
     places: list[Span] = encoded["offset_mapping"]  # type: ignore[assignment]
     mask = [
@@ -65,7 +66,7 @@ class _Turns:
     """Finds the turns of a chat in its text.
 
     Args:
-        text: of the whole chat.
+        text: text of the whole chat.
         render: the chat template.
         end_tokens: texts of the tokens that may end a turn.
     """
@@ -76,10 +77,10 @@ class _Turns:
         self._units = re.compile("|".join([*ends, "."]), re.DOTALL)
 
     def answers(self, chat: list[Message]) -> list[Span]:
-        """Return the place of each message of the assistant.
+        """Return the characters of each message of the assistant.
 
         Raises:
-            ValueError: the template changes a turn once others follow.
+            ValueError: the template renders a turn differently if other turns follow.
         """
         return [
             self._answer(chat, i)
@@ -102,22 +103,22 @@ class _Turns:
             end = found
         turn = self._text[begin:end]
         stripped = turn.rstrip()
-        # Without an end token, the white space is what ends the turn.
+        # Without an end token, white space ends the turn.
         return begin, begin + len(stripped if stripped.endswith(self._ends) else turn)
 
     def _end(self, begin: int, cut: str) -> int | None:
-        """Where a turn ends that others follow.
+        """Return the end of a turn that other turns follow, or None.
 
         Args:
-            begin: where the turn begins.
-            cut: the text of the chat that is cut after the turn.
+            begin: first character of the turn.
+            cut: text of the chat that is truncated after the turn.
         """
         text = self._text
         same = self._shared(text, cut)
         if same == len(cut):
             return same
         if same >= begin and self._is_ends(cut[same:]):
-            # The end of a chat has a token of its own: behind the turn's, or in its place.
+            # The chat has a separate end token, after or instead of that of the turn.
             if text[begin:same].rstrip().endswith(self._ends):
                 return same
             following = self._units.match(text, same)
@@ -129,7 +130,7 @@ class _Turns:
         return None
 
     def _shared(self, first: str, second: str) -> int:
-        """The characters that two texts begin with; an end token is one unit."""
+        """Return the length of the common prefix of two texts; an end token is one unit."""
         length = 0
         for one, other in zip(
             self._units.finditer(first), self._units.finditer(second), strict=False
@@ -140,14 +141,13 @@ class _Turns:
         return length
 
     def _is_ends(self, text: str) -> bool:
-        """Whether a text holds end tokens and white space alone."""
+        """Return whether a text consists of end tokens and white space."""
         return not self._units.sub(
             lambda unit: "" if unit.group() in self._ends else unit.group(), text
         ).strip()
 
     def _changed(self, i: int) -> ValueError:
         return ValueError(
-            f"the template shows message {i} in another way once others follow, so nothing tells "
-            "where the answer is: mark the answers in the template with {% generation %} … "
-            "{% endgeneration %}"
+            f"the template renders message {i} differently if other messages follow: mark the "
+            "answers in the template with {% generation %} … {% endgeneration %}"
         )

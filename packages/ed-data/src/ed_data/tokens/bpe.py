@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on one's own text, in a form that transformers loads."""
+"""Train a byte-level BPE tokenizer that transformers can load."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger("ed_data")
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 _BYTES = 256
 
-#: Role and text on lines of their own; an answer ends with the end-of-text token, and is marked
-#: for the loss. Line ends stand alone in byte-level BPE, so a prompt is cut between tokens.
+#: The role and the text are on separate lines. An answer ends with the end-of-text token and is
+#: marked for the loss. Byte-level BPE does not merge line ends, so a prompt ends between tokens.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -44,17 +44,17 @@ def train_bpe(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich 2016; bytes as in GPT-2).
 
-    Every text can be encoded, and decoding gives it back exactly. A text begins with `<|bos|>`;
-    `<|eos|>` is added by whoever knows that it ends. The same texts give the same tokenizer.
+    Every text can be encoded and decoded without loss. Encoding adds `<|bos|>` at the beginning;
+    the caller adds `<|eos|>` at the end of a document. The same texts produce the same tokenizer.
 
     Args:
-        texts: the text to learn from.
-        vocab_size: number of ids; at least 256 bytes and 3 special tokens. Little text may not
-            fill it: then the tokenizer is smaller, and says so.
-        min_frequency: how often a pair must occur to be merged.
+        texts: the training texts.
+        vocab_size: number of ids; at least 256 bytes and 3 special tokens. With little text the
+            tokenizer is smaller and logs a warning.
+        min_frequency: minimum number of occurrences of a merged pair.
         chat_template: a Jinja template, or None.
-        model_max_length: the length that the tokenizer warns above.
-        save_directory: where to save it, if anywhere.
+        model_max_length: number of tokens above which the tokenizer logs a warning.
+        save_directory: folder for the tokenizer, or None.
 
     Raises:
         DataError: the vocabulary is too small, or there is no text.
@@ -65,8 +65,8 @@ def train_bpe(
     special = [BOS, EOS, PAD]
     if vocab_size < _BYTES + len(special):
         raise DataError(
-            f"vocab_size {vocab_size} is too small: the {_BYTES} bytes and {len(special)} special "
-            f"tokens need {_BYTES + len(special)}"
+            f"vocab_size={vocab_size} is too small: {_BYTES} bytes and {len(special)} special "
+            f"tokens require at least {_BYTES + len(special)}"
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,11 +81,11 @@ def train_bpe(
     seen = _Seen(texts)
     backend.train_from_iterator(seen, trainer)
     if not seen.characters:
-        raise DataError("cannot train a tokenizer: there is no text")
+        raise DataError("cannot train a tokenizer: the texts are empty")
     size = backend.get_vocab_size()
     if size < vocab_size:
         log.warning(
-            "the text gave a vocabulary of %d, not %d: it has no more pairs that occur %d times",
+            "the vocabulary has %d ids instead of %d: no other pair occurs at least %d times",
             size,
             vocab_size,
             min_frequency,
@@ -111,7 +111,7 @@ def train_bpe(
 
 
 class _Seen:
-    """Texts on their way to the trainer, counted."""
+    """Counts the characters of the texts that the trainer reads."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts

@@ -1,8 +1,8 @@
-"""Chats to tokens: the chat template, the loss on the answers, and the end of a chat.
+"""Encode chats: the chat template, the loss on the answers, and the end of a chat.
 
 The tokens of a chat are those of `apply_chat_template`. An end-of-text token is appended only to an
-answer at the end of a chat that the template does not end with an end token, which white space may
-follow: a model that never sees an end token after an answer never stops.
+answer at the end of a chat, if the template does not end it with an end token (and optional white
+space). A model that never sees an end token after an answer does not learn to stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ed_data")
 
-#: Roles whose messages an answer follows.
+#: Roles of messages that precede an answer.
 _ASKING = ("system", "developer", "user", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
@@ -34,9 +34,9 @@ class ChatEncoder:
     """Encodes chats with the chat template of a tokenizer.
 
     Args:
-        tokenizer: one of transformers.
-        eos: the id that ends a chat without an end token.
-        assistant_only_loss: take the loss on the answers alone.
+        tokenizer: a tokenizer of transformers.
+        eos: id that ends a chat without an end token.
+        assistant_only_loss: restrict the loss to the answers.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class ChatEncoder:
         return end_tokens(self._tokenizer, self._eos)
 
     def prompts(self, items: list[Item]) -> list[TokenSequence]:
-        """Encode chats that end with the beginning of an answer.
+        """Encode chats that end with the start of an answer.
 
         Raises:
-            DataError: there is no chat template, or the template fails; the message names the row.
+            DataError: there is no chat template, or it rejects a chat; the message names the row.
         """
         return self._encode(items, begins_answer=True)
 
     def whole(self, items: list[Item]) -> list[TokenSequence]:
-        """Encode complete chats; an answer at the end has an end token.
+        """Encode complete chats; an answer at the end of a chat has an end token.
 
         Raises:
-            DataError: as `prompts`, or the answers of a chat cannot be found.
+            DataError: as `prompts`, or the answers of a chat cannot be located.
         """
         encoded = self._encode(items, begins_answer=False)
         return [self._ended(t, item) for t, item in zip(encoded, items, strict=True)]
 
     def _encode(self, items: list[Item], begins_answer: bool) -> list[TokenSequence]:
-        """Encode runs of chats with equal template arguments together."""
+        """Encode consecutive chats with equal template arguments together."""
         runs = [list(run) for _, run in groupby(items, key=_arguments_key)]
         return [tokens for run in runs for tokens in self._run(run, begins_answer)]
 
@@ -77,12 +77,12 @@ class ChatEncoder:
         template = chat_template(self._tokenizer, TOOLS in arguments)
         if not template:
             raise DataError(
-                f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
+                f"{items[0].where}: the row is a chat, but the tokenizer has no chat template"
             )
         self._check_arguments(items[0], template)
         masked = self._assistant_only_loss and not begins_answer
         if masked and not _GENERATION.search(template):
-            problem = "the answers of the chat cannot be told"
+            problem = "the answers of the chat cannot be located"
             return with_blame(self._with_found_answers, items, problem)
 
         def encode(chats: list[Item]) -> list[TokenSequence]:
@@ -97,7 +97,7 @@ class ChatEncoder:
             masks = output["assistant_masks"] if masked else [None] * len(chats)
             return list(map(TokenSequence, output["input_ids"], masks))
 
-        return with_blame(encode, items, "the chat template cannot show the messages")
+        return with_blame(encode, items, "the chat template cannot render the messages")
 
     def _with_found_answers(self, items: list[Item]) -> list[TokenSequence]:
         texts = self._end_tokens.values()
@@ -117,8 +117,8 @@ class ChatEncoder:
     def _ended(self, tokens: TokenSequence, item: Item) -> TokenSequence:
         """Append the end-of-text token to an answer that ends without an end token.
 
-        The end of an answer has loss. So has the text between the answer and its end: a model
-        reaches the end token through that text.
+        The end of an answer has loss, and so does the text between the answer and its end, because
+        a model must generate this text to reach the end token.
         """
         last: Message = item.content[-1]  # type: ignore[assignment]
         if last["role"] in _ASKING or self._has_end(tokens.ids):
@@ -130,7 +130,7 @@ class ChatEncoder:
         return tokens._replace(ids=ids, mask=[*mask[:end], *[1] * (len(ids) - end)])
 
     def _has_end(self, ids: list[int]) -> bool:
-        """Whether the last token that is no white space may end a turn."""
+        """Return whether the last token that is not white space may end a turn."""
         for token in reversed(ids):
             if token in self._end_tokens:
                 return True
@@ -139,13 +139,13 @@ class ChatEncoder:
         return False
 
     def _check_arguments(self, item: Item, template: str) -> None:
-        """Warn once of each argument of a row that the template does not read."""
+        """Warn once about each argument of a row that the template does not read."""
         for name in item.template.keys() - self._unused:
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 self._unused.add(name)
                 log.warning(
-                    "%s: the chat template does not read %r (of the field %r), so the tokens do "
-                    "not depend on it",
+                    "%s: the chat template does not read %r (of the field %r), so the argument "
+                    "does not change the tokens",
                     item.where,
                     name,
                     TOOLS if name == TOOLS else KWARGS,
@@ -153,14 +153,14 @@ class ChatEncoder:
 
 
 def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that a model writes after its answer in a chat.
+    """Return the token that a model generates after its answer in a chat.
 
     Args:
-        tokenizer: one of transformers.
+        tokenizer: a tokenizer of transformers.
 
     Returns:
-        The first end token behind an answer of the chat template; the end-of-text token where the
-        template writes none. None without a chat template, or if the template refuses a chat of
+        The first end token after an answer of the chat template, or the end-of-text token if the
+        template writes none. None without a chat template, or if the template rejects a chat of
         one question and one answer.
     """
     eos = tokenizer.eos_token_id
@@ -169,8 +169,8 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int | None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         output: Any = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)
-    except Exception as error:  # whatever a template raises: jinja's own, and Python's
-        log.debug("the chat template refuses a chat of two messages: %s", error)
+    except Exception as error:  # a template may raise any error, of jinja or of Python
+        log.debug("the chat template rejects a chat of two messages: %s", error)
         return None
     known, end = end_tokens(tokenizer, eos), eos
     for token in reversed(output["input_ids"]):

@@ -1,7 +1,7 @@
-"""A pool of processes for what Python alone is too slow for: chat templates above all.
+"""A pool of worker processes for functions that are slow in Python, such as chat templates.
 
-The processes are new ones, not copies of this one (which may hold threads and devices), and start
-in the time that the import of what they need takes. They end with this process, however it ends.
+The worker processes are started, not forked, because this process may hold threads and devices. A
+worker imports only the modules that the function needs, and ends when this process ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ B = TypeVar("B")
 
 
 class Workers(Generic[A, B]):
-    """Processes that apply one function to items.
+    """Worker processes that apply one function to items.
 
     Args:
-        function: takes an item; both, and the result, can be pickled.
-        count: processes; each starts with its first item.
-        key: the option that asked for them, for messages.
+        function: function of an item; function, items and results must be picklable.
+        count: number of processes; each starts with its first item.
+        key: option that sets the number, for messages.
     """
 
     def __init__(self, function: Callable[[A], B], count: int, key: str) -> None:
@@ -39,15 +39,15 @@ class Workers(Generic[A, B]):
         self._all: list[subprocess.Popen[bytes]] = []
 
     def submit(self, item: A) -> Future[B]:
-        """Have an item worked on; the result raises what the function raised.
+        """Return a future of the function's result, or of its error.
 
-        Raises:
-            DataError: of the result: the process ended, or something cannot be pickled.
+        The future raises a `DataError` if the worker process ended, or if a value cannot be
+        pickled.
         """
         return self._pool.submit(self._call, item)
 
     def map(self, items: Iterable[A]) -> Iterator[B]:
-        """Yield the results in the order of the items, a few of which are worked on ahead."""
+        """Yield the results in the order of the items, a few of which are processed in advance."""
         ahead: deque[Future[B]] = deque()
         try:
             for item in items:
@@ -61,7 +61,7 @@ class Workers(Generic[A, B]):
                 future.cancel()
 
     def close(self) -> None:
-        """End the processes, those too that are working."""
+        """Stop all worker processes immediately."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.kill()
@@ -84,7 +84,7 @@ class Workers(Generic[A, B]):
             [sys.executable, "-m", "ed_data.tokens.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # The processes are the parallelism: the tokenizer's threads would only crowd them.
+            # Threads of the tokenizer would compete with the other worker processes.
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path),
@@ -107,19 +107,19 @@ class Workers(Generic[A, B]):
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise self._not_sent(error) from error
         except OSError:
-            pass  # it is gone: so says the next line too
+            pass  # the process has ended; reading the reply raises the error
         try:
             return receive(process.stdout)
         except (EOFError, OSError) as error:
             self._own.process = None
             raise DataError(
                 f"{self._key}: a worker process ended with code {process.wait()}; a negative code "
-                "is a signal, and -9 is often a lack of memory: take fewer processes"
+                "is a signal, and -9 usually means insufficient memory: use fewer processes"
             ) from error
 
     def _not_sent(self, error: Exception) -> DataError:
         return DataError(
-            f"{self._key}: what the processes work with cannot be sent to them "
-            f"({type(error).__name__}: {error}); define its class in a module that can be "
-            "imported, or leave the option out"
+            f"{self._key}: an object cannot be sent to the worker processes "
+            f"({type(error).__name__}: {error}); define its class in an importable module, or "
+            "remove the option"
         )

@@ -1,9 +1,9 @@
 """The program of a worker process, which `ed_data.tokens.processes` starts.
 
-It reads pickled messages from its standard input: the path of modules, then a function, then
-items. It answers the function and each item with `(True, result)` or `(False, error)`. It imports
-what the function needs and nothing else, and does not run the user's main module again, as
-`multiprocessing` would.
+The program reads pickled messages from its standard input: `sys.path`, then a function, then items.
+It replies to the function and to each item with `(True, result)` or `(False, error)`. In contrast
+to `multiprocessing`, it does not run the user's main module again, and imports only the modules
+that the function needs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def send(stream: IO[bytes], value: object) -> None:
     """Write a message.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: the value cannot be pickled; nothing has
-            been written.
+        pickle.PicklingError, TypeError, AttributeError: the value cannot be pickled, and nothing
+        was
+            written.
     """
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     stream.write(HEAD.pack(len(data)))
@@ -37,7 +38,7 @@ def receive(stream: IO[bytes]) -> Any:
     """Read a message.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the other process has ended.
     """
     return pickle.loads(_exactly(stream, HEAD.unpack(_exactly(stream, HEAD.size))[0]))
 
@@ -45,15 +46,15 @@ def receive(stream: IO[bytes]) -> Any:
 def _exactly(stream: IO[bytes], size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
-        raise EOFError("the other side is gone")
+        raise EOFError("the other process has ended")
     return data
 
 
 def main() -> None:
-    """Serve until the parent is gone."""
+    """Process messages until the parent process ends."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a function prints is no reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
+    os.dup2(2, 1)  # output that a function prints must not become a reply
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops the worker
     sys.path[:] = receive(requests)
     items: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -62,7 +63,7 @@ def main() -> None:
             while True:
                 items.put(_exactly(requests, HEAD.unpack(_exactly(requests, HEAD.size))[0]))
         except EOFError:
-            os._exit(0)  # in the middle of an item too: nobody waits for its result
+            os._exit(0)  # the parent has ended, so no process waits for a result
 
     threading.Thread(target=read, daemon=True).start()
     function: Any = None
@@ -78,7 +79,7 @@ def main() -> None:
             reply = False, error
         try:
             send(replies, reply)
-        except Exception:  # it cannot be pickled
+        except Exception:  # the reply cannot be pickled
             send(replies, (False, RuntimeError(f"{type(reply[1]).__name__}: {reply[1]}")))
 
 
