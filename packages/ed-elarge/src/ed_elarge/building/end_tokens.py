@@ -34,7 +34,7 @@ def stop_after_answers(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> N
     found = {name: special_token(model.config, name) for name in SPECIAL}
     defaults = {name: token for name, token in found.items() if token is not None}
     ends = token_ids("eos_token_id", stored.get("eos_token_id", defaults.get("eos_token_id")))
-    if end is None or end in ends or end >= model.config.vocab_size:
+    if end is None or end in ends or end >= model.config.get_text_config().vocab_size:
         return
     settings = {**(stored or defaults), "eos_token_id": [*ends, end]}
     model.generation_json = json.dumps(settings, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,164 @@
+"""A run file trains, saves and runs models of every task from tiny local checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from ed_elarge import eLargeModel
+from ed_elarge.__main__ import run_file
+from ed_elarge.errors import InputError
+from ed_infra import registry
+from ed_infra.enums import TaskType
+
+Image = pytest.importorskip("PIL.Image")
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def tokenizer(path: Path, **tokens: str) -> Any:
+    """Train a byte-level tokenizer of 300 tokens and save it."""
+    from ed_data import train_bpe
+
+    made = train_bpe(["a cat sat on a mat", "the dog ran away"] * 20, 300)
+    made.add_special_tokens(tokens)
+    made.save_pretrained(path)
+    return made
+
+
+def save_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def train(folder: Path, sections: dict[str, Any], actions: list[Any]) -> int:
+    """Run a file of two training steps and return the exit code."""
+    mixture = {"batch_size": 8, "prefetch_workers": 0, **sections.pop("mixture")}
+    trainer = {
+        "max_training_steps": 2,
+        "total_batch_size": 8,
+        "learning_rate": 1e-2,
+        "save_directory": str(folder / "run"),
+        "log_steps": 1,
+        "use_tensorboard": False,
+        **sections.pop("trainer"),
+    }
+    document = {**sections, "mixture": mixture, "trainer": trainer, "actions": actions}
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return run_file(str(file))
+
+
+def arrays(model: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(model.split_module()[1])
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaVA with its processor."""
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    path = tmp_path_factory.mktemp("llava")
+    tokens = tokenizer(path, additional_special_tokens=["<image>"])
+    size = {"height": 28, "width": 28}
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
+        tokenizer=tokens,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    ).save_pretrained(path)
+    text = {"model_type": "llama", "vocab_size": len(tokens), **SIZES, "num_key_value_heads": 1}
+    vision = {"model_type": "clip_vision_model", **SIZES, "image_size": 28, "patch_size": 14}
+    config = registry.get_config("llava")(
+        text_config={**text, "max_position_embeddings": 128},
+        vision_config=vision,
+        image_token_id=tokens.convert_tokens_to_ids("<image>"),
+    )
+    module = registry.get_module(TaskType.IMAGE_TEXT_TO_TEXT, "llava")
+    module.create(config, seed=0).save_pretrained(path)
+    return path
+
+
+def image_chats(folder: Path) -> str:
+    rows = []
+    for number in range(16):
+        file = folder / f"{number}.png"
+        Image.new("RGB", (30, 40), (15 * number, 255 - 15 * number, 7)).save(file)
+        question = [{"type": "image"}, {"type": "text", "text": "what is it"}]
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "a cat" if number % 2 else "the dog"},
+        ]
+        rows.append({"messages": messages, "images": [str(file)]})
+    return save_rows(folder / "chats.jsonl", rows)
+
+
+def test_vision_language_model_trains_on_chats_with_images(llava: Path, tmp_path: Path) -> None:
+    sections = {
+        "model": {"name_or_path": str(llava), "task": "image-text-to-text"},
+        "mixture": {
+            "informs": [{"data_files": image_chats(tmp_path), "content_field": "messages"}],
+            "tokenization": {"max_length": 64},
+        },
+        "trainer": {"trainer_type": "sft"},
+    }
+    assert train(tmp_path, sections, ["train"]) == 0
+    saved = tmp_path / "run" / "model"
+    before, after = (
+        arrays(eLargeModel.from_pretrained(str(path), task="image-text-to-text").build_model())
+        for path in (llava, saved)
+    )
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert any("vision_tower" in name for name in changed), "the images had no effect"
+    assert any("language_model" in name for name in changed)
+    assert (saved / "processor_config.json").is_file()
+
+
+def test_vision_language_model_without_a_processor_is_rejected(llava: Path, tmp_path: Path) -> None:
+    tokenizer(tmp_path / "plain")
+    elm = eLargeModel.from_pretrained(
+        str(llava), task="image-text-to-text", tokenizer=str(tmp_path / "plain")
+    )
+    with pytest.raises(Exception, match=r"no image processor|no processor"):
+        elm.build_tokenizer()
+
+
+def test_images_require_the_task_of_the_model(llava: Path, tmp_path: Path) -> None:
+    inform = {"type": "visual", "data_files": image_chats(tmp_path), "image_field": "images"}
+    sections = {
+        "model": {"name_or_path": str(llava)},
+        "mixture": {"informs": [inform], "tokenization": {"max_length": 64}},
+        "trainer": {"trainer_type": "sft", "save_directory": str(tmp_path / "run")},
+    }
+    with pytest.raises(InputError, match=r"set model\.task: image-text-to-text"):
+        eLargeModel(sections).validate()
+
+
+def test_method_rejects_a_task_that_it_does_not_train() -> None:
+    sections = {
+        "model": {"name_or_path": "org/model", "task": "seq2seq-lm"},
+        "trainer": {"trainer_type": "dpo"},
+    }
+    with pytest.raises(InputError, match="dpo trains no model for 'sequence-to-sequence'"):
+        eLargeModel(sections).validate()
