@@ -7,6 +7,7 @@ and all later runs share.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import pathlib
 import sys
@@ -21,13 +22,17 @@ CACHE = ROOT / ".cache" / "jax"
 assert "jax" not in sys.modules, "jax was imported before the root conftest could set it up"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-_flags = os.environ.get("XLA_FLAGS", "")
-# Programs run for milliseconds here, and LLVM's optimizations took 40 % of a run's time.
-# nightly.yml has them.
-for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
-    if _flag.split("=")[0] not in _flags:
-        _flags = f"{_flags} {_flag}".strip()
-os.environ["XLA_FLAGS"] = _flags
+_flags = [os.environ.get("XLA_FLAGS", "")]
+if "--xla_force_host_platform_device_count" not in _flags[0]:
+    _flags.append("--xla_force_host_platform_device_count=8")
+# Programs run for milliseconds here: how long XLA compiles them is what a run takes.
+# nightly.yml sets the level that users have, and so gets everything else as users have it.
+if "--xla_backend_optimization_level" not in _flags[0]:
+    _flags.append("--xla_backend_optimization_level=0")
+    # A quarter of the time of a compilation. jax 0.12 has one way of emitting fusions.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        _flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
 # Threads of XLA; `ed_infra.compilation.cache` says why programs from the cache need so many.
 os.environ.setdefault("NPROC", "64")
 # Workers share the folder. An entry that is read while it is written does not decompress; jax then
@@ -61,6 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).as_posix()))
     items.sort(key=lambda item: item.path.is_relative_to(ROOT / "packages"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_without_torch() -> None:
+    """Let processes that tests start begin in half the time: see the file in that folder."""
+    path = [str(ROOT / "tests" / "subprocesses"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -78,7 +78,8 @@ ONLINE = {
 
 def start(folder, text=RUN):
     (folder / "run.yaml").write_text(text)
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
+    environment = {**os.environ, "XLA_FLAGS": flags}
     return subprocess.Popen(
         [ELARGE, "run.yaml"],
         cwd=folder,
