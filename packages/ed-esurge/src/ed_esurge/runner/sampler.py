@@ -210,7 +210,10 @@ def sampled_from(
     """
     scaled = scaled_logits(logits, rows)
     every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-    kept = (scaled >= cutoff[:, None]) | (every == tokens[:, None])
+    # The scaled logits are computed a second time here, and a compiler may round them differently:
+    # the token at the cutoff itself must stay.
+    least = cutoff - 1e-5 * (1 + jnp.abs(cutoff))
+    kept = (scaled >= least[:, None]) | (every == tokens[:, None])
     return jnp.where(kept, scaled, -jnp.inf)
 
 
