@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import Intake, salt, seed_of, seeds_of
-from ed_esurge.fitting import fit, truncate
+from ed_esurge.engine.intake import Intake, fit, salt, seed_of, seeds_of, truncate
 from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.template import ChatTemplate
@@ -166,11 +165,11 @@ def intake(**options) -> Intake:
     [
         ([300], {}, "outside the vocabulary of 258"),
         ([], {}, "no tokens"),
-        ([1], {"logprobs": 21}, "max_logprobs 20"),
-        ([1], {"prompt_logprobs": 50}, "max_logprobs 20"),
+        ([1], {"logprobs": 21}, "max_logprobs=20"),
+        ([1], {"prompt_logprobs": 50}, "max_logprobs=20"),
         ([1], {"logit_bias": {258: 1.0}}, "outside the vocabulary"),
         ([1], {"allowed_token_ids": (257,), "min_tokens": 2}, "which min_tokens forbids"),
-        ([1] * 60, {"max_tokens": 30, "min_tokens": 20}, "min_tokens 20 is above the 4"),
+        ([1] * 60, {"max_tokens": 30, "min_tokens": 20}, "min_tokens=20 exceeds the 4"),
     ],
 )
 def test_intake_rejects_impossible_requests(prompt, params, message):

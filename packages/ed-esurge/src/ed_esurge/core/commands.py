@@ -5,11 +5,39 @@ Engines that execute the same commands between the same steps plan the same step
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ed_esurge.sampling import PoolingParams, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """One item of a model's encoder, such as an image.
+
+    Attributes:
+        key: hash of `arrays`. Items with equal keys are encoded once.
+        arrays: name -> array of the item, without the batch axis (`pixel_values` [c, h, w]).
+        start, length: position of the first placeholder token in the prompt, and their number.
+    """
+
+    key: bytes
+    arrays: Mapping[str, np.ndarray]
+    start: int
+    length: int
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], start: int, length: int) -> EncoderInput:
+        """Create an item and compute its key."""
+        key = hashlib.blake2b(digest_size=16)
+        for name, array in sorted(arrays.items()):
+            key.update(f"{name} {array.dtype} {array.shape} ".encode())
+            key.update(np.ascontiguousarray(array).tobytes())
+        return cls(key.digest(), dict(arrays), start, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +57,7 @@ class Add:
         salt: 16 bytes, or empty. Only requests with equal salts share pages of the prefix cache.
         adapter: number of the LoRA adapter; 0 = none.
         arrival_time: time on the monotonic clock of the host that accepted the request.
+        encoder_inputs: inputs of the model's encoder, in the order of their placeholder tokens.
     """
 
     request_id: str
@@ -43,6 +72,7 @@ class Add:
     salt: bytes = b""
     adapter: int = 0
     arrival_time: float = 0.0
+    encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Validation and tokenization of requests."""
+"""Validation and tokenization of requests: every request passes here, and only here.
+
+A server maps `ContextLengthError` and `TokenIdError` to its own error format.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypedDict, cast
 
@@ -13,14 +17,169 @@ from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
-from ed_esurge.core.commands import Add
-from ed_esurge.fitting import fit
+from ed_esurge.core.commands import Add, EncoderInput
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
 
-Prompt = str | Sequence[int]
+
+class ContextLengthError(ConfigError):
+    """A request does not fit the context, and the options forbid the required change.
+
+    Attributes:
+        prompt_tokens: number of prompt tokens.
+        max_tokens: number of requested tokens; None = no number was requested.
+        max_model_len: maximum length of prompt plus completion.
+    """
+
+    def __init__(
+        self, message: str, prompt_tokens: int, max_tokens: int | None, max_model_len: int
+    ) -> None:
+        super().__init__(message)
+        self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
+        self.max_model_len = max_model_len
+
+
+class TokenIdError(ConfigError):
+    """A token id is outside the vocabulary.
+
+    Attributes:
+        token: the id.
+        vocab_size: size of the vocabulary.
+    """
+
+    def __init__(self, field: str, token: int, vocab_size: int) -> None:
+        super().__init__(
+            f"{field} has token id {token}, outside the vocabulary of {vocab_size}: use ids of "
+            f"0 to {vocab_size - 1}"
+        )
+        self.token, self.vocab_size = token, vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """A prompt that `check_prompt` has accepted. The engine does not check it again.
+
+    Attributes:
+        token_ids: token ids after truncation, at least one.
+        max_tokens: maximum number of tokens that can be generated.
+        removed: number of tokens that truncation has removed.
+        text: text of the prompt; None for a prompt of token ids.
+    """
+
+    token_ids: list[int]
+    max_tokens: int
+    removed: int = 0
+    text: str | None = None
+
+
+Prompt = str | Sequence[int] | CheckedPrompt
 Params = SamplingParams | PoolingParams
+
+
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Check that token ids are in the vocabulary.
+
+    Args:
+        field: name of the field, for the error.
+
+    Raises:
+        TokenIdError: an id is outside the vocabulary.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise TokenIdError(field, wrong, vocab_size)
+
+
+def check_prompt(
+    token_ids: list[int],
+    max_tokens: int | None,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+) -> CheckedPrompt:
+    """Check the token ids of a prompt, and fit the prompt and `max_tokens` to the context.
+
+    Args:
+        token_ids: the prompt.
+        max_tokens: see `fit`.
+        config: the engine's options.
+        max_model_len, vocab_size: the engine's limits.
+
+    Raises:
+        TokenIdError: a token id is outside the vocabulary.
+        ContextLengthError: see `fit`.
+        ConfigError: the prompt is empty.
+    """
+    check_token_ids("the prompt", token_ids, vocab_size)
+    used, most = fit(token_ids, max_tokens, config, max_model_len)
+    return CheckedPrompt(used, most, removed=len(token_ids) - len(used))
+
+
+def fit(
+    prompt: list[int], max_tokens: int | None, config: EngineConfig, max_model_len: int
+) -> tuple[list[int], int]:
+    """Truncate the prompt and reduce `max_tokens` according to the options, so that both fit.
+
+    Args:
+        prompt: token ids.
+        max_tokens: requested number of tokens; None is the free part of the context, 0 needs no
+            room after the prompt.
+        config: the engine's options.
+        max_model_len: maximum length of prompt plus completion.
+
+    Returns:
+        the prompt to use, and the number of tokens to generate: at least 1, or 0 if requested.
+
+    Raises:
+        ContextLengthError: the request does not fit, and the options forbid the required change.
+        ConfigError: the prompt is empty.
+    """
+    if not prompt:
+        raise ConfigError("the prompt has no tokens: give at least one")
+    room = 0 if max_tokens == 0 else max(1, config.reserve_tokens or 1)
+    may_cut = config.auto_truncate_prompt and not config.strict_context
+    if may_cut and not config.prefer_preserve_prompt and max_tokens is not None:
+        room = max(room, min(max_tokens, max_model_len - 1))
+    longest = max_model_len - room
+    least = 1 if max_tokens is None else max_tokens
+    if len(prompt) > longest and len(prompt) + least > max_model_len:
+        if not may_cut:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens, but max_model_len={max_model_len} allows "
+                f"{longest} in addition to {room} generated tokens: shorten the prompt, or set "
+                "auto_truncate_prompt (without strict_context)",
+                len(prompt),
+                max_tokens,
+                max_model_len,
+            )
+        prompt = truncate(prompt, longest, config.truncate_mode)
+    free = max_model_len - len(prompt)
+    if max_tokens is None:
+        return prompt, free
+    if max_tokens > free:
+        if config.strict_context or not config.auto_cap_new_tokens:
+            raise ContextLengthError(
+                f"max_tokens={max_tokens} after a prompt of {len(prompt)} tokens exceeds "
+                f"max_model_len={max_model_len}: request at most {free}, or set "
+                "auto_cap_new_tokens (without strict_context)",
+                len(prompt),
+                max_tokens,
+                max_model_len,
+            )
+        max_tokens = free
+    return prompt, max_tokens
+
+
+def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
+    """Remove the left, the right or the middle part of a prompt."""
+    if mode == "left":
+        return prompt[-length:]
+    if mode == "right":
+        return prompt[:length]
+    head = length - length // 2
+    return prompt[:head] + prompt[len(prompt) - length // 2 :]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -31,19 +190,22 @@ class RequestOptions(TypedDict, total=False):
         cache_salt: salt of the prefix cache. Only requests with equal salts share pages, so that
             response times reveal nothing about the prompts of other users.
         lora_name: name of the loaded LoRA adapter; None = the base model.
+        encoder_inputs: inputs of the model's encoder, such as images, in the order of their
+            placeholder tokens.
     """
 
     priority: int
     cache_salt: str | None
     lora_name: str | None
+    encoder_inputs: Sequence[EncoderInput]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Return one prompt or several prompts as a list."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | CheckedPrompt):
         return [prompts]
     many = list(prompts)
-    if many and not isinstance(many[0], str) and not hasattr(many[0], "__len__"):
+    if many and not isinstance(many[0], str | CheckedPrompt) and not hasattr(many[0], "__len__"):
         return [cast("Sequence[int]", many)]
     return many
 
@@ -59,6 +221,7 @@ class Intake:
         prompt_class: function from prompt length to class. Prompts of the same class have the same
             keys and values for the same tokens.
         grammars: compiler of structured outputs; None = structured outputs are not supported.
+        encoder_names: names of the arrays that the model's encoder accepts; () = no encoder.
         adapters: table of the loaded adapters; None = adapters are not supported.
     """
 
@@ -73,6 +236,7 @@ class Intake:
         max_logprobs: int,
         prompt_class: Callable[[int], int] = lambda length: 0,
         grammars: Grammars | None = None,
+        encoder_names: Sequence[str] = (),
         adapters: AdapterTable | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -82,6 +246,7 @@ class Intake:
         # Reading the rotary settings of a configuration dominates the time of `prepare`.
         self.prompt_class = lru_cache(4096)(prompt_class)
         self.grammars = grammars
+        self.encoder_names = tuple(encoder_names)
         self.adapters = adapters or AdapterTable(0)
         # A client request with many prompts repeats the same words for each prompt.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
@@ -95,6 +260,7 @@ class Intake:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        encoder_inputs: Sequence[EncoderInput] = (),
     ) -> Add:
         """Create the command that queues a request.
 
@@ -103,21 +269,18 @@ class Intake:
         """
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
             raise ConfigError(
-                f"priority {priority!r} is not a whole number of 32 bits: 0 is usual, smaller first"
+                f"priority={priority!r} is invalid: it must be a whole number of 32 bits. The "
+                "default is 0; smaller numbers are scheduled first"
             )
         if cache_salt is not None and not isinstance(cache_salt, str):
-            raise ConfigError(f"cache_salt {cache_salt!r} is no text: give one, or None")
+            raise ConfigError(f"cache_salt={cache_salt!r} is invalid: it must be a string or None")
         adapter = 0 if lora_name is None else self.adapters.find(lora_name).number
         sampling = params if isinstance(params, SamplingParams) else None
         if sampling is not None:
             self._check(sampling)
-        text = prompt if isinstance(prompt, str) else None
-        ids = (
-            encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        )
-        self._check_tokens("the prompt", ids)
-        asked = 0 if sampling is None else sampling.max_tokens
-        ids, max_tokens = fit(ids, asked, self.config, self.max_model_len)
+        checked = self.check_prompt(prompt, 0 if sampling is None else sampling.max_tokens)
+        ids, max_tokens = checked.token_ids, checked.max_tokens
+        self._check_encoder_inputs(encoder_inputs, checked)
         options: dict[str, Any] = {} if sampling is None else self._sampling(sampling, max_tokens)
         return Add(
             request_id,
@@ -125,26 +288,74 @@ class Intake:
             params,
             max_tokens,
             priority=priority,
-            prompt=text,
+            prompt=checked.text,
             salt=salt(adapter, self.prompt_class(len(ids)), cache_salt),
             adapter=adapter,
             arrival_time=time.monotonic(),
+            encoder_inputs=tuple(encoder_inputs),
             **options,
         )
+
+    def check_prompt(self, prompt: Prompt, max_tokens: int | None) -> CheckedPrompt:
+        """Tokenize and check a prompt; see the function `check_prompt`.
+
+        Args:
+            prompt: text, token ids, or a prompt that was checked before.
+            max_tokens: requested number of tokens; None = the free part of the context.
+        """
+        if isinstance(prompt, CheckedPrompt):
+            most = prompt.max_tokens if max_tokens is None else min(max_tokens, prompt.max_tokens)
+            return replace(prompt, max_tokens=most)
+        text = prompt if isinstance(prompt, str) else None
+        ids = (
+            encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        )
+        limits = {"max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
+        return replace(check_prompt(ids, max_tokens, self.config, **limits), text=text)
+
+    def _check_encoder_inputs(self, items: Sequence[EncoderInput], checked: CheckedPrompt) -> None:
+        """Check that the placeholder tokens of the items are in the prompt, in order."""
+        if not items:
+            return
+        if checked.removed:
+            raise ConfigError(
+                f"the prompt is {checked.removed} tokens too long, and prompts with encoder inputs "
+                "are not truncated: send fewer inputs or less text"
+            )
+        free = 0
+        for number, item in enumerate(items):
+            unknown = sorted(set(item.arrays) - set(self.encoder_names))
+            if unknown:
+                accepted = ", ".join(self.encoder_names) or "none: the model has no encoder"
+                raise ConfigError(
+                    f"encoder_inputs[{number}] has the array {unknown[0]!r}; accepted arrays: "
+                    f"{accepted}"
+                )
+            if item.start < free or item.length < 1:
+                raise ConfigError(
+                    f"encoder_inputs[{number}] has {item.length} placeholder tokens at position "
+                    f"{item.start}: they must begin at {free} or later"
+                )
+            free = item.start + item.length
+        if free >= len(checked.token_ids):
+            raise ConfigError(
+                f"the placeholder tokens of encoder inputs end at position {free}, but the prompt "
+                f"has {len(checked.token_ids)} tokens: a prompt must end with another token"
+            )
 
     def _sampling(self, params: SamplingParams, max_tokens: int) -> dict[str, Any]:
         """Return the fields of `Add` for a request that samples."""
         if params.min_tokens > max_tokens:
             raise ConfigError(
-                f"min_tokens {params.min_tokens} is above the {max_tokens} tokens that fit after "
-                f"this prompt: lower it"
+                f"min_tokens={params.min_tokens} exceeds the {max_tokens} tokens that fit after "
+                "this prompt: request fewer"
             )
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         ends = eos.union(params.stop_token_ids)
         if params.min_tokens and ends.issuperset(params.allowed_token_ids or [-1]):
             raise ConfigError(
-                "allowed_token_ids are all end or stop tokens, which min_tokens forbids: allow "
-                "another, or drop min_tokens"
+                "allowed_token_ids has end and stop tokens only, which min_tokens forbids: allow "
+                "another token, or omit min_tokens"
             )
         words = self._words(params.bad_words) if params.bad_words else ()
         gives_text = self.tokenizer is not None and params.detokenize
@@ -162,7 +373,7 @@ class Intake:
             ConfigError: there is no fast tokenizer, or too many grammars are queued.
         """
         if self.grammars is None:
-            raise ConfigError("structured output needs a tokenizer: give one to eSurge")
+            raise ConfigError("structured outputs require a tokenizer: pass one to eSurge")
         return self.grammars.submit(wanted)
 
     def _check(self, params: SamplingParams) -> None:
@@ -172,22 +383,15 @@ class Intake:
             asked = getattr(params, name)
             if asked is not None and asked > self.max_logprobs:
                 raise ConfigError(
-                    f"{name} {asked} is above the engine's max_logprobs {self.max_logprobs}: "
-                    "ask for fewer, or build the engine with more"
+                    f"{name}={asked} exceeds the engine's max_logprobs={self.max_logprobs}: "
+                    "request fewer, or create the engine with a larger max_logprobs"
                 )
         if params.stop and self.tokenizer is None:
             raise ConfigError(
-                "stop strings need a tokenizer: give one to eSurge, or use stop_token_ids"
+                "stop strings require a tokenizer: pass one to eSurge, or use stop_token_ids"
             )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            self._check_tokens(name, list(getattr(params, name) or ()))
-
-    def _check_tokens(self, name: str, ids: list[int]) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
-            raise ConfigError(
-                f"{name} has token id {wrong}, outside the vocabulary of {self.vocab_size}"
-            )
+            check_token_ids(name, list(getattr(params, name) or ()), self.vocab_size)
 
 
 def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.fitting import fit
+from ed_esurge.engine.intake import fit
 from ed_esurge.server.generation.requests import ChatRequest, Message
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
