@@ -17,7 +17,9 @@ from ed_esurge.config import ServerLimits
 from ed_esurge.server import openapi
 from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
-from ed_esurge.server.generation.models import ModelServer, ServedEngine, ServedModel, ServerState
+from ed_esurge.server.generation.engine import ServedEngine
+from ed_esurge.server.generation.images import ImageReader
+from ed_esurge.server.generation.models import ModelServer, ServedModel, ServerState
 from ed_esurge.server.generation.prompts import Prompts
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.http import errors
@@ -52,6 +54,7 @@ class AppOptions(TypedDict, total=False):
     unknown_fields: str
     admin_api_key: str | None
     share_prefix_cache: bool
+    allowed_media_domains: Sequence[str]
 
 
 def create_app(
@@ -74,6 +77,7 @@ def create_app(
     unknown_fields: str = "warn",
     admin_api_key: str | None = None,
     share_prefix_cache: bool = False,
+    allowed_media_domains: Sequence[str] = (),
 ) -> FastAPI:
     """Create the application that serves one or several engines.
 
@@ -110,6 +114,8 @@ def create_app(
             cache) of a server with keys. Without `api_key`, other routes require no key.
         share_prefix_cache: whether API keys share cached prefixes. If False, neither
             `cached_tokens` nor response times reveal the prompts of other clients.
+        allowed_media_domains: hosts from which the server downloads images of requests. By default,
+            requests must contain their images as `data:` URLs.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is unknown, or two models have the same
@@ -133,7 +139,7 @@ def create_app(
 
             engine = AsyncEngine(engine)
             own.append(engine)
-        prompts = _prompts(engine, chat_template, oai_like_processor)
+        prompts = _prompts(engine, chat_template, oai_like_processor, allowed_media_domains)
         formats = ReplyFormats(
             engine.tokenizer,
             prompts.template_text,
@@ -220,14 +226,25 @@ def _keys(
     return keys + ([ApiKey.of(admin_api_key, admin=True)] if admin_api_key else [])
 
 
-def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -> Prompts:
+def _prompts(
+    engine: ServedEngine,
+    chat_template: str | None,
+    oai_like_processor: bool,
+    media_domains: Sequence[str],
+) -> Prompts:
     if engine.tokenizer is None:
         raise ConfigError(
             "the server requires a tokenizer, and this engine has none: "
             "build the engine with eSurge(model, tokenizer=...)"
         )
+    images = ImageReader(
+        "pixel_values" in getattr(engine, "input_names", ()),
+        getattr(engine, "processor", None),
+        media_domains,
+    )
     return Prompts(
         engine.tokenizer,
+        images=images,
         config=engine.config,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,

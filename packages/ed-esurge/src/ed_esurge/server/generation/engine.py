@@ -15,7 +15,12 @@ from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 @runtime_checkable
 class ServedEngine(Protocol):
-    """An engine that a server can use. `ed_esurge.engine.AsyncEngine` implements the protocol."""
+    """An engine that a server can use. `ed_esurge.engine.AsyncEngine` implements the protocol.
+
+    The engine of a vision-language model also has `input_names`, the names of the arrays that the
+    model accepts, and `processor`, the processor of its checkpoint. Its `generate` accepts the
+    keyword argument `images`.
+    """
 
     tokenizer: Any
     model_name: str

@@ -20,6 +20,7 @@ from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
+from ed_esurge.server.generation.images import PromptImage
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.prompts import Prompts
 from ed_esurge.server.generation.reply_formats import ReplyFormats
@@ -228,7 +229,13 @@ class ServedModel:
         return {} if own is None else {"cache_salt": own}
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, label: str, **options: Any
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        label: str,
+        *,
+        images: Sequence[PromptImage] = (),
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the deltas of one request, and count its tokens.
 
@@ -237,6 +244,7 @@ class ServedModel:
         Args:
             label: name of the request in the log and in traces. Clients may send equal labels, so
                 the engine receives a unique id.
+            images: images of the prompt.
             options: see `queue_options`.
 
         Raises:
@@ -247,6 +255,8 @@ class ServedModel:
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
+        if images:
+            options["images"] = images
         with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options, **self._adapter())
             finished = False

@@ -19,6 +19,7 @@ from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.replies.blocks import Blocks, Change
 from ed_esurge.replies.events import CallEnds, Content, Event, Reply
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
+from ed_esurge.server.generation.images import PromptImage
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.reply_formats import Parser
 from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
@@ -39,12 +40,14 @@ class PromptTask:
         tokens: token ids of the prompt after truncation.
         truncated_tokens: number of tokens that were removed from the prompt.
         echo: text of the prompt, for answers that repeat the prompt.
+        images: images of the prompt.
     """
 
     tokens: list[int]
     params: SamplingParams
     truncated_tokens: int = 0
     echo: str | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class Generation:
@@ -92,7 +95,9 @@ class Generation:
         Closing the generator aborts the request.
         """
         streams = [
-            self.model.generate(task.tokens, task.params, self._label(index), **self._queue)
+            self.model.generate(
+                task.tokens, task.params, self._label(index), images=task.images, **self._queue
+            )
             for index, task in enumerate(self.tasks)
         ]
         async with aclosing(merge(streams)) as deltas:
@@ -182,9 +187,9 @@ class ChatGeneration:
         """
         model.check_generations(body.n)
         model.formats.check(body)
-        whole = await model.prompts.chat(body, size_of(request))
+        prompt = await model.prompts.chat(body, size_of(request))
         tokens, limit = model.prompts.fit(
-            whole,
+            prompt.tokens,
             body.max_completion_tokens or body.max_tokens,
             param="messages",
             default=None,
@@ -204,7 +209,15 @@ class ChatGeneration:
             prompt_logprobs=body.prompt_logprobs,
             **more,
         )
-        task = PromptTask(tokens, params, truncated_tokens=len(whole) - len(tokens))
+        truncated = len(prompt.tokens) - len(tokens)
+        if truncated and prompt.images:
+            raise APIError(
+                f"the conversation is {truncated} tokens too long, and a conversation with images "
+                "cannot be truncated: shorten it",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        task = PromptTask(tokens, params, truncated, images=prompt.images)
         return cls(body, Generation(model, body, request, [task], kind))
 
     @property

@@ -11,6 +11,7 @@ from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.engine.intake import fit
+from ed_esurge.server.generation.images import EncodedPrompt, ImageReader
 from ed_esurge.server.generation.requests import ChatRequest, Message
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
@@ -32,6 +33,7 @@ class Prompts:
         config: the engine's options, which include the policy for long prompts.
         max_model_len: maximum number of tokens of a prompt and its completion together.
         vocab_size: size of the model's vocabulary.
+        images: reader of the images in conversations.
         chat_template: Jinja text that replaces the template of the tokenizer.
         oai_like_processor: whether templates that support OpenAI's list of content parts receive
             such a list; False = content is always text.
@@ -44,10 +46,12 @@ class Prompts:
         config: EngineConfig,
         max_model_len: int,
         vocab_size: int,
+        images: ImageReader,
         chat_template: str | None = None,
         oai_like_processor: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
+        self.images = images
         self.config = config
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -194,8 +198,8 @@ class Prompts:
             most = min(default, most)
         return used, most
 
-    async def chat(self, request: ChatRequest, size: int = 0) -> list[int]:
-        """Return the token ids of a chat request.
+    async def chat(self, request: ChatRequest, size: int = 0) -> EncodedPrompt:
+        """Return the prompt of a chat request.
 
         Args:
             size: see `conversation`.
@@ -241,14 +245,15 @@ class Prompts:
         variables: dict[str, Any] | None = None,
         tools: Sequence[Tool] = (),
         size: int = 0,
-    ) -> list[int]:
-        """Return the token ids of messages. Text in messages never becomes a special token.
+    ) -> EncodedPrompt:
+        """Return the prompt of messages. Text in messages never becomes a special token.
 
         Args:
             size: length of the request's body in bytes, which selects whether a thread is used.
 
         Raises:
-            APIError: 400, there is no template, or it rejects the conversation.
+            APIError: 400, there is no template, it rejects the conversation, or an image is
+                invalid.
         """
         template = self._template
         if template is None:
@@ -266,11 +271,14 @@ class Prompts:
                 param="chat_template_kwargs",
             )
 
-        def work() -> list[int]:
+        sources = await self.images.sources(messages)
+
+        def work() -> EncodedPrompt:
             texts = [message.for_template() for message in messages]
             if self._parts:
                 for text in texts:
-                    text["content"] = [{"type": "text", "text": text["content"]}]
+                    if isinstance(text["content"], str):
+                        text["content"] = [{"type": "text", "text": text["content"]}]
             offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
             self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
             try:
@@ -292,9 +300,10 @@ class Prompts:
                 raise APIError(
                     f"the messages are not valid Unicode: {error.reason}", param="messages"
                 ) from error
-            return template.encode(text, marks)
+            return self.images.encode(template.encode(text, marks), sources)
 
-        return await self._aside(work, size + 100 * (len(messages) + len(tools)))
+        weight = size + 100 * (len(messages) + len(tools))
+        return await self._aside(work, LONG_TEXT if sources else weight)
 
 
 _RESERVED = {

@@ -281,8 +281,23 @@ class RefusalPart(History):
         return self.refusal
 
 
+class ImageURL(History):
+    """The address of an image. `detail` has no effect."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(History):
+    """One image part of a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL | None = None
+
+
 ContentParts = Annotated[
-    list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)
+    list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]],
+    Field(fail_fast=True),
 ]
 
 
@@ -290,9 +305,9 @@ class Message(History):
     """One chat message. The message of an answer is a valid message as well."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | ContentParts | None, parts_of("text", "refusal"), few(MAX_PARTS)] = (
-        None
-    )
+    content: Annotated[
+        str | ContentParts | None, parts_of("text", "refusal", "image_url"), few(MAX_PARTS)
+    ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
@@ -318,10 +333,22 @@ class Message(History):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for a chat template: role and plain text, arguments as objects."""
-        content = self.content or ""
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
+        """Return the message for a chat template: role and text, arguments as objects.
+
+        The content of a message with images is a list of parts.
+        """
+        content: str | list[dict[str, str]] = ""
+        if isinstance(self.content, str):
+            content = self.content
+        elif self.content and any(isinstance(part, ImagePart) for part in self.content):
+            content = [
+                {"type": "image"}
+                if isinstance(part, ImagePart)
+                else {"type": "text", "text": part.text}
+                for part in self.content
+            ]
+        elif self.content:
+            content = "".join(part.text for part in self.content if not isinstance(part, ImagePart))
         # `developer` is OpenAI's new name of `system`; templates only support the old name.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}

@@ -111,8 +111,8 @@ async def count_tokens(model: ServedModel, body: CountRequest, request: Request)
     with renamed(NAMES):
         chat = await aside(body.chat, size_of(request))
         model.formats.check(chat)
-        tokens = await model.prompts.chat(chat, size_of(request))
-    return JSONResponse({"input_tokens": len(tokens)})
+        prompt = await model.prompts.chat(chat, size_of(request))
+    return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
 def _head(turn: ChatGeneration) -> dict[str, Any]:

@@ -22,11 +22,12 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
     """Return the token ids of a text or of messages."""
     prompts = model.prompts
     if body.messages is not None:
-        tokens = await prompts.conversation(
+        prompt = await prompts.conversation(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             size=size_of(request),
         )
+        tokens = prompt.tokens
     else:
         (tokens,) = await prompts.encode(
             [body.prompt or ""], add_special_tokens=body.add_special_tokens

@@ -1,0 +1,225 @@
+"""Images in chat requests: decoding, limits, placeholder tokens, and the errors of each part."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from ed_esurge.server.generation import images
+from ed_esurge.server.launch import background
+from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from PIL import Image
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}<|assistant|>"
+)
+
+
+def tokenizer():
+    made = byte_tokenizer(TEMPLATE)
+    made.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return made
+
+
+class FakeProcessor:
+    """One feature per 8 x 8 pixels; the pixel values are the mean color of the image."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.image_token = tokenizer, "<image>"
+
+    def image_processor(self, *, images, return_tensors):
+        colors = [np.asarray(image, np.float32).mean((0, 1)) for image in images]
+        return {"pixel_values": [color[:, None, None] for color in colors]}
+
+    def _get_num_multimodal_tokens(self, image_sizes):
+        counts = [(height // 8) * (width // 8) for height, width in image_sizes]
+        return SimpleNamespace(num_image_tokens=counts, num_image_patches=[1] * len(counts))
+
+
+class VisionEngine(ScriptedEngine):
+    """A scripted engine with a vision tower, which records the images of its requests."""
+
+    input_names = ("input_ids", "pixel_values")
+
+    def __init__(self, processor: bool = True) -> None:
+        super().__init__(lambda prompt, choice: "seen", tokenizer=tokenizer())
+        self.processor = FakeProcessor(self.tokenizer) if processor else None
+        self.prompts: list[list[int]] = []
+        self.images: list[images.PromptImage] = []
+
+    def generate(self, prompt, params, request_id, **options):
+        self.prompts.append(prompt)
+        self.images = list(options.get("images", ()))
+        return super().generate(prompt, params, request_id, **options)
+
+
+def encoded(color, size=(16, 8), format="PNG", **options) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", size, color).save(data, format, **options)
+    return data.getvalue()
+
+
+def part(data: bytes | str) -> dict:
+    url = data if isinstance(data, str) else f"data:;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def conversation(*parts) -> list[dict]:
+    return [{"role": "user", "content": [*parts]}]
+
+
+RED, BLUE = encoded("red"), encoded("blue", (24, 8), "JPEG", quality=95)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return VisionEngine()
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with background(engine, allowed_media_domains=["127.0.0.1"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def test_two_images_become_pixel_values_and_placeholder_tokens(client, engine):
+    text = {"type": "text", "text": "<image> and "}
+    messages = conversation(part(RED), text, part(BLUE))
+    answer = client.chat.completions.create(model="scripted", messages=messages)
+    assert answer.choices[0].message.content == "seen"
+    token = engine.tokenizer.convert_tokens_to_ids("<image>")
+    prompt = engine.prompts[-1]
+    assert answer.usage.prompt_tokens == len(prompt)
+    spans = [(image.start, image.length) for image in engine.images]
+    assert [length for _, length in spans] == [2, 3]
+    for start, length in spans:
+        assert prompt[start : start + length] == [token] * length
+    assert prompt.count(token) == 5, "the text of the user contains no image token"
+    first, second = (image.pixel_values[:, 0, 0] for image in engine.images)
+    np.testing.assert_allclose(first, [255, 0, 0])
+    np.testing.assert_allclose(second, [0, 0, 255], atol=8)
+
+
+def test_image_requests_stream_and_can_be_counted(client, engine, url):
+    messages = conversation({"type": "text", "text": "a"}, part(RED))
+    stream = client.chat.completions.create(model="scripted", messages=messages, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "seen"
+    root = url.removesuffix("/v1")
+    answer = httpx.post(f"{root}/tokenize", json={"messages": messages}).json()
+    assert answer["tokens"] == engine.prompts[-1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (part("data:image/png,abc"), "base64"),
+        (part("data:image/png;base64,a"), "valid base64"),
+        (part("data:image/png;base64,AAAA"), "cannot be decoded"),
+        (part(RED[:60]), "cannot be decoded"),
+        (part("file:///etc/passwd"), "data: URL"),
+        (part("http://[x"), "data: URL"),
+        (part("https://example.com/a.png"), "does not download"),
+        ({"type": "image_url"}, "is missing"),
+    ],
+)
+def test_invalid_images_return_400_with_the_part(client, bad, says):
+    with pytest.raises(openai.BadRequestError, match=says) as info:
+        client.chat.completions.create(
+            model="scripted", messages=conversation(part(RED), {"type": "text", "text": "a"}, bad)
+        )
+    assert info.value.param.startswith("messages[0].content[2].image_url")
+
+
+def test_limits_of_bytes_pixels_and_numbers_are_checked_before_decoding(client, monkeypatch):
+    def refused(*parts):
+        with pytest.raises(openai.BadRequestError) as info:
+            client.chat.completions.create(model="scripted", messages=conversation(*parts))
+        assert info.value.code == "invalid_image"
+        return info.value.message
+
+    # A file of a few kilobytes that decodes to 400 megapixels.
+    bomb = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
+    assert "pixels" in refused(part(bomb.getvalue()))
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 100)
+    assert "16 x 8 pixels, and the limit is 100" in refused(part(RED))
+    monkeypatch.setattr(images, "MAX_IMAGES", 1)
+    assert "2 images, and the limit is 1" in refused(part(RED), part(RED))
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 10)
+    assert "larger than 10 bytes" in refused(part(RED))
+
+
+class Files(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/moved.png":
+            self.send_response(302)
+            self.send_header("Location", "/red.png")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(RED)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_images_are_downloaded_from_allowed_hosts_only(client, engine):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}"
+        client.chat.completions.create(
+            model="scripted", messages=conversation(part(f"{root}/red.png"))
+        )
+        assert engine.images[0].length == 2
+        for address, says in (
+            (f"{root}/moved.png", "status 302"),
+            (f"http://localhost:{server.server_port}/red.png", "does not download"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=says):
+                client.chat.completions.create(
+                    model="scripted", messages=conversation(part(address))
+                )
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [(ScriptedEngine(), "does not accept images"), (VisionEngine(False), "has no processor")],
+)
+def test_models_without_image_support_return_400(engine, says):
+    with background(engine) as url, pytest.raises(openai.BadRequestError, match=says) as info:
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0).chat.completions.create(
+            model="scripted", messages=conversation(part(RED))
+        )
+    assert info.value.param == "messages[0].content[0].image_url"
+
+
+def test_template_without_images_returns_400():
+    engine = VisionEngine()
+    with background(engine, chat_template="{{ messages[0].content | length }}") as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match=r"template .* does not support images"):
+            client.chat.completions.create(model="scripted", messages=conversation(part(RED)))
+
+
+def test_conversation_with_images_is_never_truncated(engine, client):
+    wide = encoded("red", (8 * 300, 8))
+    with pytest.raises(openai.BadRequestError) as info:
+        client.chat.completions.create(model="scripted", messages=conversation(part(wide)))
+    assert info.value.code == "context_length_exceeded"
