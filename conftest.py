@@ -10,6 +10,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -57,15 +58,41 @@ MANY_PROGRAMS = 3 << 30
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file on one worker, so that no model of theirs is compiled twice.
 
     Families and the like have groups of their own. Whole products come first: they take longest.
     """
+    mark_nightly_cases(config, items)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).as_posix()))
     items.sort(key=lambda item: item.path.is_relative_to(ROOT / "packages"))
+
+
+def mark_nightly_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each case that its test does not list in `@pytest.mark.daily("case", ...)` as nightly.
+
+    A name is the id between the brackets; `*` stands for any text.
+
+    Raises:
+        pytest.UsageError: a listed name is no case.
+    """
+    unlisted: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("daily")
+        if mark is None:
+            continue
+        name, _, case = item.nodeid.removesuffix("]").partition("[")
+        patterns = {listed: ".*".join(map(re.escape, listed.split("*"))) for listed in mark.args}
+        fitting = {listed for listed in mark.args if re.fullmatch(patterns[listed], case)}
+        if not fitting:
+            item.add_marker(pytest.mark.nightly)
+        unlisted[name] = unlisted.get(name, set(mark.args)) - fitting
+    wrong = [f"{name}: {sorted(listed)}" for name, listed in unlisted.items() if listed]
+    # A command that names one case collects only that one.
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("daily lists cases that do not exist: " + ", ".join(wrong))
 
 
 @pytest.fixture(scope="session", autouse=True)
