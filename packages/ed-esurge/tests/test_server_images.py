@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
@@ -55,11 +56,11 @@ class VisionEngine(ScriptedEngine):
         super().__init__(lambda prompt, choice: "seen", tokenizer=tokenizer())
         self.processor = FakeProcessor(self.tokenizer) if processor else None
         self.prompts: list[list[int]] = []
-        self.images: list[images.PromptImage] = []
+        self.images: list[EncoderInput] = []
 
     def generate(self, prompt, params, request_id, **options):
         self.prompts.append(prompt)
-        self.images = list(options.get("images", ()))
+        self.images = list(options.get("encoder_inputs", ()))
         return super().generate(prompt, params, request_id, **options)
 
 
@@ -110,7 +111,7 @@ def test_two_images_become_pixel_values_and_placeholder_tokens(client, engine):
     for start, length in spans:
         assert prompt[start : start + length] == [token] * length
     assert prompt.count(token) == 5, "the text of the user contains no image token"
-    first, second = (image.pixel_values[:, 0, 0] for image in engine.images)
+    first, second = (image.arrays["pixel_values"][:, 0, 0] for image in engine.images)
     np.testing.assert_allclose(first, [255, 0, 0])
     np.testing.assert_allclose(second, [0, 0, 255], atol=8)
 
@@ -130,7 +131,7 @@ def test_image_requests_stream_and_can_be_counted(client, engine, url):
         (part("data:image/png,abc"), "base64"),
         (part("data:image/png;base64,a"), "valid base64"),
         (part("data:image/png;base64,AAAA"), "cannot be decoded"),
-        (part(RED[:60]), "cannot be decoded"),
+        (part(BLUE[:300]), "cannot be decoded"),
         (part("file:///etc/passwd"), "data: URL"),
         (part("http://[x"), "data: URL"),
         (part("https://example.com/a.png"), "does not download"),

@@ -19,7 +19,7 @@ class ServedEngine(Protocol):
 
     The engine of a vision-language model also has `input_names`, the names of the arrays that the
     model accepts, and `processor`, the processor of its checkpoint. Its `generate` accepts the
-    keyword argument `images`.
+    keyword argument `encoder_inputs`.
     """
 
     tokenizer: Any

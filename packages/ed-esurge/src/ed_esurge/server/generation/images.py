@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float
 
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.requests import ImagePart, Message
 from ed_esurge.server.http.errors import APIError
 
@@ -49,25 +50,11 @@ class Processor(Protocol):
 
 
 @dataclass(frozen=True)
-class PromptImage:
-    """An image of a prompt.
-
-    Attributes:
-        pixel_values: input of the vision tower, [c, h, w].
-        start, length: the placeholder tokens of the image in the prompt.
-    """
-
-    pixel_values: Float[np.ndarray, "c h w"]
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
 class EncodedPrompt:
-    """The token ids of a prompt, and its images in order."""
+    """The token ids of a prompt, and the inputs of the model's encoder: images in order."""
 
     tokens: list[int]
-    images: tuple[PromptImage, ...] = ()
+    encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,15 +172,16 @@ class ImageReader:
             )
         remaining = iter(sources)
         expanded: list[int] = []
-        images = []
+        inputs = []
         for token in tokens:
             if token != self._token:
                 expanded.append(token)
                 continue
             pixels, count = _processed(processor, next(remaining))
-            images.append(PromptImage(pixels, len(expanded), count))
+            arrays = {"pixel_values": pixels}
+            inputs.append(EncoderInput.of(arrays, start=len(expanded), length=count))
             expanded += [token] * count
-        return EncodedPrompt(expanded, tuple(images))
+        return EncodedPrompt(expanded, tuple(inputs))
 
 
 def _image_token(processor: Processor) -> int | None:

@@ -17,10 +17,10 @@ from fastapi import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
-from ed_esurge.server.generation.images import PromptImage
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.prompts import Prompts
 from ed_esurge.server.generation.reply_formats import ReplyFormats
@@ -234,7 +234,7 @@ class ServedModel:
         params: SamplingParams,
         label: str,
         *,
-        images: Sequence[PromptImage] = (),
+        encoder_inputs: Sequence[EncoderInput] = (),
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the deltas of one request, and count its tokens.
@@ -244,7 +244,7 @@ class ServedModel:
         Args:
             label: name of the request in the log and in traces. Clients may send equal labels, so
                 the engine receives a unique id.
-            images: images of the prompt.
+            encoder_inputs: images of the prompt.
             options: see `queue_options`.
 
         Raises:
@@ -255,8 +255,8 @@ class ServedModel:
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
-        if images:
-            options["images"] = images
+        if encoder_inputs:
+            options["encoder_inputs"] = encoder_inputs
         with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options, **self._adapter())
             finished = False

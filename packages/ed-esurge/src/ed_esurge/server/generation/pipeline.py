@@ -15,11 +15,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.replies.blocks import Blocks, Change
 from ed_esurge.replies.events import CallEnds, Content, Event, Reply
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
-from ed_esurge.server.generation.images import PromptImage
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.reply_formats import Parser
 from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
@@ -40,14 +40,14 @@ class PromptTask:
         tokens: token ids of the prompt after truncation.
         truncated_tokens: number of tokens that were removed from the prompt.
         echo: text of the prompt, for answers that repeat the prompt.
-        images: images of the prompt.
+        encoder_inputs: images of the prompt.
     """
 
     tokens: list[int]
     params: SamplingParams
     truncated_tokens: int = 0
     echo: str | None = None
-    images: tuple[PromptImage, ...] = ()
+    encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
 class Generation:
@@ -96,7 +96,11 @@ class Generation:
         """
         streams = [
             self.model.generate(
-                task.tokens, task.params, self._label(index), images=task.images, **self._queue
+                task.tokens,
+                task.params,
+                self._label(index),
+                encoder_inputs=task.encoder_inputs,
+                **self._queue,
             )
             for index, task in enumerate(self.tasks)
         ]
@@ -210,14 +214,14 @@ class ChatGeneration:
             **more,
         )
         truncated = len(prompt.tokens) - len(tokens)
-        if truncated and prompt.images:
+        if truncated and prompt.encoder_inputs:
             raise APIError(
                 f"the conversation is {truncated} tokens too long, and a conversation with images "
                 "cannot be truncated: shorten it",
                 param="messages",
                 code="context_length_exceeded",
             )
-        task = PromptTask(tokens, params, truncated, images=prompt.images)
+        task = PromptTask(tokens, params, truncated, encoder_inputs=prompt.encoder_inputs)
         return cls(body, Generation(model, body, request, [task], kind))
 
     @property
