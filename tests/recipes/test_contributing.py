@@ -1,0 +1,108 @@
+"""The recipes of CONTRIBUTING are applied to a copy of the packages, and their checks pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.workspace import ROOT
+
+PAGE = ROOT / ".github/CONTRIBUTING.md"
+SKIP = "tests/recipes applies this recipe"
+#: The sentence before a block, and the block.
+STEP = re.compile(
+    r"^(?P<sentence>(?:Create|In|Check)\b(?:(?!```).)*?):\n\n"
+    rf'```python skip="{SKIP}"\n(?P<body>.*?)^```$',
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def recipes() -> dict[str, str]:
+    """Return the text of each recipe by its heading."""
+    part = PAGE.read_text("utf-8").split("## Adding other parts\n", 1)[1].split("\n## ", 1)[0]
+    _, *sections = re.split(r"^### ", part, flags=re.MULTILINE)
+    return dict(section.split("\n", 1) for section in sections)
+
+
+def copy_of_packages(folder: Path, text: str) -> list[Path]:
+    """Copy the sources that a recipe changes, link the others, and return the import path."""
+    changed = set(re.findall(r"`packages/(ed-\w+)/", text))
+    sources = []
+    for package in sorted((ROOT / "packages").iterdir()):
+        target = folder / "packages" / package.name
+        if package.name in changed:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(package / "src", target / "src", ignore=ignored)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(package)
+        sources.append(target / "src")
+    return sources
+
+
+def apply(folder: Path, sentence: str, body: str) -> None:
+    """Create a file, or insert lines before or after a line that occurs exactly once."""
+    path, *anchor = re.findall(r"`([^`]+)`", sentence)
+    file = folder / path
+    if sentence.startswith("Create"):
+        assert not file.exists(), f"{path} exists"
+        file.write_text(body, "utf-8")
+        return
+    lines = file.read_text("utf-8").splitlines(keepends=True)
+    places = [number for number, line in enumerate(lines) if line.rstrip("\n") == anchor[0]]
+    assert len(places) == 1, f"{path} contains {len(places)} lines {anchor[0]!r}"
+    place = places[0] + ("after" in sentence)
+    file.write_text("".join([*lines[:place], body, *lines[place:]]), "utf-8")
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipe_works_in_a_copy_of_the_packages(name: str, tmp_path: Path) -> None:
+    text = recipes()[name]
+    sources = copy_of_packages(tmp_path, text)
+    steps = list(STEP.finditer(text))
+    assert len(steps) == text.count("```python"), "a block lacks its sentence"
+    checks = 0
+    for step in steps:
+        if step["sentence"] != "Check":
+            apply(tmp_path, step["sentence"], step["body"])
+            continue
+        checks += 1
+        work = tmp_path / "work"
+        work.mkdir()
+        given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        path = os.pathsep.join([*map(str, sources), *given])
+        done = subprocess.run(
+            [sys.executable, "-c", step["body"]],
+            cwd=work,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert checks == 1
+
+
+def test_every_kind_of_part_has_a_recipe() -> None:
+    assert [name.lower() for name in recipes()] == [
+        "a data source",
+        "a kernel",
+        "a quantization format",
+        "an endpoint",
+    ]
+
+
+def test_commands_of_the_table_name_existing_paths() -> None:
+    table = PAGE.read_text("utf-8").split("## Commands\n", 1)[1].split("\n\n`uv run", 1)[0]
+    paths = re.findall(r"\b((?:tests|packages)/[\w/.-]+)", table)
+    modules = re.findall(r"-m (tools[\w.]*)", table)
+    assert paths and modules
+    assert all((ROOT / path).exists() for path in paths)
+    for module in modules:
+        file = ROOT.joinpath(*module.split("."))
+        assert file.is_dir() or file.with_suffix(".py").is_file(), module
