@@ -37,7 +37,7 @@ IMPOSSIBLE = {
         "transformers 5.23 makes states of the hidden size, whatever attention_hidden_size is"
     ),
 }
-#: Model type -> row of `CONFORMANCE` -> check -> largest error, or why the check failed.
+#: Model type -> row of its `Cases` -> check -> largest error, or why the check failed.
 Results = dict[str, dict[str, dict[str, float | str]]]
 
 
@@ -77,9 +77,12 @@ def is_complete(results: Results, subject: Subject) -> bool:
 
 def applicable(subject: Subject) -> list[str]:
     """Names of the checks of a row: without torch's, where transformers has no such model."""
+    from ed_infra.enums import TaskType
     from ed_models.conformance import AGAINST_TORCH
 
-    left_out = set() if subject.is_in_transformers else set(AGAINST_TORCH)
+    left_out = checks().keys() - {*subject.checks, "engine"}
+    left_out |= set() if subject.task == TaskType.CAUSAL_LM else {"engine"}
+    left_out |= set() if subject.is_in_transformers else set(AGAINST_TORCH)
     left_out |= {n for n in checks() if (subject.model_type, subject.row, n) in IMPOSSIBLE}
     return [name for name in checks() if name not in left_out]
 
@@ -112,7 +115,8 @@ def main() -> int:
     _surroundings()
 
     import jax
-    from ed_models.conformance import subjects
+
+    from tests.conformance.cases import subjects
 
     failed = 0
     rows = subjects(*given.families)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ed_models.conformance import subjects
 
+from tests.conformance.cases import subjects
 from tools import conformance_results, model_table
 
 

@@ -1,4 +1,4 @@
-"""Every registered family passes the conformance suite; a family without a row fails."""
+"""Every family of ed-models has tiny configurations and passes the conformance suite."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ed_infra import registry
+from ed_infra.enums import TaskType
 from ed_models import conformance
-from ed_models.conformance import AGAINST_TORCH, FAST, Subject
+from ed_models.conformance import AGAINST_TORCH, FAST, Cases, Subject
 
+from tests.conformance.cases import cases, subjects
 from tools.conformance_results import IMPOSSIBLE, checks
 
 CHECKS = checks()
+#: What a default run checks of every family.
+SMOKE = ("parity",)
 
 #: One family of each kind of cache and state: a default run fills these.
 CACHES = (
-    *("llama", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "mpt"),
-    *("deepseek_v3", "deepseek_v32", "mamba", "mamba2", "jamba", "falcon_h1", "rwkv"),
-    *("recurrent_gemma", "kimi_linear", "qwen3_next", "minimax", "lfm2"),
+    *("llama", "gemma3_text", "gpt_oss", "deepseek_v3"),
+    *("mamba2", "jamba", "rwkv", "qwen3_next"),
 )
 
 
 def rows() -> list[Any]:
-    """Each configuration with each check; one worker has all of a family.
+    """Return each configuration with each check; one worker runs all checks of a family.
 
-    A default run compares every configuration with torch, and fills one cache of each kind; the
-    rest is nightly.
+    A default run compares the first configuration of every family with torch, and fills one cache
+    of each kind; the rest is nightly.
     """
     params, seen = [], set()
-    for subject in conformance.subjects():
-        first = subject.model_type not in seen
-        fast = FAST if first and subject.model_type in CACHES else ("parity",)
+    for subject in subjects():
+        fast = FAST if subject.model_type in CACHES else SMOKE
+        fast = () if subject.model_type in seen else fast
         seen.add(subject.model_type)
         for check in CHECKS:
+            if check != "engine" and check not in subject.checks:
+                continue
+            if check == "engine" and subject.task != TaskType.CAUSAL_LM:
+                continue
             if check in AGAINST_TORCH and not subject.is_in_transformers:
                 continue
             marks = [pytest.mark.xdist_group(f"conformance {subject.model_type}")]
@@ -52,8 +60,15 @@ def test_model_family_passes_conformance_check(
     record_property("conformance", (subject.model_type, subject.row, check, error))
 
 
-def test_a_family_without_a_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    module_class = conformance.subjects("llama")[0].module_class
-    monkeypatch.setattr(module_class, "CONFORMANCE", {})
-    with pytest.raises(ValueError, match="lists no tiny configuration"):
-        conformance.subjects("llama")
+def test_family_without_configuration_raises_value_error() -> None:
+    with pytest.raises(ValueError, match="'llama' has no tiny configuration"):
+        conformance.subjects({"llama": Cases({})})
+
+
+def test_every_family_of_ed_models_has_cases() -> None:
+    families = {
+        name
+        for name in registry.model_types()
+        if registry.get_config(name).__module__.startswith("ed_models.")
+    }
+    assert families == cases().keys()

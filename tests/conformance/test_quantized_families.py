@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_infra import registry
+from ed_infra.enums import TaskType
 from ed_layers.quantization.model import quantized_matrices
-from ed_models import conformance
-from ed_models.conformance import OURS, Subject
-from ed_models.subjects import B, forward
+from ed_models.conformance import ONE, OURS, B, Subject, forward
+
+from tests.conformance.cases import subjects
 
 #: Families of the default run: plain, experts, biases and a tied head.
 FAST = ("llama", "mixtral", "gpt2")
@@ -25,7 +26,9 @@ FORMATS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "8bit")
 def rows(*, fast: bool) -> list[Any]:
     """One configuration of a few families, or all of them."""
     params, seen = [], set()
-    for subject in conformance.subjects():
+    for subject in subjects():
+        if subject.task != TaskType.CAUSAL_LM:
+            continue
         if not fast or (subject.model_type in FAST and subject.model_type not in seen):
             mark = pytest.mark.xdist_group(f"conformance {subject.model_type}")
             params.append(pytest.param(subject, marks=mark, id=str(subject)))
@@ -49,6 +52,7 @@ def quantized(subject: Subject) -> tuple[Any, dict[str, Any]]:
     return model, near
 
 
+@pytest.mark.daily("llama: biases, llama3 rope")
 @pytest.mark.parametrize("subject", rows(fast=True))
 def test_quantized_family_passes_conformance_check(subject: Subject) -> None:
     quantized(subject)
@@ -73,6 +77,6 @@ def created(subject: Subject) -> Any:
     """With random weights of ours: no torch is needed."""
     # As a checkpoint has them: some of Hugging Face's classes take fields that they do not name.
     config = registry.get_config(subject.model_type).from_dict(
-        subject.fields, sharding_axis_dims=conformance.ONE
+        subject.fields, sharding_axis_dims=ONE
     )
     return subject.module_class.create(config, seed=0)

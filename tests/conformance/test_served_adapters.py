@@ -15,15 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra import parameter_names
+from ed_infra.enums import TaskType
 from ed_infra.specs import LoraSpec
 from ed_layers.cache import RaggedBatch
 from ed_layers.lora.slots import LoRASlots, SlotParam, written
-from ed_models import conformance
 from ed_models.adapters.lora import apply_lora, lora_layers
 from ed_models.adapters.slots import slot_values, with_slots
 from ed_models.adapters.values import adapter_of
 from ed_models.conformance import Subject, forward
 from flax import nnx
+
+from tests.conformance.cases import subjects
 
 BY_DEFAULT = ("phi3",)
 #: Which place each of the rows uses.
@@ -32,7 +34,9 @@ PLACES = (0, 2, 1, 2)
 
 def rows() -> list[Any]:
     params, seen = [], set()
-    for subject in conformance.subjects():
+    for subject in subjects():
+        if subject.task != TaskType.CAUSAL_LM:
+            continue
         first = subject.model_type not in seen
         seen.add(subject.model_type)
         fast = first and subject.model_type in BY_DEFAULT

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_esurge import RequestOutput, SamplingParams, eSurge
-from ed_models import conformance
 from ed_models.conformance import Subject
+
+from tests.conformance import cases
 
 #: Full attention; experts; a window; latents; a state; a state beside attention.
 FAMILIES = ("llama", "mixtral", "gemma3_text", "deepseek_v3", "mamba", "jamba")
@@ -42,9 +43,8 @@ NOT_RECURRENT = ("speculated", "offloaded", "invariant")
 
 def subjects() -> list[Any]:
     first: dict[str, Subject] = {}
-    for subject in conformance.subjects():
-        if subject.model_type in FAMILIES:
-            first.setdefault(subject.model_type, subject)
+    for subject in cases.subjects(*FAMILIES):
+        first.setdefault(subject.model_type, subject)
     assert len(first) == len(FAMILIES), f"only {list(first)} are there"
     return [pytest.param(subject, id=name) for name, subject in first.items()]
 

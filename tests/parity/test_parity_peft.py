@@ -15,9 +15,10 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
 from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lora
 from ed_models.adapters.peft import load_adapter, save_adapter
-from ed_models.conformance import Subject, subjects
+from ed_models.conformance import Subject
 from flax import nnx
 
+from tests.conformance.cases import subjects
 from tests.parity.peft_cases import our_logits, trained
 
 pytestmark = pytest.mark.torch
@@ -49,7 +50,7 @@ class Small(Subject):
 @functools.cache
 def subject_of(family: str) -> Subject:
     row = subjects(family)[-1]
-    return Small(family, row.row, row.module_class)
+    return Small(family, row.row, row.module_class, row.cases)
 
 
 def base_of(subject: Subject) -> Any:
@@ -64,6 +65,7 @@ def logits_of(torch_model: Any, ids: np.ndarray) -> np.ndarray:
         return torch_model(torch.tensor(ids, dtype=torch.long)).logits.float().numpy()
 
 
+@pytest.mark.daily("llama", "gpt2")
 @pytest.mark.parametrize("family", CASES)
 def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path) -> None:
     subject, (spec, _) = subject_of(family), CASES[family]
@@ -88,6 +90,7 @@ def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path)
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
 
 
+@pytest.mark.daily("llama", "gpt2")
 @pytest.mark.parametrize("family", CASES)
 def test_peft_adapter_produces_same_logits_when_loaded(family: str, tmp_path: Path) -> None:
     import torch

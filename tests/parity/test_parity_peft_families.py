@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ed_infra.enums import TaskType
 from ed_infra.specs import LoraSpec
 from ed_models.adapters.peft import load_adapter, save_adapter
 from ed_models.adapters.values import adapter_of
-from ed_models.conformance import Subject, subjects
+from ed_models.conformance import Subject
 
+from tests.conformance.cases import subjects
 from tests.parity.peft_cases import our_logits, trained
 
 pytest.importorskip("torch")
@@ -63,11 +65,13 @@ class Small(Subject):
 def rows(*, torch: bool) -> list[Any]:
     params = []
     for row in subjects():
+        if row.task != TaskType.CAUSAL_LM:
+            continue
         if torch and not row.is_in_transformers:
             continue
         marks = [pytest.mark.xdist_group(f"peft {row.model_type}")]
         marks += [] if str(row).startswith(BY_DEFAULT) else [pytest.mark.nightly]
-        small = Small(row.model_type, row.row, row.module_class)
+        small = Small(row.model_type, row.row, row.module_class, row.cases)
         params.append(pytest.param(small, marks=marks, id=str(row)))
     return params
 
@@ -107,6 +111,7 @@ def in_peft(subject: Subject, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(copy.deepcopy(subject.torch_model), folder).eval()
 
 
+@pytest.mark.daily("mixtral: two of eight")
 @pytest.mark.parametrize("subject", rows(torch=False))
 def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_path: Path) -> None:
     model = trained(subject.model, without(HOMELESS, subject))
@@ -119,6 +124,7 @@ def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_
     np.testing.assert_allclose(our_logits(again, ids), expected, atol=BOUND)
 
 
+@pytest.mark.daily("mixtral: two of eight")
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", rows(torch=True))
 def test_ours_in_peft_and_pefts_in_ours(subject: Subject, tmp_path: Path) -> None:

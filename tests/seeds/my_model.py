@@ -8,10 +8,9 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
-from ed_models.base.methods import EasyBridgeMixin
+from ed_models.base.methods import EasyBridgeMixin, EasyGenerationMixin
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
-from ed_models.base.methods import EasyGenerationMixin
 from ed_models.tasks.causal_lm import CausalLM
 from flax import nnx
 
@@ -21,7 +20,6 @@ def register(config_class: type, model_type: str = "my_model") -> type[CausalLM]
 
     class MyModel(CausalLM, EasyGenerationMixin, EasyBridgeMixin):
         body_class = MyBody
-        CONFORMANCE = {"as in the guide": {"num_key_value_heads": None}}  # it has no such field
 
     register_config(model_type)(config_class)
     return register_module(TaskType.CAUSAL_LM, config=config_class, model_type=model_type)(MyModel)

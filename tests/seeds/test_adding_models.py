@@ -102,6 +102,7 @@ def test_the_tool_prints_the_commands_of_the_page() -> None:
         assert f"  {command} " in printed
 
 
+@pytest.mark.nightly
 def test_external_model_package_passes_its_tests(mine: tuple[Path, list[Path]]) -> None:
     folder, path = mine
     stated = re.search(r"```text\n(\[project\.entry.*?)```", PAGE.read_text(), re.DOTALL)

@@ -18,10 +18,11 @@ from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints import filling, hub
 from ed_models.checkpoints.pickled_files import open_tensors, read_pickled
 from ed_models.checkpoints.tokenizers import load_tokenizer
-from ed_models.conformance import subjects
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 from safetensors.numpy import load_file
+
+from tests.conformance.cases import subjects
 
 ONE = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
 SHAPE = {

@@ -12,6 +12,7 @@ from ed_models.families.mixtral import MixtralForCausalLM
 from flax import nnx
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_auxiliary_loss_is_that_of_transformers(scan):
     torch = require_torch()

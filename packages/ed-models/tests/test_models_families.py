@@ -1,16 +1,16 @@
 """What families share and the conformance suite does not see: dropout, and what is refused."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.context import Ctx
-from ed_models.conformance import CHECKS, ONE, TINY, Subject, forward
+from ed_models.conformance import CHECKS, ONE, TINY, Cases, forward, subjects
 from ed_models.families import bamba, falcon, glm_moe_dsa, gpt2, mpt, opt, phi
 from flax import nnx
+
+from tests.conformance.cases import cases
 
 GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -80,23 +80,22 @@ def test_alibi_over_a_cache_whose_heads_and_slots_are_split() -> None:
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
 
 
-class OPTWithBiases(opt.OPTForCausalLM):
-    """Its conformance rows have none: nothing can be compared with a gradient that is zero."""
-
-    CONFORMANCE: ClassVar = {
-        name: {**fields, "enable_bias": True}
-        for name, fields in opt.OPTForCausalLM.CONFORMANCE.items()
-    }
+# The conformance cases of OPT have no biases, because the gradient of one bias is zero.
+OPT_WITH_BIASES = {
+    "opt": Cases(
+        {name: {**fields, "enable_bias": True} for name, fields in cases("opt")["opt"].rows.items()}
+    )
+}
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("row", OPTWithBiases.CONFORMANCE)
-def test_opt_with_biases_passes_conformance(row) -> None:
-    subject = Subject("opt", row, OPTWithBiases)
+@pytest.mark.parametrize("subject", subjects(OPT_WITH_BIASES), ids=str)
+def test_opt_with_biases_passes_conformance(subject) -> None:
     for check in ("parity", "cache", "saved"):
         CHECKS[check](subject)
 
 
+@pytest.mark.daily("embd_pdrop")
 @pytest.mark.parametrize("rate", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
 def test_each_dropout_of_a_configuration_acts_in_training_only(rate) -> None:
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

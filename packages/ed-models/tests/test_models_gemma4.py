@@ -7,11 +7,12 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.cache import DenseCache, HybridCache, WindowCache
 from ed_layers.cache.shared import SharedKeys
-from ed_models.conformance import TINY
 from ed_models.families.gemma4_text import Gemma4TextConfig, Gemma4TextForCausalLM
 from flax import nnx
 
-FIELDS = {**TINY, **Gemma4TextForCausalLM.CONFORMANCE["shared keys, inputs of layers"]}
+from tests.conformance import cases
+
+FIELDS = cases.fields("gemma4_text", "shared keys, inputs of layers")
 ONE = (1, 1, 1, 1, 1)
 IDS = np.random.default_rng(0).integers(3, 160, (2, 12)).astype(np.int32)
 
@@ -21,6 +22,7 @@ def create(**fields):
     return Gemma4TextForCausalLM.create(config, seed=0)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_that_share_keep_nothing(scan):
     model = create(scan_layers=scan)

@@ -138,6 +138,7 @@ def test_unrolled_model_generates_same_tokens(model, prompt, greedy):
     np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
 
 
+@pytest.mark.nightly
 def test_eight_devices_say_the_same(model, prompt, greedy):
     # 3 rows do not divide over 4 devices of fsdp, nor 2 key heads over... they do over tp = 2.
     config = model.config.replace(sharding_axis_dims=(1, 4, 1, 2, 1))
@@ -172,6 +173,7 @@ def traced(monkeypatch):
     return look
 
 
+@pytest.mark.nightly
 def test_similar_lengths_share_compiled_programs(model, prompt, traced):
     for cut, new, first in ((3, 4, True), (5, 16, False), (LENGTH, 9, False)):
         model.generate(prompt[:, :cut], max_new_tokens=new)

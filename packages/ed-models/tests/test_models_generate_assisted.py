@@ -127,6 +127,7 @@ def test_at_the_end_of_the_positions(model, assistant, prompt):
     np.testing.assert_array_equal(again.sequences, plain.sequences)
 
 
+@pytest.mark.daily("assistant")
 @pytest.mark.parametrize("windowed", ["model", "assistant"])
 def test_a_cache_that_cannot_forget_is_computed_again(windowed, prompt):
     config = MistralConfig(**TINY, sliding_window=4, head_dim=4)
@@ -140,6 +141,7 @@ def test_a_cache_that_cannot_forget_is_computed_again(windowed, prompt):
     assert again.steps < NEW - 1 or windowed == "assistant"
 
 
+@pytest.mark.daily("dynamic")
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rotary_factors_that_follow_length(rope, prompt):
     """A draft has the factor of its own place, not of the drafts behind it."""

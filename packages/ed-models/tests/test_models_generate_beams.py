@@ -80,6 +80,7 @@ def agree(ours, theirs):
     assert len(ours.scores) == len(theirs.scores)
 
 
+@pytest.mark.daily("1.0-False", "0.0-True", "2.0-never")
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.5, 2.0])  # of one program
 def test_tokens_and_scores_are_hugging_faces(
@@ -92,6 +93,7 @@ def test_tokens_and_scores_are_hugging_faces(
     assert (ours.sequences[:, S:] == END).any()  # some ended
 
 
+@pytest.mark.daily("options0")
 @pytest.mark.parametrize(
     "options",
     [
@@ -166,6 +168,7 @@ def search(model, ids, size, groups=1, penalty=0.0):
     return [tokens for _, tokens in best], [score / NEW for score, _ in best]
 
 
+@pytest.mark.daily("2-0.0")
 @pytest.mark.parametrize(("groups", "penalty"), [(1, 0.0), (2, 0.0), (2, 0.8)])
 def test_groups_are_a_plain_search_in_turns(endless, prompt, groups, penalty):
     ids = prompt[0][:1]
@@ -190,6 +193,7 @@ def test_groups_end_each_for_itself(model, prompt):
     np.testing.assert_array_equal(groups.sequences[1::2], alone.sequences)
 
 
+@pytest.mark.nightly
 def test_sampled_beams_are_reproducible_and_row_independent(endless, prompt):
     ids = prompt[0]
     options = {"do_sample": True, "num_beams": 3, "num_return_sequences": 3, "temperature": 2.0}
@@ -206,6 +210,7 @@ def test_sampled_beams_are_reproducible_and_row_independent(endless, prompt):
     np.testing.assert_allclose(sums.sum(axis=1) / NEW, out.sequences_scores, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_rings_of_slots_follow_their_beams(prompt, tmp_path):
     """Layers with a window and layers without, against transformers."""
     torch = require_torch()

@@ -153,6 +153,7 @@ class TestDistributions:
         statistic = ((pool[0] - pool[1]) ** 2 / pool[1]).sum()
         return stats.chi2.sf(statistic, pool.shape[1] - 1)
 
+    @pytest.mark.daily("options1")
     @pytest.mark.parametrize("options", CHOICES)
     def test_sampled_tokens_follow_processed_distribution(self, model, prompt, options):
         """The first two tokens of many rows, through `generate`."""
@@ -170,6 +171,7 @@ class TestDistributions:
         probs = np.asarray(jax.nn.softmax(process(logits, choice).spread()))[0]
         assert self.p_value(new[new[:, 0] == first, 1], probs) > 1e-3
 
+    @pytest.mark.nightly
     def test_drafts_do_not_change_sampled_distribution(self, model, prompt):
         """Also where the drafts are another model's: here one that is sure of other tokens."""
         rows = np.repeat(prompt[:1], 4, axis=0)
@@ -290,6 +292,7 @@ def test_functions_of_the_caller_are_traced_once(model, prompt):
     assert len(calls) == 2  # the token behind the prompt, and the loop
 
 
+@pytest.mark.daily("*decoding-options0")
 @pytest.mark.parametrize(
     ("module", "options"),
     [

@@ -63,6 +63,7 @@ def test_positions_with_axes_turn_the_sections_of_each():
     assert np.abs(cos[..., 1:3] - flat[0][..., 1:3]).min() > 0
 
 
+@pytest.mark.daily("12")
 @pytest.mark.parametrize("width", [12, 40])
 def test_the_width_of_the_batch_changes_nothing(width):
     config = plain(rope_type="dynamic", factor=4.0)

@@ -159,6 +159,7 @@ BY_NAME = [
 ]
 
 
+@pytest.mark.nightly
 @proves("EasyDeLGradientCheckPointers", "AVAILABLE_GRADIENT_CHECKPOINT_TARGETS")
 def test_remat_policies_are_different_programs():
     texts = [train_program(gradient_checkpointing=name) for name in ["", *POLICIES]]
@@ -273,6 +274,7 @@ def test_performance_options_do_not_change_loss_or_gradients():
             assert np.abs(other_grads[path] - grad).max() <= 1e-5 * np.abs(grad).max(), path
 
 
+@pytest.mark.nightly
 def test_sharded_cache_and_other_mechanism_generate_same_tokens():
     plain = LlamaForCausalLM.create(config(), seed=1).generate(IDS, max_new_tokens=4).sequences
     other = config(

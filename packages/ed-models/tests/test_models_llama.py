@@ -65,6 +65,7 @@ def test_dense_cache_equals_no_cache(either, plain, steps):
     np.testing.assert_allclose(np.concatenate(outs, axis=1), plain, atol=1e-5)
 
 
+@pytest.mark.daily("stacked")
 def test_ragged_pages_equal_no_cache(either, plain):
     """Chunked prefill and decode of four rows in one flat batch, on scattered pages."""
     page, rows, width = 4, 4, 8
@@ -159,6 +160,7 @@ def assert_same(got, expected, tolerance=1e-5):
         assert worst <= tolerance * np.abs(value).max(), (path, worst)
 
 
+@pytest.mark.daily("remat", "blockwise")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -23,6 +23,8 @@ from ed_models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausal
 from ed_models.families.gpt_oss import GptOssConfig, GptOssForCausalLM
 from flax import nnx
 
+from tests.conformance import cases
+
 BLOCK = (16, 8)
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -60,7 +62,7 @@ def assert_same(ours: nnx.Module, expected: nnx.Module) -> None:
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A tiny DeepSeek-V3 in float8 with scales of blocks, and the same numbers in float32."""
     folder = tmp_path_factory.mktemp("fp8")
-    fields = {**TINY, **DeepseekV3ForCausalLM.CONFORMANCE["groups, yarn"]}
+    fields = cases.fields("deepseek_v3", "groups, yarn")
     config = DeepseekV3Config(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
     DeepseekV3ForCausalLM.create(config, seed=0).save_pretrained(folder / "made")
     packed, plain = {}, {}

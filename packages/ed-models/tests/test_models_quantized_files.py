@@ -24,6 +24,8 @@ from ed_models.families.phi3 import Phi3Config, Phi3ForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from flax import nnx
 
+from tests.conformance import cases
+
 ONE, EIGHT = (1, 1, 1, 1, 1), (1, 2, 2, 2, 1)
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
 EVERYTHING = ""  # a pattern that every module has: the head and the embedding too
@@ -144,7 +146,7 @@ def fused() -> nnx.Module:
 
 
 def absorbed() -> nnx.Module:
-    fields = {**TINY, **DeepseekV3ForCausalLM.CONFORMANCE["groups, yarn"]}
+    fields = cases.fields("deepseek_v3", "groups, yarn")
     return DeepseekV3ForCausalLM.create(DeepseekV3Config(**fields, sharding_axis_dims=ONE), seed=0)
 
 

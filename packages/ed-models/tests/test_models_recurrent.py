@@ -13,17 +13,19 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.registry import get_config, get_module
 from ed_models.checkpoints import hub
-from ed_models.conformance import ONE, TINY, forward
+from ed_models.conformance import ONE, forward
 from ed_models.families import kimi_linear, olmo_hybrid  # noqa: F401  (registers them)
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+
+from tests.conformance import cases
 
 
 def tiny(model_type: str) -> Any:
     """A model of the family's first conformance row."""
     cls = get_module(TaskType.CAUSAL_LM, model_type)
-    row = next(iter(cls.CONFORMANCE.values()))
-    fields = {**TINY, **row, "sharding_axis_dims": ONE}
+    row = next(iter(cases.cases(model_type)[model_type].rows))
+    fields = {**cases.fields(model_type, row), "sharding_axis_dims": ONE}
     return cls.create(get_config(model_type)(**fields), seed=0)
 
 
@@ -65,8 +67,8 @@ def test_olmo_hybrid_checkpoints_that_transformers_writes_are_loaded(
 ) -> None:
     """transformers cuts the joined convolution into three equal parts, whatever the widths are."""
     torch = pytest.importorskip("torch")
-    fields = [*olmo_hybrid.OlmoHybridForCausalLM.CONFORMANCE.values()][row]
-    fields = {**TINY, **fields, "linear_value_head_dim": 10}
+    name = [*cases.cases("olmo_hybrid")["olmo_hybrid"].rows][row]
+    fields = {**cases.fields("olmo_hybrid", name), "linear_value_head_dim": 10}
     torch.manual_seed(0)
     theirs = transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**fields)).eval()
     theirs.save_pretrained(tmp_path)

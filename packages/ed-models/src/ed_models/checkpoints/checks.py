@@ -96,7 +96,7 @@ def task_of(directory: Path) -> TaskType:
                 return task
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
-        f"'auto-bind' knows classes whose names end in {', '.join([*_TASKS, _CONDITIONAL])}. Set the task"
+        f"'auto-bind' knows the endings {', '.join([*_TASKS, _CONDITIONAL])}. Set the task"
     )
 
 

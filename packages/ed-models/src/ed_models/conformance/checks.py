@@ -1,19 +1,4 @@
-"""The conformance suite: checks that every model family must pass on tiny configurations.
-
-A family lists its configurations in the class with the head (`CONFORMANCE`). A test file of any
-package can then run the suite:
-
-    import pytest
-    from ed_models.conformance import CHECKS, Subject, subjects
-
-    @pytest.mark.parametrize("check", CHECKS)
-    @pytest.mark.parametrize("subject", subjects("my_model"), ids=str)
-    def test_conformance(subject: Subject, check: str) -> None:
-        CHECKS[check](subject)
-
-A check returns the largest error, and raises AssertionError if the error exceeds the bound. The
-checks against Hugging Face need torch and a model type of `transformers`; the other checks use
-random weights. Several checks need eight devices (simulated devices are sufficient).
+"""The checks of the conformance suite.
 
 Legend: b rows, s positions, v vocabulary.
 """
@@ -33,21 +18,17 @@ from ed_layers.cache import RaggedBatch
 from flax import nnx
 
 from ed_models.checkpoints.loading import weight_map
-from ed_models.subjects import ONE as ONE
-from ed_models.subjects import PAD, B, S, forward, torch_logits
-from ed_models.subjects import TINY as TINY
-from ed_models.subjects import Subject as Subject
-from ed_models.subjects import subjects as subjects
+from ed_models.conformance.subjects import B, S, Subject, forward
 
-OURS = 2e-5  # the same numbers by another program of ours
-GRADIENTS = 1e-3  # relative to the largest entry
+OURS = 2e-5  # bound for two programs of this project
+GRADIENTS = 1e-3  # bound relative to the largest entry
 MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2))
 
 
 def parity(subject: Subject) -> float:
-    """Compare the logits of left-padded rows with Hugging Face's."""
-    ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
-    real = subject.mask != 0
+    """Compare the outputs of left-padded rows with Hugging Face's."""
+    ours = subject.output(forward(subject.model, **subject.padded()))
+    real = subject.real
     return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound, "logits")
 
 
@@ -57,28 +38,30 @@ def gradients(subject: Subject) -> float:
     from transformers.core_model_loading import revert_weight_conversion
 
     model = subject.torch_model
-    ids = torch.tensor(subject.ids, dtype=torch.long)
-    theirs = model(input_ids=ids, labels=ids, use_cache=False).loss
+    theirs = subject.torch_loss()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(theirs, list(params.values()), allow_unused=True)
     grads = {n: g for n, g in zip(params, found, strict=True) if g is not None}
-    # Experts have tensors of their own in the checkpoint, and one for all in the module.
+    # A checkpoint has a tensor per expert, the module has one tensor for all experts.
     grads = revert_weight_conversion(model, grads)
     graphdef, params, other = subject.model.split_module()
 
     def loss(params: Any) -> jax.Array:
-        return nnx.merge(graphdef, params, other).compute_loss(subject.ids)[0].loss
+        module = nnx.merge(graphdef, params, other)
+        if hasattr(module, "compute_loss"):
+            return module.compute_loss(**subject.training())[0].loss
+        return jnp.mean(jnp.square(subject.output(module(**subject.training()))))
 
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
     worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound, "the loss")
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
-    # Some vanish in exact arithmetic, as of the bias of keys without positions: what is left of
-    # them is rounding, of the size of float32's epsilon beside the largest.
+    # Some gradients are zero in exact arithmetic, such as that of the bias of keys without
+    # positions. Their rounding errors are about float32's epsilon times the largest gradient.
     largest = max(float(g.abs().max()) for g in grads.values())
     least = float(np.finfo(np.float32).eps) * largest / GRADIENTS
     for name in table.hf_shapes:
-        # Torch has no gradient for what only chooses, such as an index of keys: neither have we.
+        # Parameters that only select, such as an index of keys, have no gradient.
         expected = grads[name].numpy() if name in grads else np.zeros(table.hf_shapes[name])
         got = table.save(name, lambda ours, at: by_name[ours][at])
         scale = max(float(np.abs(expected).max()), least)
@@ -92,23 +75,23 @@ def generation(subject: Subject) -> float:
     for row in subject.torch_inputs():
         out = make(**row, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
         theirs += list(out.numpy()[:, -32:])
-    ours = subject.model.generate(
-        subject.ids, attention_mask=subject.mask, max_new_tokens=32, eos_token_id=[]
-    )
-    # min_new_tokens bars the end token there; a row is compared up to where we take it.
-    for row, (got, expected) in enumerate(zip(ours.sequences[:, S:], theirs, strict=True)):
+    ours = subject.model.generate(**subject.prompts(), max_new_tokens=32, eos_token_id=[])
+    # min_new_tokens excludes the end token in transformers: compare up to our first end token.
+    for row, (got, expected) in enumerate(zip(ours.sequences[:, -32:], theirs, strict=True)):
         ends = np.flatnonzero(got == subject.fields["eos_token_id"])
         n = ends[0] if len(ends) else len(got)
-        assert (got[:n] == expected[:n]).all(), f"row {row}: {got[:n]} is not {expected[:n]}"
+        assert (got[:n] == expected[:n]).all(), f"row {row}: got {got[:n]}, expected {expected[:n]}"
     return 0.0
 
 
 def cache(subject: Subject) -> float:
     """Compare a contiguous cache, filled in steps, with a forward pass without a cache."""
     model, at, parts = subject.model, 0, []
-    filled: Any = model.init_cache(B, 32)
-    for n in (11, 1, 1, 11):  # the first and the last one share a program
-        out = forward(model, input_ids=subject.ids[:, at : at + n], past_key_values=filled)
+    length = {"encoder_length": S} if "decoder_input_ids" in model.input_names else {}
+    filled: Any = model.init_cache(B, 32, **length)
+    for n in (11, 1, 1, 11):  # the first and the last call share a program
+        inputs = subject.inputs(at=slice(at, at + n))
+        out = forward(model, "decode", **inputs, past_key_values=filled)
         filled, at = out.past_key_values, at + n
         parts.append(np.asarray(out.logits))
     return _near(np.concatenate(parts, axis=1), subject.logits, OURS, "logits")
@@ -122,7 +105,6 @@ def pages(subject: Subject) -> float:
     done, got = np.zeros(B, int), [[] for _ in range(B)]
     for counts in ([9, 1, 4, 3], [1, 12, 20, 1], [14, 11, 0, 20]):
         places = [np.arange(done[row], done[row] + n) for row, n in enumerate(counts)]
-        ids = [subject.ids[row, at] for row, at in enumerate(places)]
         slots = [table[row, at // page] * page + at % page for row, at in enumerate(places)]
         done, ends = done + counts, np.cumsum([0, *counts])
         pad = 48 - ends[-1]
@@ -136,8 +118,9 @@ def pages(subject: Subject) -> float:
             num_seqs=jnp.asarray(B, jnp.int32),
             prompt_lens=jnp.full(B, S, jnp.int32),
         )
-        flat = np.concatenate([*ids, np.zeros(pad, np.int32)])[None]
-        out = forward(model, input_ids=flat, past_key_values=filled, ragged=ragged)
+        chosen = [row * S + at for row, at in enumerate(places)]
+        inputs = subject.flat(np.concatenate([*chosen, np.full(pad, -1)]))
+        out = forward(model, "decode", **inputs, past_key_values=filled, ragged=ragged)
         filled = out.past_key_values
         for row in range(B):
             got[row].append(np.asarray(out.logits)[0, ends[row] : ends[row + 1]])
@@ -149,33 +132,27 @@ def pages(subject: Subject) -> float:
 
 def packed(subject: Subject) -> float:
     """Compare a packed row of several documents with each document alone."""
-    ids, lengths = subject.ids.reshape(1, -1)[:, :48], (11, 20, 14)
-    segments = np.repeat([1, 2, 3, 0], [*lengths, 48 - sum(lengths)])[None].astype(np.int32)
-    got = np.asarray(forward(subject.model, input_ids=ids, segment_ids=segments).logits)
+    row, documents = subject.documents()
+    got = np.asarray(subject.output(forward(subject.model, **row)))
     worst = 0.0
-    for segment in (1, 2, 3):
-        at = np.flatnonzero(segments[0] == segment)
-        alone = forward(subject.model, input_ids=ids[:, at]).logits
-        worst = max(
-            worst, _near(got[0, at], np.asarray(alone)[0], OURS, f"logits of document {segment}")
-        )
+    for number, (at, inputs) in enumerate(documents, start=1):
+        alone = np.asarray(subject.output(forward(subject.model, **inputs)))
+        worst = max(worst, _near(got[0, at], alone[0], OURS, f"logits of document {number}"))
     return worst
 
 
 def padding(subject: Subject) -> float:
     """Compare a left-padded row with the row alone, with and without a cache."""
     model, row, worst = subject.model, 3, 0.0
-    alone = forward(model, input_ids=subject.ids[row : row + 1, PAD[row] :]).logits
-    for filled in (None, model.init_cache(B, 32)):
-        out = forward(
-            model, input_ids=subject.ids, attention_mask=subject.mask, past_key_values=filled
-        )
-        worst = max(
-            worst,
-            _near(
-                np.asarray(out.logits)[row, PAD[row] :], alone[0], OURS, "logits of the padded row"
-            ),
-        )
+    alone = np.asarray(subject.output(forward(model, **subject.alone(row))))[0]
+    caches: list[dict[str, Any]] = [{}]
+    if "cache" in subject.checks:
+        length = {"encoder_length": S} if "decoder_input_ids" in model.input_names else {}
+        caches.append({"past_key_values": model.init_cache(B, 32, **length)})
+    for filled in caches:
+        out = np.asarray(subject.output(forward(model, **subject.padded(), **filled)))
+        got = out[row][subject.real[row]]
+        worst = max(worst, _near(got, alone, OURS, "logits of the padded row"))
     return worst
 
 
@@ -183,7 +160,10 @@ def layouts(subject: Subject) -> float:
     """Compare unrolled layers with scanned layers."""
     other = subject.load(scan_layers=subject.model.layout == "leaves")
     return _near(
-        np.asarray(forward(other, input_ids=subject.ids).logits), subject.logits, OURS, "logits"
+        np.asarray(subject.output(forward(other, **subject.whole()))),
+        subject.logits,
+        OURS,
+        "logits",
     )
 
 
@@ -192,7 +172,7 @@ def meshes(subject: Subject) -> float:
     worst = 0.0
     for dims in MESHES:
         model = subject.load(dims)
-        got = np.asarray(forward(model, input_ids=subject.ids).logits)
+        got = np.asarray(subject.output(forward(model, **subject.whole())))
         worst = max(worst, _near(got, subject.logits, OURS, f"logits on mesh {dims}"))
     return worst
 
@@ -200,20 +180,16 @@ def meshes(subject: Subject) -> float:
 def saved(subject: Subject) -> float:
     """Load a saved model in Hugging Face: bitwise equal tensors, none missing or unexpected."""
     require_torch()
-    import transformers
-
     with tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
-        again, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True
-        )
+        again, report = subject.torch_class.from_pretrained(folder, output_loading_info=True)
     missing = [name for name in report.pop("missing_keys") if not subject.ignores(name)]
     assert not any([missing, *report.values()]), (missing, report)
     theirs = again.state_dict()
     for name, value in subject.torch_model.state_dict().items():
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
-    got = torch_logits(subject, again.eval())
-    real = subject.mask != 0
+    got = subject.torch_outputs(again.eval())
+    real = subject.real
     return _near(got[real], subject.torch_logits[real], 0.0, "logits of the saved model")
 
 
@@ -246,7 +222,7 @@ def _near(got: np.ndarray, expected: Any, bound: float, what: str) -> float:
         AssertionError: The shapes differ, or the difference exceeds the bound.
     """
     shapes = np.shape(got), np.shape(expected)
-    assert shapes[0] == shapes[1], f"{what}: the shape is {shapes[0]} and should be {shapes[1]}"
+    assert shapes[0] == shapes[1], f"{what}: the shape is {shapes[0]}, expected {shapes[1]}"
     error = float(np.abs(got - np.asarray(expected)).max())
     assert error <= bound, (
         f"{what}: the largest difference is {error:.2e}, above the bound of {bound:.0e}"

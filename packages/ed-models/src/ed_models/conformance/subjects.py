@@ -1,29 +1,34 @@
-"""Tiny configurations of families, with random weights: what the conformance suite looks at.
+"""Subjects of the conformance suite: tiny configurations of families, with random weights.
 
-Legend: b rows, s positions, v vocabulary.
+Legend: b rows, s positions, t encoder positions, v vocabulary, d hidden, n image features of a row.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ed_infra import registry
 from ed_infra.enums import TaskType
+from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.testing import require_torch
 from flax import nnx
 
+from ed_models.base.export import TORCH_CLASSES
 from ed_models.checkpoints import hub
+from ed_models.checkpoints.task_rules import rules_of
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.tasks.causal_lm import CausalLM
 
-#: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them. None in a
-#: row leaves one of these fields out; for any other field it is the value.
+#: Fields of every tiny configuration. A case replaces fields; None removes one of these fields, and
+#: is the value of any other field.
 TINY: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 32,
@@ -41,46 +46,88 @@ TINY: dict[str, Any] = {
 ONE = (1, 1, 1, 1, 1)
 B, S = 4, 24
 PAD = (0, 5, 0, 17)  # padding on the left of each row
+_LENGTHS = (11, 20, 14)  # of the documents of a packed row
+
+Rows = slice
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Tiny configurations of one family, for the features of the family.
+
+    Attributes:
+        rows: name of a configuration -> the fields that differ from `TINY`.
+        logits: bound on the difference of float32 logits from Hugging Face's; 2e-4 if a scan
+            reorders sums.
+        padded_in_transformers: whether Hugging Face's model computes equal numbers for a row with
+            and without padding. False if a bias turns padding into input of a recurrence; rows are
+            then compared without padding.
+        task: the task that is checked; None = the first registered task of the family.
+        tiny: whether the fields of `TINY` are part of each row.
+    """
+
+    rows: Mapping[str, Mapping[str, Any]]
+    logits: float = 1e-4
+    padded_in_transformers: bool = True
+    task: TaskType | None = None
+    tiny: bool = True
 
 
 class Subject:
-    """One tiny configuration of one family, its weights, and what others say about them.
+    """One tiny configuration of a causal language model, its weights, and its reference outputs.
 
     Attributes:
-        model_type: of the family.
+        model_type: model type of the family.
         row: name of the configuration.
-        module_class: the family's causal language model.
-        ids: int32 [b, s]; mask: int32 [b, s], rows padded on the left.
+        module_class: class of the model.
+        ids: token ids, int32 [b, s]. mask: rows padded on the left, int32 [b, s].
+        checks: names of the checks for the task.
+        pad: number of padding tokens of each row.
     """
 
-    def __init__(self, model_type: str, row: str, module_class: type[CausalLM]):
+    checks: ClassVar[tuple[str, ...]] = (
+        *("parity", "gradients", "generation", "saved", "cache", "pages"),
+        *("packed", "padding", "layouts", "meshes"),
+    )
+    task: ClassVar[TaskType] = TaskType.CAUSAL_LM
+    pad: ClassVar[tuple[int, ...]] = PAD
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         self.model_type, self.row, self.module_class = model_type, row, module_class
-        self.bound = module_class.LOGITS
-        fields = {**TINY, **module_class.CONFORMANCE[row]}
-        left_out = {name for name in TINY if fields[name] is None}
+        self.bound, self.cases = cases.logits, cases
+        given = cases.rows[row]
+        fields = {**TINY, **given} if cases.tiny else dict(given)
+        left_out = {name for name in TINY if fields.get(name, ...) is None and cases.tiny}
         self.fields = {name: value for name, value in fields.items() if name not in left_out}
         rng = np.random.default_rng(0)
-        self.ids = rng.integers(3, self.fields["vocab_size"], (B, S)).astype(np.int32)
-        self.mask = np.stack([np.arange(S) >= pad for pad in PAD]).astype(np.int32)
+        self.ids = rng.integers(3, self.vocab_size, (B, S)).astype(np.int32)
+        self.mask = np.stack([np.arange(S) >= pad for pad in self.pad]).astype(np.int32)
 
     def __str__(self) -> str:
         return f"{self.model_type}: {self.row}"
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self.fields["vocab_size"]
+
+    # Weights.
+
     @functools.cached_property
     def torch_model(self) -> Any:
-        """Hugging Face's model with random weights, norms and biases too, float32."""
+        """Hugging Face's model with random float32 weights, including norms and biases."""
         torch = require_torch()
         import transformers
 
         config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        model = self.torch_class.from_config(config).float().eval()
         with torch.no_grad():
             for name, value in model.named_parameters():
                 own = ".".join(name.split(".")[-2:])
-                # Factors of norms, whatever their name, stay near what they begin with: 1, or 0
-                # where one is added to them. Twice as large they would amplify rounding.
-                factors = ("norm" in own or value.ndim == 1) and name.endswith("weight")
+                # The factors of norms stay near their initial value: 1, or 0 if the norm adds one.
+                # Factors twice as large would amplify rounding errors.
+                factors = ("norm" in own.lower() or value.ndim == 1) and name.endswith("weight")
                 value.normal_(float(value.mean().round()) if factors else 0.0, 0.2)
             saved = model.state_dict()
             for name, value in model.named_buffers():  # biases that choose experts
@@ -88,13 +135,20 @@ class Subject:
                     value.normal_(0.0, 0.2)
         return model
 
+    @property
+    def torch_class(self) -> Any:
+        """The auto class of `transformers` for the task."""
+        import transformers
+
+        return getattr(transformers, TORCH_CLASSES[self.task])
+
     def ignores(self, name: str) -> bool:
-        """Whether the family's table says that no model needs this tensor of a checkpoint."""
-        return WeightMap(self.module_class.WEIGHTS, {}).ignores(name)
+        """Return whether the rules of the family ignore a tensor of a checkpoint."""
+        return WeightMap(rules_of(self.module_class), {}).ignores(name)
 
     @functools.cached_property
     def directory(self) -> Path:
-        """Where Hugging Face saved its model; ours, where transformers does not know the type."""
+        """Checkpoint saved by Hugging Face, or by this project for other model types."""
         folder = Path(self._folder.name)
         if self.is_in_transformers:
             self.torch_model.save_pretrained(folder)
@@ -109,13 +163,14 @@ class Subject:
 
     @property
     def is_in_transformers(self) -> bool:
-        """Whether there is a model of Hugging Face's to compare with."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        """Whether `transformers` has a model of the task and model type."""
+        from transformers import CONFIG_MAPPING
 
-        return self.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        known = self.model_type in CONFIG_MAPPING
+        return known and CONFIG_MAPPING[self.model_type] in self.torch_class._model_mapping
 
-    def load(self, dims: tuple[int, ...] = ONE, **config_kwargs: Any) -> CausalLM:
-        """Load the weights as this project's model."""
+    def load(self, dims: tuple[int, ...] = ONE, **config_kwargs: Any) -> Any:
+        """Load the checkpoint as a model of this project."""
         return hub.from_pretrained(
             self.directory,
             self.module_class,
@@ -124,25 +179,87 @@ class Subject:
         )
 
     @functools.cached_property
-    def model(self) -> CausalLM:
-        """On one device, as the configuration stores its layers."""
+    def model(self) -> Any:
+        """The model on one device, in the layout of the configuration."""
         return self.load()
+
+    # Inputs of this project's model.
+
+    def inputs(self, rows: Rows = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+        """Return the arguments of `decode` for some positions of some rows."""
+        return {"input_ids": self.ids[rows, at]}
+
+    def flat(self, at: np.ndarray) -> dict[str, Any]:
+        """Return the arguments of `decode` for positions of all rows in one row; -1 = padding."""
+        return {"input_ids": np.where(at < 0, 0, self.ids.reshape(-1)[at])[None]}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the arguments of a call with rows without padding."""
+        return self.inputs()
+
+    def padded(self) -> dict[str, Any]:
+        """Return the arguments of a call with padded rows."""
+        return {**self.whole(), "attention_mask": self.mask}
+
+    def alone(self, row: int) -> dict[str, Any]:
+        """Return the arguments of a call with one row without its padding."""
+        return self.inputs(slice(row, row + 1), slice(self.pad[row], None))
+
+    def documents(self) -> tuple[dict[str, Any], list[tuple[np.ndarray, dict[str, Any]]]]:
+        """Return the arguments of a packed row, and of each document alone with its positions."""
+        ends = np.cumsum([0, *_LENGTHS])
+        segments = np.repeat([1, 2, 3, 0], [*_LENGTHS, 48 - ends[-1]])[None].astype(np.int32)
+        parts = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+        packed = {**self.flat(np.arange(48)), "segment_ids": segments}
+        return packed, [(at, self.flat(at)) for at in parts]
+
+    def prompts(self) -> dict[str, Any]:
+        """Return the arguments of `generate`."""
+        return {"input_ids": self.ids, "attention_mask": self.mask}
+
+    def training(self) -> dict[str, Any]:
+        """Return the arguments of `compute_loss`."""
+        return self.whole()
+
+    # Outputs.
+
+    def output(self, result: Any) -> np.ndarray:
+        """Return the compared output of a call, of this project or of Hugging Face."""
+        return result.logits
+
+    @property
+    def real(self) -> np.ndarray:
+        """Mask of the compared outputs of padded rows."""
+        return self.mask != 0
 
     @functools.cached_property
     def logits(self) -> np.ndarray:
-        """Of whole rows without padding, [b, s, v]."""
-        return np.asarray(forward(self.model, input_ids=self.ids).logits)
+        """Outputs of rows without padding, [b, s, v]."""
+        return np.asarray(self.output(forward(self.model, **self.whole())))
+
+    # Hugging Face's model.
 
     @functools.cached_property
     def torch_logits(self) -> np.ndarray:
-        """Hugging Face's, of the padded rows."""
-        return torch_logits(self, self.torch_model)
+        """Hugging Face's outputs of padded rows."""
+        return self.torch_outputs(self.torch_model)
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        """Return the outputs of a torch model, [b, s, v]; zeros for omitted positions."""
+        parts = []
+        for inputs in self.torch_inputs():
+            positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+            with require_torch().no_grad():
+                result = model(**inputs, position_ids=positions, use_cache=False)
+            out = self.output(result).float().numpy()
+            parts.append(np.pad(out, ((0, 0), (S - out.shape[1], 0), (0, 0))))
+        return np.concatenate(parts)
 
     def torch_inputs(self) -> list[dict[str, Any]]:
-        """The rows for Hugging Face's model: together, or each without its padding."""
+        """Return the rows for Hugging Face's model: together, or each without its padding."""
         torch, rows = require_torch(), [(slice(None), 0)]
-        if not self.module_class.PADDED_IN_TRANSFORMERS:
-            rows = [(slice(row, row + 1), pad) for row, pad in enumerate(PAD)]
+        if not self.cases.padded_in_transformers:
+            rows = [(slice(row, row + 1), pad) for row, pad in enumerate(self.pad)]
         return [
             {
                 "input_ids": torch.tensor(self.ids[row, pad:], dtype=torch.long),
@@ -151,45 +268,197 @@ class Subject:
             for row, pad in rows
         ]
 
+    def torch_loss(self) -> Any:
+        """Return Hugging Face's loss of rows without padding."""
+        torch = require_torch()
+        ids = torch.tensor(self.ids, dtype=torch.long)
+        return self.torch_model(input_ids=ids, labels=ids, use_cache=False).loss
 
-def subjects(*model_types: str) -> list[Subject]:
-    """The rows of these model types; of all that are registered, if none is named.
+
+class ImageTextSubject(Subject):
+    """A vision-language model: each row contains two images, after its padding."""
+
+    task = TaskType.IMAGE_TEXT_TO_TEXT
+    pad = (0, 5, 0, 3)
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
+        super().__init__(model_type, row, module_class, cases)
+        vision = self.fields["vision_config"]
+        patches = (vision["image_size"] // vision["patch_size"]) ** 2
+        self.image_token = self.fields["image_token_index"]
+        for image in range(2):
+            start = max(self.pad) + 1 + image * (patches + 1)
+            self.ids[:, start : start + patches] = self.image_token
+        shape = B, 2, 3, vision["image_size"], vision["image_size"]
+        pixels = np.random.default_rng(1).normal(size=shape)
+        self.pixel_values = pixels.astype(np.float32)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that are not image tokens."""
+        return self.fields["image_token_index"]
+
+    @functools.cached_property
+    def features(self) -> Features:
+        """The image features of all rows."""
+        encoded = self.model.encode(Inputs({"pixel_values": self.pixel_values}))
+        return Features.at(encoded.embeddings, jnp.asarray(self.ids == self.image_token))
+
+    def inputs(self, rows: Rows = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+        features = Features(self.features.values[rows], self.features.index[rows, at])
+        return {**super().inputs(rows, at), "features": features}
+
+    def flat(self, at: np.ndarray) -> dict[str, Any]:
+        b, n, d = self.features.values.shape
+        index = np.asarray(self.features.index)
+        index = np.where(index < 0, -1, index + n * np.arange(b)[:, None]).reshape(-1)
+        index = np.where(at < 0, -1, index[at])
+        features = Features(self.features.values.reshape(1, b * n, d), jnp.asarray(index)[None])
+        return {**super().flat(at), "features": features}
+
+    def whole(self) -> dict[str, Any]:
+        return {"input_ids": self.ids, "pixel_values": self.pixel_values}
+
+    def prompts(self) -> dict[str, Any]:
+        return {**super().prompts(), "pixel_values": self.pixel_values}
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        return [{**inputs, "pixel_values": self._images()} for inputs in super().torch_inputs()]
+
+    def torch_loss(self) -> Any:
+        torch = require_torch()
+        ids = torch.tensor(self.ids, dtype=torch.long)
+        images = self._images()
+        return self.torch_model(input_ids=ids, pixel_values=images, labels=ids).loss
+
+    def _images(self) -> Any:
+        shape = self.pixel_values.shape
+        return require_torch().tensor(self.pixel_values.reshape(-1, *shape[2:]))
+
+
+class Seq2SeqSubject(Subject):
+    """An encoder-decoder: the encoder reads the padded rows, the decoder other tokens."""
+
+    checks = (
+        *("parity", "gradients", "generation", "saved", "cache"),
+        *("packed", "padding", "layouts", "meshes"),
+    )
+    task = TaskType.SEQUENCE_TO_SEQUENCE
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
+        super().__init__(model_type, row, module_class, cases)
+        rng = np.random.default_rng(1)
+        self.answers = rng.integers(3, self.vocab_size, (B, S)).astype(np.int32)
+
+    @functools.cached_property
+    def encoded(self) -> Encoded:
+        """Outputs of the encoder for rows without padding."""
+        return self.model.encode(Inputs({"input_ids": jnp.asarray(self.ids)}))
+
+    def inputs(self, rows: Rows = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"input_ids": self.answers[rows, at]}
+        if not at.start:  # later steps read the cache
+            arguments["encoded"] = jax.tree.map(lambda x: x[rows], self.encoded)
+        return arguments
+
+    def whole(self) -> dict[str, Any]:
+        return {"input_ids": self.ids, "decoder_input_ids": self.answers}
+
+    def alone(self, row: int) -> dict[str, Any]:
+        rows = slice(row, row + 1)
+        return {
+            "input_ids": self.ids[rows, self.pad[row] :],
+            "decoder_input_ids": self.answers[rows],
+        }
+
+    def documents(self) -> tuple[dict[str, Any], list[tuple[np.ndarray, dict[str, Any]]]]:
+        packed, parts = super().documents()
+        answers = self.answers.reshape(1, -1)
+        packed |= {
+            "decoder_input_ids": answers[:, :48],
+            "decoder_segment_ids": packed["segment_ids"],
+        }
+        return packed, [
+            (at, {**inputs, "decoder_input_ids": answers[:, at]}) for at, inputs in parts
+        ]
+
+    def training(self) -> dict[str, Any]:
+        return {"input_ids": self.ids, "labels": self.answers}
+
+    @property
+    def real(self) -> np.ndarray:
+        return np.ones((B, S), bool)
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        torch = require_torch()
+        answers = torch.tensor(self.answers, dtype=torch.long)
+        (inputs,) = self.torch_inputs()
+        with torch.no_grad():
+            result = model(**inputs, decoder_input_ids=answers, use_cache=False)
+        return self.output(result).float().numpy()
+
+    def torch_loss(self) -> Any:
+        torch = require_torch()
+        ids, answers = (torch.tensor(x, dtype=torch.long) for x in (self.ids, self.answers))
+        return self.torch_model(input_ids=ids, labels=answers, use_cache=False).loss
+
+
+class EncoderSubject(Subject):
+    """A bidirectional encoder: hidden states of all tokens."""
+
+    checks = ("parity", "gradients", "saved", "packed", "padding", "layouts", "meshes")
+    task = TaskType.BASE_MODULE
+
+    def output(self, result: Any) -> np.ndarray:
+        return result.last_hidden_state
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        (inputs,) = self.torch_inputs()
+        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        with require_torch().no_grad():
+            return self.output(model(**inputs, position_ids=positions)).float().numpy()
+
+    def torch_loss(self) -> Any:
+        torch = require_torch()
+        ids = torch.tensor(self.ids, dtype=torch.long)
+        return self.output(self.torch_model(input_ids=ids)).square().mean()
+
+
+#: Task -> the subject of a family with this task.
+SUBJECTS: Mapping[TaskType, type[Subject]] = {
+    kind.task: kind for kind in (Subject, ImageTextSubject, Seq2SeqSubject, EncoderSubject)
+}
+
+
+def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
+    """Return the subjects of families.
+
+    Args:
+        cases: model type -> the tiny configurations.
 
     Raises:
-        ValueError: a family lists no configuration.
+        ValueError: a family has no configuration.
     """
-    rows: list[Subject] = []
-    for model_type in model_types or registry.model_types():
-        if TaskType.CAUSAL_LM not in registry.tasks_of(model_type):
-            continue
-        module_class = registry.get_module(TaskType.CAUSAL_LM, model_type)
-        if not module_class.CONFORMANCE:
+    found: list[Subject] = []
+    for model_type, own in cases.items():
+        if not own.rows:
             raise ValueError(
-                f"{module_class.__module__}.{module_class.__name__} lists no tiny configuration: "
-                'add CONFORMANCE = {"what is special": {field: value}}'
+                f"{model_type!r} has no tiny configuration: add one to its Cases, such as "
+                '{"what is special": {field: value}}'
             )
-        rows += [Subject(model_type, row, module_class) for row in module_class.CONFORMANCE]
-    return rows
+        task = own.task or registry.tasks_of(model_type)[0]
+        module_class = registry.get_module(task, model_type)
+        found += [SUBJECTS[task](model_type, row, module_class, own) for row in own.rows]
+    return found
 
 
-def forward(model: CausalLM, **inputs: Any) -> Any:
-    """Call a model jitted, the way every consumer does: flat leaves, graphdef closed over."""
+def forward(model: Any, method: str = "__call__", **inputs: Any) -> Any:
+    """Call a method of a model jitted, with flat leaves and a closed-over graphdef."""
     graphdef, state = nnx.split(model)
-    return _program(graphdef)(state, inputs)
+    return _program(graphdef, method)(state, inputs)
 
 
 @functools.lru_cache(maxsize=4)
-def _program(graphdef: nnx.GraphDef[CausalLM]) -> Callable[..., Any]:
-    """One for all calls of a model: a new function would be traced again."""
-    return jax.jit(lambda state, inputs: nnx.merge(graphdef, state)(**inputs))
-
-
-def torch_logits(subject: Subject, model: Any) -> np.ndarray:
-    """What a torch model says about the rows of a subject, [b, s, v]; zeros in what it left out."""
-    parts = []
-    for inputs in subject.torch_inputs():
-        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-        with require_torch().no_grad():
-            out = model(**inputs, position_ids=positions, use_cache=False).logits.float().numpy()
-        parts.append(np.pad(out, ((0, 0), (S - out.shape[1], 0), (0, 0))))
-    return np.concatenate(parts)
+def _program(graphdef: nnx.GraphDef[Any], method: str) -> Callable[..., Any]:
+    """Return one function per model: a new function would be traced again."""
+    return jax.jit(lambda state, inputs: getattr(nnx.merge(graphdef, state), method)(**inputs))

@@ -90,11 +90,3 @@ class ApertusForCausalLM(CausalLM):
         },
         *STANDARD,
     )
-    CONFORMANCE = {
-        "xIELU": {},
-        "biases, plain positions, tied": {
-            "attention_bias": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "tie_word_embeddings": True,
-        },
-    }

@@ -64,10 +64,6 @@ class CohereForCausalLM(CausalLM):
     """Cohere with a language-model head."""
 
     body_class = CohereModel
-    CONFORMANCE = {
-        "query and key norms": {"use_qk_norm": True, "tie_word_embeddings": True},
-        "biases": {"attention_bias": True, "logit_scale": 0.5, "tie_word_embeddings": True},
-    }
 
     def head(self):
         return replace(super().head(), scale=self.config.logit_scale)

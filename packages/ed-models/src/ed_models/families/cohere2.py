@@ -64,21 +64,6 @@ class Cohere2ForCausalLM(CausalLM):
     """Cohere2 with a language-model head."""
 
     body_class = Cohere2Model
-    CONFORMANCE = {
-        "windows": {
-            "head_dim": 12,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "tie_word_embeddings": True,
-        },
-        "biases": {
-            "head_dim": 8,
-            "sliding_window": 5,
-            "attention_bias": True,
-            "logit_scale": 0.5,
-            "tie_word_embeddings": True,
-        },
-    }
 
     def head(self):
         return replace(super().head(), scale=self.config.logit_scale)

@@ -52,8 +52,3 @@ class Ernie4_5ForCausalLM(CausalLM):
     """Ernie4_5 with a language-model head."""
 
     body_class = Ernie4_5Model
-
-    CONFORMANCE = {
-        "tied": {"head_dim": 8, "tie_word_embeddings": True},
-        "own head size, biases": {"head_dim": 12, "use_bias": True},
-    }

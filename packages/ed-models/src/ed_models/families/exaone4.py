@@ -57,17 +57,3 @@ class Exaone4ForCausalLM(CausalLM):
     """Exaone4 with a language-model head."""
 
     body_class = Exaone4Model
-    CONFORMANCE = {
-        "windows": {
-            "head_dim": 8,
-            "sliding_window": 6,
-            "sliding_window_pattern": None,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        "no windows, tied": {
-            "head_dim": 8,
-            "sliding_window": None,
-            "layer_types": ["full_attention"] * 3,
-            "tie_word_embeddings": True,
-        },
-    }

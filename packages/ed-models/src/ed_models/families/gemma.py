@@ -59,7 +59,3 @@ class GemmaForCausalLM(CausalLM):
     """Gemma with a language-model head."""
 
     body_class = GemmaModel
-    CONFORMANCE = {
-        "own head size": {"head_dim": 16, "tie_word_embeddings": True},
-        "biases": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
-    }

@@ -87,16 +87,3 @@ class GPTJForCausalLM(CausalLM):
         },
         *STANDARD,
     )
-    CONFORMANCE = {
-        "half of a head turns": {
-            "num_key_value_heads": None,
-            "intermediate_size": None,
-            "rotary_dim": 4,
-        },
-        "whole heads turn, own size": {
-            "num_key_value_heads": None,
-            "intermediate_size": None,
-            "n_inner": 48,
-            "rotary_dim": 8,
-        },
-    }

@@ -61,19 +61,6 @@ class GraniteForCausalLM(CausalLM):
     """Granite with a language-model head."""
 
     body_class = GraniteModel
-    CONFORMANCE = {
-        "multipliers": {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-        },
-        "biases, tied": {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
-    }
 
     def head(self):
         return replace(super().head(), scale=1 / self.config.logits_scaling)

@@ -57,11 +57,3 @@ class HunYuanDenseV1ForCausalLM(CausalLM):
         Rule("{path}.k_norm.weight", "{path}.key_layernorm.weight", equal),
         *STANDARD,
     )
-    CONFORMANCE = {
-        "normed last": {"head_dim": 8},
-        "biases, tied": {
-            "head_dim": 12,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    }

@@ -51,13 +51,3 @@ class InternLM3ForCausalLM(CausalLM):
     """InternLM3 with a language-model head."""
 
     body_class = InternLM3Model
-
-    CONFORMANCE = {
-        "own head size": {"head_dim": 12},
-        "biases, tied": {
-            "head_dim": 8,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
-    }

@@ -53,7 +53,3 @@ class MistralForCausalLM(CausalLM):
     """Mistral with a language-model head."""
 
     body_class = MistralModel
-    CONFORMANCE = {
-        "window": {"sliding_window": 6},
-        "no window, own head size": {"sliding_window": None, "head_dim": 12},
-    }

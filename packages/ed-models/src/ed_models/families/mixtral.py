@@ -61,11 +61,3 @@ class MixtralForCausalLM(CausalLM):
     body_class = MixtralModel
     WEIGHTS = BLOCK_SPARSE
     MODULES = Modules({"block_sparse_moe": "mlp"})
-    CONFORMANCE = {
-        "two of eight": {},
-        "three of five, window": {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
-            "sliding_window": 6,
-        },
-    }

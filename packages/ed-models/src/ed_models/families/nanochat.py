@@ -75,14 +75,6 @@ class NanoChatForCausalLM(CausalLM):
     body_class = NanoChatModel
 
     WEIGHTS = renamed({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}, *STANDARD)
-    CONFORMANCE = {
-        "soft cap": {"final_logit_softcapping": 3.0},
-        "no cap, biases, tied": {
-            "final_logit_softcapping": None,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    }
 
     def head(self):
         return replace(super().head(), soft_cap=self.config.final_logit_softcapping)

@@ -58,7 +58,3 @@ class OlmoForCausalLM(CausalLM):
     """Olmo with a language-model head."""
 
     body_class = OlmoModel
-    CONFORMANCE = {
-        "clipped projections": {"clip_qkv": 0.3},
-        "biases, tied": {"attention_bias": True, "tie_word_embeddings": True},
-    }

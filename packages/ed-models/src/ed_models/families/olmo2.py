@@ -59,7 +59,3 @@ class Olmo2ForCausalLM(CausalLM):
     """Olmo2 with a language-model head."""
 
     body_class = Olmo2Model
-    CONFORMANCE = {
-        "grouped queries": {},
-        "biases, tied": {"attention_bias": True, "tie_word_embeddings": True},
-    }

@@ -62,14 +62,3 @@ class Olmo3ForCausalLM(CausalLM):
     """Olmo3 with a language-model head."""
 
     body_class = Olmo3Model
-    CONFORMANCE = {
-        "windows": {
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        "biases, tied": {
-            "sliding_window": 5,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    }

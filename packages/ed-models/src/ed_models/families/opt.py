@@ -127,22 +127,3 @@ class OPTForCausalLM(CausalLM):
         },
         *STANDARD,
     )
-    # Without biases: the gradient of the keys' bias is zero, what torch has of it is rounding.
-    # packages/ed-models/tests/test_models_families.py compares biases.
-    CONFORMANCE = {
-        "norms before, tied": {
-            "num_key_value_heads": None,
-            "intermediate_size": None,
-            "ffn_dim": 48,
-            "enable_bias": False,
-            "tie_word_embeddings": True,
-        },
-        "norms after, projected embeddings": {
-            "num_key_value_heads": None,
-            "intermediate_size": None,
-            "ffn_dim": 48,
-            "enable_bias": False,
-            "do_layer_norm_before": False,
-            "word_embed_proj_dim": 24,
-        },
-    }

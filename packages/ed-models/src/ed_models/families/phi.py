@@ -75,7 +75,3 @@ class PhiForCausalLM(CausalLM):
         },
         *STANDARD,
     )
-    CONFORMANCE = {
-        "half of a head turns": {},
-        "query and key norms": {"qk_layernorm": True, "num_key_value_heads": 4},
-    }

@@ -52,12 +52,3 @@ class Qwen2ForCausalLM(CausalLM):
     """Qwen2 with a language-model head."""
 
     body_class = Qwen2Model
-    CONFORMANCE = {
-        "biases": {},
-        "windows, tied": {
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
-    }

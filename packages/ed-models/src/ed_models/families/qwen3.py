@@ -58,12 +58,3 @@ class Qwen3ForCausalLM(CausalLM):
     """Qwen3 with a language-model head."""
 
     body_class = Qwen3Model
-    CONFORMANCE = {
-        "own head size, biases": {"head_dim": 24, "attention_bias": True},
-        "windows, tied": {
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
-    }

@@ -81,7 +81,6 @@ class RecurrentGemmaForCausalLM(CausalLM):
     """RecurrentGemma with a language-model head."""
 
     body_class = RecurrentGemmaModel
-    PADDED_IN_TRANSFORMERS = False
     WEIGHTS = renamed(
         {
             "input_layernorm": "temporal_pre_norm",
@@ -98,22 +97,6 @@ class RecurrentGemmaForCausalLM(CausalLM):
         },
         *STANDARD,
     )
-    CONFORMANCE = {
-        "one key head, tied": {
-            "num_key_value_heads": 1,
-            "attention_window_size": 6,
-            "tie_word_embeddings": True,
-        },
-        "own width, biases": {
-            "num_hidden_layers": 4,
-            "block_types": ["attention", "recurrent"],
-            "attention_window_size": 5,
-            "attention_bias": True,
-            "lru_width": 24,
-            "conv1d_width": 3,
-            "logits_soft_cap": 4.0,
-        },
-    }
 
     def head(self):
         return replace(super().head(), soft_cap=self.config.logits_soft_cap)

@@ -84,7 +84,6 @@ class RwkvForCausalLM(CausalLM):
     """RWKV-4 with a language-model head."""
 
     body_class = RwkvModel
-    PADDED_IN_TRANSFORMERS = False
     WEIGHTS = renamed(
         {
             "model.pre_ln": "rwkv.blocks.0.pre_ln",
@@ -95,13 +94,3 @@ class RwkvForCausalLM(CausalLM):
         },
         *STANDARD,
     )
-    CONFORMANCE = {
-        "sizes by default": {"intermediate_size": None},
-        "wider time mixing, tied": {
-            "num_hidden_layers": 2,
-            "attention_hidden_size": 48,
-            "intermediate_size": 40,
-            "layer_norm_epsilon": 1e-3,
-            "tie_word_embeddings": True,
-        },
-    }

@@ -51,12 +51,3 @@ class SeedOssForCausalLM(CausalLM):
     """SeedOss with a language-model head."""
 
     body_class = SeedOssModel
-    CONFORMANCE = {
-        "biases": {"head_dim": 12, "attention_bias": True, "attention_out_bias": False},
-        "all biases, tied": {
-            "head_dim": 8,
-            "attention_out_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
-    }

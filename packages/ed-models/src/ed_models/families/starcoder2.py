@@ -68,7 +68,3 @@ class Starcoder2ForCausalLM(CausalLM):
     body_class = Starcoder2Model
 
     WEIGHTS = renamed({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}, *STANDARD)
-    CONFORMANCE = {
-        "window": {"sliding_window": 6, "tie_word_embeddings": True},
-        "no biases": {"use_bias": False},
-    }

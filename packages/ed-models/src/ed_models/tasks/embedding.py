@@ -47,6 +47,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
         segments: int | None = None,
         position_ids: Int[Array, "b s"] | None = None,
         key: jax.Array | None = None,
+        **inputs: Any,
     ) -> EmbeddingOutput:
         """Compute the embedding of each row, or of each text packed into a row.
 
@@ -58,6 +59,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
                 [b, segments, d]; entries without a text have no meaning.
             position_ids: rotary positions; default: token index within the row (the segment).
             key: dropout key; None = deterministic.
+            inputs: further arrays that the body reads, such as `token_type_ids`.
 
         Raises:
             ConfigError: only one of `segment_ids` and `segments` is given.
@@ -74,6 +76,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
             segment_ids=segment_ids,
             position_ids=position_ids,
             key=key,
+            **inputs,
         )
         hidden = body.last_hidden_state
         if segment_ids is None or segments is None:

@@ -1,0 +1,208 @@
+"""The body of encoder-decoders: one token embedding, a stack of encoder layers, and a stack of
+decoder layers that read the encoder output by cross-attention.
+
+Legend: b batch, t encoder positions, s decoder positions, d hidden, n buckets, h heads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra.inputs import Encoded, Inputs
+from ed_infra.outputs import BaseModelOutput, Report
+from ed_layers import native
+from ed_layers.attention.blocks.cross_attention import CrossAttention
+from ed_layers.cache import HybridCache
+from ed_layers.cache.protocol import ContiguousCache
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.context import Ctx
+from ed_layers.named import named
+from ed_layers.parts import MakePart, Parts
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.context import layer_context
+from ed_models.body.layers import Attention, DecoderLayer, FeedForward
+
+
+class CrossAttentionLayer(DecoderLayer):
+    """A pre-norm decoder layer: self-attention, cross-attention, feed-forward.
+
+    Args:
+        parts: creates the norms.
+        self_attn, cross_attn: attention to the decoder's and to the encoder's positions.
+        mlp: the feed-forward layer.
+        dropout: dropout rate of the three outputs in training.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        self_attn: Attention,
+        cross_attn: CrossAttention,
+        mlp: FeedForward,
+        dropout: float = 0.0,
+    ):
+        super().__init__(parts, self_attn=self_attn, mlp=mlp, dropout=dropout)
+        self.cross_attn = cross_attn
+        self.cross_attention_layernorm = parts.own_norm(parts.config.hidden_size)
+
+    def __call__(self, x, ctx, cache, layer):
+        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        x = x + ctx.dropped(attended, self.dropout, "attention")
+        read, cache = self.cross_attn(self.cross_attention_layernorm(x), ctx, cache, layer)
+        x = ctx.named(x + ctx.dropped(read, self.dropout, "cross_attention"), "residual")
+        out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
+        return x + ctx.dropped(out, self.dropout, "mlp"), cache, report
+
+    def cache_specs(self):
+        return self.self_attn.cache_spec, self.cross_attn.cache_spec
+
+
+class LayerStack(nnx.Module):
+    """`norm(layers(x))`, with one table of relative position buckets for all layers.
+
+    Args:
+        parts: creates the layers and the norm.
+        layer: creates a layer.
+        depth: number of layers.
+        buckets: number of relative position buckets; 0 = the family has none.
+        dropout: dropout rate of the inputs and the outputs in training.
+    """
+
+    def __init__(
+        self, parts: Parts, layer: MakePart, depth: int, *, buckets: int = 0, dropout: float = 0.0
+    ):
+        config = parts.config
+        self.layers = parts.stack(layer, depth)
+        self.norm = parts.own_norm(config.hidden_size)
+        if buckets:
+            shape = (buckets, config.num_attention_heads)
+            table = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
+            self.relative_attention_bias = nnx.Param(table, axes=(None, "heads"))
+        self.dropout = dropout
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, *, keep_hidden: bool = False
+    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+        """Run the layers; see `ed_layers.depth.stack.Stack`."""
+        if hasattr(self, "relative_attention_bias"):
+            ctx = replace(ctx, buckets=self.relative_attention_bias.get_value())
+        x = ctx.dropped(x, self.dropout, "embeddings")
+        x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=keep_hidden)
+        return ctx.dropped(self.norm(x), self.dropout, "output"), cache, report, hidden
+
+
+class EncoderDecoder(EasyDeLBaseModule):
+    """An encoder and a decoder that share the token embedding.
+
+    Attributes:
+        encoder_layer, decoder_layer: create the layers.
+    """
+
+    encoder_layer: ClassVar[MakePart]
+    decoder_layer: ClassVar[MakePart]
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+        parts = replace(parts, norm_of_family=self.norm_of(parts))
+        self.embed_tokens = parts.embed(config.vocab_size, config.hidden_size)
+        encoder, decoder = type(self).encoder_layer, type(self).decoder_layer
+        self.encoder = self.stack_of(parts, encoder, config.num_hidden_layers)
+        self.decoder = self.stack_of(parts, decoder, config.num_decoder_layers)
+
+    @staticmethod
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Return the function that creates the family's norms from the shape of the weights."""
+        return parts.norm
+
+    @staticmethod
+    def stack_of(parts: Parts, layer: MakePart, depth: int) -> LayerStack:
+        """Create the layers of the encoder or of the decoder."""
+        return LayerStack(parts, layer, depth)
+
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Run the encoder on `input_ids`, `attention_mask` and `segment_ids` of a batch."""
+        ids = inputs["input_ids"]
+        if key is not None:
+            key = jax.random.fold_in(key, zlib.crc32(b"encoder"))
+        masks = {name: inputs.get(name) for name in ("attention_mask", "segment_ids")}
+        ctx, _ = layer_context(self.config, ids.shape, key=key, ropes={}, **masks)
+        with native.allowed(self.config.native_kernels):
+            x, *_ = self.encoder(self.embed_tokens(ids), ctx, None)
+        assert ctx.mask_info is not None
+        return Encoded(x, ctx.mask_info.q_segment_ids)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        encoded: Encoded | None = None,
+        inputs_embeds: Float[Array, "b s d"] | None = None,
+        past_key_values: ContiguousCache | None = None,
+        output_hidden_states: bool = False,
+        **inputs: Any,
+    ) -> BaseModelOutput:
+        """Run the decoder.
+
+        Args:
+            input_ids: token ids of the decoder [b, s], or `inputs_embeds` [b, s, d] instead.
+            encoded: the encoder output; None if the cache contains its keys and values.
+            past_key_values: a cache; None in training.
+            output_hidden_states: also return the input of every layer and the last hidden state.
+            inputs: `attention_mask`, `segment_ids`, `position_ids`, `mask_info`, `ragged` and
+                `key`; see `CausalLM.__call__`.
+        """
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        b, s, _ = x.shape
+        ctx, cache = layer_context(self.config, (b, s), cache=past_key_values, ropes={}, **inputs)
+        ctx = replace(ctx, encoded=encoded)
+        with native.allowed(self.config.native_kernels):
+            x, cache, report, hidden = self.decoder(x, ctx, cache, keep_hidden=output_hidden_states)
+        if cache is not None and ctx.ragged is None:
+            cache = cache.advance(s)
+        return BaseModelOutput(
+            last_hidden_state=named(x, "model_output"),
+            past_key_values=cache,
+            hidden_states=hidden,
+            losses=report.losses,
+            aux=report.metrics,
+            updates=report.under("decoder/layers").updates,
+        )
+
+    def write_encoded(
+        self, cache: HybridCache, encoded: Encoded, slot: int | Int[Array, ""]
+    ) -> HybridCache:
+        """Write the cross-attention keys and values of one encoder output to a serving cache.
+
+        Args:
+            cache: a cache of `init_paged_cache(..., encoder_length=)`.
+            encoded: the encoder output of one sequence, b = 1.
+            slot: the slot of the sequence, as in `RaggedBatch.state_slots`.
+        """
+
+        def write(layer: Any, cache: HybridCache, index: Any) -> HybridCache:
+            return layer.cross_attn.write(encoded, cache, index, slot)
+
+        return self.decoder.layers.fold(write, cache)
+
+    def cache_specs(self) -> list[LayerSpecs]:
+        """Return the memory of each decoder layer."""
+        return self.decoder.layers.cache_specs()
