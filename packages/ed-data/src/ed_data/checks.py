@@ -1,6 +1,6 @@
 """Checks of a mixture that need its data: unresolved names and keys without effect.
 
-The checks need neither jax nor a tokenizer and take milliseconds, so they run before slow work
+The checks need neither jax nor a tokenizer and finish in milliseconds, so they run before slow work
 starts.
 """
 

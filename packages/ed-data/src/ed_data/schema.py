@@ -27,7 +27,7 @@ OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE)
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
 Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray"
-#: What a model learns from a document: its tokens, a second sequence, or a class.
+#: The training target of a document: its tokens, a second sequence, or a class.
 Task = Literal["causal_lm", "seq2seq_lm", "sequence_classification"]
 
 
@@ -36,7 +36,7 @@ class Column:
     """One sequence of tokens of each document.
 
     Attributes:
-        name: prefix of the arrays in a batch: `<name>_input_ids`, `<name>_labels`, …; `""` gives
+        name: prefix of the arrays in a batch: `<name>_input_ids`, `<name>_labels`, …; `""` means
             `input_ids`, `labels`, ….
         field: field whose tokens have loss.
         context: field whose tokens come first, without loss; None if there is no such field.

@@ -63,9 +63,9 @@ def make_batch(rows: PlannedRows, layout: BatchLayout, only: Sequence[int] | Non
         int32 arrays [b, s] for each column: `input_ids`; `labels`, not shifted, -100 for padding
         and tokens without loss; `segment_ids`, 0 for padding and 1, 2, … within a row, equal for
         all columns of a document; `position_ids`, from 0 in each segment. Each value of the schema
-        is a float32 array [b, s]. The task `seq2seq_lm` gives `decoder_input_ids` (the labels
+        is a float32 array [b, s]. The task `seq2seq_lm` adds `decoder_input_ids` (the labels
         shifted right), `decoder_segment_ids`, `decoder_position_ids` and `labels` of the decoder.
-        The task `sequence_classification` gives `labels` [b]. With images, `pixel_values` [b, i, c,
+        The task `sequence_classification` has `labels` [b]. With images, `pixel_values` [b, i, c,
         h, w] contains the images of each row, padded with zeros to the largest number i of images
         in a row (at least 1).
     """

@@ -95,7 +95,7 @@ class Inform(Options):
     """One source of data.
 
     `type` is a file format (`json`, `parquet`, `csv`, `tsv`, `txt`, `arrow`; default: the format of
-    the first file's suffix; a folder stands for its files of this format), `huggingface` with the
+    the first file's suffix; a folder means its files of this format), `huggingface` with the
     id or the folder of a dataset in `data_files`, `python` with `data_files: "module:attribute"`,
     or the id of a dataset.
 

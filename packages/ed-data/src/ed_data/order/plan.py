@@ -2,7 +2,7 @@
 
 The documents of an epoch are divided into windows, and each window is packed separately. A window
 is a pure function of (options, seed, epoch, window). The index that finds a row contains the number
-of rows of each window. It is stored beside the token cache, so that a resumed run does not pack
+of rows of each window. It is stored next to the token cache, so that a resumed run does not pack
 earlier windows again.
 """
 
@@ -111,7 +111,7 @@ class RowPlan:
         }
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """Return the number of rows of an epoch; epochs differ slightly if packing leaves gaps."""
+        """Return the number of rows of an epoch; epochs differ slightly if rows are not full."""
         first, last = epoch * self.windows_per_epoch, (epoch + 1) * self.windows_per_epoch
         with self._lock:
             self._count(last - 1)

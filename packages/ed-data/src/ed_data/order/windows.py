@@ -2,7 +2,7 @@
 
 An order of rows is a sequence of windows. It is *indexed* (`plan.py`) if each window can be
 computed at any time, or *streamed* (`stream.py`) if the windows follow one another and a small
-state contains the current position. Both kinds pack a window and take rows from it in the same way.
+state contains the current position. Both kinds pack a window and select its rows in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PlannedRows:
         source: [pieces] index into `tokens`.
         document: [pieces] number of the document in its source.
         start: [pieces] first token.
-        length: [pieces] number of tokens; a column with fewer tokens gives all of its tokens.
+        length: [pieces] number of tokens; a column with fewer tokens contributes all of its tokens.
         row: [pieces] row of the batch.
         segment: [pieces] number within the row, from 1.
     """
@@ -217,7 +217,7 @@ def rows_of(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
     """Return the rows of a batch.
 
     Args:
-        parts: windows, and the first row and the number of rows to take from each.
+        parts: windows, and the first row and the number of rows to select from each.
     """
     tokens: list[Tokens] = []
     pieces, number = [np.empty((6, 0), np.int64)], 0

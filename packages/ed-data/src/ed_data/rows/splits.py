@@ -110,7 +110,7 @@ def held_out(hashes: Sequence[NDArray[np.uint64]], fraction: float) -> list[NDAr
     if held == 0 or held == total:
         side = "evaluation" if held == 0 else "training"
         raise DataError(
-            f"eval_fraction {fraction} leaves no document for {side}: {held} of {total} documents "
+            f"eval_fraction {fraction} selects no document for {side}: {held} of {total} documents "
             "would be held out (equal documents stay together); add documents, change the "
             "fraction, or set eval_informs",
             ("eval_fraction",),

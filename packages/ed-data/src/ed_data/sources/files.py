@@ -106,7 +106,7 @@ def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> lis
     """Resolve a path, glob, address or folder to its files, sorted.
 
     Args:
-        pattern: a folder stands for all files with one of the suffixes in it and its subfolders,
+        pattern: a folder means all files with one of the suffixes in it and its subfolders,
             except hidden files.
         label: name of the inform, for messages.
         suffixes: suffixes of files, optionally followed by that of a compression.

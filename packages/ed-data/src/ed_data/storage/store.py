@@ -82,7 +82,7 @@ class Tokens(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hash of the contents; equal hashes give equal batches."""
+        """Hash of the contents; equal hashes mean equal batches."""
         ...
 
 
@@ -229,7 +229,7 @@ def write_store(
     Args:
         folder: folder of the store.
         batches: the encoded documents.
-        vocab_size: upper bound of the ids; up to 65536, an id takes two bytes.
+        vocab_size: upper bound of the ids; up to 65536, an id has two bytes.
         encoder: fingerprint of the encoder.
         about: additional JSON values of `meta.json`, for people who inspect the folder.
         columns: number of sequences of each document.

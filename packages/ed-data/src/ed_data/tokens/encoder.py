@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ed_data")
 
-#: Increased when the same rows give different tokens, which invalidates older caches.
+#: Increased when the same rows produce different tokens, which invalidates older caches.
 _VERSION = 2
 
 

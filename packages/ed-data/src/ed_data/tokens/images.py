@@ -35,7 +35,7 @@ class ImageProcessor(Protocol):
 
 
 class FeatureCounts(Protocol):
-    """What a processor returns for images of given sizes: `transformers.MultiModalData`."""
+    """The result of a processor for images of given sizes: `transformers.MultiModalData`."""
 
     num_image_tokens: list[int]
     num_image_patches: list[int]

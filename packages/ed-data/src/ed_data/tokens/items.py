@@ -1,4 +1,4 @@
-"""What the encoders of texts and chats exchange: fields of documents, and sequences of tokens."""
+"""Inputs and outputs of the encoders: fields of documents, and sequences of tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TokenSequence(NamedTuple):
 
 
 def with_blame(call: Callable[[list[Item]], list[T]], items: list[Item], problem: str) -> list[T]:
-    """Call with all items at once; if the call fails, find the row that causes the error."""
+    """Call the function with all items; if it fails, find the row that causes the error."""
     try:
         return call(items)
     except Exception as error:  # a template may raise any error, of jinja or of Python

@@ -57,7 +57,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return the Rust tokenizer, or None if transformers changes its result or there is none.
 
-    Direct calls take a third less time, because they skip unused offsets and masks.
+    Direct calls are a third faster, because they skip unused offsets and masks.
     """
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
