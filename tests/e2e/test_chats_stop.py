@@ -23,6 +23,7 @@ def trained_prompt(tokenizer, question, chat) -> list[int]:
     return asked[: next((i for i, (a, b) in enumerate(shared) if a != b), len(asked))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == DEFAULT else pytest.mark.nightly) for n in FAMILIES]
 )

@@ -45,11 +45,8 @@ LEARNED = {
 }
 #: Examples that are no method of their own.
 MORE = {"chat_lora"}
-#: Relatives of a method whose example runs every time.
-NIGHTLY = (
-    *("sft", "bco", "cpo", "simpo", "seq_kd"),
-    *("rloo", "rlvr", "ppo", "gkd", "xpo", "nash_md"),
-)
+#: Examples that run every time: pairs, a reward model, and rows that stand alone.
+DAILY = ("dpo", "kto", "reward")
 #: Examples that begin with the model of the main job.
 TEACHES = ("distillation", "seq_kd", "gkd", "chat_lora")
 
@@ -80,9 +77,27 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "quickstart" / "model"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in NIGHTLY else n for n in LEARNED]
-)
+@pytest.mark.parametrize("name", LEARNED)
+def test_example_is_valid_without_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run = normalize(nodes.read(EXAMPLES / f"{name}.yaml"), require_actions=True)
+    assert not run.warnings, run.warning_texts()
+
+
+def test_online_example_trains_for_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
+    monkeypatch.chdir(tmp_path)
+    run: dict[str, Any] = yaml.safe_load((EXAMPLES / "grpo.yaml").read_text())
+    run["trainer"] |= {"max_training_steps": 2, "total_batch_size": 16}
+    text = yaml.safe_dump(run)
+    assert execute(normalize(nodes.parse(text, "grpo.yaml"), require_actions=True)) == 0
+    assert Path("runs/grpo/model/config.json").is_file()
+
+
+@pytest.mark.daily(*DAILY)
+@pytest.mark.parametrize("name", LEARNED)
 def test_example_runs_and_reaches_expected_metric(
     name: str,
     tmp_path: Path,

@@ -38,6 +38,7 @@ def assert_close(name: str, got: jax.Array, want: jax.Array) -> None:
     assert worst <= TOLERANCE, f"{name}: {worst:.2g} of its largest value"
 
 
+@pytest.mark.daily("(1, 1, 2, 1, 4)", "(1, 2, 1, 2, 2)", "(2, 2, 1, 2, 1)")
 @pytest.mark.parametrize("dims", MESHES)
 def test_forward_and_gradients_equal_one_devices(dims: case.Dims) -> None:
     got, want = placed(dims), case.on_one_device()

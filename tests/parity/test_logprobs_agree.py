@@ -36,6 +36,7 @@ def parts(tmp_path_factory):
     engine.terminate()
 
 
+@pytest.mark.nightly
 def test_engine_trainer_and_lm_eval_agree_on_every_token(parts, record_property):
     model, tokenizer, engine, trainer, text = parts
     ids = tokenizer(text)["input_ids"][:100]

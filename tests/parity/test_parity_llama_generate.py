@@ -55,6 +55,7 @@ def assert_same(got, want, reference):
         assert first - second < TIE
 
 
+@pytest.mark.daily("tied")
 @pytest.mark.parametrize(
     ("case", "scan_layers"), [("untied", True), ("tied", False)], ids=["untied", "tied"]
 )
@@ -66,6 +67,7 @@ def test_greedy_tokens_match_torch(references, case, scan_layers):
     assert_same(got, want, reference)
 
 
+@pytest.mark.nightly
 def test_greedy_tokens_on_eight_devices_match_torch(references):
     reference = references("untied")
     want = torch_greedy(reference, eos_token_id=None)
@@ -82,6 +84,7 @@ def test_rows_end_where_torch_ends_them(references):
     assert_same(got, want, reference)
 
 
+@pytest.mark.nightly
 def test_repetition_penalty_tokens_match_torch(references):
     # Torch penalises padding tokens too; a batch without padding is what can be compared.
     reference = references("untied")

@@ -117,6 +117,7 @@ def test_packed_documents_have_factors_of_their_own(pair):
         np.testing.assert_allclose(part, theirs(model, prompt)[0], atol=TOLERANCE)
 
 
+@pytest.mark.daily("longrope")
 def test_cached_decode_logits_match_torch_across_rope_lengths(pair):
     model, ours = pair
     for prompt in prompts():
@@ -132,6 +133,7 @@ def test_cached_decode_logits_match_torch_across_rope_lengths(pair):
             np.testing.assert_allclose(np.asarray(out.logits)[0], expected, atol=TOLERANCE)
 
 
+@pytest.mark.daily("dynamic")
 def test_generated_tokens_match_torch_across_rope_lengths(pair):
     model, ours = pair
     ids, mask = padded(prompts())
@@ -140,6 +142,7 @@ def test_generated_tokens_match_torch_across_rope_lengths(pair):
         np.testing.assert_array_equal(made.sequences[row, ids.shape[1] :], continued(model, prompt))
 
 
+@pytest.mark.daily("dynamic-in chunks")
 @pytest.mark.parametrize(
     "budget",
     [
@@ -166,6 +169,7 @@ def test_engine_tokens_match_torch_across_rope_lengths(pair, budget):
                 assert out.outputs[0].token_ids == continued(model, prompt).tolist()
 
 
+@pytest.mark.daily("longrope")
 def test_equal_prefixes_of_other_lengths_share_no_page(pair):
     """The first tokens of a long prompt have other keys than those of a short one."""
     model, ours = pair

@@ -55,6 +55,7 @@ class Asks(Callback):
             assert one.weights_version == weights.version >= row["step"]
 
 
+@pytest.mark.daily("borrowed")
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["copied", "borrowed"])
 def test_completions_follow_the_weights_of_each_step(tmp_path, scan_layers):
     """On a CPU the engine has its layers unrolled: a scanned learner's are copied for each call."""

@@ -100,6 +100,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.daily("*min_p*")
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_the_engine_and_the_trainer_agree_on_the_distribution_that_was_sampled_from(
     tmp_path, sampling

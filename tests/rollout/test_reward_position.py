@@ -35,6 +35,7 @@ class Said:
         return [Sampled(own, [-1.0] * len(own), weights.version) for own in ids]
 
 
+@pytest.mark.daily("chatml")
 @pytest.mark.parametrize("name", ["chatml", "without_end"])
 def test_scores_of_training_pairs_are_those_of_sampled_answers(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -30,6 +30,7 @@ def padded(seed: int = 0) -> tuple[list[np.ndarray], np.ndarray, list[list[np.nd
     return [np.concatenate(x) for x in zip(*rows, strict=True)], segments, alone
 
 
+@pytest.mark.daily("chunk-decode", "ring-vanilla")
 @pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
 @pytest.mark.parametrize(
     ("specs", "features"),

@@ -117,6 +117,7 @@ def near(got, expected, bound=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=bound), got, expected)
 
 
+@pytest.mark.daily("40-2")
 @pytest.mark.parametrize(("count", "k"), [(6, 3), (40, 2), (3, 1)])
 def test_expert_methods_produce_same_outputs_and_gradients(count, k):
     (chosen, weights), x = choices(count, k), inputs()
@@ -176,6 +177,12 @@ def on_one_device(method):
     return case, run(module, x, chosen, weights, context(), upstream)
 
 
+@pytest.mark.daily(
+    "ep and tp-standard-fields1",
+    "fsdp-fused-fields9",
+    "ep and tp-dense-fields5",
+    "all-standard-fields2",
+)
 @pytest.mark.parametrize(
     ("mesh", "method", "fields"),
     [
@@ -198,6 +205,7 @@ def test_many_devices_are_as_one(mesh, method, fields):
     near(got, expected)
 
 
+@pytest.mark.daily("5")
 @pytest.mark.parametrize("favourites", [0, 5])
 def test_rows_that_all_come_to_one_device(favourites):
     (_, weights), x = choices(8, 2), inputs()
@@ -236,6 +244,7 @@ def test_expert_sharding_uses_bound_axes_that_divide():
     assert kernel_of(8, (1, 2, 2, 2, 1), **TENSOR) == P(("fsdp", "ep", "tp"))
 
 
+@pytest.mark.daily("dims1*", "dims4*")
 @pytest.mark.parametrize(
     ("dims", "fields", "expected"),
     [

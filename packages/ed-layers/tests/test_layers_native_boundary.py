@@ -82,6 +82,7 @@ def test_large_sinks_leave_the_exact_share_to_the_keys(sink: float) -> None:
     np.testing.assert_allclose(ours, 2 * share, rtol=1e-5, atol=1e-37)
 
 
+@pytest.mark.nightly
 @built
 def test_library_of_a_newer_interface_falls_back_to_xla_with_one_warning(tmp_path: Path) -> None:
     path = tmp_path / "newer.so"

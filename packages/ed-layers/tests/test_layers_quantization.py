@@ -319,6 +319,7 @@ INT8, NF4_8 = {"dtype": "int8"}, {"dtype": "nf4", "group_size": 8}
 RULES = [(r"layers\.2\.", None), (r"layers\.0\.q$", INT8), (r"mlp|\.q$", NF4_8)]
 
 
+@pytest.mark.nightly
 def test_ordered_rules_on_scanned_and_unrolled_layers():
     scanned, unrolled = (quantize(model(scan), RULES) for scan in (True, False))
     formats = {n: w.format for names, w in quantized_matrices(scanned) for n in names}
@@ -417,6 +418,7 @@ def test_quantized_model_holds_expected_bytes_per_weight():
 # Training that simulates.
 
 
+@pytest.mark.daily("spec1")
 @pytest.mark.parametrize("spec", [NF4_8, INT8, {"dtype": "w8a8"}])
 def test_simulated_quantization_trains_and_matches_quantized_model(spec):
     rules = [(r"mlp|\.q$", {**spec, "simulate": True})]
