@@ -125,6 +125,7 @@ class BaseModelOutput(_Replaceable):
         aux: statistics of the layers by name, summed over layers (a mean, once divided).
         updates: storage path of an `Updated` variable, parts joined by `/` -> what this batch adds
             to the sum that its rule is given; train steps apply them once.
+        pooler_output: pooled first token of each row [b, d], of bodies with a pooler (BERT).
     """
 
     last_hidden_state: jax.Array
@@ -133,6 +134,7 @@ class BaseModelOutput(_Replaceable):
     losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    pooler_output: jax.Array | None = None
 
 
 @_pytree

@@ -26,12 +26,12 @@ C = TypeVar("C", bound=type)
 GROUP = "easydel.models"
 
 
-class Registered(placement.Placement, Protocol):
+class Registered(placement.ShardedConfig, Protocol):
     """The part of a configuration that the registry uses."""
 
     model_type: ClassVar[str]
 
-    def replace(self) -> placement.Placement:
+    def replace(self) -> placement.ShardedConfig:
         """Return an unsealed copy."""
         ...
 

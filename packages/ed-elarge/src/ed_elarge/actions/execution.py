@@ -158,7 +158,7 @@ def train(session: Session, options: NoOptions) -> None:
     held_out = elm.build_eval_dataset()
     if held_out is not None and elm.config.schema == TEXT and elm.config.task == TaskType.CAUSAL_LM:
         batches = _with_progress(held_out, "evaluating on held-out text")
-        summary.learned = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
+        summary.heldout = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
 def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:

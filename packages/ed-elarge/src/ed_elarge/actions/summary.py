@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import TrainerOutput
 
     from ed_elarge.config.run_config import RunConfig
-    from ed_elarge.evaluation.heldout_metrics import Learned
+    from ed_elarge.evaluation.heldout_metrics import HeldoutMetrics
 
 
 class Summary:
@@ -28,7 +28,7 @@ class Summary:
         self.directory: Path | None = None
         self.base: dict[str, Any] = {}
         self.metrics: dict[str, float] = {}
-        self.learned: Learned | None = None
+        self.heldout: HeldoutMetrics | None = None
         self.evaluation: dict[str, dict[str, float]] = {}
         self.results: Path | None = None
         self.samples: list[tuple[Prompt, str]] = []
@@ -97,23 +97,23 @@ class Summary:
         # The trainer adds `train_<name>` for each metric in its progress columns.
         names = [n.removeprefix("train_") for n in self.metrics if n.startswith("train_")]
         rows += [(f"training {n}", f"{self.metrics[f'train_{n}']:.4f}", "") for n in names]
-        learned = self.learned
-        if learned is None:
+        heldout = self.heldout
+        if heldout is None:
             shown = [n for n in (*names, "perplexity") if f"eval_{n}" in self.metrics]
             rows += [(f"held-out {n}", f"{self.metrics[f'eval_{n}']:.4f}", "") for n in shown]
-        if learned is not None:
-            of = f"nats per token, over {learned.tokens:,} held-out tokens"
+        if heldout is not None:
+            of = f"nats per token, over {heldout.tokens:,} held-out tokens"
             rows += [
-                ("held-out cross-entropy", f"{learned.cross_entropy:.4f}", of),
+                ("held-out cross-entropy", f"{heldout.cross_entropy:.4f}", of),
                 (
                     "  of the unigram distribution",
-                    *_against(learned.unigram, learned.cross_entropy),
+                    *_against(heldout.unigram, heldout.cross_entropy),
                 ),
                 (
                     "  with one token of context",
-                    *_against(learned.one_token, learned.cross_entropy),
+                    *_against(heldout.one_token, heldout.cross_entropy),
                 ),
-                ("  bits per byte", f"{learned.bits_per_byte:.4f}", ""),
+                ("  bits per byte", f"{heldout.bits_per_byte:.4f}", ""),
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "by lm-eval"))
@@ -125,7 +125,7 @@ class Summary:
         """Write `summary.json`, the report, and a run file that serves the model."""
         figures = {
             "metrics": self.metrics,
-            "learned": self.learned.to_dict() if self.learned is not None else None,
+            "learned": self.heldout.to_dict() if self.heldout is not None else None,
             "evaluation": self.evaluation,
             "samples": [{"prompt": p, "completion": c} for p, c in self.samples],
         }

@@ -37,7 +37,7 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Learned:
+class HeldoutMetrics:
     """Metrics of a model on held-out tokens.
 
     Attributes:
@@ -63,7 +63,7 @@ def measure(
     model: LanguageModel,
     batches: Iterable[Batch],
     tokenizer: Decoder,
-) -> Learned | None:
+) -> HeldoutMetrics | None:
     """Evaluate a causal language model on batches, or return None if no token is predicted.
 
     Args:
@@ -87,7 +87,7 @@ def measure(
     context, target = np.concatenate(contexts), np.concatenate(targets)
     _, counts = np.unique(target, return_counts=True)
     share = counts / size
-    return Learned(
+    return HeldoutMetrics(
         tokens=size,
         cross_entropy=total / size,
         unigram=float(-(share * np.log(share)).sum()),

@@ -34,7 +34,7 @@ Overrides = Sequence[tuple[str, Any]]
 logger = get_logger(__name__)
 
 
-class Placement(Protocol):
+class ShardedConfig(Protocol):
     """A configuration, as far as sharding looks at it."""
 
     @property
@@ -83,7 +83,7 @@ def logical_axes(state: State) -> dict[Path, tuple[str | None, ...] | None]:
 
 def specs(
     state: State,
-    config: Placement | PartitionManager,
+    config: ShardedConfig | PartitionManager,
     mesh: Mesh | AbstractMesh | None = None,
     overrides: Overrides | None = None,
 ) -> Any:
@@ -140,7 +140,7 @@ def _fitted_tree(spec: PartitionSpec, value: Any, place: Mesh | AbstractMesh, na
 
 def shardings(
     state: State,
-    config: Placement | PartitionManager,
+    config: ShardedConfig | PartitionManager,
     mesh: Mesh | None = None,
     overrides: Overrides | None = None,
 ) -> Any:
@@ -154,7 +154,7 @@ def shardings(
 
 
 def partition_rules(
-    state: State, config: Placement, mesh: Mesh | None = None, fully_sharded: bool = True
+    state: State, config: ShardedConfig, mesh: Mesh | None = None, fully_sharded: bool = True
 ) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the sharding as (regular expression, spec) rules, one for each kind of parameter.
 
@@ -183,7 +183,7 @@ def partition_rules(
     return tuple(ordered)
 
 
-def create_sharded(build: Callable[[], M], config: Placement, **settings: Any) -> M:
+def create_sharded(build: Callable[[], M], config: ShardedConfig, **settings: Any) -> M:
     """Build a module whose parameters are made on the devices that keep them.
 
     No device or host ever holds a parameter that is not its own: `build` is traced for shapes, then
@@ -219,14 +219,14 @@ def _filled(state: nnx.State, values: Iterable[Any]) -> Any:
     return nnx.from_flat_state(flat)
 
 
-def shard(module: M, config: Placement, **settings: Any) -> M:
+def shard(module: M, config: ShardedConfig, **settings: Any) -> M:
     """Return the module with its parameters placed by the configuration; see `specs`."""
     graphdef, state = nnx.split(module)
     by_path = dict(nnx.to_flat_state(shardings(state, config, **settings)))
     return _placed(graphdef, state, lambda path: by_path[path])
 
 
-def gather(module: M, config: Placement, mesh: Mesh | None = None) -> M:
+def gather(module: M, config: ShardedConfig, mesh: Mesh | None = None) -> M:
     """Return the module with each parameter whole on each device of the mesh."""
     everywhere = NamedSharding(_settings(config, mesh, None)[1], PartitionSpec())
     graphdef, state = nnx.split(module)
@@ -246,7 +246,7 @@ def _placed(
 def constrain(
     x: jax.Array,
     axes: Sequence[str | None],
-    config: Placement,
+    config: ShardedConfig,
     mode: str = "train",
 ) -> jax.Array:
     """Tell the compiler how an activation is split; a no-op on one device.
@@ -334,7 +334,7 @@ def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _settings(
-    config: Placement | PartitionManager,
+    config: ShardedConfig | PartitionManager,
     mesh: Mesh | AbstractMesh | None,
     overrides: Overrides | None,
 ) -> tuple[PartitionManager, Any, Overrides]:
