@@ -63,6 +63,7 @@ def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.xdist_group("elarge-adaptation")
 @pytest.mark.parametrize("method", [pytest.param("nf4", marks=pytest.mark.nightly), "8bit"])
 def test_adapters_of_a_quantized_base(
@@ -94,6 +95,7 @@ def test_adapters_of_a_quantized_base(
         jax.tree.map(np.testing.assert_array_equal, module.kernel.get_value(), kernel)
 
 
+@pytest.mark.nightly
 @pytest.mark.xdist_group("elarge-adaptation")
 @pytest.mark.proves("merge_adapters")
 def test_adapter_merges_into_dequantized_base(folder: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_preview_of_a_conversation_is_rendered_with_the_chat_template(trained:
     assert samples[0]["prompt"] == "<user>2 + 3 =<assistant>"
 
 
+@pytest.mark.nightly
 def test_a_sample_after_training_on_chats_asks_a_held_out_question(trained: Path) -> None:
     samples = json.loads((trained / "summary.json").read_text())["samples"]
     assert [message["role"] for message in samples[0]["prompt"]] == ["user"]

@@ -109,6 +109,7 @@ BEFORE_TRAINING: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.daily("changes0*", "changes1*")
 @pytest.mark.parametrize(("changes", "where", "words"), BEFORE_TRAINING)
 def test_late_failures_are_reported_before_training(
     folder: Path, changes: dict[str, Any], where: str, words: str

@@ -96,6 +96,7 @@ def test_a_batch_of_three_adapters_and_none(engine, alone, prompts):
     assert len(tokens) == 4, "each adapter gives tokens of its own"
 
 
+@pytest.mark.nightly
 def test_no_adapter_is_the_model_to_the_bit(engine, merged, prompts):
     """Beside others in the batch, too."""
     expected = merged[None].generate(prompts[3], GREEDY)[0]
@@ -154,6 +155,7 @@ def test_the_prefix_cache_keeps_adapters_apart(llama, folders, prompts, merged):
     assert hits() == 0
 
 
+@pytest.mark.nightly
 def test_an_adapter_in_use_is_dropped_after_its_requests(llama, folders, prompts, merged):
     engine = eSurge(llama, max_loras=1, max_lora_rank=4, compile_runner=False, **OPTIONS)
     engine.load_lora_adapter("one", folders["one"])
@@ -226,6 +228,7 @@ def test_unsupported_adapters_raise_config_error(llama, make_llama, engine, tmp_
         eSurge(llama, max_lora_rank=8, **OPTIONS)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("lora_targets")
 def test_targets_say_which_layers_have_places(llama, folders, prompts, merged):
     engine = eSurge(
@@ -245,6 +248,7 @@ def test_targets_say_which_layers_have_places(llama, folders, prompts, merged):
     assert len(engine.loop.runner.weights.places) == 8
 
 
+@pytest.mark.nightly
 def test_other_weights_under_the_adapters(llama, make_llama, folders, prompts):
     """Adapters stay where they are; pages of the old weights are gone."""
     engine = eSurge(

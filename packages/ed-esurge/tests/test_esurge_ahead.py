@@ -78,6 +78,7 @@ def test_the_answers_are_those_of_steps_that_wait(surge, waiting, prompts, start
         assert told(surge.generate(prompt, one)) == told(waiting.generate(prompt, one))
 
 
+@pytest.mark.nightly
 def test_a_token_that_ends_a_request_costs_one_row(surge, prompts, started):
     whole = surge.generate(prompts[4], FREE)[0].outputs[0].token_ids
     steps = sum(started.values())

@@ -133,6 +133,7 @@ def test_logprobs_are_those_of_the_plain_forward(surge, plain_logits, prompts):
         assert done.cumulative_logprob == pytest.approx(total, abs=1e-6)
 
 
+@pytest.mark.nightly
 def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
     engine = eSurge(
         llama,

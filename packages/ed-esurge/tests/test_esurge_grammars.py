@@ -151,6 +151,7 @@ def test_harmless_grammar_does_not_wait_for_hostile_grammars(tokenizer):
         assert isinstance(one.exception(60), ConfigError)
 
 
+@pytest.mark.nightly
 def test_no_more_grammars_wait_than_the_limit(grammars, monkeypatch):
     monkeypatch.setattr(store, "MAX_WAITING", 1)
     waiting = grammars.submit(StructuredOutputs(**slow(30)))
@@ -318,6 +319,7 @@ def thinking(llama, tokenizer):
     )
 
 
+@pytest.mark.daily("ab")
 @pytest.mark.parametrize("text", ["b", "ab", "bab"])
 def test_no_answer_ends_within_thoughts(thinking, tokenizer, text):
     likely = {tokenizer(letter)["input_ids"][1]: 30 for letter in "abcdef"}

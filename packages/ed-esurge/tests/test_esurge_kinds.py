@@ -155,6 +155,7 @@ def params_of(length: int, index: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logit_bias=bias)
 
 
+@pytest.mark.daily("memory,full-options1")
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [

@@ -152,6 +152,7 @@ def test_the_users_key_is_made_once_and_private(tmp_path):
         user_key(tmp_path)
 
 
+@pytest.mark.nightly
 def test_unloadable_programs_are_compiled_and_not_stored(first, small, monkeypatch):
     engine = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
     runner: Any = engine.loop.runner

@@ -89,6 +89,7 @@ def test_two_replicas_produce_same_outputs_as_one(one, pair, prompts):
     assert pair.stats()["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_each_replica_uses_its_own_device(pair, model):
     own = [x for loop in pair.loop.loops for x in loop.runner.weights._own]
     assert buffers(own) == buffers(jax.tree.leaves(nnx.state(model)))  # not a second time

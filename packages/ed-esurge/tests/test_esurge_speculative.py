@@ -169,6 +169,7 @@ def test_draft_model_produces_same_tokens_in_fewer_steps(drafted, surge, prompts
     assert drafted.stats()["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_a_draft_model_under_a_grammar_and_after_a_pause(drafted, surge):
     wanted = StructuredOutputs(regex="[ab]{4}c+d")
     params = RANDOM.replace(structured_outputs=wanted, ignore_eos=False)

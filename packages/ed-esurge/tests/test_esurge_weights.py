@@ -46,6 +46,7 @@ def tokens_of(engine, prompt) -> list[int]:
     return engine.generate(prompt, GREEDY)[0].outputs[0].token_ids
 
 
+@pytest.mark.daily("model-stacked")
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 @pytest.mark.parametrize("kind", ["model", "state"])
 def test_donating_the_arrays_afterwards_changes_nothing(

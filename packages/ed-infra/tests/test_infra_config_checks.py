@@ -285,6 +285,7 @@ assert config.from_dict(config.to_dict()).mesh.size == 2
 """
 
 
+@pytest.mark.nightly
 def test_missing_devices_error_states_the_mesh(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -12,6 +12,8 @@ from typing import Any
 OBSERVE = """
 import importlib, json, logging, os, pkgutil, signal, sys, threading, time, warnings
 
+import pytest
+
 def observe():
     loggers = {
         name: (logger.level, len(logger.handlers), logger.propagate, logger.disabled)
@@ -63,6 +65,7 @@ def test_importing_ed_infra_loads_no_heavy_modules(record_property: Callable[[st
     )
 
 
+@pytest.mark.nightly
 def test_importing_every_ed_infra_module_has_no_side_effects(
     record_property: Callable[[str, object], None],
 ):

@@ -102,6 +102,7 @@ def test_gradients_are_those_of_a_sequence_alone() -> None:
         near(got[:, at], jax.grad(loss)(x[:, at], np.ones_like(segments[:, at])))
 
 
+@pytest.mark.daily("4")
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_cached_rows_match_separate_sequences(chunk: int) -> None:
     """Prompts with padding anywhere, then more tokens, then one at a time."""
@@ -122,6 +123,7 @@ def test_cached_rows_match_separate_sequences(chunk: int) -> None:
         near(out[row, at], alone(x[row, at]))
 
 
+@pytest.mark.daily("4")
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_ragged_server_steps_match_separate_sequences(chunk: int) -> None:
     """Chunks of prompts and single tokens in one step, sequences that wait, and empty slots."""

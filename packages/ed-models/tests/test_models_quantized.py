@@ -42,6 +42,7 @@ def test_config_options_select_quantization():
         build().quantize()
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantized_embedding_and_head_match_dequantized_model(tied):
     model = build(tie_word_embeddings=tied).quantize(EVERYTHING)
@@ -67,6 +68,7 @@ def gradients(model, lower=False):
     return grad.lower(params, other) if lower else grad(params, other)
 
 
+@pytest.mark.daily("dims0")
 @pytest.mark.parametrize("dims", MESHES)
 def test_many_devices_are_as_one(dims):
     expected = logits(build(tie_word_embeddings=True).quantize(EVERYTHING))

@@ -48,6 +48,7 @@ def trained(directory, learner):
     return SFTTrainer(arguments, model=learner, train_dataset=Rows()).train()
 
 
+@pytest.mark.daily("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_becomes_the_model_that_the_run_wrote(tmp_path, dtype):
     output = trained(tmp_path / "run", model(dtype=dtype))
@@ -55,6 +56,7 @@ def test_a_checkpoint_becomes_the_model_that_the_run_wrote(tmp_path, dtype):
     assert list(differences(tmp_path / "run/model", tmp_path / "out")) == []
 
 
+@pytest.mark.daily("scanned")
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_model_directory_and_a_checkpoint_are_compared_name_by_name(
     tmp_path, capsys, monkeypatch, scan

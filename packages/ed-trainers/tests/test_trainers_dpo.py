@@ -47,6 +47,7 @@ def test_accumulation_equals_the_big_batch(step, batch, accumulation):
     near_reports(small_report, report)
 
 
+@pytest.mark.daily("(2, 2, 1, 2, 1)")
 @pytest.mark.parametrize("dims", [(2, 2, 1, 2, 1), (1, 2, 1, 1, 4)], ids=str)
 def test_a_mesh_equals_one_device(step, batch, dims):
     moved, report = step(batch)
@@ -72,6 +73,7 @@ def test_rows_without_pairs_count_nowhere(step, batch):
     near(step(more)[0], step(batch)[0])
 
 
+@pytest.mark.daily("scanned")
 @pytest.mark.parametrize(
     ("storage", "quantized"),
     [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.nightly)],

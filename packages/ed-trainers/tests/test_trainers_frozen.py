@@ -93,6 +93,7 @@ def test_checkpoint_size_is_printed(tmp_path, capsys):
     assert " kB that do not learn" in out
 
 
+@pytest.mark.daily("same")
 @pytest.mark.parametrize(
     "config",
     [{}, {"scan_layers": False}, {"sharding_axis_dims": (2, 2, 1, 2, 1)}],
@@ -153,6 +154,7 @@ def test_fingerprints_do_not_depend_on_the_storage_of_layers():
     assert stacked == leaves
 
 
+@pytest.mark.nightly
 def test_a_quantized_base_is_not_saved_and_is_known_again(tmp_path):
     def learner(seed=0, dtype="nf4", **given):
         config = EasyDeLQuantizationConfig(dtype=dtype, group_size=16)

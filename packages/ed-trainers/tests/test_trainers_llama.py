@@ -67,6 +67,7 @@ def reference(tmp_path_factory):
     return losses(tmp_path_factory.mktemp("reference"))
 
 
+@pytest.mark.daily("(1, 8, 1, 1, 1)", "(2, 2, 1, 2, 1)")
 @pytest.mark.parametrize(
     "dims", [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (4, 1, 1, 1, 2), (1, 2, 1, 2, 2)], ids=str
 )
@@ -75,6 +76,7 @@ def test_every_mesh_learns_the_same(tmp_path, reference, dims):
     np.testing.assert_allclose(got, reference, rtol=1e-5)
 
 
+@pytest.mark.daily("accumulated", "remat")
 @pytest.mark.parametrize(
     ("config", "given"),
     [

@@ -117,6 +117,7 @@ def batches():
     return {rows: make() for rows, make in BATCHES.items()}
 
 
+@pytest.mark.daily("sft", "dpo", "kto", "reward")
 @pytest.mark.parametrize("method", GIVEN)
 def test_microbatches_and_meshes_equal_the_whole_on_one_device(step, batches, method):
     batch = batches[METHODS[method].rows]
@@ -141,6 +142,7 @@ def test_every_mesh_equals_one_device(step, batches, method, dims):
     near_reports(other_report, report, 2e-5)
 
 
+@pytest.mark.daily("sft", "dpo", "distillation", "reward")
 @pytest.mark.parametrize("method", [name for name in GIVEN if name != "kto"])
 def test_packed_method_step_matches_separate_rows(step, batches, method):
     rows = METHODS[method].rows
@@ -158,6 +160,7 @@ def test_packed_kto_step_matches_separate_rows(step, batches):
     near(alone, moved, 2e-5)
 
 
+@pytest.mark.daily("sft", "dpo", "kto")
 @pytest.mark.parametrize(
     "method", [n for n in GIVEN if "lmhead_chunksize" in METHODS[n].arguments.model_fields]
 )
@@ -194,6 +197,7 @@ def test_chunked_loss_never_materializes_full_logits(toy, batches, method):
 NOISY = [n for n in GIVEN if "neftune_noise_alpha" in METHODS[n].arguments.model_fields]
 
 
+@pytest.mark.daily("dpo")
 @pytest.mark.parametrize(
     "method",
     [

@@ -99,6 +99,7 @@ def named(tree):
     return {name: np.asarray(array) for name, array in result.items()}
 
 
+@pytest.mark.daily("muon-sparse")
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -155,6 +156,7 @@ def losses(directory, model, loader, **given):
     return [row["loss"] for row in read_rows(directory / "metrics.jsonl")]
 
 
+@pytest.mark.daily("(1, 4, 1, 2, 1)-2-*")
 @pytest.mark.parametrize("name", NIGHTLY)
 @pytest.mark.parametrize(
     ("dims", "accumulation"),
@@ -175,6 +177,7 @@ def test_meshes_and_microbatches_do_not_matter(toy, tmp_path, name, dims, accumu
     np.testing.assert_allclose(many, one, rtol=1e-5)
 
 
+@pytest.mark.daily("muon", "adamw_8bit")
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit", "mars", "schedule_free_adamw"])
 def test_resumed_optimizer_run_equals_uninterrupted_run(toy, tmp_path, name):
     def run(directory, steps):
@@ -230,6 +233,7 @@ def test_schedule_free_evaluates_and_saves_the_average(toy, tmp_path):
     assert not np.allclose(y["kernel"][...], theirs["kernel"][...], atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_bfloat16_masters_take_eight_bit_moments_and_low_rank_adapters(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**{**SMALL, **sizes})

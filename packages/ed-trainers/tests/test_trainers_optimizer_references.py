@@ -112,6 +112,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.daily("adamw", "muon", "adafactor")
 @pytest.mark.proves("optimizer", "optimizer_kwargs")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_stacked_layers_are_single_layers(name):
@@ -230,6 +231,7 @@ def test_adafactor_matches_transformers():
     against("adafactor", run, 2e-5, optimizer_kwargs={"min_dim_size_to_factor": 1})
 
 
+@pytest.mark.daily("match_rms_adamw")
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_muon_matches_torch(adjust, monkeypatch):
     torch = pytest.importorskip("torch")

@@ -138,6 +138,7 @@ def test_a_few_steps_are_traced(run):
     assert len(list((run.directory / "profile").rglob("*.xplane.pb"))) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("generation_num_prompts", "generation_temperature", "generation_top_p")
 def test_previews_begin_held_out_documents_and_sample_by_step(tmp_path):
     given = {"generation_interval": 1, "max_training_steps": 2, "learning_rate": 1e-9}

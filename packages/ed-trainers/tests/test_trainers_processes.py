@@ -18,6 +18,7 @@ WHOLE = list(range(ROWS))
 OWN = [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "methods",
     [

@@ -77,6 +77,7 @@ def checked(method, run, output, rows, before):
     assert (directory / "adapter" / FILE).is_file() == (method == "ppo")
 
 
+@pytest.mark.nightly
 def test_ppo_trains_over_quantized_base(tmp_path):
     model = learner()
     before = frozen_bytes(model)
