@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 OBSERVE = """
 import importlib, json, logging, os, pkgutil, signal, sys, threading, time, warnings
-
-import pytest
 
 def observe():
     loggers = {
