@@ -59,7 +59,7 @@ class VisionEngine(ScriptedEngine):
         self.images: list[EncoderInput] = []
 
     def generate(self, prompt, params, request_id, **options):
-        self.prompts.append(prompt)
+        self.prompts.append(prompt.token_ids)
         self.images = list(options.get("encoder_inputs", ()))
         return super().generate(prompt, params, request_id, **options)
 

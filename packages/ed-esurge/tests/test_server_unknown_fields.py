@@ -170,5 +170,13 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
     assert history == {
         *("Message", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
         *("AnthropicMessage", "TextBlock", "ToolUse", "ToolResult", "Thinking"),
-        *("Part", "MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
+        *(
+            "Part",
+            "ImagePart",
+            "ImageURL",
+            "MessageItem",
+            "CallItem",
+            "ResultItem",
+            "ReasoningItem",
+        ),
     }

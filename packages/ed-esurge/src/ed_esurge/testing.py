@@ -19,6 +19,7 @@ from ed_infra.errors import CheckpointError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable, LoadedAdapter
+from ed_esurge.engine.intake import CheckedPrompt, check_params_token_ids
 from ed_esurge.outputs import (
     CompletionOutput,
     FinishReason,
@@ -128,12 +129,14 @@ class ScriptedEngine:
 
     async def generate(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: list[int] | CheckedPrompt,
         sampling_params: SamplingParams,
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the deltas of the scripted answer, choice by choice and token by token."""
+        prompt_token_ids = _tokens(prompt_token_ids)
+        check_params_token_ids(sampling_params, self.vocab_size)
         self.requests[request_id] = sampling_params
         self.options[request_id] = options
         metrics = RequestMetrics(arrival_time=time.monotonic())
@@ -196,12 +199,13 @@ class ScriptedEngine:
 
     async def embed(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: list[int] | CheckedPrompt,
         pooling_params: PoolingParams,
         request_id: str,
         **options: Any,
     ) -> RequestOutput:
         """Return a vector with the counts of the first eight bytes of the vocabulary."""
+        prompt_token_ids = _tokens(prompt_token_ids)
         self.options[request_id] = options
         await asyncio.sleep(self._delay)
         vector = np.bincount(np.asarray(prompt_token_ids) % 8, minlength=8).astype(np.float32)
@@ -220,6 +224,10 @@ class ScriptedEngine:
             metrics.first_scheduled_time = metrics.first_token_time = now
         metrics.last_token_time = now
         metrics.num_generated_tokens += 1
+
+
+def _tokens(prompt: list[int] | CheckedPrompt) -> list[int]:
+    return prompt.token_ids if isinstance(prompt, CheckedPrompt) else prompt
 
 
 def _position(token: int, place: int, count: int) -> PositionLogprobs:

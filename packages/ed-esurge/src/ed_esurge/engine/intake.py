@@ -44,6 +44,7 @@ class TokenIdError(ConfigError):
     """A token id is outside the vocabulary.
 
     Attributes:
+        field: name of the field with the id.
         token: the id.
         vocab_size: size of the vocabulary.
     """
@@ -53,7 +54,7 @@ class TokenIdError(ConfigError):
             f"{field} has token id {token}, outside the vocabulary of {vocab_size}: use ids of "
             f"0 to {vocab_size - 1}"
         )
-        self.token, self.vocab_size = token, vocab_size
+        self.field, self.token, self.vocab_size = field, token, vocab_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,12 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise TokenIdError(field, wrong, vocab_size)
+
+
+def check_params_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Check the token ids of sampling options. Raises TokenIdError: see `check_token_ids`."""
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        check_token_ids(name, list(getattr(params, name) or ()), vocab_size)
 
 
 def check_prompt(
@@ -390,8 +397,7 @@ class Intake:
             raise ConfigError(
                 "stop strings require a tokenizer: pass one to eSurge, or use stop_token_ids"
             )
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            check_token_ids(name, list(getattr(params, name) or ()), self.vocab_size)
+        check_params_token_ids(params, self.vocab_size)
 
 
 def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:

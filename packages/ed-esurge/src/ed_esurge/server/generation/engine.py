@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
+from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
@@ -52,7 +53,7 @@ class ServedEngine(Protocol):
 
     def generate(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: CheckedPrompt,
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -65,7 +66,7 @@ class ServedEngine(Protocol):
 
     async def embed(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: CheckedPrompt,
         pooling_params: PoolingParams,
         request_id: str,
         *,

@@ -18,11 +18,12 @@ from fastapi import Request
 from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import EncoderInput
+from ed_esurge.engine.intake import CheckedPrompt, TokenIdError
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
-from ed_esurge.server.generation.prompts import Prompts
+from ed_esurge.server.generation.prompts import Prompts, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.http.auth import ApiKey
@@ -148,11 +149,7 @@ class ServedModel:
     async def sampling_params(
         self, request: GenerationRequest, max_tokens: int, **more: Any
     ) -> SamplingParams:
-        """Return the sampling options of a request. Omitted extensions have the engine's defaults.
-
-        Raises:
-            APIError: 400, a token id is outside the vocabulary.
-        """
+        """Return the sampling options of a request. Omitted extensions have default values."""
         extensions = {
             name: value
             for name in (
@@ -170,8 +167,6 @@ class ServedModel:
             )
             if (value := getattr(request, name)) is not None
         }
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            self.prompts.check_tokens(list(getattr(request, name) or ()), param=name)
         options = {
             "n": request.n,
             "temperature": request.temperature,
@@ -230,7 +225,7 @@ class ServedModel:
 
     async def generate(
         self,
-        prompt: list[int],
+        prompt: CheckedPrompt,
         params: SamplingParams,
         label: str,
         *,
@@ -253,7 +248,7 @@ class ServedModel:
         """
         self._check_running()
         span = self._span(label, prompt, params)
-        timer = self.metrics.request(len(prompt), params.n, span)
+        timer = self.metrics.request(len(prompt.token_ids), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
         if encoder_inputs:
             options["encoder_inputs"] = encoder_inputs
@@ -280,12 +275,12 @@ class ServedModel:
             )
 
     def _span(
-        self, request_id: str, prompt: list[int], params: SamplingParams | PoolingParams
+        self, request_id: str, prompt: CheckedPrompt, params: SamplingParams | PoolingParams
     ) -> RequestSpan | None:
         tracing = self.state.tracing
         if tracing is None:
             return None
-        return tracing.request(request_id, self.name, len(prompt), params)
+        return tracing.request(request_id, self.name, len(prompt.token_ids), params)
 
     def _adapter(self) -> dict[str, Any]:
         return {} if self.lora_name is None else {"lora_name": self.lora_name}
@@ -295,6 +290,8 @@ class ServedModel:
         """Convert errors of the engine to errors of the API, and end the metrics of the request."""
         try:
             yield
+        except TokenIdError as error:
+            raise invalid_token(error, error.field) from None
         except ConfigError as error:
             raise APIError(str(error)) from error
         except EasyDeLError as error:
@@ -312,7 +309,7 @@ class ServedModel:
                 message = output.error or "the engine failed on this request"
                 raise APIError(message, status=500, code="internal_error")
 
-    async def vectors(self, prompts: Sequence[list[int]], params: PoolingParams) -> np.ndarray:
+    async def vectors(self, prompts: Sequence[CheckedPrompt], params: PoolingParams) -> np.ndarray:
         """Return the pooled vectors of prompts, [n, d] float32.
 
         Raises:
@@ -320,9 +317,9 @@ class ServedModel:
         """
         name = new_id("embd", None)
 
-        async def one(place: int, prompt: list[int]) -> np.ndarray:
+        async def one(place: int, prompt: CheckedPrompt) -> np.ndarray:
             span = self._span(f"{name}-{place}", prompt, params)
-            timer = self.metrics.request(len(prompt), span=span)
+            timer = self.metrics.request(len(prompt.token_ids), span=span)
             with self._translated(timer):
                 output = await self.engine.embed(
                     prompt, params, f"{name}-{place}", **self._salt(), **self._adapter()

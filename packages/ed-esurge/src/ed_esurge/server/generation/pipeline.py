@@ -16,6 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from ed_esurge.core.commands import EncoderInput
+from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.replies.blocks import Blocks, Change
 from ed_esurge.replies.events import CallEnds, Content, Event, Reply
@@ -37,17 +38,22 @@ class PromptTask:
     """One prompt of a request.
 
     Attributes:
-        tokens: token ids of the prompt after truncation.
+        prompt: the checked prompt.
         truncated_tokens: number of tokens that were removed from the prompt.
         echo: text of the prompt, for answers that repeat the prompt.
         encoder_inputs: images of the prompt.
     """
 
-    tokens: list[int]
+    prompt: CheckedPrompt
     params: SamplingParams
     truncated_tokens: int = 0
     echo: str | None = None
     encoder_inputs: tuple[EncoderInput, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the prompt after truncation."""
+        return self.prompt.token_ids
 
 
 class Generation:
@@ -96,7 +102,7 @@ class Generation:
         """
         streams = [
             self.model.generate(
-                task.tokens,
+                task.prompt,
                 task.params,
                 self._label(index),
                 encoder_inputs=task.encoder_inputs,
@@ -192,13 +198,13 @@ class ChatGeneration:
         model.check_generations(body.n)
         model.formats.check(body)
         prompt = await model.prompts.chat(body, size_of(request))
-        tokens, limit = model.prompts.fit(
+        checked = model.prompts.check(
             prompt.tokens,
             body.max_completion_tokens or body.max_tokens,
             param="messages",
-            default=None,
             last=body.truncate_prompt_tokens,
         )
+        tokens = checked.token_ids
         more: dict[str, Any] = {}
         if model.formats.shows_special(body):
             more["skip_special_tokens"] = False
@@ -208,7 +214,7 @@ class ChatGeneration:
             more["structured_outputs"] = structured
         params = await model.sampling_params(
             body,
-            limit,
+            checked.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             **more,
@@ -221,7 +227,7 @@ class ChatGeneration:
                 param="messages",
                 code="context_length_exceeded",
             )
-        task = PromptTask(tokens, params, truncated, encoder_inputs=prompt.encoder_inputs)
+        task = PromptTask(checked, params, truncated, encoder_inputs=prompt.encoder_inputs)
         return cls(body, Generation(model, body, request, [task], kind))
 
     @property

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ed_infra.errors import ConfigError
-
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import fit
+from ed_esurge.engine.intake import (
+    CheckedPrompt,
+    ContextLengthError,
+    TokenIdError,
+    check_prompt,
+    check_token_ids,
+)
 from ed_esurge.server.generation.images import EncodedPrompt, ImageReader
 from ed_esurge.server.generation.requests import ChatRequest, Message
 from ed_esurge.server.generation.structured import Tool
@@ -98,12 +102,12 @@ class Prompts:
         add_special_tokens: bool = True,
         last: int | None = None,
         param: str,
-    ) -> tuple[list[list[int]], int]:
-        """Return the token ids of prompts without completions, and the number of removed tokens.
+    ) -> tuple[list[CheckedPrompt], int]:
+        """Return checked prompts without completions, and the number of removed tokens.
 
         Args:
             prompts: texts, or token ids.
-            last, param: see `fit`.
+            last, param: see `check`.
 
         Raises:
             APIError: 400, a prompt is too long, or a token id is outside the vocabulary.
@@ -113,10 +117,9 @@ class Prompts:
         result, truncated = [], 0
         for prompt in prompts:
             tokens = next(encoded) if isinstance(prompt, str) else prompt
-            self.check_tokens(tokens, param=param)
-            used, _ = self.fit(tokens, 0, param=param, default=0, last=last)
-            truncated += len(tokens) - len(used)
-            result.append(used)
+            checked = self.check(tokens, 0, param=param, last=last)
+            truncated += len(tokens) - len(checked.token_ids)
+            result.append(checked)
         return result, truncated
 
     async def decode(self, tokens: list[int]) -> str:
@@ -138,65 +141,48 @@ class Prompts:
                 code="context_length_exceeded",
             )
 
-    def check_tokens(self, tokens: Sequence[int], *, param: str) -> None:
-        """Check that token ids are in the vocabulary.
-
-        Raises:
-            APIError: 400, with the first invalid id.
-        """
-        if tokens and (max(tokens) >= self.vocab_size or min(tokens) < 0):
-            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise APIError(
-                f"token id {wrong} is outside the vocabulary of {self.vocab_size}",
-                param=param,
-                code="invalid_value",
-            )
-
-    def fit(
-        self,
-        tokens: list[int],
-        wanted: int | None,
-        *,
-        param: str,
-        default: int | None,
-        last: int | None = None,
-    ) -> tuple[list[int], int]:
-        """Return the prompt after truncation, and the number of tokens to generate.
-
-        The engine's options select whether to truncate the prompt (`auto_truncate_prompt`,
-        `truncate_mode`), to reduce the number of tokens (`auto_cap_new_tokens`), or to reject the
-        request (`strict_context`).
+    def check(
+        self, tokens: list[int], wanted: int | None, *, param: str, last: int | None = None
+    ) -> CheckedPrompt:
+        """Return a checked prompt, truncated according to the engine's options.
 
         Args:
             tokens: token ids of the prompt.
-            wanted: the requested number of tokens, if any.
+            wanted: the requested number of tokens to generate; None = as many as fit.
             param: the field of the prompt, for errors.
-            default: number of tokens to generate by default; None = as many as fit.
             last: maximum number of prompt tokens, counted from the end; -1 = as many as fit.
 
         Raises:
-            APIError: 400 `context_length_exceeded`.
+            APIError: 400, a token id is outside the vocabulary, or the prompt does not fit
+                (`context_length_exceeded`).
         """
         if not tokens:
             raise APIError("the prompt is empty: send at least one token", param=param)
         if last is not None:
             tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
+        limits = {"max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
         try:
-            used, most = fit(tokens, wanted, self.config, self.max_model_len)
-        except ConfigError:
-            room = self.max_model_len - len(tokens)
-            asked = len(tokens) + (wanted or 0)
+            return check_prompt(tokens, wanted, self.config, **limits)
+        except TokenIdError as error:
+            raise invalid_token(error, param) from None
+        except ContextLengthError as error:
+            count, requested = error.prompt_tokens, error.max_tokens or 0
+            room = error.max_model_len - count
             ways = "shorten it" if room < 1 else f"shorten it, or request at most {room} tokens"
             raise APIError(
-                f"this model's maximum context length is {self.max_model_len} tokens; the request "
-                f"has {asked} ({len(tokens)} in the {param}, {wanted or 0} in the completion): "
+                f"this model's maximum context length is {error.max_model_len} tokens; the request "
+                f"has {count + requested} ({count} in the {param}, {requested} in the completion): "
                 f"{ways}",
                 param=param,
                 code="context_length_exceeded",
             ) from None
-        if wanted is None and default is not None:
-            most = min(default, most)
-        return used, most
+
+    def check_ids(self, tokens: Sequence[int], param: str) -> None:
+        """Check that token ids are in the vocabulary. Raises APIError: 400."""
+        try:
+            check_token_ids(param, tokens, self.vocab_size)
+        except TokenIdError as error:
+            raise invalid_token(error, param) from None
 
     async def chat(self, request: ChatRequest, size: int = 0) -> EncodedPrompt:
         """Return the prompt of a chat request.
@@ -304,6 +290,15 @@ class Prompts:
 
         weight = size + 100 * (len(messages) + len(tools))
         return await self._aside(work, LONG_TEXT if sources else weight)
+
+
+def invalid_token(error: TokenIdError, param: str) -> APIError:
+    """Return the error of the API for a token id outside the vocabulary."""
+    return APIError(
+        f"token id {error.token} is outside the vocabulary of {error.vocab_size}",
+        param=param,
+        code="invalid_value",
+    )
 
 
 _RESERVED = {

@@ -61,18 +61,11 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
     params: dict[int, SamplingParams] = {}
     tasks = []
     for prompt in body.prompt:
-        if isinstance(prompt, str):
-            whole = next(encoded)
-        else:
-            prompts.check_tokens(prompt, param="prompt")
-            whole = prompt
-        tokens, limit = prompts.fit(
-            whole,
-            wanted,
-            param="prompt",
-            default=DEFAULT_MAX_TOKENS,
-            last=body.truncate_prompt_tokens,
-        )
+        whole = next(encoded) if isinstance(prompt, str) else prompt
+        checked = prompts.check(whole, wanted, param="prompt", last=body.truncate_prompt_tokens)
+        tokens, limit = checked.token_ids, checked.max_tokens
+        if wanted is None:
+            limit = min(limit, DEFAULT_MAX_TOKENS)
         if limit not in params:
             if first is None:
                 first = await model.sampling_params(
@@ -89,7 +82,7 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
         if body.echo:
             unchanged = isinstance(prompt, str) and tokens == whole
             echo = str(prompt) if unchanged else await prompts.decode(tokens)
-        tasks.append(PromptTask(tokens, params[limit], len(whole) - len(tokens), echo))
+        tasks.append(PromptTask(checked, params[limit], len(whole) - len(tokens), echo))
     return tasks
 
 

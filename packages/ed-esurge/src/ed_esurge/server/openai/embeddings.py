@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.answers import Answer
 from ed_esurge.server.generation.models import ServedModel, new_id
@@ -100,8 +101,8 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
     return await model.lifetime(request).answer(whole(), headers)
 
 
-def _usage(prompts: list[list[int]], truncated: int) -> dict[str, int]:
-    count = sum(map(len, prompts))
+def _usage(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:
+    count = sum(len(prompt.token_ids) for prompt in prompts)
     return {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)}
 
 
@@ -265,7 +266,7 @@ class _Pairs:
     """Encoded texts whose vectors are compared."""
 
     model: ServedModel
-    prompts: list[list[int]]
+    prompts: list[CheckedPrompt]
     truncated: int
     pooling: Pooling
 

@@ -48,7 +48,7 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
 
 async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Request) -> JSONResponse:
     """Return the text of token ids."""
-    model.prompts.check_tokens(body.tokens, param="tokens")
+    model.prompts.check_ids(body.tokens, "tokens")
     return JSONResponse({"prompt": await model.prompts.decode(body.tokens)})
 
 

@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.answers import Load, State, Version
 from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
@@ -72,7 +73,7 @@ async def _decode(model: ServedModel) -> str | None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         async with asyncio.timeout(DECODE_SECONDS):
-            deltas = model.generate([0], params, new_id("health", None))
+            deltas = model.generate(CheckedPrompt([0], 1), params, new_id("health", None))
             async with aclosing(deltas) as items:
                 tokens = [token async for one in items for token in one.outputs[0].token_ids]
         return None if tokens else "the model generated no token"
