@@ -119,6 +119,9 @@ class ServeOptions(Options):
     allowed_hosts: tuple[Name, ...] | None = None
     """Accepted `Host` headers. None: names of this machine if `host` is a loopback address, and any
     name otherwise."""
+    allowed_media_domains: tuple[Name, ...] = ()
+    """Hosts from which the server downloads the images of requests. Default: requests contain their
+    images as `data:` URLs."""
     lora_directory: Name | None = None
     """Folder of LoRA adapters that clients may load (`/v1/load_lora_adapter`), if the engine has
     `max_loras`. None: clients load no adapters."""
