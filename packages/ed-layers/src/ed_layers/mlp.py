@@ -34,6 +34,7 @@ class GatedMLP(nnx.Module):
         intermediate_size: f; default: the configuration's.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
         bias: whether all three projections have a bias.
+        dropout: dropout rate of the input of the last projection in training (T5).
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class GatedMLP(nnx.Module):
         *,
         hidden_act: str | None = None,
         bias: bool = False,
+        dropout: float = 0.0,
     ):
         config = parts.config
         d, f = config.hidden_size, intermediate_size or config.intermediate_size
@@ -51,6 +53,7 @@ class GatedMLP(nnx.Module):
         self.down_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
         self.hidden_act = hidden_act or config.hidden_act
         activation(self.hidden_act)
+        self.dropout = dropout
         self.chunk: int | None = config.scan_mlp_chunk_size if config.use_scan_mlp else None
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
@@ -80,7 +83,7 @@ class GatedMLP(nnx.Module):
             gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
             up = ctx.named(self.up_proj(x, ctx), "mlp_up")
             inner = recomputed(partial(gated, self.hidden_act), gate, up)
-        out = self.down_proj(inner, ctx)
+        out = self.down_proj(ctx.dropped(inner, self.dropout, "mlp_inner"), ctx)
         return ctx.named(out, "mlp_down")
 
 
@@ -92,6 +95,7 @@ class MLP(nnx.Module):
         intermediate_size: f; default: the configuration's.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
         bias: whether both projections have a bias.
+        dropout: dropout rate of the input of the last projection in training (T5).
         act: an activation module with parameters (Apertus), instead of a named activation.
     """
 
@@ -102,6 +106,7 @@ class MLP(nnx.Module):
         *,
         hidden_act: str | None = None,
         bias: bool = True,
+        dropout: float = 0.0,
         act: Callable[[Array], Array] | None = None,
     ):
         config = parts.config
@@ -109,6 +114,7 @@ class MLP(nnx.Module):
         self.up_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
         self.down_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
         self.hidden_act: str | None = None
+        self.dropout = dropout
         if act is not None:
             self.act_fn = act
         else:
@@ -119,7 +125,7 @@ class MLP(nnx.Module):
         up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
         name = self.hidden_act
         inner = self.act_fn(up) if name is None else recomputed(activation(name), up)
-        out = self.down_proj(inner, ctx)
+        out = self.down_proj(ctx.dropped(inner, self.dropout, "mlp_inner"), ctx)
         return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 
 

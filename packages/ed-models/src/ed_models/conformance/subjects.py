@@ -122,6 +122,9 @@ class Subject:
         config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
         torch.manual_seed(0)
         model = self.torch_class.from_config(config).float().eval()
+        if self.fields.get("tie_word_embeddings") is False and is_tied(model):
+            # `transformers` ties the head of T5 in memory even if checkpoints have two matrices.
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         with torch.no_grad():
             for name, value in model.named_parameters():
                 own = ".".join(name.split(".")[-2:])
@@ -450,6 +453,12 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
         module_class = registry.get_module(task, model_type)
         found += [SUBJECTS[task](model_type, row, module_class, own) for row in own.rows]
     return found
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether a torch model has one matrix for its head and its token embedding."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def forward(model: Any, method: str = "__call__", **inputs: Any) -> Any:

@@ -1,0 +1,30 @@
+"""Conformance cases of T5."""
+
+from ed_models.conformance import Cases
+
+_TINY = {
+    "vocab_size": 160,
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+
+CASES = Cases(
+    {
+        "v1.0, tied": _TINY,
+        "v1.1, gated, separate head, two decoder layers": {
+            **_TINY,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+            "num_decoder_layers": 2,
+        },
+    },
+    tiny=False,
+)
