@@ -5,7 +5,6 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
@@ -94,14 +93,6 @@ class CausalLM(VocabularyHead):
     """A decoder body under `model`, and a head. Subclasses set `body_class`."""
 
     DERIVED = DERIVED
-    #: Tiny configurations by name that test the special features of the family: the fields that
-    #: differ from `ed_models.conformance.TINY`.
-    CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: Bound on the difference of float32 logits from Hugging Face's; 2e-4 if a scan reorders sums.
-    LOGITS: ClassVar[float] = 1e-4
-    #: Whether Hugging Face's model computes equal numbers for a row with and without padding. False
-    #: if a bias turns padding into input of a recurrence; rows are then compared without padding.
-    PADDED_IN_TRANSFORMERS: ClassVar[bool] = True
 
     def __call__(
         self,
