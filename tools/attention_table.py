@@ -1,7 +1,7 @@
 """Write the tables of docs/attention.md: mechanisms, their features, and their kernels.
 
 uv run python -m tools.attention_table            rewrite them
-uv run python -m tools.attention_table --check    exit 1 if they are not what it would write
+uv run python -m tools.attention_table --check    exit 1 if the tables are outdated
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEGIN, END = "<!-- tools/attention_table.py -->\n", "<!-- end -->\n"
 
 
 def tables(kernels: Iterable[Kernel[Any]] = BUILT_IN) -> str:
-    """What each mechanism is, what it can do, and which native kernels there are."""
+    """Return the tables of mechanisms, features and kernels."""
     lines = heading("`attn_mechanism`", "reads", "what it is")
     for name, ability in MECHANISMS.items():
         aliases = [alias for alias, of in MECHANISM_ALIASES.items() if of == name]
@@ -43,7 +43,7 @@ def tables(kernels: Iterable[Kernel[Any]] = BUILT_IN) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables as they should be."""
+    """Return the page with new tables."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + tables() + END + rest.split(END)[1]
 

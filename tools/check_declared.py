@@ -1,7 +1,7 @@
-"""Run deptry on each package: it must declare what it imports, and import what it declares.
+"""Run deptry on each package: declared dependencies must equal the imported ones.
 
-deptry runs inside the package's folder: from the root it takes a package's own modules for
-transitive dependencies, and would pass what a wheel then lacks.
+deptry runs in the folder of the package. From the root it would treat modules of a package as
+transitive dependencies, and would not find imports that a wheel lacks.
 
 Run: `uv run python -m tools.check_declared [PACKAGE ...]`.
 """
@@ -15,7 +15,7 @@ from tools.workspace import Package, packages
 
 
 def deptry(package: Package) -> int:
-    """Run deptry on one package; returns its exit status (1: something is undeclared)."""
+    """Run deptry on one package and return its exit status (1: an undeclared import)."""
     print(f"-- {package.name}", flush=True)
     # pydantic's own error classes live in pydantic_core, which pydantic pins to one version.
     mapping = ["--package-module-name-map", "pydantic=pydantic|pydantic_core"]

@@ -1,9 +1,10 @@
-"""Check what uv does not: that the seven packages fit together when they are installed from wheels.
+"""Check that the seven packages are compatible when they are installed from wheels.
 
 Inside a workspace uv ignores the version bounds between members (ed-infra 0.2 satisfies
-`ed-infra<0.2` there), so a wrong bound would first fail on a user's machine.
+`ed-infra<0.2`), so a wrong bound would first fail on a user's machine.
 
-Run: `uv run python -m tools.check_workspace`. Prints one line per fault; exits 1 if there is one.
+Run `uv run python -m tools.check_workspace`. It prints one line for each fault and exits with 1 if
+there is one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Check = Callable[[Path, list[Package]], Iterator[str]]
 
 
 def sibling_bounds(root: Path, members: list[Package]) -> Iterator[str]:
-    """A sibling's bound has a floor and a ceiling, and holds for the sibling's version here."""
+    """Check that the bounds of sibling packages are ranges that contain the current version."""
     versions = {package.name: package.version for package in members}
     for package in members:
         for need in package.all_requirements:
@@ -56,7 +57,7 @@ def sibling_bounds(root: Path, members: list[Package]) -> Iterator[str]:
 
 
 def sources(root: Path, members: list[Package]) -> Iterator[str]:
-    """The workspace depends on each member, and each sibling comes from the workspace."""
+    """Check that the workspace contains all packages, and uses them as sources."""
     names = {package.name for package in members}
     workspace = read_toml(root / "pyproject.toml")
     for name in sorted(names - set(workspace["project"]["dependencies"])):
@@ -69,13 +70,13 @@ def sources(root: Path, members: list[Package]) -> Iterator[str]:
         given = table.get("tool", {}).get("uv", {}).get("sources", {})
         for name in sorted(needed):
             if given.get(name) != {"workspace": True}:
-                yield f"{where}: [tool.uv.sources] must say {name} = {{ workspace = true }}"
+                yield f"{where}: [tool.uv.sources] must contain {name} = {{ workspace = true }}"
         for name in sorted(set(given) - needed):
             yield f"{where}: [tool.uv.sources] names {name}, which is not needed here"
 
 
 def changelogs(root: Path, members: list[Package]) -> Iterator[str]:
-    """The version of each package stands in its CHANGELOG, with at least one line under it."""
+    """Check that the changelog of each package has an entry for its version."""
     for package in members:
         if not changelog_entry(package):
             yield (
@@ -85,7 +86,7 @@ def changelogs(root: Path, members: list[Package]) -> Iterator[str]:
 
 
 def changelog_entry(package: Package) -> str:
-    """The text under the heading of the package's version; empty if there is none."""
+    """Return the changelog entry of the package's version, or an empty string."""
     text = (package.folder / "CHANGELOG.md").read_text(encoding="utf-8")
     heading = re.compile(rf"^## \[?{re.escape(package.version)}\]?.*$", re.MULTILINE)
     found = heading.search(text)
@@ -93,7 +94,7 @@ def changelog_entry(package: Package) -> str:
 
 
 def same_everywhere(root: Path, members: list[Package]) -> Iterator[str]:
-    """One Python floor for all, and one bound per third-party library."""
+    """Check that all packages have the same Python version and the same third-party bounds."""
     pythons = {package.name: package.project["requires-python"] for package in members}
     pythons["the workspace"] = read_toml(root / "pyproject.toml")["project"]["requires-python"]
     if len(set(pythons.values())) > 1:
@@ -110,7 +111,7 @@ def same_everywhere(root: Path, members: list[Package]) -> Iterator[str]:
 
 
 def files(root: Path, members: list[Package]) -> Iterator[str]:
-    """Each package carries its licence, README, changelog, tests and types."""
+    """Check that each package has a license, a README, a changelog, tests and types."""
     licence = (root / "LICENSE").read_bytes()
     for package in members:
         wanted = ["README.md", "CHANGELOG.md", "LICENSE"]
@@ -126,7 +127,7 @@ def files(root: Path, members: list[Package]) -> Iterator[str]:
 
 
 def lock(root: Path, members: list[Package]) -> Iterator[str]:
-    """uv.lock knows one index, today's member versions, and no accelerator's wheels."""
+    """Check that uv.lock has one index, current versions, and no wheels for accelerators."""
     locked = read_toml(root / "uv.lock")["package"]
     indexes = {entry["source"]["registry"] for entry in locked if "registry" in entry["source"]}
     if len(indexes) != 1:
@@ -140,11 +141,11 @@ def lock(root: Path, members: list[Package]) -> Iterator[str]:
         yield f"uv.lock holds {name}: accelerators are the user's choice, and torch is a test's"
     for entry in locked:
         if not {"registry", "editable", "virtual"} & set(entry["source"]):
-            yield f"uv.lock takes {entry['name']} from {entry['source']}: only the index is allowed"
+            yield f"uv.lock has {entry['name']} from {entry['source']}: only the index is allowed"
 
 
 def top_level(root: Path, members: list[Package]) -> Iterator[str]:
-    """Nothing is tracked at the root that does not belong there."""
+    """Check that the root contains no unexpected files."""
     listing = ["git", "ls-files", "--cached"]
     tracked = subprocess.run(listing, cwd=root, capture_output=True, text=True, check=False)
     names = {path.split("/")[0] for path in tracked.stdout.splitlines()}
@@ -164,7 +165,7 @@ CHECKS: list[Check] = [
 
 
 def problems(root: Path = ROOT) -> list[str]:
-    """Every fault of the workspace at `root`, one line each."""
+    """Return every fault of the workspace at `root`, one line each."""
     members = packages(root)
     return [line for check in CHECKS for line in check(root, members)]
 

@@ -32,29 +32,29 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
-# Commands of the protocol read this descriptor, and answers come from that one.
+# The browser reads commands from one descriptor and writes answers to the other.
 READS, WRITES = 3, 4
 SECONDS = 15.0
 
 
 def installed() -> bool:
-    """Whether there is a browser to drive."""
+    """Return whether Chromium is installed."""
     return shutil.which("chromium") is not None
 
 
 class BrowserError(AssertionError):
-    """The page failed, or did not come to where it was to come."""
+    """The page failed, or did not reach the expected state."""
 
 
 class _Pipe:
-    """Commands to the browser, and what it says."""
+    """The pipe to the browser: commands, answers and events."""
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back, self._rest, self._number = to, back, b"", 0
         self.events: list[dict[str, Any]] = []
 
     def ask(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Do a command, and give its result."""
+        """Execute a command and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if session is not None:
@@ -74,7 +74,7 @@ class _Pipe:
             ready, _, _ = select.select([self._back], [], [], max(0.0, end - time.monotonic()))
             part = os.read(self._back, 2**20) if ready else b""
             if not part:
-                raise BrowserError("the browser says nothing any more")
+                raise BrowserError("the browser does not answer")
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\0")
         return json.loads(line)
@@ -101,7 +101,7 @@ class Tab:
         return answer["result"].get("value")
 
     def until(self, expression: str, seconds: float = SECONDS) -> Any:
-        """Wait until an expression is true, and give its value."""
+        """Wait until an expression is true, and return its value."""
         end = time.monotonic() + seconds
         while True:
             body = f"const value = {expression}; return value instanceof Node || (value ?? null);"
@@ -142,7 +142,7 @@ class Tab:
         self.do("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def theme(self, scheme: str) -> None:
-        """What the page takes for the system's colours: `light` or `dark`."""
+        """Set the color scheme of the system: `light` or `dark`."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.do("Emulation.setEmulatedMedia", features=[feature])
 
@@ -162,14 +162,14 @@ class Tab:
         return said
 
     def picture(self, path: str | Path) -> None:
-        """Write what is seen as PNG."""
+        """Write a screenshot as PNG."""
         data = self.do("Page.captureScreenshot", format="png")["data"]
         Path(path).write_bytes(base64.b64decode(data))
 
 
 @contextmanager
 def browser() -> Iterator[Callable[..., Tab]]:
-    """Run a browser; the function that it gives opens a tab at a URL."""
+    """Run a browser, and yield a function that opens a tab at a URL."""
     to_read, to_write = os.pipe()
     back_read, back_write = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

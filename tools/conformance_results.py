@@ -1,13 +1,13 @@
-"""Run the conformance suite and keep the largest error of each check in docs/conformance.json.
+"""Run the conformance suite and store the largest error of each check in docs/conformance.json.
 
     uv run python -m tools.conformance_results                  every registered family
     uv run python -m tools.conformance_results llama gpt2       these
     uv run python -m tools.conformance_results --missing        those whose results are incomplete
     uv run python -m tools.conformance_results --checks parity cache
 
-The file is written after each row, so a run that is interrupted goes on with `--missing`, and
-several runs may share the families between them.
-`tools.model_table` makes the table of docs/models.md of it.
+The file is written after each row. An interrupted run continues with `--missing`, and several runs
+may process different families. `tools.model_table` creates the table of docs/models.md from the
+file.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def applicable(subject: Subject) -> list[str]:
 
 
 def run(subject: Subject, names: list[str]) -> dict[str, float | str]:
-    """Run checks on one row; an error to two digits, or the first line of what went wrong."""
+    """Run checks on one row, and return errors with two digits, or the first line of a failure."""
     table = checks()
     found: dict[str, float | str] = {}
     for name in names:
@@ -123,7 +123,7 @@ def main() -> int:
     unknown = set(given.checks or ()) - set(checks())
     if unknown:
         parser.error(f"unknown checks {sorted(unknown)} (known: {', '.join(checks())})")
-    if not given.families:  # what is no longer there is forgotten
+    if not given.families:  # remove rows that no longer exist
         there = {(s.model_type, s.row) for s in rows}
         kept = {
             family: {row: value for row, value in of.items() if (family, row) in there}
@@ -136,7 +136,7 @@ def main() -> int:
         names = [n for n in applicable(subject) if n in (given.checks or applicable(subject))]
         found = run(subject, names)
         failed += sum(isinstance(value, str) for value in found.values())
-        results = read()  # another run may have written meanwhile
+        results = read()  # another run may have changed the file
         of_row = results.setdefault(subject.model_type, {}).setdefault(subject.row, {})
         of_row |= found
         write(results)
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def _surroundings() -> None:
-    """Eight simulated devices and a kept compilation cache, as the tests have."""
+    """Set up eight simulated devices and the compilation cache of the tests."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()

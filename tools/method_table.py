@@ -1,10 +1,10 @@
-"""Write the table of docs/methods.md: every method beside its reference, with the errors.
+"""Write the table of docs/methods.md: the errors of every method against its reference.
 
 uv run python -m tools.method_table --measure    measure, and write docs/methods.json and the page
 uv run python -m tools.method_table              rewrite the page
-uv run python -m tools.method_table --check      exit 1 if it is not what it would write
+uv run python -m tools.method_table --check      exit 1 if the page is outdated
 
-What is compared, and how, is in `tools.method_cases`; measuring needs torch and TRL.
+`tools.method_cases` contains the comparisons. Measuring needs torch and TRL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIGURES = ("loss", "metrics", "gradients")
 
 
 def measure() -> None:
-    """Compare every method with its reference, and keep the errors."""
+    """Compare every method with its reference, and store the errors."""
     from tools.method_cases import CASES
 
     results = {}
@@ -37,7 +37,7 @@ def measure() -> None:
 
 
 def table() -> str:
-    """A line for each comparison."""
+    """Return the table with a line for each comparison."""
     from tools.method_cases import CASES
 
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page with its table as it should be."""
+    """Return the page with a new table."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]

@@ -1,9 +1,9 @@
-"""Write the table of docs/models.md: every family, its tasks, its errors in the conformance suite.
+"""Write the table of docs/models.md: every family with its errors in the conformance suite.
 
-uv run python -m tools.model_table            rewrite it
-uv run python -m tools.model_table --check    exit 1 if it is not what it would write
+uv run python -m tools.model_table            rewrite the table
+uv run python -m tools.model_table --check    exit 1 if the table is outdated
 
-The errors are those of docs/conformance.json, which `tools.conformance_results` measures.
+The errors come from docs/conformance.json, which `tools.conformance_results` writes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def table(results: Results | None = None) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its table as it should be."""
+    """Return the page with a new table."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

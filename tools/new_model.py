@@ -1,11 +1,11 @@
-"""Begin a model family: a copy of the nearest one under a new name, and its entry point.
+"""Create a model family: a copy of the nearest family under a new name, and its entry point.
 
     uv run python -m tools.new_model my_model --like llama
     uv run python -m tools.new_model my_model --like llama --package ../my-models
 
-The first form adds `families/my_model.py` to ed-models. The second writes a package of your own,
-which is made if it is not there: family, entry point, and a test file with the conformance suite.
-docs/adding_models.md goes on from there.
+The first form adds `families/my_model.py` to ed-models. The second form adds the family to a
+separate package, which is created if necessary, with an entry point and a test file with the
+conformance suite. docs/adding_models.md describes the next steps.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ def test_conformance(subject: Subject, check: str) -> None:
 
 
 class WrongName(ValueError):
-    """A name that cannot be given, or a family that is not there."""
+    """The name of the family or of the package is invalid, or the family to copy does not exist."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is to be made.
+    """A family to create.
 
     Attributes:
-        model_type: of the new family, as in config.json.
-        like: of the family to begin with.
-        known: whether `transformers` has a configuration of the new model type.
-        stem: beginning of the new names of classes: `My` of `my_model`, for `MyModel`.
+        model_type: `model_type` of the new family in config.json.
+        like: `model_type` of the family to copy.
+        known: Whether `transformers` has a configuration of the new model type.
+        stem: Prefix of the new class names: `My` of `my_model`, for `MyModel`.
     """
 
     model_type: str
@@ -98,7 +98,7 @@ class Family:
         """Check the names.
 
         Raises:
-            WrongName: one of them cannot be used.
+            WrongName: A name is invalid.
         """
         from ed_infra import registry
         from ed_infra.errors import did_you_mean
@@ -108,16 +108,15 @@ class Family:
         is_name = is_name and model_type != "model"
         if not is_name:
             raise WrongName(
-                f"{model_type!r} is no name of a family: take lower-case letters, digits and _, "
-                "as in config.json and for a Python module"
+                f"{model_type!r} is no name of a family: use lower-case letters, digits and _, as "
+                "in config.json and for a Python module"
             )
         there = sorted(f.stem for f in FAMILIES.glob("*.py") if f.stem != "__init__")
         if model_type in there or model_type in registry.model_types():
-            raise WrongName(f"the family {model_type!r} is there already: choose another name")
+            raise WrongName(f"the family {model_type!r} exists already: choose another name")
         if like not in there:
             raise WrongName(
-                f"no family {like!r} to begin with{did_you_mean(like, there)} "
-                f"(there are: {', '.join(there)})"
+                f"no family {like!r} to copy{did_you_mean(like, there)} (known: {', '.join(there)})"
             )
         known = CONFIG_MAPPING_NAMES.get(model_type)
         stem = "".join(part.capitalize() for part in model_type.split("_")).removesuffix("Model")
@@ -125,7 +124,7 @@ class Family:
         return cls(model_type, like, known is not None, stem)
 
     def source(self) -> str:
-        """The text of the new family's file."""
+        """Return the text of the new family's file."""
         text = (FAMILIES / f"{self.like}.py").read_text(encoding="utf-8")
         old = re.search(r"^class (\w+)Config\(", text, re.MULTILINE)
         assert old is not None, f"families/{self.like}.py has no configuration class"
@@ -150,14 +149,14 @@ class Family:
             else "`transformers` has no model of this type to compare with."
         )
         head = (
-            f"{self.stem}: begun as {self.like}; say here in one line what is special.\n\n"
+            f"{self.stem}: a copy of {self.like}; describe the differences in this line.\n\n"
             f"{special}\n\n{numbers}\n"
         )
         return f'"""{head}"""{body}'
 
 
 def with_entry_point(pyproject: str, model_type: str, module: str) -> str:
-    """The text of a pyproject file with the line of a family, in order."""
+    """Return the text of a pyproject file with the line of a family, sorted."""
     line = f'{model_type} = "{module}"'
     if SECTION not in pyproject:
         return f"{pyproject.rstrip()}\n\n{SECTION}\n{line}\n"
@@ -169,7 +168,7 @@ def with_entry_point(pyproject: str, model_type: str, module: str) -> str:
 
 
 def add_to_ed_models(family: Family) -> list[Path]:
-    """Write the family into ed-models; returns the files that were written."""
+    """Add the family to ed-models, and return the written files."""
     target, pyproject = FAMILIES / f"{family.model_type}.py", MODELS / "pyproject.toml"
     target.write_text(family.source(), encoding="utf-8")
     text = pyproject.read_text(encoding="utf-8")
@@ -179,21 +178,21 @@ def add_to_ed_models(family: Family) -> list[Path]:
 
 
 def add_to_package(family: Family, folder: Path) -> list[Path]:
-    """Write the family into a package, which is made if it is not there.
+    """Add the family to a package, which is created if necessary, and return the written files.
 
     Raises:
-        WrongName: the folder's name is no name of a package, or holds something else.
+        WrongName: The name of the folder is no package name, or the folder is not a package.
     """
     module = folder.name.replace("-", "_")
     if not module.isidentifier():
-        raise WrongName(f"{folder.name!r} is no name of a package: take letters, digits and -")
+        raise WrongName(f"{folder.name!r} is no name of a package: use letters, digits and -")
     pyproject = folder / "pyproject.toml"
     if folder.exists() and any(folder.iterdir()) and not pyproject.is_file():
-        raise WrongName(f"{folder} is not empty and has no pyproject.toml: give another folder")
+        raise WrongName(f"{folder} is not empty and has no pyproject.toml: choose another folder")
     source = folder / "src" / module
     target = source / f"{family.model_type}.py"
     if target.exists():
-        raise WrongName(f"{target} is there already")
+        raise WrongName(f"{target} exists already")
     files = {
         pyproject: PYPROJECT.format(name=folder.name, module=module, section=SECTION),
         folder / "README.md": f"# {folder.name}\n\nModel families for EasyDeL.\n",
@@ -216,7 +215,7 @@ def add_to_package(family: Family, folder: Path) -> list[Path]:
 
 
 def next_steps(family: Family, folder: Path | None) -> str:
-    """Return the commands that come next; all of them run in this clone.
+    """Return the next commands; all of them run in this clone.
 
     Args:
         family: The family that was written.
@@ -238,15 +237,15 @@ def next_steps(family: Family, folder: Path | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, write, say what comes next; 2 for a wrong name."""
+    """Parse the command line, write the files and print the next commands; 2 for a wrong name."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.new_model",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help="model_type of the new family")
-    parser.add_argument("--like", default="llama", help="the family to begin with")
-    parser.add_argument("--package", type=Path, help="folder of a package of your own")
+    parser.add_argument("--like", default="llama", help="the family to copy")
+    parser.add_argument("--package", type=Path, help="folder of a separate package")
     given = parser.parse_args(arguments)
     try:
         family = Family.of(given.name, given.like)

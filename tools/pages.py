@@ -1,4 +1,4 @@
-"""Pages of docs/ that a tool writes, or a part of which it does: tables, rewriting, checking."""
+"""Pages of docs/ that a tool writes completely or in part: tables, rewriting, checking."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def row(*cells: str) -> str:
 
 
 def main(tool: str, path: Path, page: Callable[[], str]) -> int:
-    """Write or check a page; what `python -m tools.<tool> [--check]` does.
+    """Write or check a page: the function of `python -m tools.<tool> [--check]`.
 
     Args:
-        tool: name of the module in `tools`.
-        path: of the page.
-        page: its text as it should be.
+        tool: Name of the module in `tools`.
+        path: Path of the page.
+        page: Returns the new text.
 
     Returns:
-        the exit code: 1 if the page is checked and is another.
+        The exit code: 1 if the checked page is outdated.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tools.{tool}")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")

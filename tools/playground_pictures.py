@@ -63,7 +63,7 @@ def ask(tab: Tab) -> None:
 
 
 def scroll_up(tab: Tab) -> None:
-    """Show the begin of the conversation."""
+    """Scroll to the start of the conversation."""
     tab.js("document.getElementById('log').scrollTop = 0")
     tab.js(WAIT)
 

@@ -1,4 +1,4 @@
-"""The seven packages as their pyproject files describe them: what every tool here starts from."""
+"""The seven packages of the workspace, from their pyproject files."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Package:
 
     @property
     def requirements(self) -> list[Requirement]:
-        """What it needs to be imported (extras not included)."""
+        """Dependencies without extras."""
         return [Requirement(text) for text in self.project.get("dependencies", [])]
 
     @property
     def all_requirements(self) -> list[Requirement]:
-        """What it needs, with every extra."""
+        """Dependencies with all extras."""
         extras = self.project.get("optional-dependencies", {}).values()
         return self.requirements + [Requirement(text) for group in extras for text in group]
 

@@ -190,8 +190,8 @@ def test_new_family_in_repository_passes_cache_check(tmp_path: Path) -> None:
     [
         (["My-Model"], "is no name of a family"),
         (["class"], "is no name of a family"),
-        (["llama"], "is there already"),
-        (["my_model", "--like", "lama"], "no family 'lama' to begin with; did you mean 'llama'"),
+        (["llama"], "exists already"),
+        (["my_model", "--like", "lama"], "no family 'lama' to copy; did you mean 'llama'"),
         (["my_model", "--package", "{}/1st"], "is no name of a package"),
         (["my_model", "--package", "{}"], "is not empty and has no pyproject.toml"),
     ],

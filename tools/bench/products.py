@@ -1,4 +1,5 @@
-"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.projections.matmul` writes, and native.
+"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.projections.matmul` writes, and
+native.
 
 uv run python -m tools.bench.products
 uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
@@ -34,7 +35,8 @@ def attention_forms(rows: int, slots: int) -> dict[str, Run]:
 
 
 def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[str, Run]:
-    """A product as jnp.matmul writes it, as `ed_layers.projections.matmul` writes it for XLA, and native.
+    """A product as jnp.matmul writes it, as `ed_layers.projections.matmul` writes it for XLA, and
+    native.
 
     Args:
         tied: the matrix lies transposed, as an embedding does.

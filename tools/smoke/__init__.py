@@ -1,1 +1,1 @@
-"""What a user gets: wheels in fresh environments, apart from the workspace and its lock."""
+"""Tests of the wheels in fresh environments, outside the workspace and its lock."""

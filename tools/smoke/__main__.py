@@ -1,4 +1,4 @@
-"""Build every wheel, install them into fresh environments, and prove what the README promises.
+"""Build every wheel, install the wheels into fresh environments, and check imports and serving.
 
 uv run python -m tools.smoke                                  all packages, newest versions
 uv run python -m tools.smoke --package ed-infra --resolution lowest-direct
@@ -44,12 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tests", action="store_true", help="also run each package's own tests from its wheel"
     )
-    parser.add_argument(
-        "--no-imports", action="store_true", help="leave out the import of every module"
-    )
-    parser.add_argument(
-        "--no-serve", action="store_true", help="leave out the environment that only serves"
-    )
+    parser.add_argument("--no-imports", action="store_true", help="skip the import of every module")
+    parser.add_argument("--no-serve", action="store_true", help="skip the environment for serving")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What is proved about the wheels, each in an environment of its own."""
+"""Checks of the wheels, each in a separate environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_FOR_SERVING = ("ed-trainers", "ed-data", "ed-elarge", "datasets", "lm-eval",
 
 @dataclass(frozen=True)
 class Plan:
-    """How the environments are made: where, for which Python, and with which versions."""
+    """Settings of the environments: folder, Python version and resolution."""
 
     scratch: Path
     dist: Path
@@ -27,12 +27,12 @@ class Plan:
     resolution: str = "highest"
 
     def fresh(self, label: str) -> Environment:
-        """An empty environment in a folder of its own."""
+        """Yield an empty environment in a temporary folder."""
         return Environment.create(self.scratch / label, self.python)
 
 
 def imports(package: Package, plan: Plan) -> None:
-    """Every module of a package imports with what the package declares, and nothing else.
+    """Check that every module of a package imports with the declared dependencies only.
 
     A module may need an extra: then it fails without the extra and imports with it.
     """
@@ -69,17 +69,17 @@ def _failures(environment: Environment, modules: list[str]) -> dict[str, dict[st
 
 
 def _told(package: Package, failed: dict[str, dict[str, str]]) -> str:
-    """One line for each module, and the whole traceback of the first."""
+    """Return one line for each module, and the traceback of the first module."""
     tracebacks = [failure["traceback"].rstrip() for failure in failed.values()]
     lines = [
         f"{name}: {text.splitlines()[-1]}" for name, text in zip(failed, tracebacks, strict=True)
     ]
     told = "\n".join([*lines, "", tracebacks[0]])
-    return f"{package.name}: modules that do not import with what it declares:\n{told}"
+    return f"{package.name}: modules that do not import with the declared dependencies:\n{told}"
 
 
 def serves(plan: Plan) -> None:
-    """ed-models and ed-esurge alone serve a model, and bring nothing that only trains."""
+    """Check that ed-models and ed-esurge serve a model without dependencies of the trainers."""
     alone = plan.fresh("inference-only")
     alone.install(_named(SERVES), plan.dist, resolution=plan.resolution)
     installed = alone.installed()
@@ -95,7 +95,7 @@ def serves(plan: Plan) -> None:
 
 
 def both_kinds(plan: Plan) -> None:
-    """The wheel of the platform has its library in it, and the pure one computes without."""
+    """Check that the platform wheel contains its library, and that the pure wheel works."""
     (package,) = _named((NATIVE,))
     for wheel in wheels_of(package, plan.dist):
         pure = wheel.name.endswith(PURE)
@@ -108,12 +108,12 @@ def both_kinds(plan: Plan) -> None:
         environment.install([package], alone, resolution=plan.resolution)
         said = environment.inside("native.py", env={"JAX_PLATFORMS": "cpu"}).strip()
         if pure != ("not built" in said):
-            raise SmokeError(f"{wheel.name} says {said!r}")
+            raise SmokeError(f"{wheel.name} prints {said!r}")
         print(f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB; {said}", flush=True)
 
 
 def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
-    """A package's own tests pass from its wheel, outside the workspace."""
+    """Run the tests of a package with its wheel, outside the workspace."""
     environment = plan.fresh(f"{package.name}-tests")
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     environment.install(

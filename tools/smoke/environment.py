@@ -1,7 +1,7 @@
-"""A fresh virtual environment outside the workspace, and the wheels that go into it.
+"""Virtual environments outside the workspace, and the wheels that are installed into them.
 
-Everything runs in a temporary folder: uv finds a workspace from the current directory, and would
-then take the siblings' sources instead of their wheels.
+All commands run in a temporary folder. Inside the workspace, uv would use the sources of sibling
+packages instead of their wheels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INSIDE = Path(__file__).parent / "inside"
 
 
 class SmokeError(Exception):
-    """A wheel does not do what the package promises."""
+    """A check of a wheel failed."""
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
     return done.stdout or ""
 
 
-#: The package with a library of its own: a wheel for each platform, and a pure one.
+#: The package with a compiled library: a wheel for each platform, and a pure wheel.
 NATIVE = "ed-layers"
 PURE = "-py3-none-any.whl"
 
@@ -90,7 +90,7 @@ def wheels_of(package: Package, dist: Path) -> list[Path]:
 
 
 def wheel_of(package: Package, dist: Path) -> Path:
-    """The wheel of this version of a package in `dist` that an installer would take."""
+    """Return the wheel in `dist` that an installer would select for this version of a package."""
     return wheels_of(package, dist)[0]
 
 
@@ -129,7 +129,7 @@ class Environment:
             dist: the folder of wheels.
             resolution: `"highest"`, or `"lowest-direct"` for the floors that the packages declare.
             extras: with every extra of the packages.
-            beside: further requirements, in the same resolution.
+            beside: Further requirements, in the same resolution.
         """
         wheels = [f"{p.name}{_extras(p) if extras else ''} @ {_uri(p, dist)}" for p in chosen]
         install = ("uv", "pip", "install", "--quiet", "--python", self.python)

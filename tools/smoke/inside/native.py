@@ -1,4 +1,4 @@
-"""Compute a product, and say by which kernels."""
+"""Compute a matrix product, and print the kernels that computed it."""
 
 import jax
 import jax.numpy as jnp
