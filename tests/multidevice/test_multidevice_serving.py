@@ -41,7 +41,7 @@ def test_two_processes_take_the_same_steps(
     assert len(expected[0]) == 4  # requests that failed
     assert json.loads((tmp_path / "tokens.json").read_text()) == expected
     assert alone.stats()["num_preemptions"] > 0
-    with pytest.raises(ConfigError, match="nobody to follow"):
+    with pytest.raises(ConfigError, match="no leader to follow"):
         alone.follow()
     # Pages are as many as the process with the least room has, in both.
     first, second = (json.loads((tmp_path / f"sizes_{i}.json").read_text()) for i in range(2))

@@ -143,7 +143,7 @@ def test_sleeping_engine_frees_memory_and_resumes_requests(
     engine.update_model_weights(make_llama(seed=2))
     engine.wake_up()
     assert tokens_of(engine, prompts[3]) == expected
-    with pytest.raises(ConfigError, match="levels 1"):
+    with pytest.raises(ConfigError, match="is invalid: use 1"):
         engine.sleep(level=3)
 
 

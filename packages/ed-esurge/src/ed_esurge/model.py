@@ -15,6 +15,7 @@ from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
 from ed_models.protocol import LanguageModel
 from flax import nnx
+from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.tokenizer import Tokenizer
@@ -25,6 +26,16 @@ logger = get_logger(__name__)
 def platform_of(model: LanguageModel) -> str:
     """Return the platform of the model's devices: cpu, gpu or tpu."""
     return model.config.mesh.devices.flat[0].platform
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Return the sorted indices of the processes that have devices of a mesh."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def over_processes(model: LanguageModel) -> bool:
+    """Return whether a model is sharded over devices of several processes."""
+    return len(processes_of(model.config.mesh)) > 1
 
 
 def served_model(model: LanguageModel) -> LanguageModel:
@@ -111,7 +122,7 @@ def drafting(
     asked = wanted is not None and wanted.method == "draft_model"
     if draft is not None and not asked:
         raise ConfigError(
-            "a draft_model proposes nothing without the method: add "
+            "a draft_model has no effect without its method: add "
             'speculative_config={"method": "draft_model"}'
         )
     if wanted is None or not asked:
@@ -119,8 +130,8 @@ def drafting(
     if draft is None:
         if wanted.model is None:
             raise ConfigError(
-                "speculative_config of method draft_model needs a model: name its directory or hub "
-                "id in `model`, or give eSurge a draft_model"
+                "speculative_config with method draft_model requires a model: set `model` to its "
+                "directory or hub id, or pass draft_model to eSurge"
             )
         from ed_models.checkpoints import hub
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
-import jax
 from ed_infra.errors import ConfigError
 from ed_infra.sharding.submesh import slices_of
 from ed_models.base.replicas import on_mesh
@@ -14,17 +14,16 @@ from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.engine.loop import EngineLoop
-from ed_esurge.engine.remote import FarRunner, SharedLoop, SharedReplicas, agreed
+from ed_esurge.engine.remote import RemoteRunner
 from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import Setup
-from ed_esurge.engine.transport import LeadingLoop, over_processes, processes_of
+from ed_esurge.engine.transport import MultiProcess, SingleProcess, Transport
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import drafting, served_model, with_places
-from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.model import drafting, over_processes, processes_of, served_model, with_places
+from ed_esurge.runner.protocol import Runner
 from ed_esurge.tokenizer import Tokenizer
 
 Loop = EngineLoop | Replicas
-LoopT = TypeVar("LoopT", bound=EngineLoop)
 
 
 def loop_over(
@@ -33,8 +32,8 @@ def loop_over(
     tokenizer: Tokenizer | None,
     grammars: Grammars | None,
     draft: LanguageModel | None,
-) -> Loop:
-    """Create the loop of an engine. Nothing is compiled.
+) -> tuple[Loop, Transport]:
+    """Create the loop and the transport of an engine. Nothing is compiled.
 
     Args:
         model: the user's model on its whole mesh.
@@ -49,35 +48,36 @@ def loop_over(
     model = served_model(model)
     draft = drafting(config, draft, model)
     meshes = replica_meshes(model, config)
+    shared = over_processes(model)
+    transport: Transport = MultiProcess() if shared else SingleProcess()
 
-    def loop(kind: type[LoopT], setup: Setup, runner: ModelRunner) -> LoopT:
-        return kind(
+    def loop(setup: Setup, runner: Runner) -> EngineLoop:
+        return EngineLoop(
             setup.scheduler(runner),
             runner,
             tokenizer,
+            transport,
             max_loras=config.max_loras,
             seed=config.seed,
             overlap=config.overlap_execution,
             ahead=config.async_scheduling,
         )
 
-    shared = over_processes(model)
     if len(meshes) == 1:
         setup = Setup.resolve(with_places(model, config), config, draft)
-        sizes = agreed(lambda: [setup.pool_sizes()]) if shared else None
-        kind = LeadingLoop if shared else EngineLoop
-        return loop(kind, setup, setup.runner(grammars, sizes))
+        sizes = _agreed(lambda: [setup.pool_sizes()], transport) if shared else None
+        return loop(setup, setup.runner(grammars, sizes)), transport
     if shared and draft is not None:
         raise ConfigError(
-            "a draft model cannot propose for replicas that lie on several processes, which would "
-            "not see its proposals: use the method ngram, or data_parallelism_axis null"
+            "a draft model is not supported with replicas on several processes: use the method "
+            "ngram, or set data_parallelism_axis to null"
         )
     if shared and config.kv_offloading_size is not None:
         raise ConfigError(
-            "kv_offloading_size is for an engine of one process, and the replicas of this one lie "
-            "on several: leave the option out"
+            "kv_offloading_size is not supported with replicas on several processes: omit the "
+            "option"
         )
-    here = [mesh for mesh in meshes if jax.process_index() in processes_of(mesh)]
+    here = [mesh for mesh in meshes if transport.process in processes_of(mesh) or not shared]
     # These options limit host memory, which the replicas share.
     offloaded = config.kv_offloading_size
     own = config.replace(
@@ -91,15 +91,38 @@ def loop_over(
         for mesh in here
     }
     if not shared:
-        return Replicas([loop(EngineLoop, one, one.runner(grammars)) for one in setups.values()])
-    sizes = agreed(lambda: [setup.pool_sizes() for setup in setups.values()])
+        loops = [loop(setup, setup.runner(grammars)) for setup in setups.values()]
+        return Replicas(loops, transport), transport
+    sizes = _agreed(lambda: [setup.pool_sizes() for setup in setups.values()], transport)
     runners = {mesh: setup.runner(grammars, sizes) for mesh, setup in setups.items()}
-    like, near = next(iter(setups.values())), next(iter(runners.values()))
+    like, local = next(iter(setups.values())), next(iter(runners.values()))
     loops = [
-        loop(SharedLoop, setups.get(mesh, like), runners.get(mesh) or FarRunner(near))
-        for mesh in meshes
+        loop(setups.get(mesh, like), runners.get(mesh) or RemoteRunner(local)) for mesh in meshes
     ]
-    return SharedReplicas(loops, meshes)
+    owners = [processes_of(mesh) for mesh in meshes]
+    return Replicas(loops, transport, owners), transport
+
+
+def _agreed(sizes: Callable[[], Sequence[dict[str, int]]], transport: Transport) -> dict[str, int]:
+    """Return the minimum of the pool sizes over all processes. A collective operation.
+
+    Args:
+        sizes: function that returns group -> pages for each replica of this process.
+        transport: connection to the other processes.
+
+    Raises:
+        ConfigError: a process has too little memory; all processes raise the error.
+    """
+    try:
+        local: list[dict[str, int]] | str = list(sizes())
+    except ConfigError as error:
+        local = str(error)
+    pools: list[dict[str, int]] = []
+    for received in transport.gather(local):
+        if isinstance(received, str):
+            raise ConfigError(received)
+        pools += received
+    return {name: min(pool[name] for pool in pools) for name in pools[0]}
 
 
 def replica_meshes(model: LanguageModel, config: EngineConfig) -> list[Mesh]:

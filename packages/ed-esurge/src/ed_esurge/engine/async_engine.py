@@ -31,9 +31,8 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
-from ed_esurge.engine.adapters import loading
-from ed_esurge.engine.control import check_level
-from ed_esurge.engine.intake import Params, Prompt, RequestOptions
+from ed_esurge.engine.control import check_level, loading
+from ed_esurge.engine.intake import CheckedPrompt, Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.grammars.store import Grammar
 from ed_esurge.outputs import RequestOutput
@@ -142,6 +141,10 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         return self.engine.vocab_size
 
+    def check_prompt(self, prompt: Prompt, max_tokens: int | None) -> CheckedPrompt:
+        """See `eSurge.check_prompt`."""
+        return self.engine.check_prompt(prompt, max_tokens)
+
     def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
         """See `eSurge.compile_structured`."""
         return self.engine.compile_structured(wanted)
@@ -173,12 +176,12 @@ class AsyncEngine:
                 Two drivers would receive each other's outputs.
         """
         if self._failure is not None:
-            raise EasyDeLError(f"the engine failed and cannot go on: {self._failure}")
+            raise EasyDeLError(f"the engine failed and cannot be restarted: {self._failure}")
         if self._thread is not None and self._thread.is_alive():
             return
         if not self.engine.claim(self):
             raise EasyDeLError(
-                "another AsyncEngine drives this engine: use that one, or call its shutdown() first"
+                "another AsyncEngine drives this engine: use it, or call its shutdown() first"
             )
         self._stopping, self._over = False, None
         self._beat = time.monotonic()

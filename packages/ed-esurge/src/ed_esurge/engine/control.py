@@ -1,39 +1,58 @@
-"""Methods of an engine that replace, lend or free its weights and memory."""
+"""Methods of an engine that control its weights, memory, adapters and processes."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from ed_infra.errors import ConfigError
+from ed_models.adapters.peft import read_adapter
+from ed_models.adapters.slots import slot_values
+from ed_models.adapters.values import Adapter, adapter_of
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import (
     Command,
     DropWeights,
+    LoadAdapter,
     Pause,
     ResetPrefixCache,
     Resume,
     Sleep,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
 from ed_esurge.engine.assembly import Loop
+from ed_esurge.engine.transport import Role, Transport
 
 
-class ServesWeights:
-    """Weight methods of an engine. They must be called in the thread of the engine."""
+class EngineControl:
+    """Base class of `eSurge`: the methods that do not serve requests.
+
+    They must be called in the thread of the engine.
+
+    Attributes:
+        config: the engine's options.
+        loop: executes the commands.
+        transport: connection to the other processes of the engine.
+    """
 
     config: EngineConfig
     loop: Loop
+    transport: Transport
 
     @abstractmethod
     def execute(self, command: Command) -> None:
-        """Execute a command before the next step."""
+        """Execute a command before the next step; see `ed_esurge.core.commands`."""
+
+    # ---- weights and memory
 
     def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Replace the served weights by a copy of other weights before the next step.
@@ -116,6 +135,98 @@ class ServesWeights:
         """
         self.execute(WakeUp())
 
+    # ---- adapters
+
+    def load_lora_adapter(self, name: str, source: str | Path | nnx.Module | Adapter) -> None:
+        """Load a LoRA adapter under a name. Nothing is compiled.
+
+        Args:
+            name: value of `lora_name` in requests that use the adapter.
+            source: a directory in PEFT's layout, or a model with the adapter on its layers.
+
+        Raises:
+            ConfigError: the name is in use, `max_loras` adapters are loaded, or the adapter cannot
+                be served together with others: its rank exceeds `max_lora_rank`, it uses DoRA, or
+                it changes layers outside of `lora_targets` (the message lists the layers).
+            CheckpointError: the directory cannot be read, or contains an adapter of another model.
+        """
+        self.execute(loading(self.loop, name, source))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Unload an adapter. New requests for it are rejected. Unfinished requests continue to use
+        it, and its memory is reused after they end.
+
+        Raises:
+            ConfigError: no adapter with this name is loaded.
+        """
+        self.execute(UnloadAdapter(name))
+
+    def list_lora_adapters(self) -> list[LoadedAdapter]:
+        """Return the loaded adapters, in loading order."""
+        return list(self.loop.adapters)
+
+    # ---- processes
+
+    @property
+    def role(self) -> Role:
+        """The role of this process among the processes of the model; `leads` accepts requests."""
+        return self.transport.role
+
+    def follow(self) -> None:
+        """Repeat the steps of the first process until its `terminate`. Call this method in every
+        other process.
+
+        Raises:
+            ConfigError: there are no other processes, or this is the first process.
+        """
+        self.transport.follow(self.loop)
+
+    @contextmanager
+    def together(self) -> Iterator[Self]:
+        """Return a context in which every process makes the same calls and receives the same
+        outputs.
+
+        No commands are sent, so weights that are sharded over all processes may be used directly.
+        The context has no effect if all devices of the model belong to this process.
+        """
+        self.transport.together = True
+        try:
+            yield self
+        finally:
+            self.transport.together = False
+
+
+def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) -> LoadAdapter:
+    """Read and validate an adapter, and return the command that loads it. Thread-safe.
+
+    Args:
+        loop: the loop of the engine.
+        name: name of the adapter in requests.
+        source: a directory in PEFT's layout, a model with the adapter on its layers, or adapter
+            values by canonical matrix names.
+
+    Raises:
+        ConfigError: the engine serves no adapters, the name is in use, or the adapter cannot be
+            served together with others.
+        CheckpointError: see `ed_models.adapters.peft.read_adapter`.
+    """
+    loop.adapters.check_new(name)
+    model: Any = loop.runner.model
+    origin: str | None = None
+    if isinstance(source, nnx.Module):
+        adapter: Adapter = adapter_of(source)
+        if not adapter:
+            raise ConfigError(
+                f"the model for the adapter {name!r} has no active adapter: select one with "
+                "set_adapter(name)"
+            )
+    elif isinstance(source, str | Path):
+        adapter, origin = read_adapter(model, source), str(source)
+    else:
+        adapter = source
+    slot_values(model, adapter)
+    return LoadAdapter(name, adapter, origin)
+
 
 def check_level(level: int) -> int:
     """Return a level of `sleep` after validation.
@@ -124,5 +235,5 @@ def check_level(level: int) -> int:
         ConfigError: the level is not 1 or 2.
     """
     if level not in (1, 2):
-        raise ConfigError(f"sleep has the levels 1 (keeps the weights) and 2, not {level!r}")
+        raise ConfigError(f"level={level!r} is invalid: use 1 (keeps the weights) or 2")
     return level

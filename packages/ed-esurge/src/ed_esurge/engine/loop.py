@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
@@ -28,15 +29,17 @@ from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.ledger import Ledger
+from ed_esurge.engine.transport import Transport
 from ed_esurge.model import platform_of
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.runner.model_runner import ModelRunner
-from ed_esurge.runner.result import NotFinite, StepResult
+from ed_esurge.runner.protocol import Runner
+from ed_esurge.runner.result import NotFinite, StepParts, StepResult
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-Role = Literal["alone", "leads", "follows"]
+#: Id of a sequence that failed before a step, and its error.
+Refusal = tuple[str, BaseException | None]
 
 
 class EngineLoop:
@@ -48,6 +51,7 @@ class EngineLoop:
         scheduler: plans the steps.
         runner: runs the plans.
         tokenizer: tokenizer of the outputs; None produces no text.
+        transport: connection to the other processes of the engine.
         max_loras: maximum number of loaded LoRA adapters.
         seed: seed of requests without one.
         overlap: whether to start the next step before the text of this step is detokenized.
@@ -58,8 +62,9 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         tokenizer: Tokenizer | None,
+        transport: Transport,
         *,
         max_loras: int,
         seed: int,
@@ -67,6 +72,7 @@ class EngineLoop:
         ahead: bool,
     ) -> None:
         self.scheduler, self.runner = scheduler, runner
+        self._transport = transport
         self.adapters = AdapterTable(max_loras)
         self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
@@ -76,6 +82,7 @@ class EngineLoop:
         self._pending: StepResult | None = None
         self.spoilt = False
         """Whether pages contain values that are not finite."""
+        self._refusals: list[Refusal] = []
         self._steps = self._traced_early = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -113,8 +120,8 @@ class EngineLoop:
                 self.runner.weights.from_host()
                 if not self.runner.weights.there:
                     raise ConfigError(
-                        "the engine has no weights to wake up with, they were dropped by "
-                        "sleep(level=2): call update_model_weights(model) before"
+                        "the engine has no weights, because they were dropped by sleep(level=2): "
+                        "call update_model_weights(model) first"
                     )
                 self._resume()
             case UpdateWeights(weights, copy):
@@ -133,8 +140,8 @@ class EngineLoop:
     def _add(self, add: Add) -> None:
         if add.adapter and not self.adapters.knows(add.adapter):
             raise ConfigError(
-                f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
-                "loaded any more: load it again, or leave it out"
+                f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) was "
+                "unloaded: load the adapter again, or omit lora_name"
             )
         self.ledger.add(add, self.runner.hold(add.params))
 
@@ -208,6 +215,7 @@ class EngineLoop:
         Raises:
             EasyDeLError: the weights were dropped, or are not finite.
         """
+        self._refusals.clear()
         if not self.paused:
             result = self._pending or self._start(self.scheduler.schedule())
             self._pending = None
@@ -233,14 +241,46 @@ class EngineLoop:
         try:
             return self.runner.run(plan)
         except RequestError as error:
-            self._refused(error.request_id, error.__cause__)
+            self._refusals.append((error.request_id, error.__cause__))
+            self._refuse(error.request_id, error.__cause__)
             return None
 
-    def _refused(self, request_id: str, error: BaseException | None) -> None:
+    def _refuse(self, request_id: str, error: BaseException | None) -> None:
         """Handle a plan that was not computed because one sequence failed. The scheduler assumes
         that all rows were computed, so all sequences start again."""
         self._fail(request_id, error)
         self._begin_anew()
+
+    # ---- results of replicas in other processes
+
+    def take_refusals(self) -> list[Refusal]:
+        """Return and clear the failures that prevented a step since the last call."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def parts(self) -> StepParts | None:
+        """Return the results of the running step, read from the device."""
+        return None if self._pending is None else self._pending.parts()
+
+    def repeat(self, refusals: Sequence[Refusal], parts: StepParts | None) -> None:
+        """Apply the outcome of the process that runs this replica.
+
+        Each refusal corresponds to one launch in that process. This process repeats the launches,
+        so its plan of the running step is the same.
+
+        Args:
+            refusals: value of `take_refusals` in that process.
+            parts: value of `parts` in that process.
+        """
+        for refusal in refusals:
+            self.launch()
+            self._pending = None
+            self._refuse(*refusal)
+        if parts is not None:
+            self.launch()
+            if self._pending is None:
+                raise EasyDeLError("the processes of this engine no longer plan the same steps")
+            self._pending = StepResult.of_parts(self._pending.plan, parts)
 
     def _fail(self, sequence: str, error: BaseException | None) -> None:
         """End the request of a sequence with an error, unless it ended while the step ran."""
@@ -268,15 +308,12 @@ class EngineLoop:
         Raises:
             EasyDeLError: the weights are not finite, so every request would fail.
         """
-        if not self._weights_are_finite():
+        if not all(self._transport.gather(self.runner.weights.are_finite())):
             raise EasyDeLError(
-                "the served weights are not finite numbers (NaN or infinity), so no answer is of "
-                "use: call update_model_weights(model) with others"
+                "the served weights are not finite (NaN or infinity), so every request fails: call "
+                "update_model_weights(model) with finite weights"
             )
         self._settle()
-
-    def _weights_are_finite(self) -> bool:
-        return self.runner.weights.are_finite()
 
     def _free(self) -> None:
         self.runner.free()
@@ -287,12 +324,6 @@ class EngineLoop:
         self.runner.allocate()
         if self.scheduler.proposer is not None:
             self.scheduler.proposer.allocate()
-
-    role: Role = "alone"
-    """Role of this process among the processes of the model."""
-
-    def beat(self) -> None:
-        """Send a heartbeat to other processes. No effect in a single process."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all programs of the steps and update the progress bar."""

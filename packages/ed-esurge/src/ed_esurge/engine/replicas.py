@@ -1,4 +1,9 @@
-"""Several replicas of a model behind one loop. Each has a scheduler, pages and a prefix cache."""
+"""Several replicas of a model behind one loop. Each has a scheduler, pages and a prefix cache.
+
+With several processes, every process has a loop for each replica and executes the same commands, so
+that all processes plan the same steps. Only the processes whose devices hold a replica run its
+steps. The results are sent to the other processes before any process reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,14 @@ from ed_esurge.core.prefix_cache import prompt_keys
 from ed_esurge.core.request import reads_prefixes
 from ed_esurge.core.router import Router
 from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.loop import EngineLoop, Role
+from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.transport import Transport
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.runner.protocol import Runner
 from ed_esurge.sampling import SamplingParams
 
-# Polling interval in seconds while the devices of all replicas are busy.
-LOOK_AGAIN = 5e-5
+# Seconds between two checks while the devices of all replicas are busy.
+POLLING_INTERVAL = 5e-5
 
 
 class Replicas:
@@ -33,13 +39,23 @@ class Replicas:
 
     Args:
         loops: one loop for each replica, on separate devices, with equal settings.
+        transport: connection to the other processes of the engine.
+        owners: for each replica, the sorted indices of the processes whose devices hold it; () =
+            this process holds all replicas.
     """
 
-    role: Role = "alone"
-    """See `EngineLoop.role`."""
-
-    def __init__(self, loops: Sequence[EngineLoop]) -> None:
+    def __init__(
+        self,
+        loops: Sequence[EngineLoop],
+        transport: Transport,
+        owners: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.loops = tuple(loops)
+        here = transport.process
+        self._transport, self._shared = transport, bool(owners)
+        self._local = [not owners or here in owners[index] for index in range(len(self.loops))]
+        # If several processes hold parts of a replica, the first of them sends its outcome.
+        self._sends = [bool(owners) and here == owners[i][0] for i in range(len(self.loops))]
         self._router = Router(len(self.loops))
         self._arrivals = 0
         self.backlog: list[RequestOutput] = []
@@ -51,9 +67,9 @@ class Replicas:
     # ---- properties that all replicas share
 
     @property
-    def runner(self) -> ModelRunner:
-        """The runner of the first replica, for properties that all replicas share."""
-        return self.loops[0].runner
+    def runner(self) -> Runner:
+        """The runner of a local replica, for properties that all replicas share."""
+        return self.loops[self._local.index(True)].runner
 
     @property
     def scheduler(self) -> Scheduler:
@@ -108,7 +124,7 @@ class Replicas:
                     if where is not None:
                         self.loops[where].execute(command)
                 case _:
-                    self._tell_all(command)
+                    self._execute_in_all(command)
         finally:
             self._collect()
 
@@ -136,9 +152,10 @@ class Replicas:
         keys = prompt_keys(add.token_ids, add.salt, size)
         return [0 if cache is None else cache.known(keys) * size for cache in caches]
 
-    def _tell_all(self, command: Command) -> None:
+    def _execute_in_all(self, command: Command) -> None:
         """Execute a command in every replica. If one replica rejects an adapter, unload the adapter
         from all replicas."""
+        self._exchange()  # the command may require the results of a running step
         errors: list[EasyDeLError] = []
         done: list[EngineLoop] = []
         for loop in self.loops:
@@ -179,13 +196,30 @@ class Replicas:
     def _done(self) -> list[EngineLoop]:
         """Return the loops whose step is done. Wait for at least one if any step runs and the
         backlog is empty."""
+        if self._shared:  # every process must wait for the same steps
+            self._exchange()
+            self._collect()
+            return [loop for loop in self.loops if loop.in_flight]
         working = [loop for loop in self.loops if loop.in_flight]
         while working and not self.backlog and not any(loop.ready for loop in working):
-            time.sleep(LOOK_AGAIN)
+            time.sleep(POLLING_INTERVAL)
         return [loop for loop in working if loop.ready]
 
-    def beat(self) -> None:
-        """See `EngineLoop.beat`."""
+    def _exchange(self) -> None:
+        """Send the outcomes of local replicas, and apply those of remote replicas."""
+        if not self._shared:
+            return
+        outcomes = {
+            index: (loop.take_refusals(), loop.parts())
+            for index, loop in enumerate(self.loops)
+            if self._sends[index]
+        }
+        for received in self._transport.gather(outcomes):
+            for index, outcome in received.items():
+                if not self._local[index]:
+                    self.loops[index].repeat(*outcome)
+                elif not self._sends[index]:
+                    self.loops[index].take_refusals()
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all programs of the steps, one replica after another."""

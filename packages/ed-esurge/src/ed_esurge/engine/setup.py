@@ -15,13 +15,13 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
-from ed_esurge.engine.transport import over_processes
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import is_recurrent, platform_of, windows_of
+from ed_esurge.model import is_recurrent, over_processes, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.runner.protocol import Runner
 
 logger = get_logger(__name__)
 
@@ -150,7 +150,7 @@ class Setup:
             )
         return int(wanted * GIB) // one
 
-    def scheduler(self, runner: ModelRunner) -> Scheduler:
+    def scheduler(self, runner: Runner) -> Scheduler:
         """Create the scheduler for the pools of a runner."""
         caching = self.config.enable_prefix_caching
         if caching and is_recurrent(self.model):
@@ -173,7 +173,7 @@ class Setup:
             proposer=self._proposer(runner),
         )
 
-    def _proposer(self, runner: ModelRunner) -> Proposer | None:
+    def _proposer(self, runner: Runner) -> Proposer | None:
         """Create the source of proposed tokens, or return None without speculation."""
         wanted = self.config.speculative_config
         if wanted is None:

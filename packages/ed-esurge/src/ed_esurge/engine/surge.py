@@ -16,11 +16,16 @@ from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
-from ed_esurge.engine.adapters import ServesAdapters
 from ed_esurge.engine.assembly import loop_over
-from ed_esurge.engine.control import ServesWeights
-from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
-from ed_esurge.engine.transport import Leading, RunsOverProcesses
+from ed_esurge.engine.control import EngineControl
+from ed_esurge.engine.intake import (
+    CheckedPrompt,
+    Intake,
+    Params,
+    Prompt,
+    RequestOptions,
+    as_prompts,
+)
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import eos_token_ids
 from ed_esurge.model import model_name as name_of
@@ -32,7 +37,7 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
+class eSurge(EngineControl):
     """A serving engine.
 
     Args:
@@ -68,7 +73,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, model.config.vocab_size, self.eos_token_ids)
-        self.loop = loop_over(model, config, tokenizer, grammars, draft_model)
+        self.loop, self.transport = loop_over(model, config, tokenizer, grammars, draft_model)
         runner = self.loop.runner
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size
@@ -78,7 +83,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            max_logprobs=runner.functions.max_logprobs,
+            max_logprobs=runner.max_logprobs,
             prompt_class=runner.model.prompt_class,
             grammars=grammars,
             adapters=self.loop.adapters,
@@ -98,19 +103,13 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
     def describe(self) -> str:
         """Return a one-line summary of the engine's sizes."""
         runner, limits = self.loop.runner, self.loop.scheduler.limits
-        counts = runner.num_pages.items()
         with native.allowed(runner.model.config.native_kernels):
             kernels = native.describe()
-        named = [f"{count} pages" + f" of group {g}" * (g != "full") for g, count in counts]
-        pages = " and ".join(named)
-        many = len(self.replica_stats())
-        each = f"{many} replicas, each with " if many > 1 else ""
+        replicas = len(self.replica_stats())
+        each = f"{replicas} replicas, each with " if replicas > 1 else ""
         return (
-            f"{each}{pages or 'no pages'} of {runner.page_size} tokens "
-            f"({runner.memory.cache_bytes() / 2**30:.2f} GiB), up to "
-            f"{limits.max_num_seqs} sequences of {limits.max_model_len} tokens, "
-            f"{limits.token_budget} tokens a step, "
-            f"{len(runner.buckets.shapes)} shapes; {kernels}"
+            f"{each}{runner.describe()}, up to {limits.max_num_seqs} sequences of "
+            f"{limits.max_model_len} tokens, {limits.token_budget} tokens per step; {kernels}"
         )
 
     # ---- requests
@@ -141,16 +140,32 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         """Validate and tokenize a request without queueing the request. Thread-safe."""
         return self._intake.prepare(request_id, prompt, params, **options)
 
+    def check_prompt(self, prompt: Prompt, max_tokens: int | None) -> CheckedPrompt:
+        """Tokenize and check a prompt; `prepare` accepts the result. Thread-safe.
+
+        Args:
+            prompt: text, or token ids.
+            max_tokens: requested number of tokens; None = the free part of the context.
+
+        Raises:
+            ContextLengthError: the prompt does not fit the context.
+            TokenIdError: a token id is outside the vocabulary.
+        """
+        return self._intake.check_prompt(prompt, max_tokens)
+
     def execute(self, command: Command) -> None:
         """Execute a command before the next step; see `ed_esurge.core.commands`."""
         with self._lock:
-            self.loop.execute(command)
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        self.loop.execute(self.transport.send(command, self.loop.runner))
 
     def abort_request(self, request_id: str) -> bool:
         """Abort a request; `step` returns its last output. Return False for an unknown id."""
         with self._lock:
             known = request_id in self.loop
-            self.loop.execute(Abort(request_id))
+            self._execute(Abort(request_id))
             return known
 
     @property
@@ -173,6 +188,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             EasyDeLError: the weights were dropped (see `weights`), or are not finite.
         """
         with self._lock:
+            self.transport.send_step()
             others = []
             for output in self.loop.step():
                 self._boxes.get(output.request_id, others).append(output)
@@ -321,7 +337,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             with self._lock:
                 for add in adds:
                     self._boxes[add.request_id] = box
-                    self.loop.execute(add)
+                    self._execute(add)
             while waiting:
                 with self._lock:
                     # A step of another thread may have filled the box.
@@ -338,7 +354,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         finally:
             with self._lock:
                 for name in waiting:
-                    self.loop.execute(Abort(name))
+                    self._execute(Abort(name))
                 mine = {add.request_id for add in adds}
                 kept = [out for out in self.loop.backlog if out.request_id not in mine]
                 self.loop.backlog = kept
@@ -370,16 +386,15 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         """Abort all requests and free the pages. The engine cannot be used afterwards."""
         with self._lock:
             for name in self.loop.open_requests:
-                self.loop.execute(Abort(name))
-            self.loop.execute(Pause())
-            if isinstance(self.loop, Leading):
-                self.loop.end()
+                self._execute(Abort(name))
+            self._execute(Pause())
+            self.transport.end()
 
     def beat(self) -> None:
         """Send a heartbeat to the other processes, if any. The driver of the engine calls this
         method about once per idle second."""
         with self._lock:
-            self.loop.beat()
+            self.transport.beat()
 
     def __enter__(self) -> Self:
         return self

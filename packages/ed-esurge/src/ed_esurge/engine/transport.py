@@ -1,31 +1,27 @@
-"""One engine over the devices of several processes. Every process runs the whole engine loop.
+"""Transport of commands and results between the processes of one engine.
 
-The leader (the first process) accepts the requests. It broadcasts each command to the other
-processes before it executes the command. All processes hold the same state, so they plan the same
-steps and launch the same programs. If all processes make the same calls, as in a trainer, nothing
-is sent: see `together`.
+Every process runs the whole engine loop. The leader (the first process) accepts the requests and
+broadcasts each command to the other processes before it executes the command. All processes have
+the same state, so they plan the same steps and launch the same programs. If all processes make the
+same calls, as in a trainer, nothing is broadcast (`together`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Self
+from typing import Any, Literal, Protocol
 
+import jax
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_models.protocol import LanguageModel
-from jax.sharding import Mesh
 
 from ed_esurge.core.commands import Command, UpdateWeights
 from ed_esurge.engine.channel import channel
-from ed_esurge.engine.loop import EngineLoop, Role
-from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.wire import decode, encode
-from ed_esurge.outputs import RequestOutput
-from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.runner.protocol import Runner
+
+Role = Literal["alone", "leads", "follows"]
 
 STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
 
@@ -34,139 +30,161 @@ STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
 SILENCE = 5.0
 
 
-def over_processes(model: LanguageModel) -> bool:
-    """Return whether a model is sharded over devices of several processes."""
-    return len(processes_of(model.config.mesh)) > 1
+class FollowingLoop(Protocol):
+    """The loop that executes the commands of the leader."""
+
+    def execute(self, command: Command) -> None: ...
+
+    def step(self) -> object: ...
 
 
-def processes_of(mesh: Mesh) -> list[int]:
-    """Return the sorted indices of the processes that have devices of a mesh."""
-    return sorted({device.process_index for device in mesh.devices.flat})
+class Transport(Protocol):
+    """Connects the loops of all processes of an engine.
 
-
-class Leading:
-    """Mixin that extends a loop to several processes.
-
-    Every process creates one. The leader accepts commands, the other processes call `follow`.
+    Attributes:
+        together: whether every process makes the same calls, so that no commands are broadcast.
     """
 
-    _told = 0.0  # time of the last message on the monotonic clock
+    together: bool
 
-    runner: ModelRunner
+    @property
+    def process(self) -> int:
+        """Index of this process."""
+        ...
 
-    #: Whether every process makes the same calls, so that no commands are sent.
-    together = False
+    @property
+    def role(self) -> Role:
+        """Role of this process: `leads` accepts commands, `follows` receives them."""
+        ...
 
-    def execute(self, command: Command) -> None:
-        """Execute a command in all processes; see `EngineLoop`.
+    def send(self, command: Command, runner: Runner) -> Command:
+        """Broadcast a command, and return the command for the loop of this process.
+
+        Args:
+            command: the command.
+            runner: the runner whose weights an `UpdateWeights` replaces.
 
         Raises:
-            ConfigError: the command cannot be sent, or this is not the first process.
+            ConfigError: the command cannot be sent, or this process is not the leader.
         """
+        ...
+
+    def send_step(self) -> None:
+        """Broadcast that the next step begins."""
+        ...
+
+    def beat(self) -> None:
+        """Send a heartbeat if the last message is too old."""
+        ...
+
+    def follow(self, loop: FollowingLoop) -> None:
+        """Execute the commands and steps of the leader until the leader calls `end`."""
+        ...
+
+    def end(self) -> None:
+        """End `follow` in the other processes."""
+        ...
+
+    def gather(self, value: object) -> list[Any]:
+        """Return the value of every process, in process order. A collective operation."""
+        ...
+
+
+class SingleProcess:
+    """The transport of an engine whose devices belong to this process: nothing is sent."""
+
+    process = 0
+    role: Role = "alone"
+    together = False
+
+    def send(self, command: Command, runner: Runner) -> Command:
+        return command
+
+    def send_step(self) -> None:
+        pass
+
+    def beat(self) -> None:
+        pass
+
+    def follow(self, loop: FollowingLoop) -> None:
+        raise ConfigError(
+            "all devices of the model belong to this process: there is no leader to follow"
+        )
+
+    def end(self) -> None:
+        pass
+
+    def gather(self, value: object) -> list[Any]:
+        return [value]
+
+
+class MultiProcess:
+    """The transport of an engine over the devices of several processes; see `Transport`."""
+
+    def __init__(self) -> None:
+        self.together = False
+        self.process = jax.process_index()
+        self._last_message = 0.0  # time on the monotonic clock
+
+    @property
+    def role(self) -> Role:
+        return "leads" if distributed.is_main() else "follows"
+
+    def send(self, command: Command, runner: Runner) -> Command:
         if self.together:
-            return super().execute(command)  # type: ignore[misc]
+            return command
         self._check_leads()
         if isinstance(command, UpdateWeights):
-            leaves = self.runner.weights.checked(command.weights)
-            command = replace(command, weights=leaves)
+            command = replace(command, weights=runner.weights.checked(command.weights))
         try:
             message = encode(command)
         except Exception as error:
             raise ConfigError(
-                f"{type(command).__name__} cannot be sent to the other processes ({error}): give "
-                "arrays that this process holds whole"
+                f"{type(command).__name__} cannot be sent to the other processes ({error}): pass "
+                "arrays that are fully addressable by this process"
             ) from error
-        self._tell(COMMAND + message)
-        super().execute(command)  # type: ignore[misc]
+        self._broadcast(COMMAND + message)
+        return command
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step in all processes; see `EngineLoop`."""
+    def send_step(self) -> None:
         if not self.together:
             self._check_leads()
-            self._tell(STEP)
-        return super().step()  # type: ignore[misc]
+            self._broadcast(STEP)
 
     def beat(self) -> None:
-        """Send a heartbeat if the last message is older than `SILENCE`."""
-        if time.monotonic() - self._told > SILENCE:
-            self._tell(BEAT)
+        if time.monotonic() - self._last_message > SILENCE:
+            self._broadcast(BEAT)
 
-    @property
-    def role(self) -> Role:
-        """The role of this process: `leads` accepts commands, `follows` receives them."""
-        return "leads" if distributed.is_main() else "follows"
-
-    def follow(self) -> None:
-        """Execute the commands and steps of the leader until the leader ends."""
+    def follow(self, loop: FollowingLoop) -> None:
         if distributed.is_main():
-            raise ConfigError("the first process leads: it takes requests, the others follow()")
+            raise ConfigError(
+                "the first process accepts the requests: call follow() in the other processes"
+            )
         while (message := channel().broadcast()) != END:
             command = decode(message[len(COMMAND) :]) if message.startswith(COMMAND) else None
             try:
                 if message == STEP:
-                    super().step()  # type: ignore[misc]
+                    loop.step()
                 elif command is not None:
-                    super().execute(command)  # type: ignore[misc]
+                    loop.execute(command)
             except EasyDeLError:
                 continue  # the leader raises the same error to its caller
 
     def end(self) -> None:
-        """End `follow` in the other processes."""
         self._check_leads()
-        self._tell(END)
+        self._broadcast(END)
 
-    def _tell(self, message: bytes) -> None:
+    def gather(self, value: object) -> list[Any]:
+        return [decode(each) for each in channel().gather(encode(value))]
+
+    def _broadcast(self, message: bytes) -> None:
         channel().broadcast(message)
-        self._told = time.monotonic()
+        self._last_message = time.monotonic()
 
     def _check_leads(self) -> None:
         if not distributed.is_main():
             raise ConfigError(
-                "this engine runs over several processes, and only the first one takes requests: "
-                "call follow() in the others, or make the same calls in all of them within "
-                "`with engine.together():`"
+                "the engine runs over several processes, and only the first process accepts "
+                "requests: call follow() in the other processes, or make the same calls in all "
+                "processes within `with engine.together():`"
             )
-
-
-class LeadingLoop(Leading, EngineLoop):
-    """The loop of one scheduler, in several processes."""
-
-
-class RunsOverProcesses:
-    """Methods of an engine whose model is sharded over devices of several processes."""
-
-    loop: EngineLoop | Replicas
-
-    @property
-    def role(self) -> Role:
-        """The role of this process among the processes of the model; `leads` accepts requests."""
-        return self.loop.role
-
-    def follow(self) -> None:
-        """Repeat the steps of the first process until its `terminate`. Call this method in every
-        other process.
-
-        Raises:
-            ConfigError: there are no other processes, or this is the first process.
-        """
-        if not isinstance(self.loop, Leading):
-            raise ConfigError("the model lies on devices of this process alone: nobody to follow")
-        self.loop.follow()
-
-    @contextmanager
-    def together(self) -> Iterator[Self]:
-        """Return a context in which every process makes the same calls and receives the same
-        outputs.
-
-        No commands are sent, so weights that are sharded over all processes may be used directly.
-        The context has no effect if all devices of the model belong to this process.
-        """
-        loop = self.loop
-        if not isinstance(loop, Leading):
-            yield self
-            return
-        loop.together = True
-        try:
-            yield self
-        finally:
-            loop.together = False

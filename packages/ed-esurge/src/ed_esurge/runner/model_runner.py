@@ -103,7 +103,23 @@ class ModelRunner:
         """Free the device memory of the pages and states."""
         self.memory.free()
 
+    def describe(self) -> str:
+        """Return the sizes of the memory and the number of shapes, for the log."""
+        counts = self.num_pages.items()
+        pages = [
+            f"{count} pages" + f" of group {group}" * (group != "full") for group, count in counts
+        ]
+        return (
+            f"{' and '.join(pages) or 'no pages'} of {self.page_size} tokens "
+            f"({self.memory.cache_bytes() / 2**30:.2f} GiB), {len(self.buckets.shapes)} shapes"
+        )
+
     # ---- compiled functions
+
+    @property
+    def max_logprobs(self) -> int:
+        """Number of alternatives that a step returns."""
+        return self.functions.max_logprobs
 
     @property
     def num_traces(self) -> int:
