@@ -3,7 +3,7 @@
     uv run python -m tools.new_model my_model --like llama
     uv run python -m tools.new_model my_model --like llama --package ../my-models
 
-The first form adds `families/my_model.py` to ed-models. The second form adds the family to a
+The first form adds `families/my_model.py`, tiny configurations and an entry point. The second form adds the family to a
 separate package, which is created if necessary, with an entry point and a test file with the
 conformance suite. docs/adding_models.md describes the next steps.
 """
@@ -21,6 +21,7 @@ from tools.workspace import ROOT, read_toml
 
 MODELS = ROOT / "packages/ed-models"
 FAMILIES = MODELS / "src/ed_models/families"
+CASES = ROOT / "tests/conformance/cases"
 SECTION = '[project.entry-points."easydel.models"]'
 
 PYPROJECT = """\
@@ -59,14 +60,14 @@ TEST = '''\
 """Each family of this package passes the conformance suite."""
 
 import pytest
-from ed_models.conformance import AGAINST_TORCH, CHECKS, Subject, subjects
-
-FAMILIES = ("{model_type}",)
-
+from ed_models.conformance import AGAINST_TORCH, CHECKS, Cases, Subject, subjects
+{cases}
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("subject", subjects(*FAMILIES), ids=str)
+@pytest.mark.parametrize("subject", subjects({{"{model_type}": CASES}}), ids=str)
 def test_conformance(subject: Subject, check: str) -> None:
+    if check not in subject.checks:
+        pytest.skip("the task has no such check")
     if check in AGAINST_TORCH and not subject.is_in_transformers:
         pytest.skip("transformers has no such model to compare with")
     CHECKS[check](subject)
@@ -154,6 +155,11 @@ class Family:
         )
         return f'"""{head}"""{body}'
 
+    def cases(self) -> str:
+        """Return the tiny configurations of the source family, without the imports."""
+        text = (CASES / f"{self.like}.py").read_text(encoding="utf-8")
+        return text.split("import Cases\n", 1)[1]
+
 
 def with_entry_point(pyproject: str, model_type: str, module: str) -> str:
     """Return the text of a pyproject file with the line of a family, sorted."""
@@ -171,10 +177,14 @@ def add_to_ed_models(family: Family) -> list[Path]:
     """Add the family to ed-models, and return the written files."""
     target, pyproject = FAMILIES / f"{family.model_type}.py", MODELS / "pyproject.toml"
     target.write_text(family.source(), encoding="utf-8")
+    cases = CASES / target.name
+    doc = f'"""Tiny configurations of {family.model_type}."""'
+    head = f"{doc}\n\nfrom ed_models.conformance import Cases\n"
+    cases.write_text(head + family.cases(), encoding="utf-8")
     text = pyproject.read_text(encoding="utf-8")
     module = f"ed_models.families.{family.model_type}"
     pyproject.write_text(with_entry_point(text, family.model_type, module), encoding="utf-8")
-    return [target, pyproject]
+    return [target, cases, pyproject]
 
 
 def add_to_package(family: Family, folder: Path) -> list[Path]:
@@ -198,7 +208,9 @@ def add_to_package(family: Family, folder: Path) -> list[Path]:
         folder / "README.md": f"# {folder.name}\n\nModel families for EasyDeL.\n",
         source / "__init__.py": '"""Model families, found by their entry points."""\n',
         folder / "tests/conftest.py": CONFTEST,
-        folder / f"tests/test_{family.model_type}.py": TEST.format(model_type=family.model_type),
+        folder / f"tests/test_{family.model_type}.py": TEST.format(
+            model_type=family.model_type, cases=family.cases()
+        ),
         target: family.source(),
     }
     written = []
@@ -228,7 +240,7 @@ def next_steps(family: Family, folder: Path | None) -> str:
             f"  uv run --no-sync pytest {folder}/tests    (the conformance suite)"
         )
     return (
-        "next: edit the family, its first line and its CONFORMANCE; then\n"
+        "next: edit the family, its first line and its tiny configurations; then\n"
         "  uv sync --reinstall-package ed-models    (its entry point is found once installed)\n"
         f"  uv run pytest tests/conformance -m '' -k {family.model_type}\n"
         f"  uv run python -m tools.conformance_results {family.model_type}\n"

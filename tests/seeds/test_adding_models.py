@@ -87,6 +87,12 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     run(command, clone, [ROOT])
     file = folder / "src/my_models/my_model.py"
     file.write_text(edited(file.read_text()))
+    tests = folder / "tests/test_my_model.py"
+    (cases,) = [b.body for b in blocks(PAGE) if b.body.startswith("CASES")]
+    old = re.compile(r"^CASES = .*?^\)$", re.MULTILINE | re.DOTALL)
+    text, count = old.subn(lambda _: cases.strip(), tests.read_text())
+    assert count == 1
+    tests.write_text(text)
     return folder, [folder / "src", install(home / "site", folder)]
 
 
