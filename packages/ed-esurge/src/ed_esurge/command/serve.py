@@ -25,12 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="+",
         default=[],
-        help="more models behind the same server, with the same options; each gets an equal part "
+        help="more models for the same server, with the same options; each gets an equal share "
         "of the memory for pages",
     )
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    group.add_argument("--port", type=int, default=11556, help="0 takes a free one (%(default)s)")
-    group.add_argument("--served-model-name", nargs="+", help="what clients call the model")
+    group.add_argument(
+        "--port", type=int, default=11556, help="0 selects a free port (%(default)s)"
+    )
+    group.add_argument("--served-model-name", nargs="+", help="names of the model in requests")
     group.add_argument(
         "--api-key-file",
         help=f"JSON list of keys, each with a sha256; or set {KEY} to a single key, and "
@@ -41,21 +43,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="API keys share cached prefixes (default: each key has its own)",
     )
-    group.add_argument("--cors-origins", nargs="+", help="origins whose pages may ask; * is all")
-    group.add_argument("--allowed-hosts", nargs="+", help="what the Host header may name")
+    group.add_argument(
+        "--cors-origins", nargs="+", help="origins whose pages may send requests; * = all"
+    )
+    group.add_argument("--allowed-hosts", nargs="+", help="allowed names in the Host header")
+    group.add_argument(
+        "--allowed-media-domains",
+        nargs="+",
+        default=[],
+        help="hosts from which images of requests are downloaded (default: none)",
+    )
     group.add_argument("--tool-parser-name", default="auto", help="default: %(default)s")
     group.add_argument("--reasoning-parser", default="auto", help="default: %(default)s")
-    group.add_argument("--lora-directory", help="clients may load the LoRA adapters below it")
-    group.add_argument("--batch-directory", help="where files and results of batches lie")
+    group.add_argument("--lora-directory", help="directory of adapters that clients may load")
+    group.add_argument("--batch-directory", help="directory of files and results of batches")
     group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
     group.add_argument(
-        "--enable-sleep-mode", action="store_true", help="clients may lend the device to others"
+        "--enable-sleep-mode", action="store_true", help="enable /sleep and /wake_up"
     )
     group.add_argument(
         "--unknown-fields",
         choices=get_args(UnknownFields),
         default="warn",
-        help="request fields that the server does not know (default: %(default)s)",
+        help="policy for unknown request fields (default: %(default)s)",
     )
     group.add_argument("--log-level", default="info", help="default: %(default)s")
     group.add_argument("--drain-seconds", type=int, default=30, help="default: %(default)s")
@@ -101,7 +111,9 @@ def run(values: argparse.Namespace) -> int:
     from ed_esurge.server.http.auth import read_keys
 
     if values.also and values.served_model_name:
-        raise ConfigError("--served-model-name is for one model: with --also each has its own name")
+        raise ConfigError(
+            "--served-model-name requires one model: with --also, each model has its own name"
+        )
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = read_keys(values.api_key_file) if values.api_key_file else []
@@ -124,6 +136,7 @@ def run(values: argparse.Namespace) -> int:
         unknown_fields=values.unknown_fields,
         admin_api_key=os.environ.get(ADMIN_KEY),
         share_prefix_cache=values.share_prefix_cache,
+        allowed_media_domains=values.allowed_media_domains,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

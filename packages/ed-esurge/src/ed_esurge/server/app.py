@@ -237,11 +237,12 @@ def _prompts(
             "the server requires a tokenizer, and this engine has none: "
             "build the engine with eSurge(model, tokenizer=...)"
         )
+    processor = getattr(engine, "processor", None)
     images = ImageReader(
-        "pixel_values" in getattr(engine, "input_names", ()),
-        getattr(engine, "processor", None),
-        media_domains,
+        "pixel_values" in getattr(engine, "input_names", ()), processor, media_domains
     )
+    if getattr(engine.tokenizer, "chat_template", None) is None:
+        chat_template = chat_template or getattr(processor, "chat_template", None)
     return Prompts(
         engine.tokenizer,
         images=images,
