@@ -43,7 +43,7 @@ def button(tab: Tab, label: str) -> None:
     tab.click(f'.turn:last-of-type [aria-label="{label}"]')
 
 
-def test_the_page_holds_nothing_of_the_server() -> None:
+def test_page_contains_no_data_of_the_server() -> None:
     engine = ScriptedEngine()
     engine.model_name = "a-secret-model"
     with background(engine, api_key="a-secret-key") as url:
@@ -63,7 +63,7 @@ def test_the_page_holds_nothing_of_the_server() -> None:
 
 
 @needs_chromium
-def test_a_chat_streams_and_stops(open_tab) -> None:
+def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
     engine = ScriptedEngine(
         lambda prompt, choice: "**word** " * 60, max_model_len=8192, delay=0.004
     )
@@ -94,7 +94,7 @@ def test_a_chat_streams_and_stops(open_tab) -> None:
 
 
 @needs_chromium
-def test_answers_and_questions_have_branches(open_tab) -> None:
+def test_answers_and_edited_questions_create_branches(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: f"{len(engine.requests)}.{choice}")
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
@@ -126,7 +126,7 @@ def test_answers_and_questions_have_branches(open_tab) -> None:
 
 
 @needs_chromium
-def test_another_token_is_a_branch(open_tab) -> None:
+def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: "Grüße an alle")
     prompts: list[str] = []
     generate = engine.generate
@@ -169,7 +169,7 @@ def test_another_token_is_a_branch(open_tab) -> None:
 
 
 @needs_chromium
-def test_the_panel_follows_the_engine(open_tab) -> None:
+def test_panel_shows_engine_statistics(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: "x" * 4000, max_model_len=8192, delay=0.005)
     numbers = {"kv_cache_usage": 0.25, "prefix_cache_queries": 200, "prefix_cache_hits": 50}
     stats = engine.stats
@@ -194,7 +194,7 @@ def test_the_panel_follows_the_engine(open_tab) -> None:
 
 
 @needs_chromium
-def test_the_key_is_asked_for_and_sent(open_tab) -> None:
+def test_page_requests_and_sends_the_api_key(open_tab) -> None:
     with background(ScriptedEngine(lambda prompt, choice: "inside"), api_key="right") as url:
         tab = open_tab(url.removesuffix("v1"))
         tab.until("document.querySelector('#key-dialog').open")
@@ -212,7 +212,7 @@ def test_the_key_is_asked_for_and_sent(open_tab) -> None:
 
 
 @needs_chromium
-def test_tools_are_offered_called_and_answered(open_tab) -> None:
+def test_page_supports_tool_calls_and_results(open_tab) -> None:
     engine = NamedReplies(tokenizer=byte_tokenizer(TOOL_TEMPLATE))
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
@@ -247,7 +247,7 @@ def test_playground_sends_schema_with_request(open_tab) -> None:
 
 
 @needs_chromium
-def test_a_model_without_template_continues_texts(open_tab) -> None:
+def test_page_continues_texts_without_a_chat_template(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: " upon", tokenizer=byte_tokenizer(None))
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))

@@ -127,7 +127,7 @@ def test_yaml_is_always_loaded_safely() -> None:
     ],
 )
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1/health?", "localhost/health#"])
-def test_no_spelling_of_a_path_or_host_passes_the_key_check(
+def test_path_and_host_variants_do_not_bypass_the_key_check(
     url: str, target: str, host: str
 ) -> None:
     answer = raw(url, f"GET {target} HTTP/1.1\nHost: {host}\nConnection: close\n")
@@ -137,7 +137,9 @@ def test_no_spelling_of_a_path_or_host_passes_the_key_check(
 
 @pytest.mark.parametrize("field", ["n", "best_of", "max_tokens", "logprobs", "top_k", "seed"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30, -(2**63), 1.5, True, "1" * 5000])
-def test_every_count_of_a_request_has_bounds(http: httpx.Client, field: str, value: object) -> None:
+def test_every_numeric_request_field_has_bounds(
+    http: httpx.Client, field: str, value: object
+) -> None:
     body = {"prompt": "a", "max_tokens": 1, field: value}
     answer = http.post("completions", json=body)
     harmless = field == "seed" and isinstance(value, int)
@@ -156,14 +158,14 @@ def test_every_count_of_a_request_has_bounds(http: httpx.Client, field: str, val
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_fields_that_carry_code_or_objects_are_refused(
+def test_fields_with_code_or_objects_are_rejected(
     http: httpx.Client, field: dict[str, object]
 ) -> None:
     assert http.post("chat/completions", json={**CHAT, **field}).status_code == 400
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], ["", ""], [""], {}, None])
-def test_an_empty_prompt_never_ends_the_server(http: httpx.Client, prompt: object) -> None:
+def test_empty_prompt_does_not_stop_the_server(http: httpx.Client, prompt: object) -> None:
     answer = http.post("completions", json={"prompt": prompt, "max_tokens": 1})
     assert answer.status_code in (200, 400), answer.text
     assert http.post("completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -188,7 +190,7 @@ def test_keys_are_compared_as_digests_in_constant_time(
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=16), st.data())
-def test_the_key_of_a_prefix_depends_on_every_token_and_the_salt(
+def test_prefix_key_depends_on_every_token_and_the_salt(
     tokens: list[int], data: st.DataObject
 ) -> None:
     place = data.draw(st.integers(0, len(tokens) - 1))
@@ -200,7 +202,7 @@ def test_the_key_of_a_prefix_depends_on_every_token_and_the_salt(
     assert len(page_key(b"", tokens)) == 16
 
 
-def test_floors_of_http_libraries_are_fixed_releases() -> None:
+def test_minimum_versions_of_http_libraries_are_fixed_releases() -> None:
     project = read_toml(ROOT / "packages/ed-esurge/pyproject.toml")["project"]
     floors = dict(one.split(">=") for one in project["dependencies"] if "," not in one)
     assert Version(floors["starlette"]) >= Version("0.49.1")
@@ -210,7 +212,7 @@ def test_floors_of_http_libraries_are_fixed_releases() -> None:
 @pytest.mark.parametrize(
     "variable", ["tokenize", "chat_template", "tokenizer_kwargs", "return_tensors", "max_length"]
 )
-def test_template_variables_cannot_replace_arguments_of_the_renderer(
+def test_template_variables_cannot_replace_renderer_arguments(
     http: httpx.Client, variable: str
 ) -> None:
     body = {**CHAT, "chat_template_kwargs": {variable: True}}
@@ -219,7 +221,7 @@ def test_template_variables_cannot_replace_arguments_of_the_renderer(
     assert variable in answer.json()["error"]["message"]
 
 
-def test_the_server_never_fetches_an_address_that_a_client_names(http: httpx.Client) -> None:
+def test_server_does_not_download_addresses_in_requests(http: httpx.Client) -> None:
     """Neither images nor files by URL, nor Markdown images in a text."""
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -251,7 +253,7 @@ def test_the_server_never_fetches_an_address_that_a_client_names(http: httpx.Cli
 
 
 @pytest.mark.parametrize("size", [400_000, 4_000_000])
-def test_a_header_has_a_limit(url: str, size: int) -> None:
+def test_request_header_size_is_limited(url: str, size: int) -> None:
     try:
         answer = raw(url, f"GET /health HTTP/1.1\nHost: localhost\nX-Long: {'a' * size}\n")
     except OSError:  # the server closes the connection while the client still sends
@@ -272,7 +274,7 @@ def test_a_header_has_a_limit(url: str, size: int) -> None:
         "{{ lipsum.__globals__['os'] }}",
     ],
 )
-def test_a_chat_template_cannot_reach_the_interpreter(template: str) -> None:
+def test_chat_template_cannot_access_the_interpreter(template: str) -> None:
     conversation = [{"role": "user", "content": "a"}]
     try:
         text, _ = ChatTemplate(byte_tokenizer(), template).render(conversation)
@@ -283,7 +285,7 @@ def test_a_chat_template_cannot_reach_the_interpreter(template: str) -> None:
     assert "module" not in text
 
 
-def test_a_loop_of_a_chat_template_is_bounded() -> None:
+def test_chat_template_loops_are_bounded() -> None:
     template = ChatTemplate(byte_tokenizer(), "{% for i in range(10 ** 12) %}x{% endfor %}")
     with pytest.raises(OverflowError, match="Range too big"):
         template.render([{"role": "user", "content": "a"}])
@@ -291,7 +293,7 @@ def test_a_loop_of_a_chat_template_is_bounded() -> None:
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.timeout(120)
-def test_every_tool_format_reads_hostile_text_to_its_end(name: str) -> None:
+def test_every_tool_format_parses_hostile_text_completely(name: str) -> None:
     """Repeated openings, quotes and brackets: the parsers of other engines never ended."""
     pieces = [
         "[f(a=",
@@ -328,14 +330,14 @@ def hostile_config(folder: Path, **changes: object) -> Path:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_configuration_never_runs_code(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_loading_a_configuration_runs_no_code(tmp_path: Path, changes: dict[str, object]) -> None:
     folder = hostile_config(tmp_path, **changes)
     config = AutoEasyDeLConfig.from_pretrained(folder)
     assert config.model_type == "llama"
     assert not (folder / "ran").exists()
 
 
-def test_a_tokenizer_never_runs_code_unless_asked(tmp_path: Path) -> None:
+def test_loading_a_tokenizer_runs_no_code_by_default(tmp_path: Path) -> None:
     folder = hostile_config(tmp_path)
     byte_tokenizer().save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -345,7 +347,7 @@ def test_a_tokenizer_never_runs_code_unless_asked(tmp_path: Path) -> None:
     assert not (folder / "ran").exists()
 
 
-def test_names_of_files_never_become_paths(tmp_path: Path) -> None:
+def test_uploaded_file_names_are_not_used_as_paths(tmp_path: Path) -> None:
     """An uploaded file keeps its name as a label; the server chooses where its bytes are."""
     folder = tmp_path / "files"
     line = json.dumps(

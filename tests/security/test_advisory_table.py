@@ -17,7 +17,7 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_row_names_a_test_that_exists() -> None:
+def test_every_row_of_the_table_references_an_existing_test() -> None:
     missing = []
     for advisory, _, _, _, test in rows():
         path, _, name = test.strip("`").partition("::")
@@ -30,7 +30,7 @@ def test_every_row_names_a_test_that_exists() -> None:
     assert not missing
 
 
-def test_the_table_covers_the_peers() -> None:
+def test_table_covers_the_compared_projects() -> None:
     advisories = [cve for row in rows() for cve in CVE.findall(row[0])]
     assert len(advisories) == len(set(advisories)) >= 30
     projects = {name.strip() for row in rows() for name in row[1].split(",")}

@@ -22,7 +22,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SUITE)
-def test_an_attack_gets_a_short_error_or_an_answer(root, name):
+def test_attacks_return_short_errors_or_answers(root, name):
     path, kind, body = SUITE[name]
     answer = httpx.post(f"{root}{path}", content=body, headers={"Content-Type": kind}, timeout=120)
     assert answer.status_code in (200, 400, 404, 413), answer.text[:300]
@@ -32,7 +32,7 @@ def test_an_attack_gets_a_short_error_or_an_answer(root, name):
     assert httpx.get(f"{root}/health").status_code == 200
 
 
-def test_the_suite_asks_every_route_that_takes_text(root):
+def test_attack_suite_covers_every_route_with_a_body(root):
     document = httpx.get(f"{root}/openapi.json").json()
     posts = {path for path, methods in document["paths"].items() if "post" in methods}
     assert set(ROUTES) < posts

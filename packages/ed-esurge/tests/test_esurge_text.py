@@ -295,7 +295,7 @@ def test_bad_words_of_white_space_are_themselves():
     assert bad_word_ids(TOKENIZER, [" "]) == (ids(" "),)
 
 
-def test_chat_goes_through_the_template():
+def test_chat_request_is_rendered_by_the_template():
     ids = ChatTemplate(TOKENIZER).token_ids([{"role": "user", "content": "hi"}])
     assert TOKENIZER.decode(ids) == "<|user|>hi\n<|assistant|>"
     with pytest.raises(ConfigError, match="no chat template"):

@@ -86,7 +86,7 @@ def test_loaded_adapter_is_listed_as_model(http, engine, folder):
     assert refused(http.get("models/mine"), 404)
 
 
-def test_names_are_taken_and_places_few(http):
+def test_adapter_names_are_unique_and_their_number_is_limited(http):
     load(http)
     assert "already been loaded" in refused(load(http), 400).message
     assert load(http, path="two", load_inplace=True).status_code == 200
@@ -114,7 +114,7 @@ def test_names_are_taken_and_places_few(http):
         ("empty", 400),
     ],
 )
-def test_only_adapters_of_the_directory_are_read(http, folder, path, status):
+def test_adapter_paths_outside_the_directory_are_rejected(http, folder, path, status):
     error = refused(load(http, path=path), status)
     assert error.param == "lora_path"
     assert str(folder.parent) not in error.message
@@ -134,7 +134,7 @@ def test_adapter_loading_is_disabled_by_default(folder):
         assert "lora_directory" in refused(load(http), 403).message
 
 
-def test_several_models_behind_one_server(folder):
+def test_request_selects_one_of_several_models_and_their_adapters(folder):
     first = ScriptedEngine(lambda prompt, choice: "one", config=EngineConfig(max_loras=1))
     second = ScriptedEngine(lambda prompt, choice: "two", config=EngineConfig(max_loras=1))
     engines = {"a": first, "b": second}
@@ -165,7 +165,7 @@ def test_several_models_behind_one_server(folder):
 
 
 @pytest.mark.nightly
-def test_an_adapter_of_the_engine(make_llama, tokenizer, tmp_path):
+def test_adapter_loaded_over_http_equals_adapter_loaded_in_python(make_llama, tokenizer, tmp_path):
     """What is loaded over HTTP answers as the same adapter loaded in Python."""
     import jax
     from ed_esurge import SamplingParams, eSurge

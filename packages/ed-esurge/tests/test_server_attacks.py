@@ -58,7 +58,7 @@ def nested(depth):
     ],
     ids=["utf-8", "deep", "huge id", "huge number", "nan", "inf", "list", "empty", "long"],
 )
-def test_bodies_that_are_no_requests(http, body, status):
+def test_bodies_that_are_not_requests_return_400(http, body, status):
     refused(http.post("completions", content=body, headers=JSON), status)
 
     def parts():  # no Content-Length
@@ -67,7 +67,7 @@ def test_bodies_that_are_no_requests(http, body, status):
     refused(http.post("completions", content=parts(), headers=JSON), status)
 
 
-def test_compressed_bodies_and_foreign_forms(http):
+def test_compressed_bodies_and_forms_are_rejected(http):
     body = gzip.compress(json.dumps({"prompt": "a"}).encode())
     answer = http.post("completions", content=body, headers={**JSON, "Content-Encoding": "gzip"})
     refused(answer, 415)
@@ -107,7 +107,7 @@ def test_oversized_fields_are_rejected_before_tokenization(http, monkeypatch, ur
     assert error.param == param
 
 
-def test_deep_variables_of_a_template(http):
+def test_deeply_nested_template_variables_return_an_error(http):
     deep = json.loads(nested(150))
     answer = http.post("chat/completions", json={**CHAT, "chat_template_kwargs": {"x": deep}})
     assert answer.status_code == 200
@@ -116,7 +116,7 @@ def test_deep_variables_of_a_template(http):
     refused(http.post("chat/completions", content=body, headers=JSON))
 
 
-def test_special_tokens_in_a_message_are_text(http):
+def test_special_tokens_in_a_message_are_encoded_as_text(http):
     def count(content):
         body = {"messages": [{"role": "user", "content": content}]}
         return http.post("/../tokenize", json=body).json()["tokens"]
@@ -171,7 +171,7 @@ def test_foreign_host_headers_return_421(http):
         refused(httpx.get(f"{url}/models"), 421)
 
 
-def test_too_many_requests_at_once():
+def test_requests_above_the_concurrency_limit_return_429():
     engine = ScriptedEngine(lambda prompt, choice: "x" * 99, delay=0.02)
     with background(engine, limits=ServerLimits(max_concurrent_requests=1)) as url:
         body = {"prompt": "a", "max_tokens": 99, "stream": True}
@@ -211,7 +211,7 @@ def test_request_timeout_aborts_slow_answers():
 
 
 @pytest.mark.parametrize("work", ["parsing", "tokenizing", "templating", "detokenizing"])
-def test_no_request_holds_up_the_others(monkeypatch, work):
+def test_expensive_requests_do_not_delay_other_requests(monkeypatch, work):
     """While a large request is parsed or tokenized, a small one is answered."""
     begun, go_on = threading.Event(), threading.Event()
 

@@ -72,7 +72,7 @@ def run(client, *lines, **options):
     return client.batches.create(input_file_id=put(client, *lines).id, **options)
 
 
-def test_one_bad_line_stops_no_other(served):
+def test_invalid_batch_line_does_not_affect_other_lines(served):
     client = client_of(served)
     bad = {
         "json": '{"custom_id": ',
@@ -133,7 +133,7 @@ def test_batches_run_requests_for_every_endpoint(served, endpoint, body):
     assert row["response"]["body"]["model"] == "scripted"
 
 
-def test_files_are_kept_listed_and_forgotten(served):
+def test_files_can_be_uploaded_listed_and_deleted(served):
     client, other = client_of(served), client_of(served, "bob")
     file = put(client, line("a"))
     assert (file.purpose, file.filename, file.bytes) == ("batch", "in.jsonl", len(line("a")))
@@ -195,7 +195,7 @@ def test_file_and_batch_limits_are_enforced(served):
         assert (answer.status_code, "batch_directory" in answer.text) == (404, True)
 
 
-def test_a_batch_goes_on_at_the_next_start(tmp_path):
+def test_interrupted_batch_continues_after_restart(tmp_path):
     """Each line is answered once: half by a server that is stopped, the others by the next."""
     lines = [line(f"line {place}") for place in range(60)]
     first = ScriptedEngine(lambda prompt, choice: "x" * 8, delay=0.02)
@@ -233,7 +233,7 @@ with background(engine, batch_directory=sys.argv[1], limits=limits) as url:
 """
 
 
-def test_line_in_flight_when_the_process_dies_fails_and_is_not_tried_again(tmp_path):
+def test_line_in_progress_at_process_death_fails_without_retry(tmp_path):
     slow = {**CHAT, "max_tokens": 200}
     lines = [line("quick"), *(line(name, slow) for name in ("slow", "slow too")), line("last")]
     process = subprocess.Popen(
@@ -266,7 +266,7 @@ def test_line_in_flight_when_the_process_dies_fails_and_is_not_tried_again(tmp_p
         assert not marks.exists()
 
 
-def test_a_batch_can_be_cancelled(tmp_path):
+def test_cancelled_batch_keeps_finished_answers(tmp_path):
     engine = ScriptedEngine(lambda prompt, choice: "x" * 20, delay=0.02)
     options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 1}}
     with background(engine, **options) as url:
@@ -330,7 +330,7 @@ def test_batch_without_progress_expires(tmp_path, monkeypatch):
         assert codes == ["batch_expired"] * 2
 
 
-def test_a_file_is_answered_in_order():
+def test_command_answers_batch_lines_in_order():
     """The command, without a server: the same lines and answers, several models' in one file."""
     engines = {
         name: ScriptedEngine(lambda prompt, choice, name=name: name, delay=delay)

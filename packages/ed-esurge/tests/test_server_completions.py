@@ -69,7 +69,7 @@ def test_completions_default_to_sixteen_tokens(client, engine):
         ("ü", [3]),
     ],
 )
-def test_every_prompt_of_a_list_is_answered(client, prompt, lengths):
+def test_every_prompt_of_a_list_has_its_own_choices(client, prompt, lengths):
     answer = complete(client, prompt, n=2)
     expected = [f"{REPLY} {choice} {length}" for length in lengths for choice in range(2)]
     assert [choice.text for choice in answer.choices] == expected
@@ -78,7 +78,7 @@ def test_every_prompt_of_a_list_is_answered(client, prompt, lengths):
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"echo": True}, {"logprobs": 2, "echo": True}])
-def test_joined_stream_equals_the_unstreamed_answer(client, options):
+def test_joined_stream_equals_unstreamed_answer(client, options):
     prompt = ["ab", "cdé"]
     whole = complete(client, prompt, **options)
     texts, reasons, scores, usages = {}, {}, {}, []
@@ -141,7 +141,7 @@ def test_max_tokens_zero_scores_the_prompt(client):
     assert answer.usage.completion_tokens == 0
 
 
-def test_best_of_chooses_by_logprob_per_token(client, engine):
+def test_best_of_returns_completions_with_highest_logprob_per_token(client, engine):
     answer = complete(client, n=1, best_of=3)
     assert len(answer.choices) == 1
     assert last_params(engine).n == 3
@@ -178,7 +178,7 @@ def test_sampling_options_reach_the_engine(client, engine):
     assert params.stop_token_ids == (3,)
 
 
-def test_chat_goes_through_the_template(client, engine):
+def test_chat_request_is_rendered_by_the_template(client, engine):
     answer = chat(client, "hi")
     text = answer.choices[0].message.content
     assert answer.object == "chat.completion"
@@ -190,7 +190,7 @@ def test_chat_goes_through_the_template(client, engine):
     assert chat(client, max_tokens=3).choices[0].finish_reason == "length"
 
 
-def test_chat_takes_parts_of_text_and_its_own_answers_back(client):
+def test_chat_accepts_text_parts_and_its_own_answers(client):
     first = chat(client, n=2)
     again = client.chat.completions.create(
         model="scripted",
@@ -261,7 +261,7 @@ def test_models_endpoint_lists_and_retrieves_models(client):
         client.models.retrieve("other")
 
 
-def test_no_chunk_splits_a_character(client):
+def test_stream_chunks_never_split_a_character(client):
     """Every delta is valid text of its own, though every token here is a part of a character."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for chunk in complete(client, stream=True):
@@ -269,7 +269,7 @@ def test_no_chunk_splits_a_character(client):
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_parts_of_a_stream_are_framed_as_the_protocol_asks(client, version):
+def test_stream_uses_valid_chunked_encoding(client, version):
     """Chunks in HTTP/1.1; before, the end of the connection is the end of the body."""
     url = client.base_url
     body = b'{"prompt": "abc", "max_tokens": 64, "stream": true}'

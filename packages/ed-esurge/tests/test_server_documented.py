@@ -196,7 +196,7 @@ def told(engine) -> str:
     return engine.prompts[-1].rsplit("<|assistant|>", 1)[-1]
 
 
-def test_how_much_to_think_reaches_the_template(clients, engine):
+def test_reasoning_effort_reaches_the_template(clients, engine):
     ai, claude = clients
     for effort, thinks in (("none", False), ("low", True), ("high", True)):
         ai.chat.completions.create(model="scripted", messages=SAY, reasoning_effort=effort)
@@ -224,7 +224,7 @@ def test_how_much_to_think_reaches_the_template(clients, engine):
     assert told(engine) == "muchTrue"
 
 
-def test_a_template_that_knows_no_effort():
+def test_reasoning_effort_without_template_support_returns_400():
     with background(NamedReplies()) as url:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         client.chat.completions.create(model="scripted", messages=SAY, reasoning_effort="none")

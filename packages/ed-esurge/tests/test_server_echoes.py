@@ -62,7 +62,7 @@ class Answer(BaseModel):
     city: str
 
 
-def test_a_parsed_message_can_be_appended(client, engine):
+def test_parsed_message_can_be_appended_to_the_conversation(client, engine):
     said = json.dumps({"role": "assistant", "content": '{"city": "Bern"}'})
     parsed = openai.types.chat.ParsedChatCompletionMessage[Answer](
         **json.loads(said), parsed=Answer(city="Bern"), refusal=None, annotations=None
@@ -71,7 +71,7 @@ def test_a_parsed_message_can_be_appended(client, engine):
     assert told(engine)[1] == json.loads(said)
 
 
-def test_an_agent_loop_appends_the_message_and_the_results(client, engine):
+def test_agent_loop_can_append_messages_and_tool_results(client, engine):
     messages = [{"role": "user", "content": "say call"}]
     answer = client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
     message = answer.choices[0].message
@@ -99,7 +99,7 @@ def test_an_agent_loop_appends_the_message_and_the_results(client, engine):
         ({"content": [{"type": "text", "text": "Hi", "cache_control": {}, "id": "1"}]}, None),
     ],
 )
-def test_keys_of_other_servers_in_a_message(url, engine, extra, thoughts):
+def test_message_keys_of_other_servers_are_ignored(url, engine, extra, thoughts):
     message = {"role": "assistant", "content": "Hi", **extra}
     body = {"messages": [ASK, message, ASK]}
     answer = httpx.post(f"{url}/chat/completions", json=body)
@@ -121,7 +121,7 @@ def test_unknown_keys_of_calls_are_ignored(url, engine):
     assert told(engine)[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
-def test_a_response_can_be_appended_to_the_next_input(client, engine):
+def test_response_items_can_be_appended_to_the_next_input(client, engine):
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     items = [{"role": "user", "content": "say call"}]
     response = client.responses.create(model="scripted", input=items, tools=tools, store=False)
@@ -136,7 +136,7 @@ def test_a_response_can_be_appended_to_the_next_input(client, engine):
     assert [message["role"] for message in told(engine)][1:4] == ["assistant", "tool", "tool"]
 
 
-def test_anthropic_blocks_can_be_appended(url, engine):
+def test_anthropic_blocks_can_be_appended_to_the_conversation(url, engine):
     client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
     tools = [{"name": "weather", "input_schema": TOOL_PARAMETERS}]
     messages = [{"role": "user", "content": "say call"}]

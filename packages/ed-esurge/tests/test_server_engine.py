@@ -66,7 +66,7 @@ def greedy(model, prompts, count):
     return np.asarray(out.sequences)[:, longest:].tolist()
 
 
-def test_eight_concurrent_requests_give_the_models_own_tokens(model, engine, url):
+def test_eight_concurrent_requests_produce_tokens_of_model_generate(model, engine, url):
     tokenizer = engine.tokenizer
     lengths = [4, 9, 16, 7, 12, 20, 5, 10]
 
@@ -111,7 +111,7 @@ def test_streamed_chat_produces_same_texts_as_unstreamed(client):
     assert texts[0] != texts[1]
 
 
-def test_echo_scores_are_those_of_the_engine(client, engine, model):
+def test_echo_logprobs_equal_logprobs_of_the_engine(client, engine, model):
     answer = client.completions.create(
         model="tiny", prompt="The cat sat", max_tokens=0, echo=True, logprobs=1
     )
@@ -131,7 +131,7 @@ def test_engine_config_error_returns_400(client):
         )
 
 
-def test_a_client_that_leaves_frees_its_place(client, engine):
+def test_disconnected_client_frees_its_slot(client, engine):
     stream = client.completions.create(
         model="tiny", prompt="a", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
     )
@@ -156,7 +156,7 @@ def test_metrics_endpoint_reports_engine_metrics(client, url):
         assert f'{name}{{engine="0",model_name="tiny"}}' in text
 
 
-def test_health_follows_the_engines_thread(model):
+def test_health_reports_state_of_the_engine_thread(model):
     engine = AsyncEngine(build(model))
     with background(engine) as url:
         health = url.replace("/v1", "/health")
@@ -171,7 +171,7 @@ def test_health_follows_the_engines_thread(model):
         engine.shutdown()
 
 
-def test_a_stuck_step_and_a_failed_one_are_unhealthy(model, monkeypatch):
+def test_stuck_and_failed_steps_make_the_server_unhealthy(model, monkeypatch):
     release = threading.Event()
 
     def step():
@@ -196,7 +196,7 @@ def test_a_stuck_step_and_a_failed_one_are_unhealthy(model, monkeypatch):
         assert httpx.get(health).status_code == 503
 
 
-def test_a_reset_forgets_cached_prefixes_and_changes_no_token(client, url):
+def test_prefix_cache_reset_clears_prefixes_without_changing_tokens(client, url):
     def ask():
         answer = client.completions.create(
             model="tiny", prompt="z" * 60, max_tokens=4, temperature=0

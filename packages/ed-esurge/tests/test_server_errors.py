@@ -133,7 +133,7 @@ def test_exceeded_context_length_returns_error_code(http):
     assert answer.json()["usage"]["total_tokens"] == 256
 
 
-def test_unknown_model_url_method_and_body(http):
+def test_unknown_model_url_method_and_body_return_typed_errors(http):
     error = refused(http.post("completions", json={"prompt": "a", "model": "scriptd"}), 404)
     assert error["code"] == "model_not_found"
     assert "did you mean 'scripted'" in error["message"]
@@ -158,7 +158,7 @@ def test_lone_surrogates_in_requests_are_rejected(http):
     )
 
 
-def test_the_schema_of_the_api_is_there(http):
+def test_openapi_document_is_served(http):
     schema = http.get("/../openapi.json").json()
     assert "temperature" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
 
@@ -173,7 +173,7 @@ def test_missing_chat_template_error_suggests_completions():
         assert answer["usage"]["prompt_tokens"] == 2
 
 
-def test_an_engine_that_dies_is_an_honest_503():
+def test_dead_engine_returns_503():
     engine = ScriptedEngine(fail_after=3)
     with background(engine) as url:
         health = url.replace("/v1", "/health")
@@ -190,7 +190,7 @@ def test_an_engine_that_dies_is_an_honest_503():
             assert answer.headers["retry-after"]
 
 
-def test_an_error_in_the_middle_of_a_stream_reaches_the_client():
+def test_error_during_a_stream_reaches_the_client():
     with background(ScriptedEngine(lambda prompt, choice: "abcdef", fail_after=3)) as url:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         stream = client.completions.create(model="scripted", prompt="a", stream=True)

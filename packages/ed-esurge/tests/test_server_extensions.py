@@ -59,7 +59,7 @@ def test_extension_options_reach_the_engine(http, engine, url, body):
 
 
 @BOTH
-def test_token_ids_and_prompt_logprobs_come_back(http, url, body):
+def test_answer_contains_requested_token_ids_and_prompt_logprobs(http, url, body):
     more = {"return_token_ids": True, "logprobs": 1, "n": 2}
     if "messages" in body:
         more |= {"logprobs": True, "top_logprobs": 1}
@@ -84,7 +84,7 @@ def test_token_ids_and_prompt_logprobs_come_back(http, url, body):
 
 
 @BOTH
-def test_prompts_are_truncated_on_request(http, url, body):
+def test_truncate_prompt_tokens_truncates_prompts(http, url, body):
     ids = http.post(url, json={**body, "return_token_ids": True}).json()
     ids = ids.get("prompt_token_ids") or ids["choices"][0]["prompt_token_ids"]
     cut = http.post(
@@ -120,7 +120,7 @@ def test_invalid_extension_options_return_error_with_field(http, url, body, more
     assert says in error["message"]
 
 
-def test_a_priority_without_effect_is_refused():
+def test_priority_without_effect_returns_400():
     with background(ScriptedEngine()) as url:
         answer = httpx.post(f"{url}/completions", json={**COMPLETION, "priority": 1})
         assert answer.json()["error"]["param"] == "priority"
@@ -139,11 +139,11 @@ def test_routes_answer_head_and_send_allow_header(http):
 
 
 @pytest.mark.parametrize("path", ["docs", "redoc", "docs/oauth2-redirect"])
-def test_no_page_loads_scripts_from_another_host(http, path):
+def test_pages_load_no_scripts_from_other_hosts(http, path):
     assert http.get(f"/../{path}").status_code == 404
 
 
-def test_the_document_of_the_api(http):
+def test_openapi_document_lists_every_route(http):
     schema = http.get("/../openapi.json").json()
     served = {route.path for route in http_app().routes if getattr(route, "methods", None)} - {
         "/openapi.json"

@@ -72,7 +72,7 @@ def order(url, count):
     return httpx.post(f"{url}/batches", json=asked)
 
 
-def test_a_batch_goes_on_when_the_disk_has_room_again(tmp_path, disk):
+def test_batch_continues_when_the_disk_has_space_again(tmp_path, disk):
     engine = ScriptedEngine(lambda prompt, choice: "x" * 8, delay=0.01)
     options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 2}}
     with background(engine, **options) as url:
@@ -102,7 +102,7 @@ def test_a_batch_goes_on_when_the_disk_has_room_again(tmp_path, disk):
         assert order(url, 1).status_code == 200
 
 
-def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(tmp_path, disk):
+def test_upload_to_a_full_disk_returns_503_and_leaves_no_file(tmp_path, disk):
     with background(ScriptedEngine(), batch_directory=tmp_path) as url:
         disk.full = True
         form = {"purpose": (None, "batch"), "file": ("in.jsonl", b"{}")}
@@ -112,7 +112,7 @@ def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(tmp_path, disk):
         assert not list((tmp_path / "files").iterdir())
 
 
-def test_a_batch_whose_file_is_gone_fails_and_the_next_one_runs(tmp_path, disk):
+def test_batch_without_its_file_fails_and_the_next_batch_runs(tmp_path, disk):
     engine = ScriptedEngine(lambda prompt, choice: "x", delay=0.01)
     with background(engine, batch_directory=tmp_path, limits={"batch_concurrency": 1}) as url:
         first = order(url, 50).json()
@@ -128,7 +128,7 @@ def test_a_batch_whose_file_is_gone_fails_and_the_next_one_runs(tmp_path, disk):
         assert status(second) == "failed"
 
 
-def test_the_worker_starts_again_after_an_error_of_its_own(tmp_path, disk, monkeypatch):
+def test_batch_worker_restarts_after_an_unexpected_error(tmp_path, disk, monkeypatch):
     original, calls = BatchStore.next, []
 
     def broken(self):
@@ -143,7 +143,7 @@ def test_the_worker_starts_again_after_an_error_of_its_own(tmp_path, disk, monke
         until(lambda: httpx.get(f"{url}/batches/{batch}").json()["status"] == "completed")
 
 
-def test_a_line_that_cannot_be_written_whole_is_not_written(tmp_path, monkeypatch):
+def test_incomplete_write_of_a_line_is_rolled_back(tmp_path, monkeypatch):
     path = tmp_path / "lines"
     with stores.open_private(path, "ab") as file:
         _append(file, b'{"id": "x_1"}\n')
@@ -165,7 +165,7 @@ def test_a_line_that_cannot_be_written_whole_is_not_written(tmp_path, monkeypatc
     assert path.read_bytes() == b'{"id": "x_1"}\n'
 
 
-def test_a_failed_write_changes_no_batch(tmp_path, disk):
+def test_failed_write_leaves_the_batch_unchanged(tmp_path, disk):
     store = BatchStore(tmp_path, ServerLimits())
     part = store.part()
     part.write_bytes(b"{}")
@@ -180,7 +180,7 @@ def test_a_failed_write_changes_no_batch(tmp_path, disk):
     assert len(store.batches("")) == 1
 
 
-def test_prompts_and_answers_are_private_files(tmp_path):
+def test_files_of_prompts_and_answers_are_private(tmp_path):
     before = os.umask(0)
     try:
         with background(ScriptedEngine(), batch_directory=tmp_path / "new") as url:

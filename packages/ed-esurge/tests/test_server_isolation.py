@@ -140,14 +140,14 @@ def put_file(http, key, data=b"{}"):
 # ---- the matrix
 
 
-def test_every_route_has_an_access_class(url):
+def test_every_route_declares_its_access(url):
     assert routes(url) == set(ACCESS)
     declared = {f"{one.method} {one.path}": one.access for one in ENDPOINTS}
     assert declared == {name: access for name, access in ACCESS.items() if name in declared}
 
 
 @pytest.mark.parametrize("route", ACCESS)
-def test_each_route_is_refused_without_its_key(http, route):
+def test_routes_reject_requests_without_the_required_key(http, route):
     method, path = route.split()
     path = re.sub("{.*?}", "none", path)
     sent: dict = {} if method != "POST" else {"json": {}}
@@ -170,7 +170,7 @@ def test_each_route_is_refused_without_its_key(http, route):
             assert http.request(method, path, headers=ADMIN, **sent).status_code not in (401, 403)
 
 
-def test_foreign_objects_do_not_exist(http):
+def test_objects_of_other_keys_are_not_found(http):
     """Every kind of stored object, every route that names one."""
     stored = http.post("/v1/responses", json={"input": "a"}, headers=ANN).json()["id"]
     body = {"prompt": "a", "max_tokens": 2}
@@ -245,13 +245,13 @@ def test_foreign_objects_do_not_exist(http):
     assert http.post("/v1/unload_lora_adapter", json=drop, headers=ADMIN).status_code == 200
 
 
-def test_an_adapter_for_an_unknown_owner_is_refused(http):
+def test_adapter_for_an_unknown_owner_returns_400(http):
     load = {"lora_name": "x", "lora_path": "mine", "owner": "nobody"}
     refused = http.post("/v1/load_lora_adapter", json=load, headers=ADMIN)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "owner")
 
 
-def test_lines_of_a_batch_belong_to_the_key_of_the_batch(http, engine):
+def test_batch_lines_have_the_permissions_of_the_batch_owner(http, engine):
     bobs = http.post("/v1/responses", json={"input": "a"}, headers=BOB).json()["id"]
     row = {
         "custom_id": "a",
@@ -285,7 +285,7 @@ def test_batches_and_stored_bytes_are_limited_per_key(http):
             http.delete(f"/v1/files/{one.json()['id']}", headers=BOB)
 
 
-def test_stored_responses_of_one_key_do_not_displace_those_of_another():
+def test_stored_responses_do_not_evict_responses_of_another_key():
     limits = {"max_stored_responses": 2}
     with background(ScriptedEngine(), api_key=["ann", "bob"], limits=limits) as url:
         ask = {"json": {"input": "a"}}
@@ -299,7 +299,7 @@ def test_stored_responses_of_one_key_do_not_displace_those_of_another():
 # ---- administrators
 
 
-def test_without_an_admin_key_administrative_routes_are_refused():
+def test_administrative_routes_require_an_admin_key():
     with background(ScriptedEngine(), api_key="ann", enable_sleep_mode=True) as url:
         root = url.removesuffix("/v1")
         refused = httpx.post(f"{root}/sleep", headers=ANN)
@@ -307,13 +307,13 @@ def test_without_an_admin_key_administrative_routes_are_refused():
         assert "admin_api_key" in refused.json()["error"]["message"]
 
 
-def test_without_any_key_the_one_user_may_do_everything():
+def test_server_without_keys_allows_every_route():
     with background(ScriptedEngine(), enable_sleep_mode=True) as url:
         root = url.removesuffix("/v1")
         assert httpx.post(f"{root}/sleep").status_code == 200
 
 
-def test_an_admin_key_alone_leaves_the_other_routes_open():
+def test_admin_key_alone_leaves_other_routes_open():
     with background(ScriptedEngine(), admin_api_key="admin", enable_sleep_mode=True) as url:
         root = url.removesuffix("/v1")
         assert httpx.post(f"{url}/completions", json={"prompt": "a"}).status_code == 200
@@ -364,7 +364,7 @@ def test_equal_request_ids_of_two_clients_do_not_interfere(engine_behind):
         assert asyncio.run(both(url)) == 40
 
 
-def test_a_refused_request_does_not_end_the_one_that_has_its_id(engine_behind):
+def test_rejected_request_does_not_end_request_with_the_same_id(engine_behind):
     async def main(engine):
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         first = engine.generate([5, 6, 7], params, "same")
@@ -399,7 +399,7 @@ def cached(url, key, prompt, **more):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_right_guess_shows_only_where_prefixes_are_shared(engine_behind, shared):
+def test_cached_tokens_reveal_prompts_only_with_shared_prefixes(engine_behind, shared):
     prompt = [*range(3, 3 + 40)] if shared else [*range(50, 50 + 40)]
     with background(engine_behind, api_key=["ann", "bob"], share_prefix_cache=shared) as url:
         assert cached(url, ANN, prompt) == 0
@@ -410,7 +410,7 @@ def test_a_right_guess_shows_only_where_prefixes_are_shared(engine_behind, share
         assert cached(url, BOB, prompt, cache_salt=f"{digest}:") == 0
 
 
-def test_vectors_are_salted_by_key_too(engine, http):
+def test_embedding_prefixes_are_salted_per_key(engine, http):
     before = len(engine.options)
     http.post("/v1/embeddings", json={"input": "a"}, headers=ANN)
     (options,) = list(engine.options.values())[before:]

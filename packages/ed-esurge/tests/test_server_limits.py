@@ -46,14 +46,14 @@ def error_of(response):
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_many_unknown_keys_are_a_short_error(root, path):
+def test_many_unknown_keys_return_a_short_error(root, path):
     keys = {f"temperatur{number}": 0 for number in range(40_000)}
     answer = httpx.post(f"{root}{path}", json={**ASKED[path], **keys}, timeout=60)
     assert error_of(answer)["message"].count("unknown key") == MAX_PROBLEMS
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_a_key_or_model_of_megabytes_is_not_echoed(root, path):
+def test_error_does_not_repeat_huge_keys_or_model_names(root, path):
     long = "k" * 4_000_000
     answer = httpx.post(f"{root}{path}", json={**ASKED[path], long: 0}, timeout=60)
     assert "kkk..." in error_of(answer)["message"]
@@ -62,7 +62,7 @@ def test_a_key_or_model_of_megabytes_is_not_echoed(root, path):
     assert len(answer.content) < 2 * MAX_MESSAGE
 
 
-def test_wrong_items_are_reported_once():
+def test_invalid_items_are_reported_once():
     with background(ScriptedEngine()) as url:
         for path, field in [("messages", "messages"), ("chat/completions", "messages")]:
             for wrong in ({"role": 0}, {"role": "user", "content": [{"type": "text"}] * 1000}):
@@ -71,7 +71,7 @@ def test_wrong_items_are_reported_once():
                 assert message.count(";") < MAX_PROBLEMS
 
 
-def test_long_names_are_not_compared():
+def test_long_names_are_rejected_without_suggestions():
     assert did_you_mean("temperatur", ["temperature"])
     assert did_you_mean("temperature" * 100, ["temperature" * 100 + "s"]) == ""
 
@@ -84,7 +84,7 @@ def test_oversized_json_is_rejected_before_parsing():
     assert parsed_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
-def test_marks_that_users_write_do_not_slow_the_template_down():
+def test_template_marks_in_user_text_do_not_slow_rendering():
     template = ChatTemplate(byte_tokenizer("{{ messages[0].content }}"))
     said = "".join(f"\ufdd0{number}." for number in range(100_000))
     text, marks = template.render([{"role": "user", "content": said}])
@@ -110,7 +110,7 @@ def test_marks_that_users_write_do_not_slow_the_template_down():
         ({}, 200),
     ],
 )
-def test_requests_of_foreign_pages_are_refused(root, headers, status):
+def test_requests_of_foreign_web_pages_return_403(root, headers, status):
     answer = httpx.post(f"{root}/v1/completions", json={"prompt": "a"}, headers=headers)
     assert answer.status_code == status
     if status == 403:
@@ -125,13 +125,13 @@ def test_requests_of_foreign_pages_are_refused(root, headers, status):
     assert httpx.get(f"{root}/health", headers=headers).status_code == 200
 
 
-def test_the_playground_of_the_server_may_ask(root):
+def test_requests_of_the_playground_are_accepted(root):
     headers = {"Origin": root}
     answer = httpx.post(f"{root}/v1/completions", json={"prompt": "a"}, headers=headers)
     assert answer.status_code == 200
 
 
-def test_simple_content_types_are_refused(root):
+def test_simple_content_types_are_rejected(root):
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         headers = {"Content-Type": kind}
         answer = httpx.post(f"{root}/v1/completions", content=b'{"prompt":"a"}', headers=headers)
@@ -165,7 +165,7 @@ MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
     ],
     ids=["header", "headers", "parts", "field", "files", "cut", "missing", "empty"],
 )
-def test_forms_beyond_the_limits_are_refused(root, body, says):
+def test_forms_beyond_the_limits_are_rejected(root, body, says):
     answer = httpx.post(f"{root}/v1/files", content=body, headers=MULTIPART, timeout=60)
     assert says in error_of(answer)["message"].lower()
     assert httpx.get(f"{root}/v1/files").json()["data"] == []
@@ -188,7 +188,7 @@ def test_uploaded_file_is_stored_unchanged(root):
 # ---- memory
 
 
-def test_the_budget_is_shared_by_clients():
+def test_one_client_gets_at_most_half_of_the_byte_budget():
     budget = Budget(100)
 
     def of(client):
@@ -212,7 +212,7 @@ def test_the_budget_is_shared_by_clients():
     assert not budget.by_client
 
 
-def test_bodies_beyond_the_budget_are_refused_until_others_end():
+def test_bodies_beyond_the_byte_budget_are_rejected_until_others_end():
     limits = ServerLimits(max_body_bytes=4096, max_file_bytes=4096, max_bytes_in_flight=4096)
     engine = ScriptedEngine(lambda prompt, choice: "x" * 99, delay=0.02)
     long = {"prompt": "a", "max_tokens": 99, "stream": True, "user": "u" * 3000}
@@ -229,6 +229,6 @@ def test_bodies_beyond_the_budget_are_refused_until_others_end():
         assert httpx.post(f"{url}/completions", json={**long, "n": 1}).status_code == 200
 
 
-def test_a_budget_below_a_body_is_refused():
+def test_byte_budget_below_the_body_limit_raises_error():
     with pytest.raises(ValueError, match="max_bytes_in_flight"):
         ServerLimits(max_bytes_in_flight=4096)

@@ -36,7 +36,7 @@ def sentencepiece_like():
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), sentencepiece_like()])
 @pytest.mark.parametrize("text", ["Hi é", "世界", "a\n\tb", "🌍"])
-def test_bytes_of_tokens_join_to_the_text(tokenizer, text):
+def test_joined_token_bytes_equal_the_text(tokenizer, text):
     texts = TokenTexts(tokenizer)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert b"".join(map(texts.bytes_of, tokens)).decode().removeprefix(" ") == text
@@ -56,7 +56,7 @@ def test_token_texts_decode_sentencepiece_tokens():
     assert texts.text_of(10_000) == ""
 
 
-def test_impossible_tokens_have_a_number_in_json():
+def test_impossible_tokens_have_a_finite_logprob():
     texts = TokenTexts(byte_tokenizer())
     position = {65: Logprob(-math.inf, rank=258), 66: Logprob(0.0, rank=1)}
     entry = chat_logprobs(texts, [65], [position], 1)["content"][0]
@@ -64,7 +64,7 @@ def test_impossible_tokens_have_a_number_in_json():
     assert [top["logprob"] for top in entry["top_logprobs"]] == [0.0]
 
 
-def test_parts_join_to_the_whole():
+def test_joined_logprob_parts_equal_the_whole():
     texts = TokenTexts(byte_tokenizer())
     tokens = byte_tokenizer()("aé🌍b", add_special_tokens=False)["input_ids"]
     scores = [{token: Logprob(-1.0, rank=1)} for token in tokens]

@@ -82,7 +82,7 @@ def test_streamed_message_equals_unstreamed_message(client, name):
         assert arguments == '{"city": "Zürich", "days": 3}{}'
 
 
-def test_history_and_system_reach_the_template(client, engine):
+def test_anthropic_history_and_system_reach_the_template(client, engine):
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Bern?"}]},
         {
@@ -165,7 +165,7 @@ def test_invalid_message_requests_raise_client_errors(client):
             client.post("/v1/messages", body=body, cast_to=object)
 
 
-def test_the_key_may_be_anthropics(client):
+def test_anthropic_key_header_is_accepted(client):
     url = f"{str(client.base_url).rstrip('/')}/v1/messages"
     assert httpx.post(url, json={}).status_code == 401
     assert httpx.post(url, json={}, headers={"x-api-key": "key"}).status_code == 400
@@ -180,7 +180,7 @@ def envelope(response, status, kind):
     return body.error.message
 
 
-def test_every_error_has_anthropics_envelope():
+def test_every_error_under_messages_has_anthropic_format():
     limits = {"max_body_bytes": 4096, "max_concurrent_requests": 1, "body_timeout": 1.0}
     engine = NamedReplies(delay=0.05)
     body = {"model": "scripted", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
@@ -240,7 +240,7 @@ KEY = {"x-api-key": "key"}
 AUTH, INVALID, TOO_LARGE = "authentication_error", "invalid_request_error", "request_too_large"
 
 
-def test_an_error_in_a_stream_has_anthropics_envelope():
+def test_stream_error_has_anthropic_format():
     engine = NamedReplies(fail_after=3)
     with background(engine) as url:
         client = anthropic.Anthropic(
@@ -256,7 +256,7 @@ def test_an_error_in_a_stream_has_anthropics_envelope():
         assert caught.value.body["error"]["type"] == "overloaded_error"
 
 
-def test_a_final_message_of_the_assistant_is_continued():
+def test_final_assistant_message_is_continued():
     engine = NamedReplies()
     with background(engine) as url:
         continues(
@@ -291,7 +291,7 @@ def continues(client, engine):
         assert engine.prompts[-1].endswith("<|assistant|>")
 
 
-def test_a_client_that_wants_a_thread_continues_without_one(client):
+def test_client_falls_back_after_unsupported_thread_error(client):
     ask = {"model": "scripted", "max_tokens": 99, "messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(anthropic.BadRequestError, match="send all messages") as caught:
         client.beta.messages.create(**ask, thread={"type": "create"})

@@ -119,5 +119,5 @@ def test_error_param_uses_client_field_name(http, request_, field):
         ((), {}, False, ""),
     ],
 )  # fmt: skip
-def test_names_of_pydantic_are_left_out_of_paths(location, body, missing, path):
+def test_error_paths_contain_no_pydantic_names(location, body, missing, path):
     assert spelled(in_body(location, body, missing=missing)) == path

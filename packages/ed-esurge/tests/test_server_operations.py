@@ -46,7 +46,7 @@ def test_server_accepts_configured_api_keys_only():
             assert httpx.get(root + path).status_code == 200
 
 
-def test_keys_have_limits_and_an_end(tmp_path, monkeypatch):
+def test_api_keys_enforce_limits_and_expiry(tmp_path, monkeypatch):
     def digest(key):
         return hashlib.sha256(key.encode()).hexdigest()
 
@@ -102,7 +102,7 @@ def test_keys_have_limits_and_an_end(tmp_path, monkeypatch):
         ('[{"sha256": "%s", "expires": "2020-01-01T00:00:00"}]' % ("0" * 64), "timezone"),
     ],
 )
-def test_files_of_keys_that_are_none(tmp_path, text, says):
+def test_invalid_key_files_raise_config_error(tmp_path, text, says):
     file = tmp_path / "keys.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=says) as error:
@@ -131,7 +131,7 @@ def metrics(url):
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
 
-def test_metrics_have_vllms_names_and_exact_counts():
+def test_metrics_have_vllm_names_and_exact_counts():
     with background(ScriptedEngine(lambda prompt, choice: "abc"), served_model_name="m") as url:
         before = metrics(url)
         client = openai.OpenAI(base_url=url, api_key="none")
@@ -165,14 +165,14 @@ def test_metrics_have_vllms_names_and_exact_counts():
     assert float(after[key]) == 2
 
 
-def test_two_servers_in_one_process_count_apart():
+def test_two_servers_in_one_process_have_separate_metrics():
     with background(ScriptedEngine()) as first, background(ScriptedEngine()) as second:
         httpx.post(f"{first}/completions", json={"prompt": "a"})
         assert float(metrics(first)['vllm:prompt_tokens_total{model_name="scripted"}']) == 2
         assert float(metrics(second)['vllm:prompt_tokens_total{model_name="scripted"}']) == 0
 
 
-def test_metrics_of_pages_in_host_memory(monkeypatch):
+def test_metrics_report_pages_in_host_memory(monkeypatch):
     numbers = {
         "external_prefix_cache_queries": 9,
         "external_prefix_cache_hits": 8,
@@ -189,7 +189,7 @@ def test_metrics_of_pages_in_host_memory(monkeypatch):
     assert {name: shown[f"vllm:{name}{end}"] for name, end in names.items()} == numbers
 
 
-def test_metrics_take_no_labels_from_clients():
+def test_clients_cannot_create_metric_labels():
     with background(ScriptedEngine()) as url:
         for place in range(3):
             httpx.get(url.replace("/v1", f"/nowhere/{place}"))
@@ -198,7 +198,7 @@ def test_metrics_take_no_labels_from_clients():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_a_client_that_leaves_aborts_its_requests(stream, prompt):
+def test_disconnected_client_aborts_its_requests(stream, prompt):
     engine = ScriptedEngine(lambda prompt, choice: "x" * 200, delay=0.05)
     with background(engine) as url:
         body = {"prompt": prompt, "max_tokens": 200, "stream": stream}
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_aborts_its_requests(stream, prompt):
         assert float(metrics(url)[key]) == len(prompt)
 
 
-def test_concurrent_streams_do_not_mix():
+def test_concurrent_streams_return_their_own_tokens():
     engine = ScriptedEngine(lambda prompt, choice: f"{len(prompt)}é" * 20, delay=0.001)
 
     async def one(client, length):
@@ -233,7 +233,7 @@ def test_concurrent_streams_do_not_mix():
         assert asyncio.run(everyone(url)) == [f"{length + 1}é" * 20 for length in range(1, 17)]
 
 
-def test_a_taken_port_is_a_clear_error():
+def test_occupied_port_raises_config_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -241,7 +241,7 @@ def test_a_taken_port_is_a_clear_error():
             serve(ScriptedEngine(), port=taken.getsockname()[1])
 
 
-def test_an_engine_without_tokenizer_is_refused():
+def test_engine_without_tokenizer_raises_config_error():
     engine = ScriptedEngine()
     engine.tokenizer = None
     with pytest.raises(ConfigError, match="tokenizer"):
@@ -257,7 +257,7 @@ print("stopped", flush=True)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_lets_running_requests_finish(name):
+def test_running_requests_finish_after_a_signal(name):
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )

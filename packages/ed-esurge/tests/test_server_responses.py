@@ -152,7 +152,7 @@ def test_response_store_evicts_oldest_responses():
             client.responses.retrieve(ids[0])
 
 
-def test_a_cut_response_is_incomplete(client):
+def test_truncated_response_is_incomplete(client):
     options = {"model": "scripted", "tools": TOOLS, "max_output_tokens": 60}
     for name, kind in (("only", "function_call"), ("plain", "message")):
         options["max_output_tokens"] = 60 if name == "only" else 3
@@ -190,7 +190,7 @@ def test_invalid_response_requests_return_400_with_param(client, body, param, sa
     assert says in error.value.body["message"]
 
 
-def test_an_engine_that_dies_ends_the_stream_with_an_error():
+def test_dead_engine_ends_response_stream_with_an_error():
     engine = ScriptedEngine(fail_after=3, max_model_len=4096)
     with background(engine) as url:
         text = httpx.post(f"{url}/responses", json={"input": "a", "stream": True}).text

@@ -121,13 +121,13 @@ def test_guided_options_constrain_output(client, guided, pattern):
         ({"regex": "("}, "structured_outputs.regex", ""),
     ],
 )
-def test_structured_outputs_that_are_refused(client, wanted, param, says):
+def test_invalid_structured_outputs_return_400(client, wanted, param, says):
     with pytest.raises(openai.BadRequestError, match=says) as caught:
         ask(client, extra_body={"structured_outputs": wanted})
     assert param in (None, caught.value.param)
 
 
-def test_structured_outputs_and_a_response_format_contradict(client):
+def test_two_structured_outputs_in_one_request_return_400(client):
     with pytest.raises(openai.BadRequestError, match="contradicts"):
         ask(
             client,
@@ -136,7 +136,7 @@ def test_structured_outputs_and_a_response_format_contradict(client):
         )
 
 
-def test_a_response_format_does_not_concern_a_reply_that_must_call(client):
+def test_response_format_is_ignored_if_a_call_is_required(client):
     answer = ask(
         client,
         tools=TOOLS,
@@ -147,7 +147,7 @@ def test_a_response_format_does_not_concern_a_reply_that_must_call(client):
     assert json.loads(call.function.arguments)["of"] in ("a", "b")
 
 
-def test_calls_that_must_be_made(client):
+def test_required_tool_calls_are_enforced_by_a_grammar(client):
     for parallel in (False, True):
         answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
         (choice,) = answer.choices
@@ -205,7 +205,7 @@ def tool_of(schema):
         ({"$ref": "#/$defs/b"}, r"function\.parameters\.\$defs\.b: the type 'thing' is unknown"),
     ],
 )
-def test_refusal_of_a_tool_names_the_field_of_the_request(client, schema, says):
+def test_error_of_a_tool_schema_names_the_request_field(client, schema, says):
     with pytest.raises(openai.BadRequestError, match=r"at tools\[1\]\." + says) as error:
         ask(client, tools=[TOOLS[1], tool_of(schema)], tool_choice="required")
     assert error.value.body["param"] == "tool_choice"
@@ -219,7 +219,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_constrained_answer_is_empty_because_the_model_stopped_in_thoughts(client, form):
+def test_constrained_answer_is_not_empty_after_early_end_of_thoughts(client, form):
     """The temperature makes each end-of-sequence token as likely as any other token."""
     options = {**FORMS[form]}
     extra = {**options.pop("extra_body", {}), "chat_template_kwargs": {"think": True}}
@@ -278,7 +278,7 @@ def test_invalid_structured_requests_return_400_with_param(scripted, body, param
     assert says in error.value.body["message"]
 
 
-def test_too_many_waiting_grammars_are_a_reason_to_try_again(scripted, monkeypatch):
+def test_too_many_queued_grammars_return_503(scripted, monkeypatch):
     monkeypatch.setattr(store, "MAX_WAITING", 0)
     body = {"messages": [{"role": "user", "content": "a"}], "guided_regex": "never seen before"}
     with pytest.raises(openai.InternalServerError, match="wait to be compiled") as error:

@@ -109,7 +109,7 @@ def _is_json(text):
         return False
 
 
-def test_n_choices_and_logprobs_and_token_ids(client):
+def test_tool_calls_support_n_choices_logprobs_and_token_ids(client):
     extra = {"return_token_ids": True}
     options = {"tools": TOOLS, "n": 2, "logprobs": True, "extra_body": extra}
     answer = ask(client, "call", **options)
@@ -144,7 +144,7 @@ def test_truncated_tool_call_returns_partial_arguments(client):
     assert [(n, text) for n, text, _ in got[2].values()] == calls
 
 
-def test_tool_choice_none_and_no_tools_leave_text_alone(client, engine):
+def test_text_is_unchanged_without_tools_or_with_tool_choice_none(client, engine):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {}):
         content, _, calls, finish = whole(ask(client, "only", **options))
         assert (content, calls, finish) == (TOOL_CALLS, [], "stop")
@@ -178,7 +178,7 @@ def test_chat_template_receives_tool_call_history(client, engine):
     client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
 
 
-def test_thoughts_that_the_template_begins(client):
+def test_thoughts_begun_by_the_template_are_parsed(client):
     think = {"chat_template_kwargs": {"think": True}}
     assert whole(ask(client, "inside", extra_body=think))[:2] == ("Sunny.", "I look.")
     assert joined(ask(client, "inside", extra_body=think, stream=True))[:2] == ("Sunny.", "I look.")
@@ -226,7 +226,7 @@ def test_oversized_tool_schemas_are_rejected(client):
             ask(client, "plain", tools=[tool])
 
 
-def test_special_tokens_that_are_markers_are_read_and_others_are_kept_from_clients():
+def test_marker_tokens_are_parsed_and_other_special_tokens_removed():
     tokenizer = byte_tokenizer(TOOL_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[IMG]"]})
     reply = '[IMG]Yes.[TOOL_CALLS]weather{"city": "a"}'
@@ -263,7 +263,7 @@ PARTS = (
 )
 
 
-def test_templates_that_read_parts_get_parts():
+def test_templates_that_require_parts_receive_parts():
     engine = NamedReplies(tokenizer=byte_tokenizer(PARTS))
     with background(engine) as url:
         ask(openai.OpenAI(base_url=url, api_key="none"), "plain")

@@ -73,7 +73,7 @@ def serve(engine):
     return background(engine, otlp_traces_endpoint="http://collector/v1/traces")
 
 
-def test_each_prompt_has_a_span(spans):
+def test_each_prompt_has_one_trace_span(spans):
     engine = ScriptedEngine(lambda prompt, choice: "abc")
     with serve(engine) as url:
         body = {"prompt": ["a secret", "b"], "n": 2, "max_tokens": 2, "temperature": 0.5}
@@ -119,7 +119,7 @@ def test_each_prompt_has_a_span(spans):
     assert "secret" not in str([dict(span.attributes) for span in spans()])
 
 
-def test_a_client_that_leaves_ends_the_span(spans):
+def test_disconnected_client_ends_the_trace_span(spans):
     engine = ScriptedEngine(lambda prompt, choice: "x" * 200, delay=0.02)
     with serve(engine) as url:
         body = {"prompt": "a", "max_tokens": 200, "stream": True}
@@ -151,7 +151,7 @@ class Collector(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_collector_gets_the_spans():
+def test_collector_receives_the_trace_spans():
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

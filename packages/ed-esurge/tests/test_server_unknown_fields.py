@@ -33,7 +33,7 @@ def http():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_header_names_ignored_fields(http, stream):
+def test_header_lists_ignored_fields(http, stream):
     body = {**CHAT, "stream": stream, "temprature": 1, "provider": {"order": []}}
     answer = http.post("chat/completions", json=body)
     assert answer.status_code == 200
@@ -43,7 +43,7 @@ def test_a_header_names_ignored_fields(http, stream):
     assert HEADER not in http.post("chat/completions", json=CHAT).headers
 
 
-def test_the_header_of_ignored_fields_is_bounded_and_printable(http):
+def test_ignored_fields_header_is_bounded_and_printable(http):
     many = {f"key {number}": 1 for number in range(1000)}
     long = {"é\n" + "a" * 100_000: 1}
     answer = http.post("chat/completions", json={**CHAT, **long, **many})
@@ -54,7 +54,7 @@ def test_the_header_of_ignored_fields_is_bounded_and_printable(http):
     assert "(and 993 more)" in named
 
 
-def test_the_time_to_note_unknown_keys_is_linear():
+def test_unknown_keys_are_recorded_in_linear_time():
     noted = IgnoredKeys("warn")
     keys = {f"key {number}": None for number in range(200_000)} | {"a" * 4_000_000: None}
     begun = time.perf_counter()
@@ -64,7 +64,7 @@ def test_the_time_to_note_unknown_keys_is_linear():
     assert noted.header.endswith("(and 199993 more)")
 
 
-def test_the_log_names_an_ignored_field_once(caplog):
+def test_log_lists_an_ignored_field_once(caplog):
     with background(ScriptedEngine()) as url, caplog.at_level(logging.WARNING):
         for _ in range(3):
             httpx.post(f"{url}/chat/completions", json={**CHAT, "some_field": 1})
@@ -72,7 +72,7 @@ def test_the_log_names_an_ignored_field_once(caplog):
     assert len(said) == 1
 
 
-def test_fields_may_be_ignored_or_refused():
+def test_policy_selects_ignoring_or_rejecting_unknown_fields():
     with background(ScriptedEngine(), unknown_fields="ignore") as url:
         answer = httpx.post(f"{url}/chat/completions", json={**CHAT, "temprature": 1})
         assert answer.status_code == 200 and HEADER not in answer.headers
@@ -107,7 +107,7 @@ def test_fields_may_be_ignored_or_refused():
         ("include_reasoning", False, True),
     ],
 )
-def test_a_known_field_that_would_change_the_answer_is_refused(http, field, value, harmless):
+def test_unimplemented_field_that_changes_the_answer_returns_400(http, field, value, harmless):
     answer = http.post("chat/completions", json={**CHAT, field: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
@@ -156,7 +156,7 @@ class _Info:
     context = IgnoredKeys("ignore")
 
 
-def test_null_everywhere_changes_no_request():
+def test_null_fields_do_not_change_requests():
     for kind, least in (
         (ChatRequest, CHAT),
         (MessagesRequest, {**CHAT, "model": "m", "max_tokens": 1}),

@@ -47,7 +47,7 @@ def test_rerank_is_served_at_every_path(http, path):
         ("queries", "items"),
     ],
 )
-def test_score_at_every_path_by_every_name(http, path, left, right):
+def test_score_is_served_at_every_path_with_every_field_name(http, path, left, right):
     answer = http.post(path, json={left: "ab", right: ["ab", "zz"]})
     scores = Scores.model_validate(answer.json()).data
     assert scores[0].score == pytest.approx(1) and scores[1].score < 0.99
@@ -55,7 +55,7 @@ def test_score_at_every_path_by_every_name(http, path, left, right):
     assert error["param"] == f"{right}[0]"
 
 
-def test_ping_tells_whether_requests_are_taken(http, engine):
+def test_ping_reports_whether_requests_are_accepted(http, engine):
     for method in ("GET", "POST"):
         answer = httpx.request(method, f"{http.base_url}/ping")  # without a key
         assert (answer.status_code, answer.content) == (200, b"")
@@ -74,7 +74,7 @@ def test_load_endpoint_counts_running_requests(http):
             assert answers.Load.model_validate(load.json()).server_load == 1
 
 
-def test_tokenizer_info_is_the_configuration_of_the_tokenizer(http, engine):
+def test_tokenizer_info_returns_the_tokenizer_configuration(http, engine):
     told = http.get("/tokenizer_info").json()
     assert told["tokenizer_class"] == type(engine.tokenizer).__name__
     assert told["chat_template"] == engine.tokenizer.chat_template
@@ -84,7 +84,7 @@ def test_tokenizer_info_is_the_configuration_of_the_tokenizer(http, engine):
     assert http.get("/tokenizer_info", params={"model": "x"}).status_code == 404
 
 
-def test_the_prefix_cache_can_be_reset(http, engine):
+def test_reset_prefix_cache_route_resets_selected_models(http, engine):
     before = engine.resets
     options = {"reset_running_requests": "true", "reset_external": "true", "model": "scripted"}
     assert http.post("/reset_prefix_cache", params=options).status_code == 403
@@ -111,7 +111,7 @@ def chunks(http, path, body):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-def test_every_chunk_carries_the_token_counts_so_far(http, path, body):
+def test_continuous_usage_adds_token_counts_to_every_chunk(http, path, body):
     both = {"include_usage": True, "continuous_usage_stats": True}
     got = chunks(http, path, {**body, "stream_options": both})
     counts = [chunk["usage"]["completion_tokens"] for chunk in got]
@@ -126,7 +126,7 @@ def test_every_chunk_carries_the_token_counts_so_far(http, path, body):
     assert all(chunk.get("usage") is None for chunk in got)
 
 
-def test_a_cut_prompt_is_reported_at_every_route():
+def test_every_route_reports_truncated_prompts():
     config = EngineConfig(auto_truncate_prompt=True)
     text = "a" * 1000
     bodies = {
