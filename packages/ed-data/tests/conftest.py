@@ -1,4 +1,4 @@
-"""A small tokenizer, made once, and helpers to write data and mixtures."""
+"""A small tokenizer, and fixtures that write data and create mixtures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Any:
-    """Write rows (or texts under `content`) as a jsonl file; returns its path."""
+    """Return a function that writes rows (or texts as `content`) to a jsonl file."""
 
     def write(rows: Any = TEXTS, name: str = "data.jsonl") -> str:
         path = tmp_path / name
@@ -35,7 +35,7 @@ def jsonl(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def mixture(tmp_path: Path, jsonl: Any) -> Any:
-    """Make a mixture of one jsonl file; its cache is in the test's folder."""
+    """Return a function that creates a mixture of one jsonl file with its own cache."""
 
     def make(rows: Any = TEXTS, **options: Any) -> Mixture:
         given = {

@@ -1,4 +1,4 @@
-"""Bad input: clear, counted, never silent."""
+"""Invalid input: errors name the location, and dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_truncated_or_damaged_parquet_file_raises_error_with_file_name(tmp_path)
     assert "a.parquet is not a parquet file, or is truncated" in error_of(path)
     pq.write_table(pa.table({"content": [str(i) for i in range(5000)]}), path, row_group_size=1000)
     data = bytearray(path.read_bytes())
-    data[2000:6000] = bytes(4000)  # damaged inside
+    data[2000:6000] = bytes(4000)  # damaged in the middle
     path.write_bytes(data)
     assert "a.parquet" in error_of(path)
 
@@ -101,7 +101,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(mixture, tokenizer, tmp_path, c
         "'content' is empty": 1,
     }
     batches = []
-    for on_the_fly in (False, True, False):  # made, made on the fly, from the cache
+    for on_the_fly in (False, True, False):  # cached, on the fly, and from the cache
         caplog.clear()
         made = mixture(informs=[inform], pack_on_the_fly=on_the_fly)
         loader = build_loader(made, tokenizer)
@@ -119,7 +119,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(mixture, tokenizer, tmp_path, c
         build_loader(mixture(informs=[{"data_files": path}]), tokenizer)
 
 
-def test_skipping_goes_on_after_each_kind_of_error(tmp_path):
+def test_skipping_continues_after_each_kind_of_error(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'a,b\n1,2\n3\n4,\xff\n5,"6"x\n7,8\n9,"10\n')
     read = Documents(Inform(data_files=tmp_path / "a.csv", content_field="b", on_error="skip"))
     assert [d.content for d in read] == ["2", "8"]
@@ -130,7 +130,7 @@ def test_skipping_goes_on_after_each_kind_of_error(tmp_path):
         assert [d.content for d in Documents(inform)] == texts
 
 
-def test_one_empty_file_among_others(mixture, tokenizer, tmp_path):
+def test_empty_files_are_skipped_unless_all_are_empty(mixture, tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "b.jsonl").write_bytes(GOOD)
     informs = [{"data_files": f"{tmp_path}/?.jsonl"}]
@@ -147,7 +147,7 @@ def test_empty_data_error_states_reason(mixture, tokenizer):
         build_loader(mixture([{"content": None}] * 2), tokenizer)
 
 
-def test_renaming_onto_a_field_that_exists(jsonl):
+def test_renaming_to_an_existing_field_raises_data_error(jsonl):
     rows = [{"question": "q", "content": "c"}]
     inform = Inform(data_files=jsonl(rows), format_fields={"question": "content"})
     with pytest.raises(DataError, match=r"renames 'question' to 'content'.*already") as error:
@@ -157,7 +157,7 @@ def test_renaming_onto_a_field_that_exists(jsonl):
     assert [d.content for d in documents(swapped)] == ["q"]
 
 
-def test_a_preference_row_is_not_learned_as_a_prompt(mixture, tokenizer, jsonl):
+def test_text_schema_rejects_prompts_of_preference_rows(mixture, tokenizer, jsonl):
     rows = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
     informs = [{"data_files": jsonl(rows), "content_field": "prompt"}]
     made = mixture(informs=informs)
@@ -175,7 +175,7 @@ ANSWER = {"role": "assistant", "content": "hello"}
 
 
 @pytest.mark.parametrize("on_the_fly", [False, True])
-def test_data_without_any_label_is_refused(mixture, tokenizer, on_the_fly):
+def test_data_without_labels_raises_data_error(mixture, tokenizer, on_the_fly):
     options = {
         "tokenization": {"assistant_only_loss": True},
         "pack_on_the_fly": on_the_fly,
@@ -186,14 +186,14 @@ def test_data_without_any_label_is_refused(mixture, tokenizer, on_the_fly):
     assert error.value.path == ("tokenization", "assistant_only_loss")
     rows = [{"content": [USER]}, {"content": [USER, ANSWER]}]
     assert build_loader(mixture(rows, **options), tokenizer).stats["documents"] == 2
-    # An answer that a length limit cuts off is no answer.
+    # Truncation may remove the answer.
     long = {"role": "user", "content": "hi " * 50}
     options["tokenization"]["max_length"] = 16
     with pytest.raises(DataError, match="truncation removed"):
         build_loader(mixture([{"content": [long, ANSWER]}], **options), tokenizer)
 
 
-def test_weights_that_name_nothing_or_are_zero(jsonl):
+def test_unknown_or_zero_weights_raise_validation_error(jsonl):
     inform = {"data_files": jsonl(), "name": "a"}
     for weights, says in (
         ({"a": 1, "b": 1}, "there is no inform 'b'"),
@@ -204,7 +204,7 @@ def test_weights_that_name_nothing_or_are_zero(jsonl):
             Mixture(informs=[inform], mixture_weights=weights)
 
 
-def test_a_cache_that_cannot_be_written(mixture, tokenizer, tmp_path):
+def test_unwritable_cache_raises_data_error(mixture, tokenizer, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     made = mixture(cache_dir=str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"the cache folder .* cannot be written") as error:
@@ -213,7 +213,7 @@ def test_a_cache_that_cannot_be_written(mixture, tokenizer, tmp_path):
     assert build_loader(made.replace(pack_on_the_fly=True), tokenizer).batch_at(0)
 
 
-def test_a_cache_that_is_only_read_is_used(mixture, tokenizer, tmp_path, monkeypatch, caplog):
+def test_read_only_cache_is_used(mixture, tokenizer, tmp_path, monkeypatch, caplog):
     made = mixture()
     first = build_loader(made, tokenizer, batch_size=2).batch_at(3)
 
@@ -221,7 +221,7 @@ def test_a_cache_that_is_only_read_is_used(mixture, tokenizer, tmp_path, monkeyp
         raise PermissionError(13, "Read-only file system")
 
     monkeypatch.setattr("ed_data.cache._begin", refuse)
-    other = made.replace(seed=3)  # needs another plan, and the same tokens
+    other = made.replace(seed=3)  # needs another plan, but the same tokens
     assert build_loader(other, tokenizer, batch_size=2).stats["documents"] == 60
     assert "the plan of the rows is not cached" in caplog.text
     again = build_loader(made, tokenizer, batch_size=2).batch_at(3)
@@ -230,7 +230,7 @@ def test_a_cache_that_is_only_read_is_used(mixture, tokenizer, tmp_path, monkeyp
         build_loader(made.replace(pack_eos_token_id=5), tokenizer)
 
 
-def test_nothing_stays_after_a_failure(mixture, tokenizer, tmp_path):
+def test_failed_store_leaves_no_files(mixture, tokenizer, tmp_path):
     with pytest.raises(DataError):
         build_loader(mixture([{"content": "a"}, {"content": 3}]), tokenizer)
     left = [f for _, _, files in os.walk(tmp_path / "cache") for f in files]

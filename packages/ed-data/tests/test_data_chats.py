@@ -56,8 +56,8 @@ MARKED_LINES = (
 
 
 @pytest.mark.parametrize("template", [LINES, MARKED_LINES])
-def test_eos_after_an_answer_is_always_learned(tokenizer, template):
-    """Also the line end before EOS: a model reaches EOS through the line end."""
+def test_eos_after_an_answer_always_has_loss(tokenizer, template):
+    """The line end before EOS also has loss, because a model must generate it."""
     ids, mask = encoded(with_template(tokenizer, template), CHAT, assistant_only_loss=True)
     assert tokenizer.decode(ids) == "user: hi\nassistant: hello\n<|eos|>"
     learned = tokenizer.decode([t for t, flag in zip(ids, mask, strict=True) if flag])
@@ -65,14 +65,14 @@ def test_eos_after_an_answer_is_always_learned(tokenizer, template):
 
 
 @pytest.mark.parametrize("template", [LINES, MARKED_LINES])
-def test_no_eos_follows_a_question(tokenizer, template):
+def test_question_at_the_end_of_a_chat_has_no_eos(tokenizer, template):
     ids, mask = encoded(with_template(tokenizer, template), [*CHAT, USER], assistant_only_loss=True)
     assert tokenizer.decode(ids) == "user: hi\nassistant: hello\nuser: hi\n"
     assert any(mask)
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>\n", "<|im_end|>", "<|im_end|> \n\n", "<|eos|>\n"])
-def test_a_chat_has_one_end_token(tokenizer, end):
+def test_chat_has_exactly_one_end_token(tokenizer, end):
     template = LINES.replace("{{ m.content }}\n", "{{ m.content }}" + end)
     made = with_template(tokenizer, template, ["<|im_end|>"])
     for options in ({}, {"assistant_only_loss": True}):
@@ -94,10 +94,10 @@ WORDS = st.text("ab .:é", min_size=1, max_size=6).filter(str.strip)
     words=st.lists(WORDS, min_size=2, max_size=5),
     assistant_only_loss=st.booleans(),
 )
-def test_chats_of_any_template_have_the_tokens_of_transformers(
+def test_chat_tokens_equal_those_of_transformers(
     tokenizer, bos, header, end, last, white, words, assistant_only_loss
 ):
-    """One EOS is added to an answer without an end token; the end of an answer has loss."""
+    """An answer without an end token gets one EOS, and the end of an answer has loss."""
     template = (
         ("<|bos|>" if bos else "")
         + "{% for m in messages %}"
@@ -142,7 +142,7 @@ ROW = {"messages": CHAT, "tools": [TOOL], "chat_template_kwargs": {"mood": "calm
     ],
 )
 @pytest.mark.parametrize("assistant_only_loss", [False, True])
-def test_tools_and_arguments_of_a_row_go_to_the_template(
+def test_tools_and_arguments_of_a_row_are_passed_to_the_template(
     tokenizer, jsonl, row, assistant_only_loss
 ):
     made = with_template(tokenizer, SHOWING)
@@ -165,7 +165,7 @@ def test_tools_are_read_from_columns_of_a_table(tokenizer, tmp_path, fields):
     assert set(found.template) == {{"chat_template_kwargs": "mood"}.get(f, f) for f in fields}
 
 
-def test_tools_belong_to_pairs_and_prompts(tokenizer, mixture):
+def test_pairs_and_prompts_may_have_tools(tokenizer, mixture):
     made = with_template(tokenizer, SHOWING)
     row = {**ROW, "prompt": [USER], "chosen": [ANSWER], "rejected": "no"}
     loader = build_loader(mixture([row], pack_seq_length=256), made, schema=PREFERENCE)
@@ -193,19 +193,19 @@ def test_tools_belong_to_pairs_and_prompts(tokenizer, mixture):
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs sets 'tokenize'"),
     ],
 )
-def test_wrong_tools_and_arguments_are_found_before_a_run(mixture, jsonl, change, says):
+def test_invalid_tools_and_arguments_raise_error_before_a_run(mixture, jsonl, change, says):
     informs = [{"data_files": jsonl([{**ROW, **change}]), "content_field": "messages"}]
     ((path, message),) = check_names(mixture(informs=informs))
     assert path[:2] == ("informs", 0)
     assert says in message and "data.jsonl:1" in message
 
 
-def test_rows_of_texts_may_have_a_field_tools(mixture, jsonl):
+def test_text_rows_may_have_a_field_named_tools(mixture, jsonl):
     informs = [{"data_files": jsonl([{"content": "text", "tools": "hammer"}])}]
     assert check_names(mixture(informs=informs)) == []
 
 
-def test_arguments_that_the_template_does_not_read_are_named(tokenizer, caplog):
+def test_unused_template_arguments_are_logged(tokenizer, caplog):
     made = with_template(tokenizer, LINES)
     encoder = Encoder.create(made, Tokenization(), None)
     example = Example({"content": CHAT}, place="row 1", template={"tools": [TOOL]})
@@ -215,7 +215,7 @@ def test_arguments_that_the_template_does_not_read_are_named(tokenizer, caplog):
     assert caplog.text.count("the chat template does not read 'tools'") == 1
 
 
-def test_rows_with_tools_have_the_template_for_tools(tokenizer, caplog):
+def test_rows_with_tools_use_the_tool_template(tokenizer, caplog):
     made = with_template(tokenizer, SHOWING)
     made.chat_template = {"default": MARKED_LINES, "tool_use": SHOWING}
     for arguments in ({}, {"tools": [TOOL]}):
@@ -226,7 +226,7 @@ def test_rows_with_tools_have_the_template_for_tools(tokenizer, caplog):
     assert "does not read" not in caplog.text
 
 
-def test_other_tools_are_other_data(tokenizer, mixture):
+def test_changed_tools_change_the_fingerprint(tokenizer, mixture):
     made = with_template(tokenizer, SHOWING)
 
     def state(**changes):
@@ -243,7 +243,7 @@ def test_other_tools_are_other_data(tokenizer, mixture):
 
 @pytest.mark.parametrize("format", ["json", "parquet"])
 def test_saved_chats_keep_their_tools(tokenizer, mixture, jsonl, tmp_path, format):
-    """Saved documents are rows again, with the same tokens."""
+    """Saved documents can be read as rows with the same tokens."""
     made = with_template(tokenizer, SHOWING)
     informs = [{"data_files": jsonl([ROW]), "content_field": "messages"}]
     saving = {"path": tmp_path / "out", "format": format}
@@ -255,7 +255,7 @@ def test_saved_chats_keep_their_tools(tokenizer, mixture, jsonl, tmp_path, forma
     assert first["input_ids"].tolist() == second["input_ids"].tolist()
 
 
-def test_a_table_cannot_take_tools_that_its_first_rows_lack(tokenizer, mixture, jsonl, tmp_path):
+def test_table_rejects_tools_missing_in_its_first_rows(tokenizer, mixture, jsonl, tmp_path):
     rows = [{"messages": CHAT}] * 1024 + [ROW]
     informs = [{"data_files": jsonl(rows), "content_field": "messages"}]
     saving = {"path": tmp_path / "out"}

@@ -1,4 +1,4 @@
-"""What is said before anything long starts: names that lead nowhere, keys without effect."""
+"""Checks before slow work: unresolved names, and keys without effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ed_data.schema import PREFERENCE, PROMPT
 JSON = {"type": "json", "data_files": "train/*.json", "name": "a"}
 
 
-def test_the_checks_import_nothing_heavy(jsonl):
+def test_checks_import_no_heavy_modules(jsonl):
     code = (
         "import sys; from ed_data import Mixture, check_names, idle_options; "
         f"inform = {{'data_files': {jsonl()!r}, 'preprocessing_fn': 'os.path:join'}}; "
@@ -64,14 +64,14 @@ def test_check_names_reports_functions_that_cannot_be_imported(
         ({"type": "python", "data_files": "os.pth:join"}, "data_files", "no module 'os.pth'"),
     ],
 )
-def test_fields_are_looked_up_in_the_first_row(mixture, jsonl, options, key, says):
+def test_check_names_looks_up_fields_in_the_first_row(mixture, jsonl, options, key, says):
     made = mixture(informs=[{"data_files": jsonl(), **options}])
     ((path, message),) = check_names(made)
     assert path == ("informs", 0, key)
     assert says in message
 
 
-def test_a_callback_may_make_the_fields(mixture, jsonl):
+def test_format_callback_may_create_the_fields(mixture, jsonl):
     informs = [{"data_files": jsonl(), "content_field": "x", "format_callback": "copy:copy"}]
     assert check_names(mixture(informs=informs)) == []
     assert [path for path, _ in check_names(mixture(), PREFERENCE)] == [
@@ -79,7 +79,7 @@ def test_a_callback_may_make_the_fields(mixture, jsonl):
     ]
 
 
-def test_nothing_is_tokenized_before_a_name_is_refused(mixture, jsonl, tokenizer, tmp_path):
+def test_unresolved_names_are_rejected_before_tokenization(mixture, jsonl, tokenizer, tmp_path):
     informs = [{"data_files": jsonl()}, {"data_files": jsonl(), "content_field": "contnt"}]
     with pytest.raises(DataError, match="did you mean 'content'") as error:
         build_loader(mixture(informs=informs), tokenizer)
@@ -124,7 +124,7 @@ def test_idle_options_names_options_without_effect(options, keys):
     assert all("no effect: " in reason for _, reason in remarks)
 
 
-def test_a_key_that_says_its_default_is_idle_too_and_a_schema_may_read_a_field():
+def test_explicit_default_is_reported_and_fields_of_the_schema_are_not():
     made = Mixture(informs=[JSON], pack_strategy="bfd")
     assert idle_options(made) == [
         (("pack_strategy",), "pack_strategy has no effect: pack_tokens is off")

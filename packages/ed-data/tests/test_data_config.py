@@ -1,4 +1,4 @@
-"""Options: the seeds' names are taken, everything else is refused with the nearest name."""
+"""Options: documented names are accepted, and other names are rejected with a suggestion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def problem(make) -> str:
     return str(error.value)
 
 
-def test_importing_the_options_imports_nothing_heavy():
+def test_options_import_no_heavy_modules():
     code = (
         "import sys, ed_data, ed_data.config; ed_data.Mixture; "
         "heavy = {'jax', 'transformers', 'datasets', 'tokenizers', 'numpy', 'pyarrow', 'fsspec'}; "
@@ -28,7 +28,7 @@ def test_importing_the_options_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_lists_its_names_and_knows_a_slip():
+def test_package_lists_its_names_and_suggests_the_nearest():
     import ed_data
 
     assert set(ed_data.__all__) <= set(dir(ed_data))
@@ -38,7 +38,7 @@ def test_the_package_lists_its_names_and_knows_a_slip():
         ed_data.build_loadr  # noqa: B018
 
 
-def test_the_reference_block_of_the_seeds():
+def test_documented_mixture_block_is_valid():
     mixture = Mixture(
         informs=[
             {**JSON, "content_field": "text", "split": "train"},
@@ -106,7 +106,7 @@ def test_file_suffix_determines_type(path, kind):
     assert Inform(data_files=path).kind == kind
 
 
-def test_unknown_keys_name_the_nearest():
+def test_unknown_key_error_suggests_the_nearest_key():
     assert "unknown key 'pack_token'; did you mean 'pack_tokens'?" in problem(
         lambda: Mixture(informs=[JSON], pack_token=True)
     )
@@ -207,11 +207,11 @@ def places(make) -> list[str]:
         {"prefetch_buffer_size": 10**9},
     ],
 )
-def test_numbers_are_numbers_and_have_a_bound(options):
+def test_numeric_options_reject_booleans_and_values_out_of_bounds(options):
     assert places(lambda: Mixture(informs=[JSON], **options)) == [*options]
 
 
-def test_numbers_of_nested_options_have_a_bound_too():
+def test_numeric_options_of_nested_sections_have_bounds():
     assert places(
         lambda: Mixture(
             informs=[{**JSON, "num_rows": True}],
@@ -233,7 +233,7 @@ def test_numbers_of_nested_options_have_a_bound_too():
 
 
 @pytest.mark.parametrize(("key", "hint"), [("SEED", "seed"), ("Pack-Tokens", "pack_tokens")])
-def test_case_and_hyphens_do_not_hide_the_nearest_key(key, hint):
+def test_nearest_key_ignores_case_and_hyphens(key, hint):
     assert f"did you mean '{hint}'?" in problem(lambda: Mixture(informs=[JSON], **{key: 1}))
 
 

@@ -1,4 +1,4 @@
-"""Several hosts: each makes its own rows of the same batches, and reads nothing else."""
+"""Several hosts: each creates and reads only its own rows of the same batches."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def same(first, second) -> bool:
 
 @pytest.mark.parametrize("schema", list(ROWS), ids=["text", "pairs", "values"])
 @pytest.mark.parametrize("how", [{}, {"pack_on_the_fly": True}, {"streaming": True}])
-def test_the_shares_are_the_batch(mixture, tokenizer, schema, how):
-    """With any number of hosts, also when it changes on the way; also in an uneven order."""
+def test_rows_of_all_hosts_form_the_batch(mixture, tokenizer, schema, how):
+    """For any number of hosts, which may change between steps, and for any order of rows."""
     options = {"pack_seq_length": 32, **how}
     if schema == TEXT:
         options |= {"pack_tokens": False, "tokenization": {"padding": "longest"}}
@@ -65,7 +65,7 @@ def test_the_shares_are_the_batch(mixture, tokenizer, schema, how):
     assert same(next(mixed), {name: values[[5, 0, 2]] for name, values in expected.items()})
 
 
-def test_only_the_own_tokens_are_read(mixture, tokenizer, monkeypatch):
+def test_host_reads_only_the_tokens_of_its_rows(mixture, tokenizer, monkeypatch):
     read = []
     gather = TokenStore.gather
 
@@ -81,7 +81,7 @@ def test_only_the_own_tokens_are_read(mixture, tokenizer, monkeypatch):
         assert sum(read) == (batch["segment_ids"] > 0).sum()
 
 
-def test_rows_that_are_not_there(mixture, tokenizer):
+def test_invalid_host_rows_raise_data_error(mixture, tokenizer):
     loader = build_loader(mixture(ROWS[TEXT]), tokenizer, batch_size=6)
     for rows in ([], [6], [-1], [1, 1]):
         with pytest.raises(DataError, match=r"name some of the rows 0 to 5"):
@@ -101,8 +101,8 @@ for step in range(4):
 
 
 @pytest.mark.nightly
-def test_two_processes_read_the_rows_of_their_share(mixture, tokenizer, tmp_path):
-    """Each in a process of its own, over one cache."""
+def test_two_processes_create_the_rows_of_their_share(mixture, tokenizer, tmp_path):
+    """Two separate processes use one cache."""
     import hashlib
 
     tokenizer.save_pretrained(tmp_path / "tok")

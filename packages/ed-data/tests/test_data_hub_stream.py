@@ -1,4 +1,4 @@
-"""Datasets of the hub as streams: here, folders that `datasets` builds in the same way."""
+"""Streams of hub datasets, tested with folders that `datasets` loads in the same way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def inform_of(where: str, **options) -> Inform:
 
 
 @pytest.mark.parametrize(("kind", "reader"), [("parquet", FileSource), ("jsonl", HubStream)])
-def test_nothing_is_downloaded_and_any_row_can_be_the_first(folder, tmp_path, kind, reader):
+def test_stream_of_hub_dataset_starts_at_any_row_without_download(folder, tmp_path, kind, reader):
     inform = inform_of(folder(kind), name="hub")
     source = open_source(inform, STREAMED)
     assert type(source) is reader
@@ -60,7 +60,7 @@ def test_nothing_is_downloaded_and_any_row_can_be_the_first(folder, tmp_path, ki
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_stream_goes_on_exactly(mixture, tokenizer, folder, monkeypatch, kind):
+def test_stream_resumes_exactly(mixture, tokenizer, folder, monkeypatch, kind):
     monkeypatch.setattr(stream, "WINDOW", 25)
     made = mixture(
         informs=[inform_of(folder(kind), name="hub")], streaming=True, pack_seq_length=48
@@ -92,7 +92,7 @@ def test_streaming_report_downloads_no_files(
     assert not list((tmp_path / "hf").rglob("*.arrow"))
 
 
-def test_a_split_that_is_not_there(folder):
+def test_missing_split_raises_data_error(folder):
     with pytest.raises(DataError, match=r"no split 'tran'; did you mean 'train'"):
         open_source(inform_of(folder("parquet"), split="tran"), STREAMED)
     with pytest.raises(DataError, match="cannot load dataset"):

@@ -70,7 +70,7 @@ def user(text: str, images: int = 1) -> dict:
 def chat(number: int, images: int = 1) -> dict:
     names = [f"{(number + i) % 8}.png" for i in range(images)]
     answer = {"role": "assistant", "content": f"answer {number}"}
-    return {"messages": [user(f"what is {number}?", images), answer], "images": names}
+    return {"messages": [user(f"question {number}?", images), answer], "images": names}
 
 
 def loader_of(mixture, jsonl, processor, rows, schema=TEXT, **options):
@@ -139,7 +139,7 @@ def test_packed_rows_keep_the_images_of_their_documents_in_order(
             files = []
             for segment in range(1, segments.max() + 1):
                 text = processor.tokenizer.decode(ids[segments == segment])
-                row = rows[int(text.split("what is ")[1].split("?")[0])]
+                row = rows[int(text.split("question ")[1].split("?")[0])]
                 files += [pictures / name for name in row["images"]]
                 seen += 1
             assert (ids == token).sum() == FEATURES * len(files)
@@ -201,7 +201,7 @@ def test_images_of_a_table_are_bytes(tmp_path, mixture, processor):
 
 
 def test_prompt_and_completion_may_have_images(mixture, jsonl, processor, pictures):
-    row = {"prompt": [user("say yes")], "completion": [{"role": "assistant", "content": "yes"}]}
+    row = {"prompt": [user("answer yes")], "completion": [{"role": "assistant", "content": "yes"}]}
     rows = [{**row, "images": ["2.png"]}]
     batch = loader_of(mixture, jsonl, processor, rows, COMPLETION).batch_at(0)
     learned = batch["labels"][0][batch["labels"][0] >= 0]
@@ -253,7 +253,7 @@ def test_truncation_never_removes_a_placeholder(mixture, jsonl, processor, pictu
     found = (batch["input_ids"] == processor.image_token_id).sum(axis=1)
     assert found.tolist() == [FEATURES, FEATURES]
     texts = processor.tokenizer.batch_decode(batch["input_ids"])
-    assert ["what is 0?" in texts[0], "what is 2?" in texts[1]] == [True, True]
+    assert ["question 0?" in texts[0], "question 2?" in texts[1]] == [True, True]
 
 
 def test_text_after_the_images_may_be_truncated(mixture, jsonl, processor, pictures):

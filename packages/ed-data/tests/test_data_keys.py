@@ -1,4 +1,4 @@
-"""Keys of `mixture` whose effect no other test shows from the option to what it changes."""
+"""Effects of the keys of `mixture` that no other test covers from option to batch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ed_data.sources import files
 
 
 def sources_of(loader, tokenizer, steps: int) -> str:
-    """The first letter of each document of some batches, in order."""
+    """Return the first letter of each document of some batches, in order."""
     rows = [row for step in range(steps) for row in loader.batch_at(step)["input_ids"]]
     return "".join(tokenizer.decode(row, skip_special_tokens=True)[0] for row in rows)
 
 
 @pytest.fixture
 def two(mixture, jsonl):
-    """Two informs of 8 and 24 documents, one to a row, told apart by their first letter."""
+    """Two informs of 8 and 24 documents, one per row, with different first letters."""
 
     def make(**options):
         informs = [
@@ -39,7 +39,7 @@ def two(mixture, jsonl):
     "mixture.mixture_weights",
     "mixture.informs.name",
 )
-def test_proportions_hold_in_each_block(two, tokenizer):
+def test_proportions_are_exact_in_each_block(two, tokenizer):
     def counts(**options) -> list[int]:
         loader = build_loader(two(**options), tokenizer, batch_size=4)
         drawn = sources_of(loader, tokenizer, 8)
@@ -78,7 +78,7 @@ def test_loader_prefetches_configured_number_of_batches(
 
 @pytest.fixture
 def far(monkeypatch):
-    """A remote file; yields how often it was fetched, and how often fetching is to fail first."""
+    """A remote file; yields the number of downloads and the number of initial failures."""
     fs = fsspec.filesystem("memory")
     fs.pipe("/ed_data_keys/a.jsonl", b'{"content": "far away"}\n' * 3)
     fetched, failures, fetch = [], [], fs.get_file
@@ -111,7 +111,7 @@ def test_remote_files_are_cached_retried_and_refetched_after_expiry(
     informs = [{"data_files": "memory://ed_data_keys/a.jsonl"}]
 
     def load(number: int, **options) -> None:
-        # Another id that ends documents needs other tokens, so the file is read again.
+        # Another end id produces other tokens, so the file is read again.
         made = mixture(informs=informs, pack_eos_token_id=number, **options)
         build_loader(made, tokenizer)
 
@@ -158,7 +158,7 @@ def test_tokenization_options_change_document_tokens(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.tokenization.batch_size")
-def test_documents_are_encoded_so_many_at_a_time(mixture, tokenizer, monkeypatch):
+def test_documents_are_encoded_in_batches(mixture, tokenizer, monkeypatch):
     from ed_data.tokens.encoder import Encoder
 
     sizes, encode = [], Encoder.encode
@@ -173,7 +173,7 @@ def test_documents_are_encoded_so_many_at_a_time(mixture, tokenizer, monkeypatch
 
 
 @pytest.mark.proves("mixture.informs.split", "mixture.informs.data_files", "mixture.informs")
-def test_the_split_of_files_by_split(mixture, tokenizer, jsonl):
+def test_split_selects_files_by_split(mixture, tokenizer, jsonl):
     by_split = {"train": jsonl(["one"] * 2, "t.jsonl"), "test": jsonl(["two"] * 3, "v.jsonl")}
     for split, documents in (("train", 2), ("test", 3)):
         made = mixture(informs=[{"data_files": by_split, "split": split, "type": "json"}])

@@ -1,4 +1,4 @@
-"""Packing on the fly in bounded memory: what is forgotten is read again."""
+"""Packing on the fly in bounded memory: evicted documents are read again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = [f"{i} " + "sheep " * (i % 40) for i in range(120)]
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "two/*.jsonl"])
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
-def test_the_same_batches_with_hardly_any_memory(
+def test_on_the_fly_batches_are_equal_with_minimal_memory(
     mixture, tokenizer, tmp_path, monkeypatch, name, strategy
 ):
     rows = [{"content": text, "other": i} for i, text in enumerate(TEXTS)]

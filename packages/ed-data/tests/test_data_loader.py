@@ -1,4 +1,4 @@
-"""Batches: what trainers rely on, that the step alone decides them, and that a run goes on."""
+"""Batches: their arrays, their dependence on the step, and resuming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same(first, second) -> bool:
 
 
 def segments(batch) -> list[list[int]]:
-    """The token ids of every segment of a batch."""
+    """Return the token ids of each segment of a batch."""
     found = []
     for ids, numbers in zip(batch["input_ids"], batch["segment_ids"], strict=True):
         found += [ids[numbers == n].tolist() for n in range(1, numbers.max() + 1)]
@@ -56,7 +56,7 @@ def check_schema(batch, batch_size, seq_length):
 
 @pytest.mark.proves("mixture.pack_strategy", "mixture.pack_tokens")
 @pytest.mark.parametrize("strategy", ["bfd", "first_fit", "greedy", "wrapped"])
-def test_an_epoch_holds_every_token_once(mixture, tokenizer, strategy):
+def test_epoch_contains_every_token_once(mixture, tokenizer, strategy):
     made = mixture(LONG, pack_strategy=strategy, pack_seq_length=48)
     loader = build_loader(made, tokenizer, batch_size=1)
     assert loader.seq_length == 48
@@ -67,7 +67,7 @@ def test_an_epoch_holds_every_token_once(mixture, tokenizer, strategy):
         found += segments(batch)
     expected = documents_of(LONG, tokenizer)
     assert flat(found) == flat(expected)
-    if strategy != "wrapped":  # whole pieces: cut at the sequence length only
+    if strategy != "wrapped":  # pieces end only at the sequence length
         pieces = [d[at : at + 48] for d in expected for at in range(0, len(d), 48)]
         assert sorted(found) == sorted(pieces)
     stats = loader.stats
@@ -76,7 +76,7 @@ def test_an_epoch_holds_every_token_once(mixture, tokenizer, strategy):
 
 
 @pytest.mark.proves("mixture.pack_tokens")
-def test_unpacked_rows_hold_one_document_each(mixture, tokenizer):
+def test_unpacked_rows_contain_one_document_each(mixture, tokenizer):
     made = mixture(LONG, pack_tokens=False)
     loader = build_loader(made, tokenizer, batch_size=10, seq_length=32)
     found = []
@@ -90,7 +90,7 @@ def test_unpacked_rows_hold_one_document_each(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.tokenization.truncation")
-def test_truncation_false_splits_and_true_cuts(mixture, tokenizer):
+def test_truncation_false_splits_and_true_truncates(mixture, tokenizer):
     expected = documents_of(LONG, tokenizer)
 
     def epoch(packed, **tokenization):
@@ -115,7 +115,7 @@ def test_longest_padding_pads_batch_to_rounded_longest_row(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.tokenization.return_attention_mask")
-def test_attention_mask_is_made_when_asked_for(mixture, tokenizer):
+def test_attention_mask_is_added_by_option(mixture, tokenizer):
     made = mixture(tokenization={"return_attention_mask": True})
     batch = build_loader(made, tokenizer, batch_size=2).batch_at(0)
     assert np.array_equal(batch["attention_mask"], batch["segment_ids"] > 0)
@@ -123,7 +123,7 @@ def test_attention_mask_is_made_when_asked_for(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.tokenization.assistant_only_loss")
-def test_the_loss_mask_reaches_the_labels(mixture, tokenizer):
+def test_loss_mask_determines_the_labels(mixture, tokenizer):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = [{"content": chat}, {"content": [*chat, *chat]}]
     for on_the_fly in (False, True):
@@ -143,8 +143,8 @@ def test_the_loss_mask_reaches_the_labels(mixture, tokenizer):
 
 @given(steps=st.lists(st.integers(0, 200), min_size=1, max_size=6), workers=st.integers(0, 3))
 @settings(deadline=None, max_examples=15)
-def test_a_batch_depends_on_the_step_alone(tokenizer, cached, steps, workers):
-    """Not on what was asked before, on threads, on the process, or on packing ahead of time."""
+def test_batch_depends_only_on_the_step(tokenizer, cached, steps, workers):
+    """Batches do not depend on earlier requests, threads, the process, or packing in advance."""
     reference = build_loader(cached, tokenizer, batch_size=4)
     other = cached.replace(prefetch_workers=workers, pack_on_the_fly=workers == 2)
     asked = build_loader(other, tokenizer, batch_size=4)
@@ -172,8 +172,8 @@ def cached(tmp_path_factory):
     )
 
 
-def test_small_windows_change_nothing_but_the_grouping(mixture, tokenizer, monkeypatch):
-    """Many windows per epoch: rows are found across their borders, and none is lost."""
+def test_window_size_changes_only_the_grouping(mixture, tokenizer, monkeypatch):
+    """Rows are located across window boundaries, and no row is lost."""
     monkeypatch.setattr("ed_data.order.plan.WINDOW", 7)
     loader = build_loader(mixture(LONG), tokenizer, batch_size=3)
     rows = loader.stats["rows"]
@@ -183,11 +183,11 @@ def test_small_windows_change_nothing_but_the_grouping(mixture, tokenizer, monke
     tokens = np.concatenate([f[n > 0] for f, n in zip(found, numbers, strict=True)])
     assert sorted(tokens.tolist()) == flat(documents_of(LONG, tokenizer))
     fresh = build_loader(mixture(LONG), tokenizer, batch_size=3)
-    step = len(batches) + 5  # in the second epoch, asked for at once
+    step = len(batches) + 5  # in the second epoch, without earlier requests
     assert same(fresh.batch_at(step), loader.batch_at(step))
 
 
-def test_epochs_reshuffle_and_hold_the_same_documents(mixture, tokenizer):
+def test_epochs_shuffle_the_same_documents_differently(mixture, tokenizer):
     texts = [f"number {i}" for i in range(32)]
     made = mixture(texts, pack_tokens=False)
     loader = build_loader(made, tokenizer, batch_size=8, seq_length=16)
@@ -200,7 +200,7 @@ def test_epochs_reshuffle_and_hold_the_same_documents(mixture, tokenizer):
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_fewer_documents_than_rows_of_a_batch(mixture, tokenizer):
+def test_batch_may_have_more_rows_than_documents(mixture, tokenizer):
     loader = build_loader(
         mixture(["a", "b"], pack_tokens=False), tokenizer, batch_size=8, seq_length=8
     )
@@ -209,7 +209,7 @@ def test_fewer_documents_than_rows_of_a_batch(mixture, tokenizer):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resume_goes_on_in_the_middle_of_an_epoch(mixture, tokenizer, workers):
+def test_resume_continues_in_the_middle_of_an_epoch(mixture, tokenizer, workers):
     made = mixture(LONG, prefetch_workers=workers)
     loader = build_loader(made, tokenizer, batch_size=2)
     uninterrupted = [next(loader) for _ in range(3 * loader.steps_per_epoch)]
@@ -245,11 +245,11 @@ def test_load_state_dict_rejects_changed_data_or_batch_size(mixture, tokenizer):
         build_loader(mixture(["a", "c"]), tokenizer, batch_size=2).load_state_dict(state)
     with pytest.raises(DataError, match="batch_size: 2 → 3"):
         build_loader(mixture(["a", "b"]), tokenizer, batch_size=3).load_state_dict(state)
-    # The same data from a file that was written again is the same data.
+    # A rewritten file with the same content is the same data.
     build_loader(mixture(["a", "b"]), tokenizer, batch_size=2).load_state_dict(state)
 
 
-def test_mixture_weights_reach_the_batches(cached, tokenizer):
+def test_mixture_weights_determine_shares_in_batches(cached, tokenizer):
     loader = build_loader(cached, tokenizer, batch_size=1)
     counts = {"a": 0, "b": 0}
     for step in range(loader.stats["rows"]):
@@ -259,7 +259,7 @@ def test_mixture_weights_reach_the_batches(cached, tokenizer):
     assert {name: s["per_epoch"] for name, s in loader.stats["sources"].items()} == counts
 
 
-def test_order_options_have_an_effect(mixture, tokenizer):
+def test_order_options_change_the_order(mixture, tokenizer):
     texts = [f"number {i}" for i in range(64)]
 
     def order(shuffle=True, **options):
@@ -311,7 +311,7 @@ def test_packing_plan_is_stored_next_to_the_cache(mixture, tokenizer, monkeypatc
     rows = first.stats["rows"]
     monkeypatch.setattr(
         "ed_data.order.windows.pack", None
-    )  # finding a row must not pack an epoch again
+    )  # locating a row must not pack an epoch again
     assert build_loader(made, tokenizer, batch_size=2).stats["rows"] == rows
 
 
@@ -339,7 +339,7 @@ def test_missing_or_conflicting_lengths_raise_data_error(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.tokenization.tokenizer")
-def test_the_mixtures_tokenizer_is_taken(mixture, tokenizer, tmp_path):
+def test_tokenizer_of_the_mixture_is_used(mixture, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tok")
     named = mixture(tokenization={"tokenizer": str(tmp_path / "tok")})
     assert same(
@@ -357,7 +357,7 @@ def test_defaults_of_batch_size_seed_and_cache(mixture, tokenizer, tmp_path):
     assert (tmp_path / "other" / "tokens").exists()
 
 
-def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
+def test_error_of_prefetch_thread_is_raised_with_its_batch():
     from ed_data.batches.loader import Prefetcher
 
     def make(step):
@@ -395,7 +395,7 @@ def test_prefetcher_makes_batches_before_request():
     assert sorted(made) == [0, 1, 2, 3, 9]
 
 
-def test_nothing_is_made_beyond_the_end():
+def test_prefetcher_stops_at_the_last_step():
     from ed_data.batches.loader import Prefetcher
 
     made = []
@@ -406,16 +406,16 @@ def test_nothing_is_made_beyond_the_end():
     assert sorted(made) == [0, 1, 2]
 
 
-def test_weights_that_differ_a_little_are_other_data(cached, tokenizer):
-    """Even where they round to the same number of documents."""
+def test_slightly_different_weights_change_the_fingerprint(cached, tokenizer):
+    """Even if the numbers of documents are equal after rounding."""
     state = build_loader(cached, tokenizer).state_dict()
     near = cached.replace(mixture_weights={"a": 0.2001, "b": 0.7999})
     with pytest.raises(DataError, match=r"order\.mixture_weights\.a"):
         build_loader(near, tokenizer).load_state_dict(state)
 
 
-def test_the_batches_of_a_step_never_move(mixture, tokenizer):
-    """Pinned: a run that is resumed after an upgrade sees the batches that it would have seen."""
+def test_batches_of_pinned_steps_have_pinned_hashes(mixture, tokenizer):
+    """The hash is pinned, because a run resumed after an upgrade needs the same batches."""
     rows = [{"content": [3 + (i * j) % 200 for j in range(1 + i % 37)]} for i in range(120)]
     made = mixture(rows, pack_seq_length=32, eval_fraction=0.1)
     loader = build_loader(made, tokenizer, batch_size=4)

@@ -1,4 +1,4 @@
-"""A line that a compressed file expands to is bounded, and reading goes on after that line."""
+"""The length of a decompressed line is limited, and reading continues after the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ed_data.errors import DataError
 from ed_data.sources import lines
 
 
-def test_a_long_line_is_an_error_and_the_next_line_is_read(monkeypatch):
+def test_too_long_line_is_an_error_and_the_next_line_is_read(monkeypatch):
     monkeypatch.setattr(lines, "MAX_LINE", 1000)
     packed = gzip.compress(b"first\n" + b"x" * 3_000_000 + b"\nlast\n")
     read = lines.Lines(gzip.GzipFile(fileobj=io.BytesIO(packed)), "a.jsonl.gz")
@@ -23,7 +23,7 @@ def test_a_long_line_is_an_error_and_the_next_line_is_read(monkeypatch):
     assert [*again] == ["last\n"]
 
 
-def test_a_document_that_is_too_large_is_an_error(monkeypatch):
+def test_too_large_document_raises_data_error(monkeypatch):
     monkeypatch.setattr(lines, "MAX_REST", 1000)
     packed = gzip.compress(b"[" + b" " * 3_000_000 + b"]")
     with pytest.raises(DataError, match="1000 bytes or more"):

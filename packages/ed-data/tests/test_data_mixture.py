@@ -1,4 +1,4 @@
-"""The order of documents: proportions, epochs, and that any position can be asked for."""
+"""The order of documents: proportions, epochs, and access to any position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def epoch_of(order: DocumentOrder, epoch: int) -> list[tuple[int, int]]:
 
 @given(sizes_of_informs, st.integers(1, 50), st.booleans(), st.integers(0, 5))
 @settings(deadline=None)
-def test_without_weights_an_epoch_is_each_document_once(sizes, block, shuffle, seed):
+def test_epoch_without_weights_contains_each_document_once(sizes, block, shuffle, seed):
     order = DocumentOrder(sizes, block_size=block, shuffle=shuffle, seed=seed)
     everything = sorted((i, d) for i, size in enumerate(sizes) for d in range(size))
     for epoch in range(2):
@@ -30,7 +30,7 @@ def test_without_weights_an_epoch_is_each_document_once(sizes, block, shuffle, s
 
 @given(sizes_of_informs, st.integers(1, 50), st.data())
 @settings(deadline=None)
-def test_any_range_can_be_taken_by_itself(sizes, block, data):
+def test_any_range_of_positions_can_be_computed_separately(sizes, block, data):
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
     order = DocumentOrder(sizes, weights=weights, block_size=block, seed=3)
     whole = epoch_of(order, 1)
@@ -46,7 +46,7 @@ def test_any_range_can_be_taken_by_itself(sizes, block, data):
     st.sampled_from(["restart", "first_exhausted", "all_exhausted"]),
 )
 @settings(deadline=None)
-def test_every_block_keeps_the_proportions(informs, strategy):
+def test_every_block_has_the_exact_proportions(informs, strategy):
     sizes, weights = zip(*informs, strict=True)
     order = DocumentOrder(sizes, weights=weights, stop_strategy=strategy, block_size=16, seed=1)
     shares = np.array(weights) / sum(weights)
@@ -56,7 +56,7 @@ def test_every_block_keeps_the_proportions(informs, strategy):
         assert np.abs(counts - shares * end).max() <= 1 + 0.5 * (len(sizes) - 2)
 
 
-def test_stop_strategies_say_how_long_an_epoch_is():
+def test_stop_strategies_determine_document_counts():
     def order(strategy):
         return DocumentOrder([100, 10], weights=[0.5, 0.5], stop_strategy=strategy)
 
@@ -67,24 +67,24 @@ def test_stop_strategies_say_how_long_an_epoch_is():
 
 @given(sizes_of_informs, st.data())
 @settings(deadline=None)
-def test_stop_strategies_keep_their_word(sizes, data):
+def test_epochs_end_with_first_or_last_exhausted_inform(sizes, data):
     weights = data.draw(st.lists(st.floats(0.05, 1), min_size=len(sizes), max_size=len(sizes)))
     first = DocumentOrder(sizes, weights=weights, stop_strategy="first_exhausted")
     counts = first.documents_per_epoch()
-    # An epoch is never empty, so one document may be read of an inform with a tiny share.
+    # An epoch has at least one document, which may exceed a very small share.
     assert sum(counts) == 1 or all(c <= n for c, n in zip(counts, sizes, strict=True))
     longest = DocumentOrder(sizes, weights=weights, stop_strategy="all_exhausted")
     seen = set(epoch_of(longest, 0))
     assert seen == {(i, d) for i, size in enumerate(sizes) for d in range(size)}
 
 
-def test_next_epoch_reads_documents_left_out_of_previous_epoch():
+def test_next_epoch_first_reads_documents_missing_in_previous_epoch():
     order = DocumentOrder([100, 10], weights=[0.5, 0.5], stop_strategy="first_exhausted")
     big = [d for epoch in range(10) for i, d in epoch_of(order, epoch) if i == 0]
     assert Counter(big) == dict.fromkeys(range(100), 1)
 
 
-def test_repeats_of_a_small_inform_are_even():
+def test_repeated_documents_of_a_small_inform_are_balanced():
     order = DocumentOrder([100, 10], weights=[0.5, 0.5], stop_strategy="all_exhausted")
     small = Counter(d for i, d in epoch_of(order, 0) if i == 1)
     assert set(small.values()) == {10}
@@ -97,12 +97,12 @@ def test_document_order_differs_between_epochs_and_seeds():
     assert epoch_of(order, 0) == epoch_of(DocumentOrder([200], seed=0), 0)
 
 
-def test_without_shuffling_informs_follow_one_another():
+def test_unshuffled_informs_are_read_one_after_another():
     order = DocumentOrder([3, 2], shuffle=False)
     assert epoch_of(order, 0) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-def test_without_shuffling_weights_still_mix():
+def test_unshuffled_informs_are_mixed_by_weights():
     order = DocumentOrder([4, 4], weights=[0.5, 0.5], shuffle=False)
     assert [i for i, _ in epoch_of(order, 0)] == [0, 1] * 4
     assert [d for i, d in epoch_of(order, 0) if i == 0] == [0, 1, 2, 3]
@@ -117,12 +117,12 @@ def test_shuffle_buffer_bounds_how_far_a_document_moves():
     assert [d for _, d in epoch_of(still, 0)] == list(range(50))
 
 
-def test_an_empty_inform_is_refused():
+def test_empty_inform_raises_data_error():
     with pytest.raises(DataError, match=r"\[3, 0\]"):
         DocumentOrder([3, 0])
 
 
-def test_permutations_do_not_depend_on_the_version_of_numpy():
-    """Pinned: the raw stream of PCG64 is promised to stay."""
+def test_permutations_are_independent_of_the_numpy_version():
+    """The values are pinned, because numpy guarantees the raw stream of PCG64."""
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 5, 2, 0, 4, 6]
     assert sorted(permutation(100, 5, buffer=7).tolist()) == list(range(100))

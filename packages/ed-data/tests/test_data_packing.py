@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing twice, no row too long, and as full as the strategy promises."""
+"""Packing: each token once, no row too long, and the fill ratio of each strategy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_token_is_placed_once(lengths, capacity, strategy, truncate):
 
 @given(lengths_of_documents, capacities, st.sampled_from(STRATEGIES))
 @settings(deadline=None)
-def test_rows_follow_the_first_document_and_pieces_its_order(lengths, capacity, strategy):
+def test_rows_are_ordered_by_first_document_and_pieces_by_document(lengths, capacity, strategy):
     rows = rows_of(pack(np.array(lengths, np.int64), capacity, strategy))
     firsts = [row[0][:2] for row in rows]
     assert firsts == sorted(firsts)
@@ -55,8 +55,8 @@ def test_rows_follow_the_first_document_and_pieces_its_order(lengths, capacity, 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(40, 50))
 @settings(deadline=None)
-def test_best_fit_decreasing_is_the_textbook_one(lengths, capacity):
-    """Against the definition: longest first, each into the fullest row with room."""
+def test_best_fit_decreasing_equals_reference_implementation(lengths, capacity):
+    """Compare with the definition: longest first, each in the fullest row with enough room."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -71,7 +71,7 @@ def test_best_fit_decreasing_is_the_textbook_one(lengths, capacity):
 
 @given(st.lists(st.integers(1, 20), max_size=60))
 @settings(deadline=None)
-def test_first_fit_is_the_textbook_one(lengths):
+def test_first_fit_equals_reference_implementation(lengths):
     rows: list[list[int]] = []
     for document, length in enumerate(lengths):
         for row in rows:
@@ -95,7 +95,7 @@ def test_greedy_keeps_the_order_of_documents(lengths):
 
 @given(lengths_of_documents, capacities)
 @settings(deadline=None)
-def test_wrapped_leaves_room_in_the_last_row_only(lengths, capacity):
+def test_wrapped_fills_all_rows_except_the_last(lengths, capacity):
     rows = rows_of(pack(np.array(lengths, np.int64), capacity, "wrapped"))
     assert all(sum(n for _, _, n in row) == capacity for row in rows[:-1])
 
@@ -116,7 +116,7 @@ def test_reordered_packing_moves_whole_rows(lengths, random):
     assert rows_of(packing.reordered(np.array(order))) == [before[i] for i in order]
 
 
-def test_unknown_strategy_and_impossible_length():
+def test_unknown_strategy_and_invalid_length_raise_data_error():
     with pytest.raises(DataError, match="did you mean 'greedy'"):
         pack(np.array([1]), 8, "greddy")
     with pytest.raises(DataError, match="at least 1"):
@@ -128,7 +128,7 @@ def test_unknown_strategy_and_impossible_length():
     capacity=st.integers(40, 90),
 )
 @settings(deadline=None, max_examples=200)
-def test_both_ways_of_best_fit_give_one_plan(lengths, capacity):
+def test_both_best_fit_algorithms_produce_the_same_plan(lengths, capacity):
     from ed_data.order.packing import best_fit_by_length, best_fit_by_row
 
     pieces = np.array(lengths, np.int64)
@@ -141,11 +141,11 @@ def test_both_ways_of_best_fit_give_one_plan(lengths, capacity):
     capacity=st.integers(30, 70),
 )
 @settings(deadline=None)
-def test_best_fit_is_the_textbooks(lengths, capacity):
-    """Of rows with equal room the one that has had this room the longest."""
+def test_best_fit_equals_reference_implementation(lengths, capacity):
+    """Among rows with equal room, the row that reached this room first is filled first."""
     from ed_data.order.packing import best_fit_by_row
 
-    rows: list[list[int]] = []  # room, and when it came to be
+    rows: list[list[int]] = []  # room, and when the row reached it
     chosen = [0] * len(lengths)
     for turn, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         fitting = [(*row, number) for number, row in enumerate(rows) if row[0] >= lengths[piece]]

@@ -37,7 +37,7 @@ def only(jsonl, row, schema=PREFERENCE, **options):
         {"prompt": None, "chosen": [user("hi"), GOOD], "rejected": [user("hi"), BAD]},
         {"prompt": [user("hi")], "chosen": [user("hi"), GOOD], "rejected": [BAD]},
         {"prompt": "hi", "chosen": [user("hi"), GOOD], "rejected": "go away"},
-        # A table adds the keys of other messages.
+        # A table adds null for the keys of other messages.
         {
             "prompt": [{**user("hi"), "tool_calls": None}],
             "chosen": [user("hi"), GOOD],
@@ -45,8 +45,8 @@ def only(jsonl, row, schema=PREFERENCE, **options):
         },
     ],
 )
-def test_the_prompt_is_learned_by_no_layout(tokenizer, jsonl, row, schema):
-    """Each layout has the tokens of prompt and answers; the prompt is there once."""
+def test_prompt_has_no_loss_in_any_layout(tokenizer, jsonl, row, schema):
+    """Each layout produces the tokens of prompt and answers, with the prompt once."""
     encoder = Encoder.create(tokenizer, Tokenization(), None, schema)
     wanted, found = (encoder.encode([only(jsonl, each, schema)], "x") for each in (PLAIN, row))
     for own, other in zip(found.tokens, wanted.tokens, strict=True):
@@ -56,7 +56,7 @@ def test_the_prompt_is_learned_by_no_layout(tokenizer, jsonl, row, schema):
         assert own.tolist() == other.tolist()
 
 
-def test_the_shared_turns_of_a_conversation_are_the_prompt(jsonl):
+def test_common_turns_of_two_chats_are_the_prompt(jsonl):
     turns = [user("hi"), answer("yes?"), user("more")]
     whole = {"chosen": [*turns, GOOD], "rejected": [*turns, BAD]}
     for row in (whole, {**whole, "prompt": "hi"}, {**whole, "prompt": "more"}):
@@ -70,7 +70,7 @@ def test_the_shared_turns_of_a_conversation_are_the_prompt(jsonl):
     assert same.fields == {"prompt": [user("hi")], "chosen": [GOOD], "rejected": [GOOD]}
 
 
-def test_the_system_message_may_be_on_one_side(jsonl):
+def test_system_message_may_occur_only_in_prompt_or_chats(jsonl):
     system = [SYSTEM, user("hi")]
     whole = {"chosen": [user("hi"), GOOD], "rejected": [user("hi"), BAD]}
     with_system = {name: [SYSTEM, *chat] for name, chat in whole.items()}
@@ -84,7 +84,7 @@ def test_the_system_message_may_be_on_one_side(jsonl):
         assert found.fields == {"prompt": system, "chosen": [GOOD], "rejected": [BAD]}
 
 
-def test_the_prompt_of_texts_is_their_common_beginning(jsonl):
+def test_prompt_of_text_pair_is_the_common_prefix(jsonl):
     found = only(jsonl, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
     assert found.fields == {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
     found = only(jsonl, {"chosen": "Yes.", "rejected": "No."})
@@ -93,7 +93,7 @@ def test_the_prompt_of_texts_is_their_common_beginning(jsonl):
     assert only(jsonl, given).fields == given
 
 
-def test_a_conversation_may_go_on_behind_an_answer(jsonl):
+def test_chat_may_continue_after_an_answer(jsonl):
     row = {
         "prompt": [user("hi"), GOOD],
         "chosen": [user("hi"), answer("again")],
@@ -104,7 +104,7 @@ def test_a_conversation_may_go_on_behind_an_answer(jsonl):
 
 @pytest.mark.parametrize("schema", [COMPLETION, LABELLED])
 @pytest.mark.parametrize("prompt", ["hi", [user("hi")]])
-def test_a_completion_may_be_a_whole_chat(jsonl, schema, prompt):
+def test_completion_may_be_a_whole_chat(jsonl, schema, prompt):
     row = {"prompt": prompt, "completion": [user("hi"), GOOD], "label": True}
     assert only(jsonl, row, schema).fields == {"prompt": [user("hi")], "completion": [GOOD]}
 
@@ -150,14 +150,14 @@ def test_a_completion_may_be_a_whole_chat(jsonl, schema, prompt):
         ),
     ],
 )
-def test_parts_that_contradict_are_named(mixture, row, says):
+def test_contradicting_parts_raise_error_with_location(mixture, row, says):
     ((path, message),) = check_names(mixture([row]), PREFERENCE)
     assert path[:2] == ("informs", 0)
     with pytest.raises(DataError, match=rf"data\.jsonl:1.*{says}"):
         raise DataError(message)
 
 
-def test_a_prompt_that_the_run_file_names_must_be_there(mixture, jsonl):
+def test_named_prompt_field_must_exist(mixture, jsonl):
     informs = [{"data_files": jsonl([{"chosen": "a b", "rejected": "a c"}])}]
     assert check_names(mixture(informs=informs), PREFERENCE) == []
     informs[0]["content_field"] = "prompt"
@@ -165,10 +165,8 @@ def test_a_prompt_that_the_run_file_names_must_be_there(mixture, jsonl):
     assert path == ("informs", 0, "content_field") and "no field 'prompt'" in message
 
 
-def test_a_field_that_the_run_file_names_is_learned_whatever_else_a_row_has(
-    mixture, jsonl, tokenizer
-):
-    """A preference data set with `messages`, for supervised training."""
+def test_named_content_field_is_used_in_rows_with_other_fields(mixture, jsonl, tokenizer):
+    """A preference dataset with `messages` can be used for supervised training."""
     row = {**PLAIN, "messages": [user("hi"), GOOD]}
     informs = [{"data_files": jsonl([row]), "content_field": "messages"}]
     made = mixture(informs=informs)

@@ -1,4 +1,4 @@
-"""Several processes on one cache: each sees whole files, and all see the same batches."""
+"""Several processes with one cache read complete files and the same batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_concurrent_processes_write_one_token_store(tokenizer, tmp_path):
         for process in running:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        for process in running:  # all begin at once
+        for process in running:  # all start at the same time
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
@@ -47,4 +47,4 @@ def test_concurrent_processes_write_one_token_store(tokenizer, tmp_path):
     assert len(digests) == 1
     assert len(digests.pop().strip()) == 64
     stores = list((tmp_path / "cache" / "tokens").iterdir())
-    assert len(stores) == 1, "one store, and nothing half-written beside it"
+    assert len(stores) == 1, "one complete store, and no partial stores"

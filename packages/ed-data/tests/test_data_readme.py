@@ -1,4 +1,4 @@
-"""What the README says is run as it stands."""
+"""The code blocks of the README run without changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 
-def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
+def test_readme_code_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""The report: figures that can be counted by hand, as text and as a page."""
+"""The report: known statistics, as text and as a page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_report_marks_text_with_loss(mixture, tokenizer):
     assert '<span class="loss">hello &amp; bye&lt;|eos|&gt;</span>' in found.html()
 
 
-def test_nearly_equal_documents_are_counted(mixture, tokenizer):
+def test_near_duplicates_are_counted(mixture, tokenizer):
     base = " ".join(f"word{i}" for i in range(80))
     other = " ".join(f"other{i * 7}" for i in range(80))
     rows = [

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: after any batch, and after a kill at any stage of preparation."""
+"""Resuming after any batch, and after a kill at any stage of preparation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def same(first, second) -> bool:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("schema", [TEXT, PREFERENCE])
-def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, schema):
-    """With other numbers of workers and hosts, byte for byte, over windows and epochs."""
+def test_resume_after_each_of_200_batches_is_exact(
+    mixture, tokenizer, monkeypatch, streaming, schema
+):
+    """Bit-equal with other numbers of workers and hosts, across windows and epochs."""
     for module in ("order.plan", "order.stream"):
         monkeypatch.setattr(f"ed_data.{module}.WINDOW", 60)
     monkeypatch.setattr(stream, "_ENCODED", 16)
@@ -60,15 +62,15 @@ def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, s
         again.close()
 
 
-# Other tests of the process may have started jax, which has threads; the child uses none of it.
+# Other tests of this process may have started jax and its threads; the child does not use jax.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
 
 def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
-    """Do the work in a process that is killed, by kill -9, when it calls a function."""
+    """Run the work in a process that is killed with SIGKILL when it calls a function."""
     process = os.fork()
     if process == 0:
-        signal.alarm(60)  # a lock that another thread held would be waited for in vain
+        signal.alarm(60)  # a lock that another thread held would never be released
         function, calls = getattr(owner, name), []
 
         def kill(*args, **options):
@@ -81,7 +83,7 @@ def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
         try:
             work()
         finally:
-            os._exit(3)  # it was not called so often
+            os._exit(3)  # the function was called less often
     _, status = os.waitpid(process, 0)
     assert os.WIFSIGNALED(status), f"{name} was not called {call} times: {status}"
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -101,7 +103,7 @@ def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
         ("os:", "replace", 1),
     ],
 )
-def test_a_kill_at_each_stage_of_preparation(
+def test_killed_preparation_can_be_repeated_at_each_stage(
     mixture, tokenizer, tmp_path, monkeypatch, owner, name, call
 ):
     import pkgutil
@@ -126,7 +128,7 @@ def test_a_kill_at_each_stage_of_preparation(
     ("owner", "name"),
     [("ed_data.storage.store:", "digest_of"), ("ed_data.storage.store:", "TokenStore")],
 )
-def test_a_kill_while_a_store_is_written_aside(
+def test_killed_background_writer_leaves_no_partial_store(
     mixture, tokenizer, tmp_path, monkeypatch, owner, name
 ):
     import pkgutil
@@ -150,7 +152,7 @@ def test_a_kill_while_a_store_is_written_aside(
     assert all(same(batch, expected.batch_at(step)) for step, batch in enumerate(batches))
 
 
-def test_a_kill_while_a_remote_file_is_copied(tmp_path, monkeypatch):
+def test_killed_download_leaves_no_partial_copy(tmp_path, monkeypatch):
     from pathlib import Path
 
     target = tmp_path / "copy" / "a.jsonl"

@@ -1,4 +1,4 @@
-"""Rows as declared columns: values beside the tokens, steps, pairs, prompts for rollouts."""
+"""Columns of schemas: values, steps, pairs, and prompts for rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOW = [{}, {"pack_on_the_fly": True}, {"streaming": True}, {"pack_tokens": False
 
 
 def read(mixture, tokenizer, rows, schema, **options):
-    """Every segment of an epoch: its text, what is learned of it, and its values."""
+    """Return the text, the text with loss, and the values of each segment of an epoch."""
     made = mixture(rows, **options)
     length = None if made.pack_tokens else 64
     loader = build_loader(made, tokenizer, batch_size=2, seq_length=length, schema=schema)
@@ -48,7 +48,7 @@ def read(mixture, tokenizer, rows, schema, **options):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_labels_and_rewards_stay_with_their_answers(mixture, tokenizer, how):
+def test_labels_and_rewards_are_at_the_tokens_of_their_answers(mixture, tokenizer, how):
     rows = [
         {"prompt": f"{i}?", "completion": f" yes {i}", "label": i % 3 == 0, "reward": i / 4}
         for i in range(8)
@@ -63,7 +63,7 @@ def test_labels_and_rewards_stay_with_their_answers(mixture, tokenizer, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_steps_have_their_label_at_their_end(mixture, tokenizer, how):
+def test_step_label_is_at_the_last_token_of_the_step(mixture, tokenizer, how):
     rows = [
         {
             "prompt": f"{i}? ",
@@ -86,7 +86,7 @@ def test_steps_have_their_label_at_their_end(mixture, tokenizer, how):
             assert place == len(ids) - 1
 
 
-def test_a_margin_belongs_to_a_pair(mixture, tokenizer):
+def test_margin_is_at_the_tokens_of_its_pair(mixture, tokenizer):
     rows = [{"prompt": f"{i}?", "chosen": f" y{i}", "rejected": f" n{i}"} for i in range(6)]
     rows[3]["margin"] = 2.5
     found = read(mixture, tokenizer, rows, REWARD)
@@ -96,7 +96,7 @@ def test_a_margin_belongs_to_a_pair(mixture, tokenizer):
     assert all(texts[0].replace("y", "n") == texts[1] for texts, _, _ in found)
 
 
-def test_pairs_for_embeddings_and_answers_of_prompts(mixture, tokenizer):
+def test_embedding_pairs_and_completions_have_the_expected_columns(mixture, tokenizer):
     rows = [{"anchor": f"a{i}", "positive": f"p{i}"} for i in range(5)]
     found = read(mixture, tokenizer, rows, EMBEDDING)
     assert sorted(texts for texts, _, _ in found) == [[f"a{i}", f"p{i}"] for i in range(5)]
@@ -135,7 +135,7 @@ def test_saved_rows_contain_label_values(mixture, tokenizer, tmp_path):
     assert saved["label"] == 1.0
 
 
-def test_other_labels_are_other_data(mixture, tokenizer):
+def test_changed_labels_change_the_fingerprint(mixture, tokenizer):
     rows = [{"prompt": "p", "completion": "c", "label": True}]
     state = build_loader(mixture(rows), tokenizer, schema=LABELLED).state_dict()
     rows[0]["label"] = False
@@ -199,7 +199,7 @@ def test_prompts_are_kept_as_text_and_ids(mixture, tokenizer, jsonl):
         )
 
 
-def test_long_prompts_are_left_out_and_counted(mixture, tokenizer, jsonl, caplog):
+def test_long_prompts_are_dropped_and_counted(mixture, tokenizer, jsonl, caplog):
     rows = [{"question": "why " * (1 + 30 * (i == 2))} for i in range(4)]
     informs = [{"data_files": jsonl(rows), "content_field": "question"}]
     options = {"tokenization": {"max_length": 20}, "eval_fraction": 0.3}

@@ -1,4 +1,4 @@
-"""Saved data: what trainers see, or documents that can be read again as an inform."""
+"""Saved data: rows of batches, or documents that can be read as an inform."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def documents_options(jsonl, tmp_path, **save):
         {"format": "arrow", "compression": "lz4"},
     ],
 )
-def test_documents_can_be_read_again(mixture, jsonl, tmp_path, tokenizer, options):
+def test_saved_documents_can_be_read_again(mixture, jsonl, tmp_path, tokenizer, options):
     made = mixture(**documents_options(jsonl, tmp_path, **options))
     (path,) = save_mixture(made, tokenizer)
     rows = list(read_rows(Inform(data_files=path, content_field="text")))
@@ -78,7 +78,7 @@ def test_saved_packed_rows_equal_loader_rows(mixture, tokenizer, tmp_path):
 
 
 @pytest.mark.proves("mixture.save.overwrite")
-def test_an_equal_save_is_kept_and_another_refused(mixture, tokenizer, tmp_path):
+def test_equal_save_is_kept_and_different_data_is_rejected(mixture, tokenizer, tmp_path):
     out = {"path": tmp_path / "out"}
     build_loader(mixture(save=out), tokenizer, batch_size=4)
     (file,) = (tmp_path / "out").glob("*.parquet")
@@ -103,8 +103,8 @@ def test_save_writes_configured_number_of_shards(mixture, tmp_path, tokenizer):
 
 @pytest.mark.proves("mixture.save.max_shard_size")
 @pytest.mark.parametrize("options", [{"format": "parquet"}, {"format": "jsonl"}])
-def test_shards_of_a_size_are_a_dataset(mixture, jsonl, tmp_path, tokenizer, options):
-    """One follows another, in the order of the rows; `datasets` loads the folder as it is."""
+def test_shards_with_maximum_size_form_a_dataset(mixture, jsonl, tmp_path, tokenizer, options):
+    """The shards are in the order of the rows, and `datasets` loads the folder."""
     import datasets
 
     draw = random.Random(0)
@@ -122,14 +122,14 @@ def test_shards_of_a_size_are_a_dataset(mixture, jsonl, tmp_path, tokenizer, opt
     assert [row["text"] for row in ours] == theirs["text"]
 
 
-def test_a_size_that_is_none(tmp_path):
+def test_invalid_shard_size_raises_validation_error(tmp_path):
     with pytest.raises(ValidationError, match="such as '500MB'"):
         Saving(path="x", max_shard_size="much")
     with pytest.raises(ValidationError, match="exclude each other"):
         Saving(path="x", max_shard_size=1000, num_shards=2)
 
 
-def test_nothing_is_left_of_a_save_that_failed(mixture, tmp_path, tokenizer):
+def test_failed_save_leaves_no_files(mixture, tmp_path, tokenizer):
     rows = [{"content": "a", "k": 1}, {"content": "b", "k": "one"}]
     made = mixture(
         rows,
@@ -144,8 +144,8 @@ def test_nothing_is_left_of_a_save_that_failed(mixture, tmp_path, tokenizer):
         save_mixture(mixture())
 
 
-def test_of_two_processes_that_save_one_wins(mixture, tokenizer, tmp_path, monkeypatch):
-    """The other finishes while this one is writing."""
+def test_concurrent_saves_of_equal_data_keep_one_folder(mixture, tokenizer, tmp_path, monkeypatch):
+    """The other process finishes while this process is writing."""
     import ed_data.save
 
     made = mixture(save={"path": tmp_path / "out"})
@@ -166,7 +166,7 @@ def test_of_two_processes_that_save_one_wins(mixture, tokenizer, tmp_path, monke
 
 
 class Hub:
-    """What `huggingface_hub.HfApi` is asked."""
+    """Records the calls of `huggingface_hub.HfApi`."""
 
     calls: list = []  # noqa: RUF012
     error: Exception | None = None
@@ -185,7 +185,7 @@ class Hub:
 @pytest.mark.proves(
     "mixture.save.push_to_hub", "mixture.save.hub_repo_id", "mixture.save.hub_private"
 )
-def test_a_save_is_pushed_once(mixture, tokenizer, tmp_path, monkeypatch):
+def test_saved_folder_is_pushed_once(mixture, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [])
     monkeypatch.setattr(Hub, "error", None)

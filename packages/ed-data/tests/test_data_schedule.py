@@ -1,4 +1,4 @@
-"""Weights that change over the steps: exact in each block, the same however they are asked for."""
+"""Scheduled weights: exact in each block, and independent of the order of requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ blocks = st.lists(
 
 @given(blocks)
 def test_divided_blocks_follow_weights_within_two_documents(blocks):
-    """After every block each inform has its share of all so far, within about one document."""
+    """After each block, each inform has its share of all documents within about one."""
     owed, drawn, due = [0, 0, 0], np.zeros(3), np.zeros(3)
     for size, weights in blocks:
         parts = Schedule("step", (0,), (tuple(map(float, weights)),)).parts(0)
@@ -60,7 +60,7 @@ def test_divided_blocks_follow_weights_within_two_documents(blocks):
     st.booleans(),
 )
 @settings(deadline=None, max_examples=40)
-def test_any_window_can_be_asked_for(sizes, block, window, shuffle):
+def test_any_window_can_be_computed_separately(sizes, block, window, shuffle):
     def fresh() -> ScheduledOrder:
         order = ScheduledOrder(sizes, LINEAR, block_size=block, seed=3, shuffle=shuffle)
         order.set_windows(window, lambda number: 3 * number)
@@ -76,7 +76,7 @@ def test_any_window_can_be_asked_for(sizes, block, window, shuffle):
         assert np.array_equal(document, whole[epoch][1][start:stop])
     counts = [(whole[0][0] == i).sum() for i in range(2)]
     assert order.documents_per_epoch() == counts
-    # Each inform is read round and round, so its documents come equally often.
+    # Each inform is repeated, so its documents occur equally often.
     for i in range(2):
         drawn = np.concatenate([d[inform == i] for inform, d in whole])
         times = np.bincount(drawn, minlength=sizes[i])
@@ -93,7 +93,7 @@ def test_any_window_can_be_asked_for(sizes, block, window, shuffle):
 
 @pytest.fixture
 def scheduled(mixture, jsonl):
-    """Two informs, told apart by their first character; `a` gives way to `b`."""
+    """Two informs with different first characters; the weights move from `a` to `b`."""
 
     def make(**options) -> Mixture:
         informs = [
@@ -135,8 +135,8 @@ def share_of_b(batches, tokenizer) -> float:
     "mixture.mixture_schedule.points.weights",
 )
 @pytest.mark.parametrize("how", [{}, {"streaming": True}])
-def test_a_schedule_reaches_the_batches(scheduled, tokenizer, monkeypatch, how):
-    """And a run goes on exactly, from any step."""
+def test_schedule_changes_the_shares_in_batches(scheduled, tokenizer, monkeypatch, how):
+    """A run resumes exactly from any step."""
     for module in (plan, stream):
         monkeypatch.setattr(module, "WINDOW", 16)
     made = scheduled(**how)
@@ -159,7 +159,7 @@ def test_a_schedule_reaches_the_batches(scheduled, tokenizer, monkeypatch, how):
         build_loader(other, tokenizer, batch_size=2).load_state_dict(json.loads(states[3]))
 
 
-def test_the_same_batches_on_the_fly_and_other_steps_with_other_rows(
+def test_scheduled_batches_are_equal_on_the_fly_and_depend_on_batch_size(
     scheduled, tokenizer, monkeypatch
 ):
     monkeypatch.setattr(plan, "WINDOW", 16)
@@ -170,7 +170,7 @@ def test_the_same_batches_on_the_fly_and_other_steps_with_other_rows(
         found, expected = other.batch_at(step), loader.batch_at(step)
         assert all(np.array_equal(found[key], expected[key]) for key in expected)
     assert sum(loader.stats["sources"][name]["per_epoch"] for name in "ab") == 180
-    # Batches of twice the rows are half as many: another plan in the same cache.
+    # A doubled batch size halves the steps, so the cache contains another plan.
     large = build_loader(made, tokenizer, batch_size=4)
     assert share_of_b([large.batch_at(s) for s in range(22, 27)], tokenizer) < 0.9
 

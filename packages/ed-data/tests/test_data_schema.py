@@ -18,7 +18,7 @@ from ed_data.tokens.parallel import Encoding
 
 PAIRS = [
     {
-        "prompt": f"What is {i}? " + "Tell me. " * (i % 3),
+        "prompt": f"How much is {i}? " + "Answer. " * (i % 3),
         "chosen": f"It is {i}" + ", a number" * (i % 5),
         "rejected": "No" + " idea" * (i % 4),
     }
@@ -33,7 +33,7 @@ def chat(*turns: str) -> list[dict[str, str]]:
 
 
 def pair_of(tokenizer, row, side: str) -> tuple[list[int], list[int]]:
-    """Tokens and labels of one answer, from the tokenizer's own calls."""
+    """Return tokens and labels of one answer from direct calls of the tokenizer."""
     prompt = tokenizer(row["prompt"])["input_ids"]
     answer = tokenizer(row[side], add_special_tokens=False)["input_ids"]
     answer = [*answer, tokenizer.eos_token_id]
@@ -41,7 +41,7 @@ def pair_of(tokenizer, row, side: str) -> tuple[list[int], list[int]]:
 
 
 def segments(batch, side: str) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-    """(row, segment) → tokens and labels."""
+    """Return a mapping from (row, segment) to tokens and labels."""
     numbers = batch[f"{side}_segment_ids"]
     return {
         (row, int(n)): tuple(
@@ -79,7 +79,7 @@ def test_pairs_share_rows_and_segments(mixture, tokenizer, packed, on_the_fly):
     assert (loader.stats["fill"] > 0.6) == packed
 
 
-def test_pairs_are_cut_and_never_split(mixture, tokenizer):
+def test_pairs_are_truncated_and_never_split(mixture, tokenizer):
     for packed in (True, False):
         made = mixture(PAIRS, pack_tokens=packed, pack_seq_length=24)
         loader = build_loader(made, tokenizer, batch_size=8, seq_length=24, schema=PREFERENCE)
@@ -97,7 +97,7 @@ def test_pairs_are_cut_and_never_split(mixture, tokenizer):
     assert error.value.path == ("tokenization", "truncation")
 
 
-def test_pairs_of_messages_and_of_ids(mixture, tokenizer):
+def test_pairs_may_be_messages_or_ids(mixture, tokenizer):
     rows = [
         {
             "prompt": chat("hi"),
@@ -129,8 +129,8 @@ def test_pairs_of_messages_and_of_ids(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.informs.content_field")
-def test_the_content_field_names_the_prompt(mixture, tokenizer, jsonl):
-    """The reference has `content_field: prompt, additional_fields: [chosen, rejected]`."""
+def test_content_field_names_the_prompt(mixture, tokenizer, jsonl):
+    """EasyDeL documents `content_field: prompt, additional_fields: [chosen, rejected]`."""
     renamed = [{**row, "question": row["prompt"]} for row in PAIRS]
     for row in renamed:
         del row["prompt"]
@@ -159,7 +159,7 @@ def test_pairs_of_one_prompt_are_held_out_together(mixture, tokenizer):
     assert "No" in set(texts(made, "eval", schema=PREFERENCE)) | set(texts(made, schema=PREFERENCE))
 
 
-def test_other_answers_are_other_data(mixture, tokenizer):
+def test_changed_answers_change_the_fingerprint(mixture, tokenizer):
     state = build_loader(mixture(PAIRS), tokenizer, schema=PREFERENCE).state_dict()
     changed = [{**PAIRS[0], "rejected": "other"}, *PAIRS[1:]]
     with pytest.raises(DataError, match=r"data\.sources\.0:data"):
@@ -171,7 +171,7 @@ def test_other_answers_are_other_data(mixture, tokenizer):
         build_loader(text, tokenizer).load_state_dict(state)
 
 
-def test_a_pair_without_an_answer_is_left_out_or_named(mixture, tokenizer):
+def test_pair_without_an_answer_is_dropped_or_raises_error(mixture, tokenizer):
     rows = [*PAIRS[:3], {**PAIRS[3], "rejected": " "}]
     assert build_loader(mixture(rows), tokenizer, schema=PREFERENCE).stats["documents"] == 3
     rows = [*PAIRS[:3], {"prompt": "p", "chosen": "c", "reject": "r"}]
@@ -192,7 +192,7 @@ def test_saved_preference_rows_contain_pairs_and_rejected_ids(mixture, tokenizer
 
 
 def test_custom_schema_masks_prompt_in_one_column(mixture, tokenizer):
-    """A prompt and its completion in one column: only the completion is learned."""
+    """Only the completion of a prompt has loss."""
     schema = Schema((Column("", "chosen", "prompt"),), "prompt")
     loader = build_loader(mixture(PAIRS, pack_seq_length=256), tokenizer, schema=schema)
     batch = loader.batch_at(0)
@@ -207,7 +207,7 @@ def test_custom_schema_masks_prompt_in_one_column(mixture, tokenizer):
 
 
 class Counted:
-    """A streamed order: documents as they come, next-fit, and the number read as its state."""
+    """A streamed order with next-fit packing, whose state is the number of documents read."""
 
     def __init__(self, tokens: LazyTokens, size: int) -> None:
         self.tokens, self.size, self.read = tokens, size, 0
@@ -258,4 +258,4 @@ def test_streamed_prompts_resume_from_saved_state(tokenizer):
             assert all(np.array_equal(batch[key], expected[key]) for key in expected)
     with pytest.raises(DataError, match="size: 64 → 32"):
         stream(tokenizer, 32).load_state_dict(state)
-    assert not hasattr(first, "batch_at")  # trainers take one that has it for an indexed order
+    assert not hasattr(first, "batch_at")  # trainers use this method to detect an indexed order

@@ -1,4 +1,4 @@
-"""Every reader, read back from what the format's own library wrote; and what is not there."""
+"""Readers of all formats, for files that the libraries of the formats wrote."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def error_of(**inform) -> str:
     return str(error.value)
 
 
-def test_json_lines_plain_and_compressed(tmp_path):
+def test_json_lines_are_read_plain_and_compressed(tmp_path):
     text = "\n".join(json.dumps(row) for row in ROWS) + "\n\n"
     (tmp_path / "a.jsonl").write_text(text)
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
@@ -38,7 +38,7 @@ def test_json_lines_plain_and_compressed(tmp_path):
     assert rows_of(data_files=tmp_path / "a.jsonl.gz") == ROWS
 
 
-def test_json_list_with_byte_order_mark(tmp_path):
+def test_json_list_with_byte_order_mark_is_read(tmp_path):
     (tmp_path / "a.json").write_text("\n " + json.dumps(ROWS, indent=1), encoding="utf-8-sig")
     assert rows_of(data_files=tmp_path / "a.json") == ROWS
 
@@ -73,8 +73,8 @@ def test_csv_and_tsv_files_are_read_with_long_fields(tmp_path, suffix, delimiter
     assert csv.field_size_limit() == before
 
 
-def test_two_readers_of_long_csv_values(tmp_path):
-    """One that ends first does not take the room of the other."""
+def test_concurrent_readers_accept_long_csv_values(tmp_path):
+    """The first reader to finish does not restore the limit of the other."""
     import csv
 
     for name, count in (("a.csv", 1), ("b.csv", 3)):
@@ -88,7 +88,7 @@ def test_two_readers_of_long_csv_values(tmp_path):
 
 
 @pytest.mark.proves("mixture.informs.sample_by")
-def test_txt_by_line_paragraph_and_document(tmp_path):
+def test_txt_is_read_by_line_paragraph_or_document(tmp_path):
     text = "one\ntwo\n\nthree\n"
     (tmp_path / "a.txt").write_text(text)
 
@@ -101,7 +101,7 @@ def test_txt_by_line_paragraph_and_document(tmp_path):
     assert texts(sample_by="document") == [text]
 
 
-def test_parquet_and_both_layouts_of_arrow(tmp_path):
+def test_parquet_and_both_arrow_layouts_are_read(tmp_path):
     table = pa.Table.from_pylist(ROWS)
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
@@ -151,7 +151,7 @@ def test_python_objects_are_read_as_rows(monkeypatch):
     assert "cannot import" in error_of(type="python", data_files="no_such_module:x")
 
 
-def test_the_text_that_every_python_ships():
+def test_python_source_reads_text_of_the_standard_library():
     topics = rows_of(type="python", data_files="pydoc_data.topics:topics")
     assert len(topics) > 50
     assert all(len(row["content"]) > 100 for row in topics)
@@ -168,7 +168,7 @@ def test_remote_files_are_read_and_copied_once(tmp_path):
         assert [row for _, row in source.rows()] == [{"text": "far"}]
         copies = list((tmp_path / "files").rglob("*.jsonl"))
         assert len(copies) == 1
-        copies[0].write_text('{"text": "near"}\n')  # proves that the copy is what is read
+        copies[0].write_text('{"text": "near"}\n')  # proves that the copy is read
         assert [row for _, row in source.rows()] == [{"text": "near"}]
         fs.pipe("/ed_data_test/a.jsonl", b'{"text": "changed"}\n')
         assert list(read_rows(inform, kept)) == [{"text": "changed"}]
@@ -176,7 +176,7 @@ def test_remote_files_are_read_and_copied_once(tmp_path):
         fs.rm("/ed_data_test", recursive=True)
 
 
-def test_a_rewritten_file_has_another_fingerprint(tmp_path):
+def test_rewritten_file_changes_the_fingerprint(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = open_source(Inform(data_files=path)).fingerprint
@@ -207,7 +207,7 @@ def test_missing_file_error_suggests_existing_files(tmp_path):
     assert "cannot open" in error_of(data_files="nowhere://x/a.jsonl")
 
 
-def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
+def test_error_names_missing_package_of_compression(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     monkeypatch.setattr("ed_data.sources.formats.infer_compression", lambda path: None)
     assert "zstandard" in error_of(data_files=tmp_path / "a.jsonl.zst")
@@ -235,7 +235,7 @@ def test_broken_files_raise_error_with_location(tmp_path, name, data, says):
 
 
 class _Bucket:
-    """A source that knows nothing of files, as one of an object store would be."""
+    """A source without files, such as an object store."""
 
     fingerprint = "bucket:1"
 
@@ -247,7 +247,7 @@ class _Bucket:
             yield f"{self._name}, object {index}", {"content": f"text {index}"}
 
 
-def test_a_new_kind_of_source_is_one_entry(monkeypatch, mixture, tokenizer):
+def test_new_kind_of_source_needs_one_entry(monkeypatch, mixture, tokenizer):
     import sys
 
     from ed_data import check_names, texts
@@ -267,7 +267,7 @@ def test_a_new_kind_of_source_is_one_entry(monkeypatch, mixture, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.arrow"])
-def test_a_row_knows_its_place(tmp_path, name):
+def test_row_place_contains_file_and_line(tmp_path, name):
     table = pa.Table.from_pylist([{"text": "one"}, {"text": "two"}])
     path = tmp_path / name
     if name == "a.parquet":
@@ -295,7 +295,7 @@ def test_a_row_knows_its_place(tmp_path, name):
     assert [place for place, _ in rows] == [f"{path}{end}" for end in expected]
 
 
-def test_a_copy_is_named_after_the_original(tmp_path):
+def test_copy_of_remote_file_keeps_the_original_name(tmp_path):
     fs = fsspec.filesystem("memory")
     fs.pipe("/ed_data_test/b.jsonl", b'{"text": \n')
     inform = Inform(data_files="memory://ed_data_test/b.jsonl")
@@ -307,7 +307,7 @@ def test_a_copy_is_named_after_the_original(tmp_path):
 
 
 class _Flaky:
-    """A stream whose first readings fail, as a connection that breaks."""
+    """A stream whose first reads fail, like a broken connection."""
 
     def __init__(self, stream, broken: list[int]):
         self._stream, self._broken = stream, broken
@@ -351,7 +351,7 @@ def test_broken_connection_resumes_at_interrupted_row(monkeypatch):
         fs.rm("/ed_data_flaky", recursive=True)
 
 
-def test_a_copy_expires_and_fetching_is_tried_again(tmp_path, monkeypatch):
+def test_copy_expires_and_failed_download_is_repeated(tmp_path, monkeypatch):
     import os
     import time
 
@@ -378,7 +378,7 @@ def test_a_copy_expires_and_fetching_is_tried_again(tmp_path, monkeypatch):
         local_copy(file, kept)
         assert len(fetched) == 1
         os.utime(copy.path, (time.time() - 200,) * 2)
-        local_copy(file, FileCache(str(tmp_path)))  # without an expiry it is kept
+        local_copy(file, FileCache(str(tmp_path)))  # without an expiry the copy is kept
         assert len(fetched) == 1
         local_copy(file, kept)
         assert len(fetched) == 2
@@ -393,7 +393,7 @@ def test_a_copy_expires_and_fetching_is_tried_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.txt", "b.txt", "a.parquet", "a.arrow"]
 )
-def test_reading_goes_on_at_any_row(tmp_path, name):
+def test_reading_resumes_at_any_row(tmp_path, name):
     rows = [{"text": f"row {i}" + "\nmore" * (i % 3) * (name != "a.txt")} for i in range(11)]
     path = tmp_path / name
     table = pa.Table.from_pylist(rows)

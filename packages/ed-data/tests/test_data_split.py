@@ -1,4 +1,4 @@
-"""The held-out split: disjoint, whole, the same for every seed, and read exactly once."""
+"""The held-out split: disjoint, complete, independent of the seed, and read exactly once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = [f"text number {i}" for i in range(40)]
     st.floats(0.01, 0.99),
 )
 @settings(deadline=None)
-def test_no_content_is_on_both_sides(hashes, fraction):
+def test_equal_contents_are_in_the_same_split(hashes, fraction):
     arrays = [np.array(h, np.uint64) for h in hashes]
     try:
         masks = held_out(arrays, fraction)
@@ -31,13 +31,13 @@ def test_no_content_is_on_both_sides(hashes, fraction):
     assert not held & kept
 
 
-def test_the_share_is_the_one_asked_for():
+def test_held_out_share_equals_eval_fraction():
     hashes = np.random.default_rng(0).integers(0, 2**63, 1000).astype(np.uint64)
     (mask,) = held_out([hashes], 0.1)
     assert mask.sum() == 100
 
 
-def test_texts_of_both_splits_are_the_whole(mixture):
+def test_texts_of_both_splits_are_all_texts(mixture):
     made = mixture(TEXTS, eval_fraction=0.25)
     train, held = list(texts(made)), list(texts(made, "eval"))
     assert len(held) == 10
@@ -46,7 +46,7 @@ def test_texts_of_both_splits_are_the_whole(mixture):
 
 
 @pytest.mark.proves("mixture.eval_fraction")
-def test_batches_hold_the_same_split_as_texts(mixture, tokenizer):
+def test_batches_contain_the_same_split_as_texts(mixture, tokenizer):
     made = mixture(TEXTS, eval_fraction=0.25, pack_tokens=False)
     held = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts(made, "eval")]
     for seed in (1, 2):
@@ -58,14 +58,14 @@ def test_batches_hold_the_same_split_as_texts(mixture, tokenizer):
             for batch in batches
             for ids, numbers in zip(batch["input_ids"], batch["segment_ids"], strict=True)
         ]
-        assert found == [*held, [], []]  # in order, once; the last batch is filled up
+        assert found == [*held, [], []]  # in order, once; the last batch is padded
         assert (batches[-1]["labels"][2:] == -100).all()
-        assert len(list(loader)) == 3  # a second pass begins anew
+        assert len(list(loader)) == 3  # a second pass restarts
     with pytest.raises(IndexError, match="steps are 0 to 2"):
         loader.batch_at(3)
 
 
-def test_other_options_leave_the_split_alone(mixture, tokenizer):
+def test_split_does_not_depend_on_other_options(mixture, tokenizer):
     made = mixture(TEXTS, eval_fraction=0.1)
     assert list(texts(made, "eval")) == list(texts(made.replace(seed=9), "eval"))
 
@@ -82,7 +82,7 @@ def test_eval_informs_form_the_evaluation_split(mixture, tokenizer, jsonl):
     assert len(list(texts(both, "eval"))) == 4 + 2
 
 
-def test_weights_do_not_touch_evaluation(mixture, tokenizer, jsonl):
+def test_weights_do_not_change_evaluation(mixture, tokenizer, jsonl):
     informs = [{"data_files": jsonl(TEXTS, "a.jsonl")}, {"data_files": jsonl(TEXTS[:9], "b.jsonl")}]
     made = mixture(informs=informs, eval_fraction=0.2, mixture_weights={"a": 0.1, "b": 0.9})
     loader = build_loader(made, tokenizer, split="eval")
@@ -98,7 +98,7 @@ def test_chat_rows_yield_message_contents(mixture):
     assert list(texts(made)) == ["hi", "ho", "plain"]
 
 
-def test_an_empty_side_is_refused(mixture, tokenizer):
+def test_empty_split_raises_data_error(mixture, tokenizer):
     with pytest.raises(DataError, match="no evaluation data"):
         build_loader(mixture(), tokenizer, split="eval")
     with pytest.raises(DataError, match="no document for training"):

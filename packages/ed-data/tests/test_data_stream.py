@@ -1,4 +1,4 @@
-"""Streams: each token once, the order a function of the seed alone, and exact resume."""
+"""Streams: each token once, an order that depends only on the seed, and exact resume."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
 
 
 def ids_of(number: int, length: int) -> list[int]:
-    """A document of its own: no two begin alike."""
+    """Return a document with a unique first token."""
     return [3 + number // 200, 3 + number % 200, *([7 + number % 50] * length)]
 
 
 def write(folder, files: list[list[list[int]]], kind: str) -> str:
-    """One file for each list of documents."""
+    """Write one file for each list of documents."""
     for number, documents in enumerate(files):
         rows = [{"content": document} for document in documents]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -49,7 +49,7 @@ def same(first, second) -> bool:
 
 
 def segments(batch) -> list[list[int]]:
-    """The tokens of every segment; checks positions, labels and padding on the way."""
+    """Return the tokens of each segment, and check positions, labels and padding."""
     found = []
     for ids, labels, numbers, positions in zip(*(batch[key] for key in KEYS), strict=True):
         assert (labels[numbers == 0] == -100).all()
@@ -64,7 +64,7 @@ def segments(batch) -> list[list[int]]:
 
 @st.composite
 def corpora(draw):
-    """Informs of some files of some documents, and options of a mixture."""
+    """Informs with files of documents, and options of a mixture."""
     count = draw(st.integers(1, 3))
     numbers = itertools.count()
     lengths = st.lists(st.integers(0, 40), min_size=0, max_size=12)
@@ -108,7 +108,7 @@ def made(tmp_path_factory, informs, options, kind, **more) -> Mixture:
 
 
 def epochs(loader, size: int, count: int) -> list[list[list[int]]]:
-    """The segments of the first epochs, each of `size` tokens."""
+    """Return the segments of the first epochs, each with `size` tokens."""
     found, tokens = [[]], 0
     while len(found) <= count:
         for segment in segments(next(loader)):
@@ -122,7 +122,7 @@ def epochs(loader, size: int, count: int) -> list[list[list[int]]]:
 
 @given(corpus=corpora())
 @settings(deadline=None, max_examples=60)
-def test_every_token_once_an_epoch_and_exact_resume(tokenizer, tmp_path_factory, corpus):
+def test_epoch_contains_every_token_once_and_resumes_exactly(tokenizer, tmp_path_factory, corpus):
     informs, options, kind, rows, window = corpus
     mixture = made(tmp_path_factory, informs, options, kind)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def test_every_token_once_an_epoch_and_exact_resume(tokenizer, tmp_path_factory,
             if options.get("pack_strategy") != "wrapped":
                 pieces = [d[at : at + 16] for d in documents for at in range(0, len(d), 16)]
                 assert sorted(epoch) == sorted(pieces)
-        # Neither threads nor what was read before matter, only the state.
+        # Only the state matters, not threads or earlier reads.
         whole = [next(loader) for loader in [fresh(prefetch_workers=0)] for _ in range(30)]
         for stop in random.Random(window).sample(range(25), 4):
             before = fresh(prefetch_workers=2)
@@ -166,13 +166,13 @@ def test_every_token_once_an_epoch_and_exact_resume(tokenizer, tmp_path_factory,
             after.close()
 
 
-def test_the_state_names_shard_row_and_window(tokenizer, tmp_path_factory, monkeypatch):
+def test_stream_state_contains_shard_row_and_window(tokenizer, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(stream, "WINDOW", 8)
     informs = [[[ids_of(i + 50 * k, 9) for i in range(10)] for k in range(3)]]
     options = {"pack_tokens": True, "pack_seq_length": 24, "shuffle_buffer_size": 0}
     mixture = made(tmp_path_factory, informs, options, "jsonl", prefetch_workers=0)
     loader = build_loader(mixture, tokenizer)
-    for _ in range(7):  # two documents a row, four rows a window
+    for _ in range(7):  # two documents per row, four rows per window
         next(loader)
     order = loader.state_dict()["order"]
     assert (order["window"], order["row"]) == (1, 3)
@@ -232,7 +232,7 @@ def test_stream_follows_mixture_weights_in_each_block(
         assert sum(drawn[at : at + 10]) == 2, "the proportions are exact in each block"
     if an_epoch is None:
         assert len(epochs) == 1
-    else:  # the end of a pass shows when its next document is wanted
+    else:  # the end of a pass is known when its next document is requested
         lengths = {len(epoch) for epoch in epochs[:-1]}
         assert len(lengths) == 1, "all epochs are as long as the first"
         assert 0 <= lengths.pop() - sum(an_epoch.values()) < 10
@@ -272,7 +272,7 @@ def test_streaming_keeps_preference_pairs_together(tokenizer, jsonl, mixture):
             assert sides[0].replace("yes", "no") == sides[1]
 
 
-def test_another_inform_or_seed_is_refused(tokenizer, tmp_path_factory):
+def test_state_of_another_inform_or_seed_is_rejected(tokenizer, tmp_path_factory):
     informs = [[[ids_of(i, 3) for i in range(30)]]]
     mixture = made(tmp_path_factory, informs, {}, "jsonl", prefetch_workers=0)
     state = build_loader(mixture, tokenizer, seq_length=8).state_dict()
@@ -287,7 +287,7 @@ def test_another_inform_or_seed_is_refused(tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_stops_the_stream_for_good(tokenizer, mixture, tmp_path, monkeypatch, workers):
+def test_stream_cannot_continue_after_an_error(tokenizer, mixture, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(stream, "WINDOW", 4)
     monkeypatch.setattr(stream, "_ENCODED", 2)
     lines = [json.dumps({"content": f"text {i}"}) for i in range(30)]
@@ -318,7 +318,7 @@ def test_an_error_stops_the_stream_for_good(tokenizer, mixture, tmp_path, monkey
     loader.close()
 
 
-def test_long_documents_end_a_window(tokenizer, tmp_path_factory, monkeypatch):
+def test_window_of_long_documents_ends_at_token_limit(tokenizer, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(stream, "TOKENS", 500)
     monkeypatch.setattr(stream, "_ENCODED", 2)
     informs = [[[ids_of(i, 100) for i in range(40)]]]

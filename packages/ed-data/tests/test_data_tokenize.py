@@ -1,4 +1,4 @@
-"""Tokens on disk: the same as the tokenizer's, kept, made anew when something changed."""
+"""Tokens on disk: equal to the tokenizer's, cached, and written again after changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokens_of(parts) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("on_the_fly", [False, True])
-def test_tokens_are_the_tokenizers_with_an_end(mixture, tokenizer, on_the_fly):
+def test_tokens_equal_those_of_the_tokenizer_with_eos(mixture, tokenizer, on_the_fly):
     texts = ["one", "two sheep", "and goats"]
     options = mixture(texts, pack_on_the_fly=on_the_fly, tokenization={"batch_size": 2})
     parts = prepare(options, encoding_of(tokenizer, batch_size=2), "train", options.cache_dir)
@@ -55,7 +55,7 @@ def test_tokens_are_the_tokenizers_with_an_end(mixture, tokenizer, on_the_fly):
     assert Path(options.cache_dir).exists() != on_the_fly
 
 
-def test_pieces_can_be_read_alone(mixture, tokenizer):
+def test_pieces_of_documents_can_be_read_separately(mixture, tokenizer):
     options = mixture(["one two three", "four five"])
     for on_the_fly in (False, True):
         given = options.replace(pack_on_the_fly=on_the_fly)
@@ -78,7 +78,7 @@ def test_encoder_applies_special_token_and_eos_options(mixture, tokenizer):
     assert ended.tolist() == [5, 6]
 
 
-def test_truncation_set_by_someone_else_changes_nothing(tokenizer):
+def test_truncation_setting_of_the_tokenizer_is_ignored(tokenizer):
     before = encoder_of(tokenizer)
     whole, fingerprint = before.encode([document("sheep and goats")], "x")[0][0], before.fingerprint
     tokenizer("sheep and goats", truncation=True, max_length=3)
@@ -87,11 +87,11 @@ def test_truncation_set_by_someone_else_changes_nothing(tokenizer):
     assert after.encode([document("sheep and goats")], "x")[0][0].tolist() == whole.tolist()
 
 
-def test_chat_messages_go_through_the_template(tokenizer):
+def test_chat_messages_are_rendered_with_the_template(tokenizer):
     ids, masks, *_ = encoder_of(tokenizer).encode([document("text"), document(CHAT)], "x")
     assert masks is None
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert tokenizer.decode(ids[1]) == text  # it ends with the end token: none is added
+    assert tokenizer.decode(ids[1]) == text  # the ids end with the end token, so none is added
     assert ids[0].tolist() == [*tokenizer("text")["input_ids"], tokenizer.eos_token_id]
 
 
@@ -101,11 +101,11 @@ def test_assistant_only_loss_masks_other_turns(tokenizer):
     assert masks is not None
     answers = tokenizer.decode(ids[0][masks[0].astype(bool)])
     assert answers == "hello there<|eos|>so long<|eos|>"
-    assert masks[1].all()  # a plain text has no turns: all of it counts
+    assert masks[1].all()  # a plain text has no turns, so all of it has loss
 
 
 def test_answer_mask_works_without_template_generation_marks(tokenizer):
-    """The same mask as with marks; space behind the token that ends a turn has no loss."""
+    """The mask equals that of marks; space after the end token of a turn has no loss."""
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = re.sub(r"{%-? (end)?generation -?%}", "", tokenizer.chat_template)
     assert bare.chat_template != tokenizer.chat_template
@@ -124,7 +124,7 @@ def test_answer_mask_works_without_template_generation_marks(tokenizer):
     assert bare.decode(ids[mask.astype(bool)]) == "hello there<|eos|>so long<|eos|>"
 
 
-#: Shows messages one after the other; the last answer has a thought, or earlier ones are changed.
+#: Renders messages in order; the last answer has reasoning, or earlier answers are changed.
 REWRITING = (
     "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}"
     "<think></think>{% endif %}CONTENT<|eos|>{% endfor %}"
@@ -132,7 +132,7 @@ REWRITING = (
 )
 
 
-def test_answers_are_found_where_earlier_turns_lose_their_thoughts(tokenizer):
+def test_answers_are_located_if_template_removes_earlier_reasoning(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = REWRITING.replace("CONTENT", "{{ m.content }}")
     encoder = encoder_of(bare, assistant_only_loss=True)
@@ -142,7 +142,7 @@ def test_answers_are_found_where_earlier_turns_lose_their_thoughts(tokenizer):
     assert bare.decode(ids[mask.astype(bool)]) == "hello there<|eos|><think></think>so long<|eos|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers(tokenizer):
+def test_template_that_changes_earlier_turns_must_mark_answers(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = REWRITING.replace(
         "CONTENT", "{{ m.content if loop.last else m.content | upper }}"
@@ -170,7 +170,7 @@ def test_missing_tokenizer_features_raise_data_error(tokenizer):
         encoder_of(tokenizer).encode([document([3, 99999])], "x")
 
 
-def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
+def test_encoding_error_names_the_row(mixture, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template += "{% if not messages[1:] %}{{ raise_exception('short') }}{% endif %}"
 
@@ -209,14 +209,14 @@ def test_token_cache_is_keyed_by_data_and_tokenization(mixture, tokenizer, jsonl
     assert stores_after(made) == 4
 
 
-def test_reading_again_does_not_tokenize(mixture, tokenizer, monkeypatch):
+def test_second_loader_reads_tokens_from_the_cache(mixture, tokenizer, monkeypatch):
     made = mixture()
     first = tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
     monkeypatch.setattr(Encoder, "encode", None)
     assert tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
 
 
-def test_a_function_with_other_values_is_another_cache(mixture, tokenizer, jsonl):
+def test_closure_values_of_a_function_change_the_cache(mixture, tokenizer, jsonl):
     def add(what):
         return lambda text: text + what
 
@@ -228,7 +228,7 @@ def test_a_function_with_other_values_is_another_cache(mixture, tokenizer, jsonl
     assert run("x") != run("y")
 
 
-def test_a_broken_store_is_made_again(mixture, tokenizer, tmp_path, caplog):
+def test_broken_store_is_written_again(mixture, tokenizer, tmp_path, caplog):
     made = mixture()
     first = tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
     (store,) = (tmp_path / "cache" / "tokens").iterdir()
@@ -238,7 +238,7 @@ def test_a_broken_store_is_made_again(mixture, tokenizer, tmp_path, caplog):
     assert "truncated" in caplog.text
 
 
-def test_a_store_appears_whole_or_not_at_all(tmp_path):
+def test_store_is_written_atomically(tmp_path):
     def batches():
         yield Encoded([np.array([1, 2])], None, [11])
         raise KeyboardInterrupt
@@ -248,7 +248,7 @@ def test_a_store_appears_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_writers_one_wins(tmp_path):
+def test_concurrent_writers_keep_one_store(tmp_path):
     def batches(inner):
         yield Encoded([np.array([1, 2])], None, [11])
         if inner:
@@ -268,13 +268,13 @@ def test_token_ids_use_smallest_sufficient_dtype(tmp_path, vocab_size, dtype):
     assert found.tolist() == [vocab_size - 1]
 
 
-def test_a_folder_that_is_no_store(tmp_path):
+def test_folder_without_a_store_raises_data_error(tmp_path):
     with pytest.raises(DataError, match="not a complete token store"):
         TokenStore(tmp_path)
 
 
 def test_files_left_by_killed_process_are_deleted(tmp_path):
-    """And neither what another process is still writing, nor whatever else is in the folder."""
+    """Parts that another process is writing, and other files in the folder, are kept."""
     old, abandoned = tmp_path / ".s.1.aa.part", tmp_path / ".other.2.bb.part"
     for folder in (old, abandoned):
         folder.mkdir()
@@ -291,7 +291,7 @@ def test_files_left_by_killed_process_are_deleted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "kept", "s"]
 
 
-def test_without_locks_a_day_decides(tmp_path, monkeypatch):
+def test_without_locks_parts_older_than_a_day_are_deleted(tmp_path, monkeypatch):
     import os
 
     monkeypatch.setattr("ed_data.cache.fcntl", None)
@@ -307,7 +307,7 @@ def test_without_locks_a_day_decides(tmp_path, monkeypatch):
     assert young.exists()
 
 
-def test_a_class_that_encodes_in_its_own_way_is_asked(tokenizer):
+def test_tokenizer_class_with_custom_encoding_is_called(tokenizer):
     class Shouting(type(tokenizer)):
         def _encode_plus(self, text, *args, **options):
             text = [t.upper() for t in text] if isinstance(text, list) else text.upper()

@@ -1,4 +1,4 @@
-"""Training a tokenizer: lossless, repeatable, loadable, and it speaks in turns."""
+"""Training a tokenizer: lossless, deterministic, loadable, and with a chat template."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_chat_template_prompt_is_a_token_prefix_of_the_chat(tokenizer):
     assert text == "<|bos|>system:\nbe kind\nuser:\nhow are you?\nassistant:\nfine<|eos|>"
     prompt = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert text.startswith(prompt)
-    # A prompt is cut between tokens: the tokens of the whole begin with those of the prompt.
+    # The tokens of a prompt are a prefix of the tokens of the whole chat.
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     part = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert whole[: len(part)] == part

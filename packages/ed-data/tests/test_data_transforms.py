@@ -1,4 +1,4 @@
-"""Rows to documents: fields, functions, what is dropped, what is refused."""
+"""Rows to documents: fields, functions, dropped rows, invalid rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def contents(jsonl):
     "mixture.informs.format_fields",
     "mixture.informs.preprocessing_fn",
 )
-def test_functions_and_renames_come_in_their_order(contents):
+def test_callback_renames_and_preprocessing_run_in_order(contents):
     assert contents(
         format_callback=lambda row: None if row["id"] == 1 else {**row, "old": row["answer"] + "!"},
         format_fields={"old": "new"},
@@ -50,12 +50,12 @@ def test_documents_keep_additional_fields(jsonl):
     assert [d.extra for d in documents(inform)] == [{"id": 0}, {"id": 1}, {"id": 2}]
 
 
-def test_empty_contents_are_left_out(contents):
+def test_empty_contents_are_dropped(contents):
     assert contents(["a", "", "  \n", "b"]) == ["a", "b"]
     assert contents([{"content": None}, {"content": []}, {"content": "c"}]) == ["c"]
 
 
-def test_messages_and_token_ids_are_contents(contents):
+def test_messages_and_token_ids_are_valid_contents(contents):
     chat = [{"role": "user", "content": "hi"}]
     assert contents([{"content": chat}, {"content": [1, 2]}]) == [chat, [1, 2]]
 
@@ -76,7 +76,7 @@ def test_unsuitable_content_raises_data_error_with_reason(contents, options, say
         contents(**options)
 
 
-def test_a_malformed_row_is_named_with_the_way_out(contents):
+def test_error_of_malformed_row_names_row_and_solution(contents):
     rows = [{"content": "good"}, {"content": 3}]
     with pytest.raises(
         DataError, match=r"data\.jsonl:2: 'content' is a int; .* correct the row, or"

@@ -1,4 +1,4 @@
-"""Rows with images: read, checked, saved, given beside prompts; refused where text is wanted."""
+"""Visual rows: reading, checks, saving, prompt batches, and rejection without a processor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIXELS = [[[0, 1, 2], [3, 4, 5]]]
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A json file of paths and captions, with the images beside the file."""
+    """A json file of paths and captions in the folder of the images."""
     folder = tmp_path / "images"
     folder.mkdir()
     for i in range(6):
@@ -41,8 +41,8 @@ def visual(files, **options) -> Inform:
 @pytest.mark.proves(
     "mixture.informs.image_field", "mixture.informs.text_field", "mixture.informs.type"
 )
-def test_the_block_of_the_seeds(pictures):
-    """`type: visual`, `image_field: image_path`, `text_field: caption`, as the reference has it."""
+def test_documented_visual_block_reads_images(pictures):
+    """EasyDeL documents `type: visual, image_field: image_path, text_field: caption`."""
     found = list(documents(visual(pictures / "*.json")))
     assert [example.content for example in found] == [f"picture {i}" for i in range(6)]
     assert [example.image for example in found] == [str(pictures / f"{i}.png") for i in range(6)]
@@ -71,7 +71,7 @@ def test_pixel_and_byte_fields_yield_images(tmp_path):
     assert np.array_equal(found["p"][0], PIXELS)
     assert found["b"] == [b"png", b"gif"]
     assert found["d"] == [{"bytes": b"png", "path": "a.png"}, "s3://x/y"]
-    # Equal texts of unlike images are two documents.
+    # Equal texts with different images are two documents.
     digests = {
         e.digest for e in documents(visual(tmp_path / "a.parquet", text_field="t", image_field="b"))
     }

@@ -1,4 +1,4 @@
-"""Processes that share the work: the same tokens and counts as without, and errors that tell."""
+"""Worker processes: the same tokens and counts as without them, and clear errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def same(first, second) -> bool:
     return all(np.array_equal(first[key], second[key]) for key in {**first, **second})
 
 
-def test_a_worker_imports_nothing_heavy():
+def test_worker_imports_no_heavy_modules():
     code = (
         "import sys, ed_data.tokens.worker; "
         "heavy = {'jax', 'transformers', 'datasets', 'tokenizers', 'numpy', 'torch', 'pydantic'}; "
@@ -52,10 +52,10 @@ CHATS = [
 def test_worker_processes_produce_same_batches_and_statistics(
     mixture, tokenizer, tmp_path, monkeypatch, how
 ):
-    """Tokens, order, and the count of what is left out."""
+    """Tokens, order, and counts of dropped documents are equal."""
     monkeypatch.setattr(stream, "_ENCODED", 8)
     monkeypatch.setattr(stream, "WINDOW", 20)
-    monkeypatch.setattr(stream, "TOKENS", 300)  # windows end early, after more has been read
+    monkeypatch.setattr(stream, "TOKENS", 300)  # windows end early, after other documents were read
     rows = [*CHATS[:9], {"content": 3}, *CHATS[9:20], {"content": None}, *CHATS[20:]]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,7 +82,7 @@ def test_worker_processes_produce_same_batches_and_statistics(
         shared.close()
 
 
-def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
+def test_progress_bar_counts_documents(mixture, tokenizer, monkeypatch):
     shown: dict[str, object] = {"documents": 0}
 
     class Bar:
@@ -140,12 +140,12 @@ time.sleep(600)
 """
 
 
-def test_processes_end_with_their_parent():
-    """Also where it is killed, and they are at work; and its main module needs no guard."""
+def test_worker_processes_end_with_their_parent():
+    """Also if the parent is killed during work; its main module needs no guard."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
-    time.sleep(0.5)  # it has taken up its work, or is about to
+    time.sleep(0.5)  # the worker has started the item, or is about to start
     parent.kill()
     parent.communicate()
     for _ in range(600):
@@ -155,7 +155,7 @@ def test_processes_end_with_their_parent():
             return
         state = Path(f"/proc/{worker}/stat")
         if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
-            return  # ended, and nobody has asked how
+            return  # ended, but not reaped
         time.sleep(0.05)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("the worker goes on alone")

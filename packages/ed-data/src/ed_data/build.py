@@ -30,7 +30,7 @@ from ed_data.tokens.tokenizers import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Increased when the same options and data produce different batches; older states are then rejected.
+#: Increased when the same options produce different batches; older states are then rejected.
 ORDER_VERSION = 1
 _LONGEST_MULTIPLE = 8  # the length of batches that are padded to their longest row
 _DEFAULT_SEED = 42

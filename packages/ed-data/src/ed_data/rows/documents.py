@@ -156,7 +156,7 @@ class Documents:
             yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.after))
 
     def outline(self) -> dict[str, object]:
-        """Return what the documents depend on, as far as it is known without reading them.
+        """Return the dependencies of the documents that are known without reading them.
 
         For files these are names and sizes, so a copy on another machine counts as the same data.
 

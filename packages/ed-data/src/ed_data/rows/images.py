@@ -62,7 +62,7 @@ class ImageReader:
         """Return the fields with plain image parts, and the images in the order of the parts.
 
         A part contains its image (`{"type": "image", "path": …}`, `{"type": "image_url",
-        "image_url": {"url": …}}`), or refers to the next image of the row's image field. Images of a
+        "image_url": {"url": …}}`), or refers to the next image of the image field. Images of a
         row without image parts belong to the placeholder tokens in its texts.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Training begins while the cache is being written: the same batches, before and after."""
+"""Training starts while the cache is being written, with the same batches before and after."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same(first, second) -> bool:
 
 @pytest.fixture
 def aside(monkeypatch):
-    """Every store is written aside, and only when the gate is open."""
+    """Write every store in the background, after the gate opens."""
     gate = threading.Event()
     whole = Encoding.all
 
@@ -41,7 +41,9 @@ def aside(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_come_before_the_cache_is_complete(mixture, tokenizer, tmp_path, aside, workers):
+def test_batches_are_available_before_the_cache_is_complete(
+    mixture, tokenizer, tmp_path, aside, workers
+):
     options = {"eval_fraction": 0.2, "tokenization": {"batch_size": 30}}
     reference = mixture(TEXTS, pack_on_the_fly=True, **options)
     expected = build_loader(reference, tokenizer, batch_size=2)
@@ -77,12 +79,12 @@ def test_sequential_read_waits_for_all_document_lengths(mixture, tokenizer, asid
     tokens = loader._order.tokens[0]
     loader.batch_at(0)
     threading.Timer(0.2, aside.set).start()
-    assert loader.stats["documents"] == 300  # needs the length of every document
+    assert loader.stats["documents"] == 300  # requires the length of every document
     assert tokens.complete
     assert tokens._lazy.encoded <= 130
 
 
-def test_the_last_user_ends_the_writing(mixture, tokenizer, aside):
+def test_last_user_stops_the_background_writer(mixture, tokenizer, aside):
     made = mixture(TEXTS, eval_fraction=0.2)
     loader = build_loader(made, tokenizer, batch_size=2)
     held_out = build_loader(made, tokenizer, batch_size=2, split="eval")
@@ -124,6 +126,6 @@ def test_background_encoding_error_is_raised_with_next_batch(mixture, tokenizer,
         loader.batch_at(1)
 
 
-def test_a_small_source_is_waited_for(mixture, tokenizer):
+def test_small_source_is_tokenized_before_training(mixture, tokenizer):
     loader = build_loader(mixture(TEXTS), tokenizer, batch_size=2)
     assert not isinstance(loader._order.tokens[0], BackgroundTokens)
