@@ -101,8 +101,9 @@ class LanguageModel(Protocol):
         dtype: Any = None,
         *,
         num_states: int | None = None,
+        encoder_length: int | None = None,
     ) -> Cache:
-        """Create an empty pool of pages, and of states for recurrent layers."""
+        """Create an empty pool of pages, and slots of states and encoder outputs."""
         ...
 
     def prompt_class(self, prompt_len: int) -> int:

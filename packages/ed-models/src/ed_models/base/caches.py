@@ -60,6 +60,7 @@ def paged(
     page_size: int,
     dtype: DTypeLike | None = None,
     num_states: int | None = None,
+    encoder_length: int | None = None,
 ) -> Cache:
     """Create the cache of `EasyDeLBaseModule.init_paged_cache`."""
     return HybridCache.create_paged(
@@ -67,6 +68,7 @@ def paged(
         num_pages=num_pages,
         page_size=page_size,
         num_states=num_states,
+        cross_capacity=encoder_length,
         **_options(model, dtype),
     ).simplest()
 

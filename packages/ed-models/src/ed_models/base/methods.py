@@ -339,6 +339,7 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
         dtype: DTypeLike | None = None,
         *,
         num_states: int | None = None,
+        encoder_length: int | None = None,
     ) -> Cache:
         """Create an empty pool of pages, sharded over heads; quantized as in `init_cache`.
 
@@ -346,14 +347,15 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
             num_pages: pages of the pool; for several groups of layers one number for all groups, or
                 group -> number.
             page_size: tokens per page.
-            num_states: state slots for sequences, for recurrent layers.
+            num_states: slots for sequences, for recurrent layers and for encoder outputs.
+            encoder_length: number of encoder positions that cross-attention reads.
 
         Returns:
             A HybridCache; or a PagedCache if all layers have the same single memory.
         """
         from ed_models.base import caches
 
-        return caches.paged(self, num_pages, page_size, dtype, num_states)
+        return caches.paged(self, num_pages, page_size, dtype, num_states, encoder_length)
 
     def init_operations_cache(
         self,

@@ -100,7 +100,7 @@ def cache(subject: Subject) -> float:
 def pages(subject: Subject) -> float:
     """Compare flat batches over pages, with prompt chunks and single tokens, with one forward."""
     model, page, width = subject.model, 4, 8
-    filled: Any = model.init_paged_cache(B * width + 1, page, num_states=B)
+    filled = subject.paged_cache(B * width + 1, page)
     table = np.random.default_rng(1).permutation(B * width).reshape(B, width)
     done, got = np.zeros(B, int), [[] for _ in range(B)]
     for counts in ([9, 1, 4, 3], [1, 12, 20, 1], [14, 11, 0, 20]):
@@ -119,7 +119,7 @@ def pages(subject: Subject) -> float:
             prompt_lens=jnp.full(B, S, jnp.int32),
         )
         chosen = [row * S + at for row, at in enumerate(places)]
-        inputs = subject.flat(np.concatenate([*chosen, np.full(pad, -1)]))
+        inputs = subject.step(np.concatenate([*chosen, np.full(pad, -1)]))
         out = forward(model, "decode", **inputs, past_key_values=filled, ragged=ragged)
         filled = out.past_key_values
         for row in range(B):

@@ -196,6 +196,14 @@ class Subject:
         """Return the arguments of `decode` for positions of all rows in one row; -1 = padding."""
         return {"input_ids": np.where(at < 0, 0, self.ids.reshape(-1)[at])[None]}
 
+    def step(self, at: np.ndarray) -> dict[str, Any]:
+        """Return the arguments of `decode` for a flat batch of positions; -1 = padding."""
+        return self.flat(at)
+
+    def paged_cache(self, num_pages: int, page_size: int) -> Any:
+        """Return a cache of pages, in which row i has state slot i."""
+        return self.model.init_paged_cache(num_pages, page_size, num_states=B)
+
     def whole(self) -> dict[str, Any]:
         """Return the arguments of a call with rows without padding."""
         return self.inputs()
@@ -342,10 +350,6 @@ class ImageTextSubject(Subject):
 class Seq2SeqSubject(Subject):
     """An encoder-decoder: the encoder reads the padded rows, the decoder other tokens."""
 
-    checks = (
-        *("parity", "gradients", "generation", "saved", "cache"),
-        *("packed", "padding", "layouts", "meshes"),
-    )
     task = TaskType.SEQUENCE_TO_SEQUENCE
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
@@ -363,6 +367,17 @@ class Seq2SeqSubject(Subject):
         if not at.start:  # later steps read the cache
             arguments["encoded"] = jax.tree.map(lambda x: x[rows], self.encoded)
         return arguments
+
+    def step(self, at: np.ndarray) -> dict[str, Any]:
+        return {"input_ids": np.where(at < 0, 0, self.answers.reshape(-1)[at])[None]}
+
+    def paged_cache(self, num_pages: int, page_size: int) -> Any:
+        sizes = {"num_states": B, "encoder_length": S}
+        cache = self.model.init_paged_cache(num_pages, page_size, **sizes)
+        for row in range(B):
+            one = jax.tree.map(lambda x, row=row: x[row : row + 1], self.encoded)
+            cache = self.model.write_encoded(cache, one, row)
+        return cache
 
     def whole(self) -> dict[str, Any]:
         return {"input_ids": self.ids, "decoder_input_ids": self.answers}

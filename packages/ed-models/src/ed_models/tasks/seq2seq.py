@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.inputs import Encoded, Inputs
 from ed_infra.outputs import CausalLMOutput
+from ed_layers.cache.hybrid import HybridCache
 from ed_layers.cache.protocol import Cache
 from ed_layers.cache.ragged import RaggedBatch
 from jaxtyping import Array, Float, Int
@@ -40,6 +41,18 @@ class Seq2SeqLM(VocabularyHead):
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Run the encoder on `input_ids`, `attention_mask` and `segment_ids` of a batch."""
         return self.model.encode(inputs, key=key)
+
+    def write_encoded(
+        self, cache: HybridCache, encoded: Encoded, slot: int | Int[Array, ""]
+    ) -> HybridCache:
+        """Write the cross-attention keys and values of one encoder output to a serving cache.
+
+        Args:
+            cache: a cache of `init_paged_cache(..., encoder_length=)`.
+            encoded: the encoder output of one sequence, b = 1.
+            slot: the slot of the sequence, as in `RaggedBatch.state_slots`.
+        """
+        return self.model.write_encoded(cache, encoded, slot)
 
     def decode(
         self,
