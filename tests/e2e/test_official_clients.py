@@ -1,8 +1,8 @@
-"""Documented flows of the official clients against a server in a process of its own.
+"""Documented flows of the official clients with a server in a separate process.
 
 `openai` and `anthropic` are in the test group; their flows over a scripted engine run by default.
 The flows of `litellm`, `langchain` and `instructor`, and those over a model, run nightly. These
-clients have many dependencies, so they live in an environment of their own:
+clients have many dependencies, so they require a separate environment:
 
     uv venv clients --python 3.11
     uv pip install -p clients litellm langchain langchain-openai langchain-anthropic instructor
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "clients"
-#: The modules that the flows of a client import.
+#: Modules that the flows of a client import.
 CLIENTS = {
     "openai": ("openai",),
     "anthropic": ("anthropic",),
@@ -34,7 +34,7 @@ NIGHTLY = pytest.mark.nightly
 
 
 def interpreter(client: str) -> str:
-    """The Python that has a client; the test is skipped where none has."""
+    """Return a Python with the client, or skip the test."""
     modules = CLIENTS[client]
     if all(importlib.util.find_spec(name) for name in modules):
         return sys.executable
@@ -42,7 +42,7 @@ def interpreter(client: str) -> str:
     if other is None:
         pytest.skip(
             f"{client} is not installed, and EASYDEL_CLIENTS_PYTHON does not name a Python that "
-            "has it; the docstring of this file says how to install it"
+            "has it; see the docstring of this file for the installation"
         )
     found = subprocess.run([other, "-c", f"import {', '.join(modules)}"], capture_output=True)
     if found.returncode:
@@ -52,7 +52,7 @@ def interpreter(client: str) -> str:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """Starts a server of a kind once, and returns its URL."""
+    """Return a function that starts a server of a kind once and returns its URL."""
     running: dict[str, tuple[subprocess.Popen[str], str]] = {}
 
     def url_of(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""The page at `/`, in a browser: it streams, stops and branches, and shows what there is to see."""
+"""The page at `/` in a browser: streaming, stopping, branches and statistics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_page_contains_no_data_of_the_server() -> None:
         assert "secret" not in answer.text
         assert answer.text == page()
         assert "{{" not in answer.text
-        # Neither a network nor another file.
+        # The page loads no other resource.
         links = answer.text.replace("http://www.w3.org/2000/svg", "")
         assert "http:" not in links and "https:" not in links and "src=" not in links
         assert httpx.head(root).status_code == 200
@@ -71,7 +71,7 @@ def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
         tab = open_tab(url.removesuffix("v1"))
         ask(tab, "hello", wait=False)
         tab.until("document.querySelectorAll('.turn.assistant strong').length > 2")
-        # What grows does not come in again with each frame.
+        # The animation does not restart with each frame.
         assert not tab.js("document.querySelector('.turn.assistant').matches('.fresh')")
         assert tab.js("document.querySelector('#send').ariaLabel") == "Stop"
         assert tab.js("document.querySelector('#log').getAttribute('aria-busy')") == "true"
@@ -111,13 +111,13 @@ def test_answers_and_edited_questions_create_branches(open_tab) -> None:
         tab.until("document.querySelector('.turn.assistant .said')?.innerText === '3.0'")
         assert tab.js("document.querySelector('.turn.user .said').innerText") == "other"
         assert "2 / 2" in tab.js("document.querySelector('.turn.user .branch').innerText")
-        # Several answers of one request are branches too.
+        # Several answers of one request are branches as well.
         tab.js("document.querySelector('#set-n').value = 3")
         tab.js("document.querySelector('#set-n').dispatchEvent(new Event('input'))")
         ask(tab, "many")
         assert "1 / 3" in tab.js("document.querySelector('.turn:last-of-type .branch').innerText")
         assert [params.n for params in engine.requests.values()] == [1, 1, 1, 3]
-        # The conversation outlives a reload; a new one begins empty.
+        # The conversation persists after a reload; a new conversation is empty.
         tab.do("Page.reload")
         tab.until("document.querySelectorAll('.turn').length === 4")
         tab.click("#new")
@@ -143,7 +143,7 @@ def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
         tab.click("#heat")
         tab.until("document.querySelectorAll('.tok').length > 10")
         assert tab.js("document.querySelector('.tok').getAttribute('aria-label')") == "G, 50.0 %"
-        # The letters of two bytes stand where their second token is.
+        # A letter of two bytes is shown at its second token.
         assert tab.js("[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')") == (
             "Gr…ü…ße an alle</s>"
         )

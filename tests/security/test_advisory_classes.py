@@ -1,6 +1,6 @@
 """Attacks of public advisories about other engines, repeated against this project.
 
-`docs/advisories.md` lists the advisories. A class of attack that a package tests already is not
+`docs/advisories.md` lists the advisories. Classes of attacks that a package tests are not
 repeated here.
 """
 
@@ -58,7 +58,7 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 
 def raw(url: str, head: str, body: bytes = b"") -> bytes:
-    """The answer to bytes that no HTTP client would send."""
+    """Return the answer to raw bytes."""
     place = httpx.URL(url)
     with socket.create_connection((place.host, place.port or 80), timeout=30) as client:
         client.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
@@ -76,7 +76,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def called(tree: ast.AST) -> Iterator[str]:
-    """Names of the functions that a module calls, with the module they are attributes of."""
+    """Yield the names of the functions that a module calls, with their modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = node.func
@@ -222,7 +222,7 @@ def test_template_variables_cannot_replace_renderer_arguments(
 
 
 def test_server_does_not_download_addresses_in_requests(http: httpx.Client) -> None:
-    """Neither images nor files by URL, nor Markdown images in a text."""
+    """Checks images and files by URL, and Markdown images in a text."""
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.5)
@@ -294,7 +294,7 @@ def test_chat_template_loops_are_bounded() -> None:
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.timeout(120)
 def test_every_tool_format_parses_hostile_text_completely(name: str) -> None:
-    """Repeated openings, quotes and brackets: the parsers of other engines never ended."""
+    """Repeated openings, quotes and brackets, which blocked the parsers of other engines."""
     pieces = [
         "[f(a=",
         "{{" * 9,
@@ -312,7 +312,7 @@ def test_every_tool_format_parses_hostile_text_completely(name: str) -> None:
 
 
 def hostile_config(folder: Path, **changes: object) -> Path:
-    """A config.json that asks for Python code beside it; the code leaves a trace when it runs."""
+    """Write a config.json that references Python code, which would create a file."""
     code = f"open({str(folder / 'ran')!r}, 'w').close()\n"
     for module in ("configuration_evil.py", "modeling_evil.py", "tokenization_evil.py"):
         (folder / module).write_text(code + "class Evil: pass\n")
@@ -348,7 +348,7 @@ def test_loading_a_tokenizer_runs_no_code_by_default(tmp_path: Path) -> None:
 
 
 def test_uploaded_file_names_are_not_used_as_paths(tmp_path: Path) -> None:
-    """An uploaded file keeps its name as a label; the server chooses where its bytes are."""
+    """The name of an uploaded file is only a label; the server selects the path."""
     folder = tmp_path / "files"
     line = json.dumps(
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
@@ -367,4 +367,4 @@ def test_uploaded_file_names_are_not_used_as_paths(tmp_path: Path) -> None:
             answer = httpx.get(f"{url}/files/{name}/content", headers=headers)
             assert answer.status_code in (400, 404), (name, answer.text)
     outside = {path for path in tmp_path.rglob("*") if not path.is_relative_to(folder)}
-    assert not outside, "something was written beside the directory"
+    assert not outside, "a file was written outside the directory"

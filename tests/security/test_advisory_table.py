@@ -1,4 +1,4 @@
-"""The table of public advisories names tests that exist."""
+"""The tests in the table of public advisories exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CVE = re.compile(r"CVE-\d{4}-\d{4,}")
 
 
 def rows() -> list[list[str]]:
-    """The cells of every row of the page's tables, without the heads."""
+    """Yield the cells of every row of the tables without the headers."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "CVE-" in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

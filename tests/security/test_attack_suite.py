@@ -1,4 +1,4 @@
-"""Every attack of the suite gets a short error or an answer, and the server goes on."""
+"""Every attack of the suite returns a short error or an answer, and the server continues to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: loaded, listed, asked by name; and which files clients may not read."""
+"""LoRA adapters over HTTP: loading, listing, selection by name, and forbidden paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def folder(tmp_path):
-    """The adapters `one` and `two` below `open`, another beside it, and ways out of it."""
+    """The adapters `one` and `two` in `open`, another adapter outside, and links to it."""
     for place in ("open/one", "open/two", "shut"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "adapter_config.json").write_text("{}")
@@ -149,7 +149,7 @@ def test_request_selects_one_of_several_models_and_their_adapters(folder):
         assert list(second.options.values())[-1] == {"lora_name": "mine"}
         error = refused(http.post("completions", json={"prompt": "x", "model": "c"}), 404)
         assert "a, b, mine" in error.message
-        # A response is kept by the server, whichever model gave it.
+        # The server stores responses of all models.
         kept = http.post("responses", json={"input": "x", "model": "b"}).json()
         assert http.get(f"responses/{kept['id']}").json() == kept
         text = http.get("/../metrics").text
@@ -166,7 +166,7 @@ def test_request_selects_one_of_several_models_and_their_adapters(folder):
 
 @pytest.mark.nightly
 def test_adapter_loaded_over_http_equals_adapter_loaded_in_python(make_llama, tokenizer, tmp_path):
-    """What is loaded over HTTP answers as the same adapter loaded in Python."""
+    """An adapter loaded over HTTP produces the same answers as one loaded in Python."""
     import jax
     from ed_esurge import SamplingParams, eSurge
     from ed_infra.specs import LoraSpec

@@ -1,4 +1,4 @@
-"""What hostile or careless clients send: each gets an error that says so, and nobody else waits."""
+"""Hostile and invalid requests return specific errors and do not delay other clients."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_request_timeout_aborts_slow_answers():
 
 @pytest.mark.parametrize("work", ["parsing", "tokenizing", "templating", "detokenizing"])
 def test_expensive_requests_do_not_delay_other_requests(monkeypatch, work):
-    """While a large request is parsed or tokenized, a small one is answered."""
+    """A small request is answered while a large request is parsed or tokenized."""
     begun, go_on = threading.Event(), threading.Event()
 
     def held(function):

@@ -1,4 +1,4 @@
-"""Files and batches: every line has an answer, also after a restart, for its owner alone."""
+"""Files and batches: every line has an answer, also after a restart, and only for its owner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def until(condition, seconds=20.0):
 
 
 def over(client, batch):
-    """The batch once it has ended."""
+    """Return the batch after it has ended."""
     ended = ("completed", "failed", "cancelled", "expired")
     return until(lambda: (one := client.batches.retrieve(batch)).status in ended and one)
 
@@ -140,7 +140,7 @@ def test_files_can_be_uploaded_listed_and_deleted(served):
     assert client.files.retrieve(file.id) == file
     assert client.files.content(file.id).text == line("a")
     assert file.id in [one.id for one in client.files.list()]
-    # What is another's is not there.
+    # Objects of other keys are not found.
     assert not list(other.files.list())
     for call in (other.files.retrieve, other.files.content, other.files.delete):
         with pytest.raises(openai.NotFoundError):
@@ -196,7 +196,7 @@ def test_file_and_batch_limits_are_enforced(served):
 
 
 def test_interrupted_batch_continues_after_restart(tmp_path):
-    """Each line is answered once: half by a server that is stopped, the others by the next."""
+    """Each line is answered once: some by the stopped server, the others by the next server."""
     lines = [line(f"line {place}") for place in range(60)]
     first = ScriptedEngine(lambda prompt, choice: "x" * 8, delay=0.02)
     options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 2}}
@@ -242,7 +242,7 @@ def test_line_in_progress_at_process_death_fails_without_retry(tmp_path):
     try:
         client = client_of(process.stdout.readline().strip())
         batch = run(client, *lines).id
-        # The first line is answered, and the next two are being answered.
+        # The first line is answered, and the next two are in progress.
         until(lambda: client.batches.retrieve(batch).request_counts.completed == 1)
         (marks,) = (tmp_path / "batches").glob("*.started")
         until(lambda: len(marks.read_text().splitlines()) == 3)
@@ -282,8 +282,8 @@ def test_cancelled_batch_keeps_finished_answers(tmp_path):
 
 
 def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
-    """What is done by then is kept; what runs is given up, and the rest is never begun. A batch
-    that the end of the server cut off after its time is no other."""
+    """Finished answers are kept, running lines are aborted, and other lines are never started. The
+    same applies to a batch that expires while the server is down."""
     monkeypatch.setattr(stores, "DAY", 3)
     engine = ScriptedEngine(lambda prompt, _: "x" * 200 if len(prompt) > 9 else "x", delay=0.05)
     texts = {"quick": "a", "slow": "a" * 20}
@@ -311,7 +311,7 @@ def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
         )
         assert len(engine.requests) == 2
         assert len(engine.aborted) == 1
-        # It waited behind the other for all of its time.
+        # The other batch was running for the entire window.
         after = over(client, waiting.id)
         assert (after.status, after.request_counts.failed) == ("expired", 3)
         assert after.output_file_id is None
@@ -331,7 +331,7 @@ def test_batch_without_progress_expires(tmp_path, monkeypatch):
 
 
 def test_command_answers_batch_lines_in_order():
-    """The command, without a server: the same lines and answers, several models' in one file."""
+    """The command without a server: the same answers, for several models in one file."""
     engines = {
         name: ScriptedEngine(lambda prompt, choice, name=name: name, delay=delay)
         for name, delay in (("slow", 0.01), ("fast", 0.0))

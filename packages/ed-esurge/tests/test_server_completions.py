@@ -184,7 +184,7 @@ def test_chat_request_is_rendered_by_the_template(client, engine):
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.role == "assistant"
     assert text == f"{REPLY} 0 {len('<|user|>hi') + 1 + len('<|assistant|>')}"
-    # As much as the context holds, when nothing is asked for.
+    # The default of max_tokens is the rest of the context.
     assert last_params(engine).max_tokens == 256 - answer.usage.prompt_tokens
     assert chat(client, max_completion_tokens=3).usage.completion_tokens == 3
     assert chat(client, max_tokens=3).choices[0].finish_reason == "length"
@@ -262,7 +262,7 @@ def test_models_endpoint_lists_and_retrieves_models(client):
 
 
 def test_stream_chunks_never_split_a_character(client):
-    """Every delta is valid text of its own, though every token here is a part of a character."""
+    """Every delta is valid text, although every token here is a part of a character."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for chunk in complete(client, stream=True):
         decoder.decode(chunk.choices[0].text.encode(), final=True)
@@ -270,7 +270,7 @@ def test_stream_chunks_never_split_a_character(client):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_stream_uses_valid_chunked_encoding(client, version):
-    """Chunks in HTTP/1.1; before, the end of the connection is the end of the body."""
+    """HTTP/1.1 uses chunks; in HTTP/1.0 the end of the connection ends the body."""
     url = client.base_url
     body = b'{"prompt": "abc", "max_tokens": 64, "stream": true}'
     head = f"POST /v1/completions HTTP/{version}\r\nHost: {url.host}\r\nConnection: close\r\n"

@@ -1,4 +1,4 @@
-"""Every parameter of the official clients: it has an effect, needs none, or is refused by name."""
+"""Every parameter of the official clients has an effect, requires none, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ed_esurge.server.launch import background
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 
 OUR_OWN = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-# `output_format` takes a class, of which the client makes `output_config`.
+# `output_format` is a class, which the client converts to `output_config`.
 OUR_OWN |= {"output_format"}
 SAY = [{"role": "user", "content": "say plain"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "weather", "description": "d", "parameters": SCHEMA, "strict": True}
 TOOL = {"type": "function", "function": FUNCTION}
 
-# Parameter -> a value that is taken.
+# Parameter -> an accepted value.
 GENERATION = {
     "model": "scripted",
     "frequency_penalty": 0.5,
@@ -114,12 +114,12 @@ COUNT = {
     )
 }
 
-# Parameters that no answer depends on: they are ignored, and a header of the answer names them.
+# Parameters without effect on answers: they are ignored, and a header lists them.
 REPORTED = {
     *("access_programs", "diagnostics", "inference_geo", "user_profile_id", "workspace_id"),
 }
 
-# What each of them needs besides, so that it means something.
+# Further parameters that a parameter requires.
 BESIDES = {
     "tool_choice": ("tools",),
     "parallel_tool_calls": ("tools",),
@@ -128,7 +128,7 @@ BESIDES = {
 
 
 class Thinking(NamedReplies):
-    """A model whose template knows efforts."""
+    """A model whose template supports efforts."""
 
     def __init__(self):
         template = TOOL_TEMPLATE + "{{ reasoning_effort }}{{ enable_thinking }}"
@@ -177,7 +177,7 @@ def test_every_documented_parameter_is_accepted_or_rejected_by_name(clients, nam
             )
             assert answer.headers["x-ignored-fields"] == parameter
             continue
-        # By name, and not by a mistake in the value.
+        # Because of the name, not because of an invalid value.
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as caught:
             create(**body, extra_body={parameter: {"some": "thing"}})
         said = caught.value.response.json()["error"]["message"]
@@ -214,7 +214,7 @@ def test_reasoning_effort_reaches_the_template(clients, engine):
         model="scripted", messages=SAY, max_tokens=9, thinking={"type": "disabled"}
     )
     assert told(engine) == "False"
-    # The template's own variables win.
+    # chat_template_kwargs have precedence.
     ai.chat.completions.create(
         model="scripted",
         messages=SAY,

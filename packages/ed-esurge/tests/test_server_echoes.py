@@ -1,4 +1,4 @@
-"""What clients append to a conversation is accepted as they append it, and reaches the template."""
+"""Answers that clients append to a conversation are accepted and reach the template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOLS = [
 
 
 class LastNamed(NamedReplies):
-    """Answers with the reply that the end of the conversation names."""
+    """Returns the reply that the last message selects."""
 
     def _answer(self, prompt, choice):
         text = self.tokenizer.decode(prompt)
@@ -51,7 +51,7 @@ def client(url):
 
 
 def told(engine):
-    """The messages that the template got."""
+    """Return the messages that the template received."""
     lines = [line for line in engine.prompts[-1].split("\n") if "|>{" in line]
     return [json.loads(line[line.index("|>{") + 2 :]) for line in lines]
 

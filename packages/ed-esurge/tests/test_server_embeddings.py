@@ -1,4 +1,4 @@
-"""Vectors, scores and ranks over HTTP: the engine's own, by the official client."""
+"""Vectors, scores and ranks over HTTP, through the official client, equal those of the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = ["The cat", "Grüße 世界", "x" * 40, "a"]
 
 @pytest.fixture(scope="module")
 def vectors(surge):
-    """The engine's own vectors, [n, d], by kind of pooling."""
+    """The vectors of the engine, [n, d], by kind of pooling."""
     kinds = {
         pooling: PoolingParams(pooling=pooling, normalize=True) for pooling in ("last", "mean")
     }
@@ -40,7 +40,7 @@ def client(url):
 
 def test_embeddings_endpoint_returns_engine_vectors(client, surge, vectors):
     for pooling, expected in vectors.items():
-        for more in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
+        for more in ({}, {"encoding_format": "float"}):  # the client requests base64 by default
             answer = client.embeddings.create(
                 model=surge.model_name, input=TEXTS, extra_body={"pooling": pooling}, **more
             )

@@ -1,4 +1,4 @@
-"""The server over the real engine: what clients get is what the model says."""
+"""The server with the real engine: clients receive the output of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = ["a", "The cat", "Grüße 世界", "x" * 20, "1 2 3 4 5 6 7", "??", "T
 
 
 def build(model):
-    """An engine that compiles nothing before it is asked."""
+    """An engine that compiles at first use."""
     return eSurge(model, byte_tokenizer(), compile_runner=False, silent_mode=True, page_size=16)
 
 
@@ -49,7 +49,7 @@ def client(url):
 
 
 def greedy(model, prompts, count):
-    """Tokens of the model's own greedy generate: one left-padded batch."""
+    """Tokens of the model's greedy generate: one left-padded batch."""
     longest = max(len(prompt) for prompt in prompts)
     ids = np.zeros((len(prompts), longest), np.int32)
     mask = np.zeros_like(ids)
@@ -207,7 +207,7 @@ def test_prefix_cache_reset_clears_prefixes_without_changing_tokens(client, url)
     assert ask() == (text, 48)
     assert httpx.post(url.replace("/v1", "/reset_prefix_cache")).status_code == 200
     assert ask() == (text, 0)
-    # Also while a request runs: it ends with the tokens that it has without a reset.
+    # A running request has the same tokens as without a reset.
     options = {"model": "tiny", "prompt": "zz", "max_tokens": 40, "temperature": 0}
     whole = client.completions.create(**options).choices[0].text
     pieces = []

@@ -1,4 +1,4 @@
-"""Every refusal is an OpenAI error that says what was wrong and what to do."""
+"""Every error has OpenAI's format, the problem and a solution."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_exceeded_context_length_returns_error_code(http):
     error = refused(http.post("chat/completions", json={**CHAT, "max_tokens": 256}))
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "messages"
-    # What was not asked for is no reason to refuse: it is cut to what fits.
+    # The default of max_tokens is reduced instead of rejected.
     answer = http.post("completions", json={"prompt": "a" * 250})
     assert answer.json()["usage"]["total_tokens"] == 256
 
@@ -182,7 +182,7 @@ def test_dead_engine_returns_503():
         assert error["code"] == "engine_unavailable"
         for path in ("", "/live", "/ready"):
             assert httpx.get(health + path).status_code == 503
-        # Nothing is queued behind a dead engine, streaming or not.
+        # A dead engine rejects new requests, streaming or not.
         for stream in (False, True):
             body = {"prompt": "a", "stream": stream}
             answer = httpx.post(f"{url}/completions", json=body)

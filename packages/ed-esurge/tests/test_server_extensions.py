@@ -1,4 +1,4 @@
-"""What the engine can do beyond OpenAI's API, by vLLM's names; and the document of the API."""
+"""Extensions of OpenAI's API with vLLM's names, and the OpenAPI document."""
 
 from __future__ import annotations
 

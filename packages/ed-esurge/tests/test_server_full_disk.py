@@ -1,4 +1,4 @@
-"""A disk that is full stops a batch for a while, loses no answer, and is reported."""
+"""A full disk stalls a batch, loses no answer, and is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ed_esurge.testing import ScriptedEngine
 
 
 class Disk:
-    """Lets writes of private files fail while `full` is set."""
+    """Makes writes of private files fail while `full` is set."""
 
     def __init__(self, monkeypatch):
         self.full = False
@@ -87,7 +87,7 @@ def test_batch_continues_when_the_disk_has_space_again(tmp_path, disk):
         assert "esurge:batches_stalled 1.0" in httpx.get(f"{root}/metrics").text
         asked = len(engine.requests)
         time.sleep(0.2)
-        assert len(engine.requests) == asked  # no line is answered for nothing
+        assert len(engine.requests) == asked  # no line is answered before its answer can be written
         disk.full = False
         done = until(
             lambda: (

@@ -1,4 +1,4 @@
-"""Requests and objects of one API key cannot be seen, ended or guessed with another."""
+"""Requests and objects of one API key cannot be read, ended or guessed with another key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastapi import FastAPI
 ANN, BOB, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob", "admin"))
 NOBODY = {"Authorization": "Bearer wrong"}
 
-#: Who may call each route of a server that has keys. A new route must be added here.
+#: Access of each route of a server with keys. Add new routes here.
 ACCESS = {
     **dict.fromkeys(
         (
@@ -121,7 +121,7 @@ def http(url):
 
 
 def routes(url) -> set[str]:
-    """Every route that the application registers, as `METHOD /path`."""
+    """Return every route of the application as `METHOD /path`."""
     from ed_esurge.server import create_app
 
     app: FastAPI = create_app(ScriptedEngine())
@@ -171,7 +171,7 @@ def test_routes_reject_requests_without_the_required_key(http, route):
 
 
 def test_objects_of_other_keys_are_not_found(http):
-    """Every kind of stored object, every route that names one."""
+    """Tests every kind of stored object with every route that accepts its id."""
     stored = http.post("/v1/responses", json={"input": "a"}, headers=ANN).json()["id"]
     body = {"prompt": "a", "max_tokens": 2}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
@@ -212,7 +212,7 @@ def test_objects_of_other_keys_are_not_found(http):
             known = {"headers": BOB} | ({"json": sent} if method == "POST" else {})
             answer = http.request(method, path, **known)
             assert answer.status_code == 404, (kind, path, answer.text)
-            # The answer is the one for an id that nobody has.
+            # The answer equals the answer for an unknown id.
             other = http.request(
                 method,
                 re.sub(f"{stored}|{file}|{batch}|private", "none", path),
@@ -326,7 +326,7 @@ def test_admin_key_alone_leaves_other_routes_open():
 
 
 def test_equal_request_ids_of_two_clients_do_not_interfere(engine_behind):
-    """One client streams to the end, and another with the same id leaves in the middle."""
+    """One client streams to the end, and another with the same id disconnects during its stream."""
     body = {
         "prompt": "a",
         "max_tokens": 40,
@@ -371,7 +371,7 @@ def test_rejected_request_does_not_end_request_with_the_same_id(engine_behind):
         tokens = list((await anext(first)).outputs[0].token_ids)
         second = engine.generate([8, 9], params, "same")
         waiting = asyncio.ensure_future(anext(second))
-        await asyncio.sleep(0)  # the second is on its way to the engine
+        await asyncio.sleep(0)  # the second request has not reached the engine yet
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await second.aclose()

@@ -1,4 +1,4 @@
-"""Hostile bodies get short errors, foreign pages get none of the server, memory has a budget."""
+"""Hostile bodies return short errors, foreign pages are rejected, and memory is limited."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_one_client_gets_at_most_half_of_the_byte_budget():
         return Reservation(budget), {"client": (client, 1)}
 
     one, scope = of("one")
-    one.grow(scope, 90)  # alone: a request may take more than half
+    one.grow(scope, 90)  # a single request may use more than half
     with pytest.raises(APIError, match="max_bytes_in_flight"):
         of("two")[0].grow({"client": ("two", 1)}, 20)
     one.close()

@@ -1,4 +1,4 @@
-"""Token bytes and texts, for the two ways in which vocabularies spell bytes."""
+"""Token bytes and texts for both byte representations of vocabularies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ed_esurge.testing import byte_tokenizer
 
 
 def sentencepiece_like():
-    """Pieces with `▁` for spaces, and bytes as `<0x..>` where no piece fits."""
+    """A tokenizer with `▁` for spaces, and `<0x..>` for other bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +52,7 @@ def test_token_texts_decode_sentencepiece_tokens():
     assert texts.text_of(number("</s>")) == "</s>"
     assert texts.is_special(number("</s>"))
     assert not texts.is_special(number("H"))
-    # The head of a model may be padded beyond the tokenizer's vocabulary.
+    # The vocabulary of the model can be larger than the tokenizer's.
     assert texts.text_of(10_000) == ""
 
 

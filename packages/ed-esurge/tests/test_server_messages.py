@@ -74,7 +74,7 @@ def test_streamed_message_equals_unstreamed_message(client, name):
             if event.type == "input_json":
                 arguments += event.partial_json
         final = stream.get_final_message()
-    if name != "broken":  # of whose call the client has begun a block
+    if name != "broken":  # the stream has already begun a block for the call
         assert plain(final) == plain(whole)
         assert (names[0], names[-1]) == ("message_start", "message_stop")
         assert names.count("content_block_start") == len(whole.content)
@@ -113,7 +113,7 @@ def test_anthropic_history_and_system_reach_the_template(client, engine):
     assert told[3]["content"] == "12 °C"
     count = client.messages.count_tokens(**options)
     assert count.input_tokens == answer.usage.input_tokens
-    # An answer can be sent back as it came.
+    # An answer is a valid message of the conversation.
     sent = [*messages, {"role": "assistant", "content": [b.model_dump() for b in answer.content]}]
     client.messages.create(
         model="scripted", messages=[*sent, {"role": "user", "content": "say plain"}], max_tokens=9
@@ -172,7 +172,7 @@ def test_anthropic_key_header_is_accepted(client):
 
 
 def envelope(response, status, kind):
-    """The error of a response in Anthropic's envelope."""
+    """Return the error of a response in Anthropic's format."""
     assert response.status_code == status, response.text
     body = AnthropicError.model_validate(response.json())
     assert body.error.type == kind
@@ -220,17 +220,17 @@ def test_every_error_under_messages_has_anthropic_format():
                 429,
                 "rate_limit_error",
             )
-        # The reply of this engine to an unknown prompt is an exception.
+        # This engine raises for an unknown prompt.
         envelope(until(lambda: http.post("/messages", json=body)), 500, "api_error")
         engine.is_healthy = False
         envelope(httpx.post(f"{url}/messages", json=body, headers=KEY), 503, "overloaded_error")
-        # Other paths keep OpenAI's envelope.
+        # Other paths use OpenAI's format.
         other = httpx.post(f"{url}/chat/completions", json=body, headers=KEY)
         assert set(other.json()) == {"error"}
 
 
 def until(ask):
-    """A response once the place of the request before is free."""
+    """Return a response after the previous request has ended."""
     while (response := ask()).status_code == 429:
         pass
     return response
@@ -281,7 +281,7 @@ def continues(client, engine):
     messages[1]["content"] = blocks
     client.messages.create(**options, max_tokens=9)
     assert engine.prompts[-1].endswith("It is <b")
-    # An empty one, or one that calls, is no beginning of an answer.
+    # An empty message, or one with calls, is not continued.
     for content in (
         "",
         [{"type": "tool_use", "id": "a", "name": "now", "input": {}}],

@@ -1,4 +1,4 @@
-"""Refusals name the field as the client spells it, without names of libraries and classes."""
+"""Errors name the field in the spelling of the client, without names of libraries and classes."""
 
 from __future__ import annotations
 

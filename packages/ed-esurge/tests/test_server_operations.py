@@ -1,4 +1,4 @@
-"""Keys, CORS, metrics, aborts, draining: what those who run the server rely on."""
+"""Keys, CORS, metrics, aborted requests and draining."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_api_keys_enforce_limits_and_expiry(tmp_path, monkeypatch):
         assert refused.headers["retry-after"]
         assert "2 requests a minute" in refused.json()["error"]["message"]
         models = httpx.get(f"{url}/models", headers={"Authorization": "Bearer few"})
-        assert models.status_code == 200  # reading is not counted
+        assert models.status_code == 200  # GET requests are not counted
         expired = post("old").json()["error"]
         assert (expired["code"], "2020" in expired["message"]) == ("invalid_api_key", True)
         assert post("new").status_code == post("plain").status_code == 200
-        assert post("plain", "x-api-key").status_code == 200  # as Anthropic's clients send it
+        assert post("plain", "x-api-key").status_code == 200  # the header of Anthropic's clients
         with httpx.stream(
             "POST",
             f"{url}/completions",
@@ -117,7 +117,7 @@ def test_cors_headers_are_sent_only_for_configured_origins():
     with background(ScriptedEngine(), cors_origins=["http://page.example"], api_key="k") as url:
         answer = httpx.options(f"{url}/chat/completions", headers=ask)
         assert answer.headers["access-control-allow-origin"] == "http://page.example"
-        # A page must be able to read why it was refused, too.
+        # A page can also read the reason of an error.
         refused = httpx.get(f"{url}/models", headers=ask)
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "http://page.example"

@@ -1,4 +1,4 @@
-"""`/v1/responses` through the official client: items, events, and what is kept."""
+"""`/v1/responses` through the official client: items, events and stored responses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(engine):
 
 
 def plain(response):
-    """A response without what is new every time."""
+    """Return a response without ids and times."""
     fields = response.model_dump(exclude_none=True)
     for name in ("id", "created_at", "completed_at", "parsed_arguments"):
         fields.pop(name, None)
@@ -88,7 +88,7 @@ def test_streamed_response_equals_unstreamed_response(client, name):
         said = item.arguments if item.type == "function_call" else item.content[0].text
         assert said == texts.get(index, "")
     assert last.item.status == "completed"
-    if name != "broken":  # whose call the client has begun to gather
+    if name != "broken":  # the stream has already begun the call
         with client.responses.stream(**options) as stream:
             for _ in stream:
                 pass
@@ -109,7 +109,7 @@ def test_previous_response_id_continues_the_conversation(client, engine):
         tools=TOOLS,
     )
     prompt = engine.prompts[-1]
-    assert "Be kind." not in prompt  # instructions are of one response
+    assert "Be kind." not in prompt  # instructions apply to one response only
     lines = [line for line in prompt.split("\n") if line.startswith(("<|", "<tools>"))]
     messages = [json.loads(line[line.rindex("|>{") + 2 :]) for line in lines if "|>{" in line]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "user"]
@@ -122,7 +122,7 @@ def test_previous_response_id_continues_the_conversation(client, engine):
     *_, end = third
     assert engine.prompts[-1].count('"role": "user"') == 3
     assert client.responses.retrieve(end.response.id).output_text
-    # The items of an answer can be sent back as they are.
+    # The items of an answer are valid input items.
     sent = [{"role": "user", "content": "say plain"}, *[item.model_dump() for item in first.output]]
     client.responses.create(model="scripted", input=[*sent, result])
 

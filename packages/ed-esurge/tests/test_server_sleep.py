@@ -1,4 +1,4 @@
-"""A server whose device is lent to others: requests are told so, and those in flight go on."""
+"""A sleeping server rejects new requests, and requests in flight continue after waking up."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_sleep_keeps_inflight_requests_of_real_engine(engine_behind, llama):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_sleeping")
         assert http.post("/wake_up").json() == {"is_sleeping": False}
         asking.join(60)
-        assert found[0].json()["choices"][0]["text"] == expected  # it was in flight, and went on
+        assert (
+            found[0].json()["choices"][0]["text"] == expected
+        )  # the request in flight has continued
         assert http.post("/sleep?level=2").status_code == 200
         answer = http.post("/wake_up")
         assert answer.status_code == 409
@@ -115,7 +117,7 @@ def test_sleep_keeps_inflight_requests_of_real_engine(engine_behind, llama):
 
 
 def test_is_sleeping_is_true_immediately_after_sleep_call():
-    """Not only once the engine has got to it."""
+    """The flag is set before the engine executes the command."""
 
     class Slow:
         is_sleeping = paused = has_unfinished_requests = False
@@ -147,7 +149,7 @@ def test_is_sleeping_is_true_immediately_after_sleep_call():
         await asyncio.sleep(0.05)
         assert engine.is_sleeping
         await task
-        assert not engine.is_sleeping  # as this engine says
+        assert not engine.is_sleeping  # the state of the real engine, which is awake
         engine.shutdown()
 
     asyncio.run(main())

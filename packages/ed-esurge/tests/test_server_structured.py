@@ -1,5 +1,4 @@
-"""Structured output over HTTP, by the real engine: the answer of a random model is what was asked
-for."""
+"""Structured output over HTTP with the real engine: answers follow the grammar."""
 
 from __future__ import annotations
 
@@ -220,7 +219,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_constrained_answer_is_not_empty_after_early_end_of_thoughts(client, form):
-    """The temperature makes each end-of-sequence token as likely as any other token."""
+    """At this temperature all tokens are about equally likely, including the end of sequence."""
     options = {**FORMS[form]}
     extra = {**options.pop("extra_body", {}), "chat_template_kwargs": {"think": True}}
     finished = 0

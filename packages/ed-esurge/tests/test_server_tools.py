@@ -44,7 +44,7 @@ def ask(client, name, **options):
 
 
 def joined(stream):
-    """What a stream says, put together as a client does."""
+    """Return the joined content of a stream."""
     content, reasoning, calls, finish, chunks = "", "", {}, None, 0
     for chunk in stream:
         for choice in chunk.choices:
@@ -172,7 +172,7 @@ def test_chat_template_receives_tool_call_history(client, engine):
     assert lines[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
     assert lines[0]["reasoning_content"] == "Hm"
     assert lines[1] == {"role": "tool", "tool_call_id": "call_1", "content": "12 °C"}
-    # An answer can be sent back as it came.
+    # An answer is a valid message of the conversation.
     answer = ask(client, "call", tools=TOOLS)
     messages[1] = answer.choices[0].message.model_dump()
     client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)

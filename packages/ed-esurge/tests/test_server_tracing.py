@@ -1,4 +1,4 @@
-"""Spans of requests, as the exporter gets them; without the SDK, as its provider is asked for."""
+"""Spans of requests: with the SDK, and without it through a fake provider."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def sdk():
-    """A provider of the SDK, and the spans that it has."""
+    """A provider of the SDK, and its spans."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -34,7 +34,7 @@ def sdk():
 
 
 def stand_in():
-    """What the server asks of a provider, and no more."""
+    """The part of the provider's interface that the server uses."""
     ended = []
 
     class Span(SimpleNamespace):
@@ -136,7 +136,7 @@ def test_disconnected_client_ends_the_trace_span(spans):
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes what an exporter sends."""
+    """Receives the data of an exporter."""
 
     bodies: ClassVar[list[bytes]] = []
 

@@ -82,7 +82,7 @@ def test_policy_selects_ignoring_or_rejecting_unknown_fields():
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
         assert "did you mean 'temperature'" in error["message"]
-        # Conversations are echoes of other servers' answers: their keys are never refused.
+        # Conversations can contain answers of other servers, so their keys are always accepted.
         message = {"role": "assistant", "content": "a", "provider_specific_fields": {}}
         body = {"messages": [*CHAT["messages"], message, *CHAT["messages"]]}
         assert httpx.post(f"{url}/chat/completions", json=body).status_code == 200
@@ -121,7 +121,7 @@ BODIES = {endpoint.takes for endpoint in ENDPOINTS if endpoint.takes is not None
 
 
 def _models(kind, known):
-    """A model and every model that its fields hold."""
+    """Yield a model and all models of its fields."""
     if kind in known:
         return known
     known.add(kind)

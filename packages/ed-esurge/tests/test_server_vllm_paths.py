@@ -1,4 +1,4 @@
-"""Routes at vLLM's paths, with vLLM's shapes."""
+"""Routes with vLLM's paths and formats."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_continuous_usage_adds_token_counts_to_every_chunk(http, path, body):
     assert len(set(counts)) > 3
     for chunk in got:
         answers.Usage.model_validate(chunk["usage"])
-    # As in vLLM, the counts come only where usage was asked for.
+    # As in vLLM, the counts require include_usage.
     alone = {"include_usage": False, "continuous_usage_stats": True}
     got = chunks(http, path, {**body, "stream_options": alone})
     assert all(chunk.get("usage") is None for chunk in got)
