@@ -221,7 +221,7 @@ def test_renamed_axes_keep_their_place():
 
 def test_fewer_axes_need_a_meaning():
     two = {"sharding_axis_names": ("data", "model"), "sharding_axis_dims": (2, 4)}
-    with pytest.raises(ConfigError, match="nothing would be split over the mesh axis 'data'"):
+    with pytest.raises(ConfigError, match="no dimension is split over the mesh axis 'data'"):
         llama(**two)
     with pytest.raises(ConfigError, match="over the mesh axis 'data'"):
         llama(**two, partition_axis=PartitionAxis(head_axis="model"))

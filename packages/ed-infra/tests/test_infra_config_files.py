@@ -1,4 +1,4 @@
-"""config.json: unknown keys survive, transformers reads what is written, keywords are checked."""
+"""config.json: unknown keys are kept, transformers reads the file, and keywords are validated."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_both_call_forms_of_create_mesh():
 
 
 def device(number: int, process: int, slice_index: int | None, x: int = 0) -> Any:
-    """What a mesh reads of a device."""
+    """The attributes of a device that a mesh reads."""
     return types.SimpleNamespace(
         id=number,
         process_index=process,
@@ -74,7 +74,7 @@ def test_create_mesh_groups_devices_by_slice_or_process(monkeypatch: pytest.Monk
     assert ids((1, 4), (2, 1)) == [[4, 5, 6, 7], [0, 1, 2, 3]]
     unsorted = ids((1, 4), (2, 1), should_sort_granules_by_key=False)
     assert unsorted == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(MeshError, match="take 4 slices, but there are 2"):
+    with pytest.raises(MeshError, match="need 4 slices, but there are 2"):
         ids((1, 2), (4, 1))
     assert ids((1, 2), (4, 1), process_is_granule=True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     config = EasyDeLBaseConfig(

@@ -1,4 +1,4 @@
-"""`import ed_infra` is lean, and neither it nor what it offers changes the process."""
+"""`import ed_infra` is fast, and importing its modules does not change the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options, fields, dtypes, errors: names that are wrong are refused, and say what is right."""
+"""Options, fields, dtypes, errors: unknown names are rejected with a suggestion."""
 
 from __future__ import annotations
 

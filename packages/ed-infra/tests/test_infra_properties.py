@@ -29,7 +29,7 @@ class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig):
 
 
 class OwnConfig(EasyDeLBaseConfig):
-    """As the guide writes one: with an `__init__` of its own."""
+    """A configuration with `__init__`, as in the guide."""
 
     model_type = "own"
 
@@ -99,7 +99,7 @@ def test_resolved_specs_are_legal_placements(manager, mesh, dims, mode):
     NamedSharding(mesh, spec).shard_shape(shape)  # raises where a dimension does not divide
     assert len(set(used(spec))) == len(used(spec))
     assert all(mesh.shape[axis] > 1 for axis in used(spec))
-    # Sizes only take away: what does not divide. Without sizes the spec is for any shape.
+    # Sizes only remove indivisible axes. Without sizes the spec is valid for any shape.
     free = manager.resolve(axes, mode)
     assert len(free) == len(axes) and set(used(spec)) <= set(used(free))
     assert fit_spec(free, shape, mesh)[0] == spec == fit_spec(spec, shape, mesh)[0]
@@ -117,7 +117,7 @@ def test_a_parameter_uses_each_mesh_axis_once(manager, axes):
 
 
 class Tree(nnx.Module):
-    """Three layers by the names of a stack's leaves, and an embedding."""
+    """An embedding and three layers, with the names of a stack's leaves."""
 
     def __init__(self):
         def kernel(*axes):

@@ -1,4 +1,4 @@
-"""Rotary frequencies equal those of transformers; rotations turn what they should."""
+"""Rotary frequencies equal those of transformers, and rotations have the expected properties."""
 
 from __future__ import annotations
 

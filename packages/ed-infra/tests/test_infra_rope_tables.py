@@ -190,7 +190,7 @@ def test_rope_sections_must_sum_to_frequency_count():
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("default", "partial")])
 def test_legacy_rope_fields_produce_same_frequencies(kind: str):
-    """`rope_theta`, `rope_scaling: {type: ...}`, `partial_rotary_factor` beside each other."""
+    """Older keys: `rope_theta`, `rope_scaling: {type: ...}`, `partial_rotary_factor`."""
     new = rope.inv_frequencies(
         EasyDeLBaseConfig(**BASE, rope_parameters=parameters(kind, 7e4)), seq_len=3000
     )

@@ -215,5 +215,5 @@ def test_a_process_gives_its_own_rows(config):
     np.testing.assert_array_equal(own, stacked)
     assert own.sharding == placement.make_global(stacked, where).sharding
     where = NamedSharding(config.mesh, P(("fsdp", "dp"), "sp"))
-    with pytest.raises(ConfigError, match=r"shape \(4, 6\) .* give these 8 rows"):
+    with pytest.raises(ConfigError, match=r"shape \(4, 6\) .* pass these 8 rows"):
         placement.make_global(rows[:4], where, rows=8)

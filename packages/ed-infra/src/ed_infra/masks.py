@@ -1,4 +1,4 @@
-"""Who may attend to whom: `MaskInfo`, and masks as arrays.
+"""Attention masks: `MaskInfo`, and masks as arrays.
 
 Shapes: `b` batch, `s` query positions, `t` key positions, `n` segments.
 """
@@ -13,15 +13,15 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, Int
 
-#: A window or a chunk, in positions: fixed, or traced (0 = none).
+#: A window or a chunk in positions: a constant, or a traced scalar (0 = no limit).
 Limit = int | jax.Array | None
 
 
 def segment_index(segment_ids: ArrayLike) -> Int[jax.Array, "b s"]:
-    """Return each position's place inside its segment: int32 [b, s], from 0.
+    """Return the index of each position inside its segment: int32 [b, s], from 0.
 
-    Padding (segment 0) inside a segment counts, so that order is kept; ids are expected to grow
-    along a row, as packing numbers them.
+    Padding (segment 0) inside a segment is counted, which keeps the order. Segment ids must
+    increase along a row.
     """
     segments = jnp.asarray(segment_ids, jnp.int32)
     reached = jax.lax.cummax(segments, axis=1)
@@ -34,21 +34,21 @@ def segment_index(segment_ids: ArrayLike) -> Int[jax.Array, "b s"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskInfo:
-    """Attention mask in the form that kernels want: segments and order, linear in the length.
+    """An attention mask as segments and order, with memory linear in the length.
 
-    A query attends to a key of the same segment (segment 0, padding, to nothing and by nothing),
-    if causal only to keys whose index is not greater than its own. Index is order among the tokens
-    of a segment; it is apart from `position_ids`, which only turn rotary angles.
+    A query attends to keys of the same segment. Segment 0 is padding, which neither attends nor is
+    attended to. A causal query attends only to keys whose index is not greater than its own. The
+    index is the order of tokens in a segment; `position_ids` only affect rotary angles.
 
     Attributes:
         q_segment_ids: int32 [b, s], 0 = padding.
         kv_segment_ids: int32 [b, t], 0 = padding.
         q_index: int32 [b, s].
         kv_index: int32 [b, t].
-        causal: static.
-        in_order: queries and keys are the same tokens, in the order of the row, and each token sees
-            itself: a difference of indices is one of places. Static; kernels that mask by place
-            need it. False where nothing is known.
+        causal: Whether attention is causal; static.
+        in_order: Whether queries and keys are the same tokens in the order of the row, so that
+            differences of indices equal differences of places. Static; some kernels require it.
+            False if unknown.
     """
 
     q_segment_ids: Int[jax.Array, "b s"]
@@ -60,24 +60,24 @@ class MaskInfo:
 
     @classmethod
     def from_segments(cls, segment_ids: ArrayLike, causal: bool = True) -> MaskInfo:
-        """Make the mask of self-attention over packed rows, from int [b, s], 0 = padding."""
+        """Create the mask of self-attention over packed rows, from int [b, s], 0 = padding."""
         segments = jnp.asarray(segment_ids, jnp.int32)
         index = segment_index(segments)
         return cls(segments, segments, index, index, causal, in_order=True)
 
     @classmethod
     def from_attention_mask(cls, mask: ArrayLike, causal: bool = True) -> MaskInfo:
-        """Make the mask of self-attention from Hugging Face's [b, s] mask, nonzero = a token."""
+        """Create the mask of self-attention from Hugging Face's [b, s] mask, nonzero = a token."""
         return cls.from_segments(jnp.asarray(mask) != 0, causal)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: ArrayLike, total: int, causal: bool = True) -> MaskInfo:
-        """Make the mask of one flat row, from the offsets of its segments.
+        """Create the mask of one flat row from the offsets of its segments.
 
         Args:
-            cu_seqlens: int [n + 1], 0 first; equal neighbours are empty segments.
-            total: tokens of the row; those from `cu_seqlens[-1]` on are padding.
-            causal: whether a token sees only itself and the tokens before it.
+            cu_seqlens: int [n + 1], starting with 0; equal neighbors are empty segments.
+            total: Tokens of the row; tokens from `cu_seqlens[-1]` on are padding.
+            causal: Whether a token attends only to itself and the tokens before it.
         """
         offsets = jnp.asarray(cu_seqlens, jnp.int32)
         places = jnp.arange(total, dtype=jnp.int32)
@@ -87,17 +87,17 @@ class MaskInfo:
 
     @classmethod
     def full(cls, batch: int, length: int, causal: bool = True) -> MaskInfo:
-        """Make the mask of self-attention over rows without padding."""
+        """Create the mask of self-attention over rows without padding."""
         return cls.from_segments(jnp.ones((batch, length), jnp.int32), causal)
 
     def forgetful(self, key: jax.Array, min_ratio: ArrayLike, max_ratio: ArrayLike) -> MaskInfo:
-        """Hide keys at random from all queries of their row (forgetful causal masking, Liu et al.,
-        2022); the first key of a segment stays, so that no query sees nothing.
+        """Hide random keys from all queries of their row (forgetful causal masking, Liu et al.,
+        2022). The first key of a segment is kept, so that every query attends to a key.
 
         Args:
-            key: PRNG key.
-            min_ratio: least share of hidden keys; each row draws its own between the two.
-            max_ratio: greatest share.
+            key: A PRNG key.
+            min_ratio: Smallest fraction of hidden keys; each row has a random fraction.
+            max_ratio: Largest fraction of hidden keys.
         """
         draw, drop = jax.random.split(key)
         b, t = self.kv_segment_ids.shape
@@ -110,9 +110,9 @@ class MaskInfo:
         """Return the mask as bool [b, s, t], True where attention is allowed.
 
         Args:
-            window: a query sees the keys less than `window` before it, itself included (Hugging
-                Face's `sliding_window`). An int, or a traced scalar in which 0 = no limit.
-            chunk: a query sees the keys of its own chunk of so many positions. As `window`.
+            window: Number of keys before and including the query that it attends to (Hugging Face's
+                `sliding_window`). An int, or a traced scalar, for which 0 = no limit.
+            chunk: Positions of a chunk; a query attends to keys of its chunk. Same type.
         """
         q, k = self.q_index[:, :, None], self.kv_index[:, None, :]
         q_segment, k_segment = self.q_segment_ids[:, :, None], self.kv_segment_ids[:, None, :]
@@ -130,12 +130,12 @@ class MaskInfo:
     def create_bias(
         self, dtype: DTypeLike = jnp.float32, window: Limit = None, chunk: Limit = None
     ) -> Float[jax.Array, "b 1 s t"]:
-        """Return the mask as an additive bias [b, 1, s, t]: 0, or the least finite number."""
+        """Return the mask as an additive bias [b, 1, s, t]: 0, or the smallest finite number."""
         return to_bias(self.allowed(window, chunk)[:, None], dtype)
 
 
 def to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[jax.Array, ...]:
-    """Turn a boolean mask into an additive bias: 0 where True, else the least finite number."""
+    """Convert a boolean mask to an additive bias: 0 if True, else the smallest finite number."""
     return jnp.where(mask, jnp.zeros((), dtype), jnp.finfo(dtype).min)
 
 
@@ -149,13 +149,13 @@ def forgetful_mask(
 ) -> Bool[jax.Array, "b ... s t"]:
     """Return a forgetful causal mask: bool of `shape`, True where attention is kept.
 
-    Each key is dropped with probability `ratio`, alike for all queries of a row (FCM, Liu et al.,
-    2022); the first key is always kept, so that no row is empty.
+    Each key is dropped with probability `ratio`, for all queries of a row (FCM, Liu et al., 2022).
+    The first key is always kept, so that no row is empty.
 
     Args:
-        key: PRNG key.
+        key: A PRNG key.
         shape: [b, 1, s, t].
-        ratio: probability in [0, 1].
+        ratio: Probability in [0, 1].
     """
     row = (shape[0], *(1 for _ in shape[1:-1]), shape[-1])
     keep = jax.random.uniform(key, row) >= ratio

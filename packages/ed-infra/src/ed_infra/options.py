@@ -1,6 +1,7 @@
-"""`Options`: validated sections of keys, in which a key that is not known is an error.
+"""`Options`: validated option classes, in which an unknown key is an error.
 
-YAML sections, trainer arguments and engine settings are `Options`. Needs pydantic, not jax.
+YAML sections, trainer arguments and engine settings are `Options`. This module uses pydantic, not
+jax.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ed_infra.dtypes import canonical_float
 from ed_infra.errors import ConfigError, did_you_mean
 
-#: Seed of a random generator, in the range that numpy and jax share.
+#: Seed of a random generator, in the common range of numpy and jax.
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-#: A number of things, at least one; an int32 index can count them.
+#: A count of at least one, within int32.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-#: A number of things, perhaps none.
+#: A count that may be zero.
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
-#: A rate, a factor, seconds: above 0.
+#: A positive rate, factor or time in seconds.
 Positive = Annotated[float, Field(gt=0, le=1e12)]
-#: A weight, a coefficient: 0 turns it off.
+#: A weight or coefficient; 0 disables its term.
 NotNegative = Annotated[float, Field(ge=0, le=1e12)]
-#: A share of a whole, both ends included.
+#: A fraction from 0 to 1, inclusive.
 Fraction = Annotated[float, Field(ge=0, le=1)]
-#: The probability of dropping something: dropping all of it would leave nothing.
+#: A dropout probability, below 1.
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
-#: Unknown keys that a table reports, and the characters of each key in its message.
+#: Number of reported unknown keys, and of characters of each key in a message.
 MAX_PROBLEMS, MAX_KEY = 8, 64
 
-# Keys of pydantic's schemas under which there are schemas.
+# Keys of pydantic's schemas that contain schemas.
 _INNER = frozenset(
     {
         *("schema", "items_schema", "keys_schema", "values_schema", "extras_schema"),
@@ -57,9 +58,9 @@ def _not_bool(value: object) -> object:
 
 
 def numbers_are_numbers(schema: Any) -> Any:
-    """Return a pydantic schema whose numbers refuse true and false, which Python counts as 1 and 0.
+    """Return a pydantic schema whose numbers reject true and false, which equal 1 and 0 in Python.
 
-    A union in which bool is an alternative still takes them.
+    A union with bool as an alternative accepts them.
     """
     if isinstance(schema, list | tuple):
         return type(schema)(numbers_are_numbers(item) for item in schema)
@@ -69,7 +70,7 @@ def numbers_are_numbers(schema: Any) -> Any:
         return core_schema.no_info_before_validator_function(_not_bool, cast(CoreSchema, schema))
     function = schema.get("function")
     if isinstance(function, dict) and function.get("function") is _not_bool:
-        return schema  # of a nested table, which has been through this
+        return schema  # of a nested class, which is already converted
     result = dict(schema)
     for key in _INNER & result.keys():
         value = result[key]
@@ -81,7 +82,7 @@ def numbers_are_numbers(schema: Any) -> Any:
 
 
 class NumbersAreNumbers:
-    """Annotation with the effect of `numbers_are_numbers`, for types outside of `Options`."""
+    """An annotation with the effect of `numbers_are_numbers`, for types outside of `Options`."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -90,17 +91,16 @@ class NumbersAreNumbers:
 
 
 class Options(BaseModel):
-    """Base of every table of options: immutable, no unknown key, old spellings accepted.
+    """Base class of options: immutable, without unknown keys, with aliases.
 
     A subclass sets `ALIASES = {"other spelling": "canonical field"}`. A field and its alias
-    together are an error, even with equal values. A number is neither true nor false, and it is
-    finite (unless a field says `Field(allow_inf_nan=True)`). `Seed`, `Count`, `Whole`, `Positive`,
-    `NotNegative`, `Fraction` and `Dropout` of this module are numbers with bounds.
+    together are an error, even with equal values. Booleans are not valid numbers, and numbers must
+    be finite (unless a field has `Field(allow_inf_nan=True)`). `Seed`, `Count`, `Whole`,
+    `Positive`, `NotNegative`, `Fraction` and `Dropout` of this module are numbers with bounds.
 
     Raises:
-        pydantic.ValidationError: each problem with the path of its key, so that a caller who knows
-            the source (YAML) can point at the line. At most `MAX_PROBLEMS` unknown keys of a table
-            are reported.
+        pydantic.ValidationError: Each problem with the path of its key, so that the YAML runner can
+            report the line. At most `MAX_PROBLEMS` unknown keys of a class are reported.
     """
 
     model_config = ConfigDict(
@@ -146,7 +146,7 @@ class Options(BaseModel):
         return result
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed; the result is validated as a whole."""
+        """Return a validated copy with some changed fields."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         values.update({self.ALIASES.get(name, name): value for name, value in changes.items()})
         return type(self)(**values)
@@ -163,10 +163,10 @@ def _problem(key: object, value: object, kind: str, message: str) -> InitErrorDe
 
 
 def choice(kind: str, names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Any:
-    """Make an annotation's validator for a name out of a list.
+    """Return a validator for a name from a list.
 
-    Use as `optimizer: Annotated[str, choice("optimizer", OPTIMIZERS)] = "adamw"`: aliases become
-    canonical names, and a name that is not known is an error with the nearest one.
+    Use it as `optimizer: Annotated[str, choice("optimizer", OPTIMIZERS)] = "adamw"`. Aliases become
+    canonical names, and an unknown name is an error that suggests the nearest name.
     """
     known = tuple(names)
     other = dict(aliases or {})
@@ -197,7 +197,7 @@ def _check_dtype(value: object) -> object:
         raise PydanticCustomError("unknown_dtype", "{why}", {"why": str(error)}) from None
 
 
-#: Validator for a field that names a floating-point dtype, in any usual spelling:
+#: Validator for the name of a floating-point dtype, in any common spelling:
 #: `dtype: Annotated[str, dtype_name] = "float32"`.
 dtype_name = BeforeValidator(_check_dtype)
 

@@ -1,4 +1,4 @@
-"""What a forward pass returns: immutable pytrees that go through `jax.jit`, `scan` and `grad`.
+"""Outputs of a forward pass: immutable pytrees for `jax.jit`, `scan` and `grad`.
 
 Shapes: `b` batch, `s` sequence, `d` hidden, `v` vocab, `n` selected positions, `c` labels.
 """
@@ -22,11 +22,11 @@ def _pytree(cls: type[T]) -> type[T]:
 
 @_pytree
 class Metric:
-    """A mean that is not divided yet, so that microbatches, hosts and shards add up exactly.
+    """A mean before division, so that microbatches, hosts and shards can be summed exactly.
 
     Attributes:
-        sum: weighted sum of the quantity, a float32 scalar.
-        weight: sum of the weights, a float32 scalar.
+        sum: Weighted sum of the quantity, a float32 scalar.
+        weight: Sum of the weights, a float32 scalar.
     """
 
     sum: jax.Array
@@ -34,12 +34,12 @@ class Metric:
 
     @classmethod
     def of(cls, total: Any, weight: Any = 1.0) -> Metric:
-        """Make a metric of two numbers or arrays."""
+        """Create a metric from two numbers or arrays."""
         return cls(jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32))
 
     @property
     def value(self) -> jax.Array:
-        """The mean; 0 where there is no weight."""
+        """The mean, or 0 without weight."""
         return jnp.where(
             self.weight == 0, 0.0, self.sum / jnp.where(self.weight == 0, 1.0, self.weight)
         )
@@ -49,7 +49,7 @@ class Metric:
 
 
 def add_metrics(left: dict[str, Metric], right: dict[str, Metric]) -> dict[str, Metric]:
-    """Add two sets of metrics by name; a name in one set only is kept."""
+    """Add two sets of metrics by name; a name in only one set is kept."""
     return {
         name: left[name] + right[name]
         if name in left and name in right
@@ -60,15 +60,14 @@ def add_metrics(left: dict[str, Metric], right: dict[str, Metric]) -> dict[str, 
 
 @_pytree
 class Report:
-    """What a layer says besides its activations; of one structure for layers that are scanned.
+    """Losses, statistics and updates of a layer. Scanned layers have reports of equal structure.
 
     Attributes:
-        losses: added to the training loss, coefficient included (a router's balance and z-loss).
-            The step divides each by its own weight, over all microbatches.
-        metrics: statistics by name, for the log.
-        updates: of variables that change without a gradient (`ed_layers.updated.Updated`): path
-            within the layer, parts joined by `/` -> what this batch adds to the sum that the
-            variable's rule is given.
+        losses: Terms of the training loss, including their coefficients (balance loss and z-loss of
+            a router). The step divides each term by its weight, over all microbatches.
+        metrics: Statistics for the log, by name.
+        updates: Updates of variables without gradients (`ed_layers.updated.Updated`): path within
+            the layer, joined by `/` -> the contribution of this batch to the sum of the rule.
     """
 
     losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
@@ -83,7 +82,7 @@ class Report:
         )
 
     def under(self, *parts: object) -> Report:
-        """Return the report with the path of its updates begun by the names that lead to it."""
+        """Return the report with a prefix of names in the paths of its updates."""
         lead = "/".join(map(str, parts))
         updates = {f"{lead}/{path}": value for path, value in self.updates.items()}
         return dataclasses.replace(self, updates=updates)
@@ -96,7 +95,7 @@ class Report:
 
 class _Replaceable:
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed."""
+        """Return a copy with some changed fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def keys(self) -> Iterable[str]:

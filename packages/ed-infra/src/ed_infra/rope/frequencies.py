@@ -1,7 +1,7 @@
-"""Frequencies of rotary position embeddings, of every kind of scaling.
+"""Frequencies of rotary position embeddings for every rope type.
 
-The formulas are those of `transformers/modeling_rope_utils.py`; tests compare the results with
-theirs. `ed_infra.rope.rotation` makes tables of the frequencies.
+The formulas equal those of `transformers/modeling_rope_utils.py`, and tests compare the results.
+`ed_infra.rope.rotation` computes tables from the frequencies.
 
 Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `r2` = r / 2, `p` any leading
 dimensions.
@@ -22,10 +22,10 @@ from ed_infra.rope.parameters import RopeSettings, settings
 
 
 def _periods(theta: float, dim: int) -> np.ndarray:
-    """theta^(2i/dim), float32 [dim / 2]: positions per radian.
+    """Return theta^(2i/dim), float32 [dim / 2]: positions per radian.
 
-    The power is rounded from float64: numpy's own float32 power is off in the last bit for one
-    frequency in four, which at position 100 000 is an angle off by 0.01.
+    The power is computed in float64 and rounded. numpy's float32 power is wrong in the last bit for
+    one frequency in four, which changes the angle at position 100 000 by 0.01.
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
@@ -121,14 +121,14 @@ def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
 
 
 def _proportional(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
-    """Gemma 4: a share of the dimensions turns, at the pace of the whole head; the rest stand."""
+    """Gemma 4: rotate a part of the dimensions, with the frequencies of the whole head."""
     turning = int(s.get("partial_rotary_factor", 1.0) * s.head_dim // 2)
     plain = _plain(s.theta, s.head_dim)
     still = np.arange(s.head_dim // 2) >= turning
     return np.where(still, 0.0, plain / s.get("factor", 1.0)).astype(np.float32), 1.0
 
 
-#: Kind of scaling -> its formula; the parameters that it reads are in `rope_parameters.READS`.
+#: Rope type -> its formula; `READS` of `ed_infra.rope.parameters` lists the parameters.
 ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -143,7 +143,7 @@ ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, flo
 def _settings_of(
     config: object, head_dim: int | None = None, layer_type: str | None = None
 ) -> RopeSettings:
-    """Return the settings of a configuration, a mapping or settings, of a kind that is known."""
+    """Return the settings of a configuration, a mapping or settings, with a known rope type."""
     if not isinstance(config, RopeSettings):
         config = settings(config, head_dim, layer_type)
     if config.rope_type not in ROPE_TYPES:
@@ -160,16 +160,16 @@ def inv_frequencies(
     """Return the inverse frequencies and the factor of cos and sin.
 
     Args:
-        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
-        head_dim: k; by default the configuration's.
-        seq_len: greatest length in view, for `dynamic` and `longrope`; None = the trained one.
-        layer_type: which entry, where `rope_parameters` has one for each layer type.
+        config: A configuration, a mapping of rope parameters, or `RopeSettings`.
+        head_dim: k; the default is the head dimension of the configuration.
+        seq_len: Largest sequence length, for `dynamic` and `longrope`; None = the trained length.
+        layer_type: Layer type, if `rope_parameters` has an entry for each one.
 
     Returns:
         float32 [r / 2] ([k / 2] for `proportional`) and a float.
 
     Raises:
-        ConfigError: the kind of scaling is unknown, or lacks a parameter.
+        ConfigError: The rope type is unknown, or a parameter is missing.
     """
     s = _settings_of(config, head_dim, layer_type)
     frequencies, attention = ROPE_TYPES[s.rope_type](s, seq_len)
@@ -177,22 +177,22 @@ def inv_frequencies(
 
 
 def depends_on_length(config: object) -> bool:
-    """Return whether the rotary factors change with the length of a sequence.
+    """Return whether the rotary factors depend on the length of a sequence.
 
     Args:
-        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
+        config: A configuration, a mapping of rope parameters, or `RopeSettings`.
     """
     return _settings_of(config).rope_type in ("dynamic", "longrope")
 
 
 def trained_length(config: object) -> int:
-    """Return the length up to which the rotary factors are those of training.
+    """Return the length up to which the rotary factors equal those of training.
 
-    `dynamic` reads `max_position_embeddings` for that, `longrope` its
-    `original_max_position_embeddings`, both as transformers does.
+    As in transformers, `dynamic` uses `max_position_embeddings`, and `longrope` uses
+    `original_max_position_embeddings`.
 
     Raises:
-        ConfigError: the configuration does not say.
+        ConfigError: The configuration does not define the length.
     """
     s = _settings_of(config)
     if s.rope_type != "dynamic":
@@ -203,15 +203,15 @@ def trained_length(config: object) -> int:
 
 
 def length_class(config: object, prompt_len: int) -> int:
-    """Return a number that two prompts share only if their rotary factors are equal.
+    """Return the class of a prompt length; prompts of one class have equal rotary factors.
 
-    Keys and values may be shared between prompts of one class. The class is 0 up to the trained
-    length and for every kind of scaling that does not depend on length; beyond that it is 1 for
-    `longrope`, which knows two sets of factors, and the length for `dynamic`.
+    Prompts of one class can share keys and values. The class is 0 up to the trained length, and for
+    rope types that do not depend on the length. Beyond the trained length, the class is 1 for
+    `longrope`, which has two sets of factors, and the length for `dynamic`.
 
     Args:
-        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
-        prompt_len: tokens of the prompt.
+        config: A configuration, a mapping of rope parameters, or `RopeSettings`.
+        prompt_len: Tokens of the prompt.
     """
     s = _settings_of(config)
     if not depends_on_length(s) or prompt_len <= trained_length(s):
@@ -222,20 +222,20 @@ def length_class(config: object, prompt_len: int) -> int:
 def inv_frequencies_at(
     config: object, lengths: Int[jax.Array, "*p"]
 ) -> tuple[Float[jax.Array, "*p r2"], float]:
-    """Return the inverse frequencies of tokens whose sequences have different lengths.
+    """Return the inverse frequencies of tokens in sequences of different lengths.
 
-    It can be traced: `inv_frequencies(config, seq_len=n)` for each n of `lengths`, equal to 1e-6.
-    Up to the trained length the values are exactly those of `inv_frequencies(config)`.
+    The function is traceable. It equals `inv_frequencies(config, seq_len=n)` for each n of
+    `lengths` up to 1e-6, and `inv_frequencies(config)` exactly up to the trained length.
 
     Args:
-        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
-        lengths: int [*p], the length in view of each token's sequence; 0 = the trained one.
+        config: A configuration, a mapping of rope parameters, or `RopeSettings`.
+        lengths: int [*p], the sequence length of each token; 0 = the trained length.
 
     Returns:
-        float32 [*p, r2], and the factor of cos and sin, which no kind of scaling varies by length.
+        float32 [*p, r2], and the factor of cos and sin, which does not depend on the length.
 
     Raises:
-        ConfigError: the kind of scaling is unknown, or lacks a parameter.
+        ConfigError: The rope type is unknown, or a parameter is missing.
     """
     s = _settings_of(config)
     frequencies, attention = inv_frequencies(s)
@@ -247,8 +247,8 @@ def inv_frequencies_at(
     if s.rope_type == "longrope":
         beyond, _ = inv_frequencies(s, seq_len=trained + 1)
         return jnp.where(lengths > trained, beyond, frequencies), attention
-    # (theta g)^(-2i/r) = theta^(-2i/r) g^(-2i/r), with g = 1 at the trained length. `log1p` of what
-    # exceeds that length keeps the digits which g itself would lose.
+    # (theta g)^(-2i/r) = theta^(-2i/r) g^(-2i/r), with g = 1 at the trained length. `log1p` of the
+    # excess over this length keeps digits that g would lose.
     r = s.rotary_dim
     exponents = np.arange(0, r, 2, dtype=np.float64) / (r - 2)
     excess = jnp.maximum(lengths - trained, 0).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""`rope_parameters` of a configuration: spellings, checks, and the entry of one kind of layer."""
+"""`rope_parameters` of a configuration: spellings, checks, and the entry of one layer type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERYWHERE = frozenset(
 _LENGTHS = {"factor", "original_max_position_embeddings"}
 _YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 
-#: Kind of scaling -> the parameters that it reads, beside those that every kind has.
+#: Rope type -> its parameters, in addition to the common parameters.
 READS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
@@ -38,12 +38,12 @@ _NUMBERS = frozenset({"rope_theta", "partial_rotary_factor"}).union(*READS.value
 
 @dataclasses.dataclass(frozen=True)
 class RopeSettings:
-    """The values on which the frequencies of one kind of layer depend.
+    """The values that determine the frequencies of one layer type.
 
     Attributes:
-        parameters: Hugging Face's `rope_parameters` of the layer kind, new spellings.
+        parameters: Hugging Face's `rope_parameters` of the layer type, in new spelling.
         head_dim: k.
-        max_position_embeddings: positions that the model was configured for, or None.
+        max_position_embeddings: Configured number of positions, or None.
     """
 
     parameters: Mapping[str, Any]
@@ -52,7 +52,7 @@ class RopeSettings:
 
     @property
     def rope_type(self) -> str:
-        """Kind of scaling: a key of `ROPE_TYPES`."""
+        """Rope type: a key of `ROPE_TYPES`."""
         return self.parameters.get("rope_type", "default")
 
     @property
@@ -62,16 +62,16 @@ class RopeSettings:
 
     @property
     def rotary_dim(self) -> int:
-        """r: how many of the k dimensions turn."""
+        """r: number of rotated dimensions."""
         return int(self.head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter, or `default` where it is missing or None."""
+        """Return a parameter, or `default` if it is missing or None."""
         value = self.parameters.get(name)
         return default if value is None else value
 
     def need(self, name: str) -> Any:
-        """Return a parameter that this kind of scaling cannot do without."""
+        """Return a required parameter."""
         value = self.parameters.get(name)
         if value is None and name == "original_max_position_embeddings":
             value = self.max_position_embeddings
@@ -86,12 +86,12 @@ def standard_parameters(
     rope_theta: float | None = None,
     partial_rotary_factor: float | None = None,
 ) -> dict[str, Any]:
-    """Return `rope_parameters` in new spelling: `type` becomes `rope_type`, the base goes inside.
+    """Return `rope_parameters` in new spelling: with `rope_type` and the base.
 
     Args:
         parameters: `rope_parameters`, or the `rope_scaling` of an older file, or None.
-        rope_theta: base, where the mapping has none.
-        partial_rotary_factor: share of dimensions that turn, where the mapping has none.
+        rope_theta: Base, if the mapping has none.
+        partial_rotary_factor: Fraction of rotated dimensions, if the mapping has none.
     """
     result = dict(parameters or {})
     legacy = result.pop("type", None)
@@ -108,16 +108,16 @@ def standard_parameters(
 def check_parameters(
     parameters: Mapping[str, Any], *, names: bool = False, known: Iterable[str] = ()
 ) -> None:
-    """Check the values of `rope_parameters`, or of each layer type's entry in it.
+    """Check the values of `rope_parameters`, or of its entry for each layer type.
 
     Args:
-        parameters: in old or new spelling.
-        names: raise for a name that no kind of scaling knows, and warn of a parameter that this
-            kind does not read. Without it, as for files, warn of unknown names only.
-        known: further names that are allowed.
+        parameters: The mapping, in old or new spelling.
+        names: Whether to raise an error for unknown names and warn about parameters that the rope
+            type does not use. Otherwise, as for files, only warn about unknown names.
+        known: Further allowed names.
 
     Raises:
-        ConfigError: a number that is not finite, or too small; a name that is not known.
+        ConfigError: A number is not finite or too small, or a name is unknown.
     """
     known = set(known)
     flat: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def check_parameters(
                     f"rope_parameters: {name} = {number!r} must be {limit}", field=name
                 )
     kind = str(standard_parameters(flat)["rope_type"])
-    if names and kind not in {*READS, "axial"}:  # axial: transformers' own affair
+    if names and kind not in {*READS, "axial"}:  # axial: used by transformers only
         raise unknown_name("rope_type", kind, READS)
     anywhere = _EVERYWHERE.union(known, *READS.values())
     reads = _EVERYWHERE | known | READS.get(kind, anywhere)
@@ -152,7 +152,7 @@ def check_parameters(
 
 
 def _broken_limit(name: str, number: object) -> str:
-    """Return the limit of a parameter that a value does not keep, or an empty string."""
+    """Return the violated limit of a parameter, or an empty string."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return "a number"
     if not math.isfinite(number):
@@ -167,15 +167,15 @@ def _broken_limit(name: str, number: object) -> str:
 def settings(
     config: object, head_dim: int | None = None, layer_type: str | None = None
 ) -> RopeSettings:
-    """Read the settings out of a configuration.
+    """Read the settings from a configuration.
 
     Args:
-        config: a configuration, or a mapping of rope parameters.
-        head_dim: k; by default the configuration's, else hidden size over heads.
-        layer_type: which entry, where `rope_parameters` has one for each layer type.
+        config: A configuration, or a mapping of rope parameters.
+        head_dim: k; the default comes from the configuration, or is hidden size / heads.
+        layer_type: Layer type, if `rope_parameters` has an entry for each one.
 
     Raises:
-        ConfigError: the head dimension or the layer type is missing, or a value is not allowed.
+        ConfigError: The head dimension or the layer type is missing, or a value is invalid.
     """
     if isinstance(config, Mapping):
         parameters, positions = config, config.get("max_position_embeddings")

@@ -1,8 +1,8 @@
 """Rotation of queries and keys by their positions, along one axis or several.
 
-M-RoPE has several axes of positions, for time, height and width of images and videos; each turns
-its own share of the frequencies (Qwen2-VL, Wang et al., 2024). Where the positions of all axes are
-equal, as in text, the result is that of ordinary positions.
+M-RoPE has several axes of positions: time, height and width of images and videos. Each axis rotates
+a part of the frequencies (Qwen2-VL, Wang et al., 2024). For text, the positions of all axes are
+equal, and the result equals ordinary rotary embeddings.
 
 Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `r2` = r / 2, `s` positions, `h` query
 heads, `g` key heads, `a` axes.
@@ -33,9 +33,9 @@ def angles(
 
     Args:
         positions: int [...].
-        frequencies: float32 [r / 2], or of each position, [..., r / 2].
-        attention_scaling: factor of both.
-        dtype: of the result; the angles themselves are float32.
+        frequencies: float32 [r / 2], or for each position, [..., r / 2].
+        attention_scaling: Factor of cos and sin.
+        dtype: Dtype of the result; the angles are float32.
 
     Returns:
         cos and sin, each [..., r / 2].
@@ -50,16 +50,16 @@ def angles(
 def rotate(
     x: Float[jax.Array, "*p k"], cos: jax.Array, sin: jax.Array, interleaved: bool = False
 ) -> Float[jax.Array, "*p k"]:
-    """Turn the first r dimensions of the last axis; the rest pass unchanged.
+    """Rotate the first r dimensions of the last axis; the others are unchanged.
 
     Args:
         x: [..., k].
-        cos: [..., r / 2], broadcast against `x` but for the last axis.
-        sin: as `cos`.
-        interleaved: pairs are neighbours (GPT-J) instead of the halves (NeoX, Hugging Face Llama).
+        cos: [..., r / 2], broadcast against `x` except for the last axis.
+        sin: Same shape as `cos`.
+        interleaved: Whether pairs are neighbors (GPT-J) instead of halves (NeoX, Llama).
 
     Returns:
-        As `x`; computed in float32.
+        An array like `x`, computed in float32.
     """
     r = 2 * cos.shape[-1]
     turning, rest = x[..., :r].astype(jnp.float32), x[..., r:]
@@ -76,14 +76,15 @@ def rotate(
 
 @dataclasses.dataclass(frozen=True)
 class RotaryTable:
-    """Rotary embedding of one configuration: callable on queries and keys, or `sin, cos` tables.
+    """The rotary embedding of a configuration: a function of queries and keys, and its tables.
 
-    `rope(query, key, positions)` turns both, with heads on the axis before the last;
-    `sin, cos = rope` unpacks the tables, each [s, r / 2], in the table's dtype.
+    `rope(query, key, positions)` rotates both, with heads on the second-last axis. `sin, cos =
+    rope` unpacks the tables, each [s, r / 2], in the table's dtype.
 
     Attributes:
-        axis: which axis of positions turns each frequency (`axis_of_frequency`), where a model
-            has several; positions are then [a, ..., s].
+        axis: The axis of positions for each frequency (`axis_of_frequency`), for models with
+        several
+            axes; positions are then [a, ..., s].
     """
 
     frequencies: np.ndarray
@@ -106,12 +107,12 @@ class RotaryTable:
     def __call__(
         self, query: jax.Array, key: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Turn query and key.
+        """Rotate query and key.
 
         Args:
             query: [..., s, h, k].
             key: [..., s, g, k].
-            positions: int [..., s], or [a, ..., s] where there are several axes.
+            positions: int [..., s], or [a, ..., s] for several axes.
         """
         cos, sin = angles(positions, self.frequencies, self.attention_scaling)
         if self.axis is not None and jnp.ndim(positions) == query.ndim - 1:
@@ -126,17 +127,17 @@ class RotaryTable:
 def axis_of_frequency(
     sections: Sequence[int], count: int, interleaved: bool = False
 ) -> Int[np.ndarray, " r2"]:
-    """Return which axis turns each frequency: int [r2].
+    """Return the axis of each frequency: int [r2].
 
     Args:
-        sections: frequencies of each axis (`rope_parameters["mrope_section"]`).
+        sections: Number of frequencies of each axis (`rope_parameters["mrope_section"]`).
         count: r2.
-        interleaved: axes take turns, t h w t h w …, and the rest belongs to the first one
-            (Qwen3-VL, `rope_parameters["mrope_interleaved"]`); else one after another (Qwen2-VL,
-            GLM-4V).
+        interleaved: Whether axes alternate, t h w t h w …, with the remaining frequencies on the
+            first axis (Qwen3-VL, `rope_parameters["mrope_interleaved"]`), instead of following each
+            other (Qwen2-VL, GLM-4V).
 
     Raises:
-        ConfigError: the sections do not add up to the frequencies.
+        ConfigError: The sum of the sections is not the number of frequencies.
     """
     if sum(sections) != count:
         raise ConfigError(
@@ -154,14 +155,14 @@ def axis_of_frequency(
 def select_axis(
     values: Float[jax.Array, "a *p r2"], axis: Int[np.ndarray, " r2"]
 ) -> Float[jax.Array, "*p r2"]:
-    """Take each frequency's value (angle, cos or sin) from the axis that turns it."""
+    """Select the value (angle, cos or sin) of each frequency from its axis."""
     chosen = [values[i][..., axis == i] for i in range(values.shape[0])]
     order = np.argsort(np.concatenate([np.flatnonzero(axis == i) for i in range(len(chosen))]))
     return jnp.concatenate(chosen, axis=-1)[..., order]
 
 
 def sections_of(parameters: Mapping[str, Any], count: int) -> Int[np.ndarray, " r2"] | None:
-    """Return `axis_of_frequency` of rope parameters, or None where they have no sections."""
+    """Return `axis_of_frequency` of rope parameters, or None without sections."""
     sections = parameters.get("mrope_section")
     if not sections:
         return None

@@ -1,7 +1,7 @@
-"""Names of axes: of the device mesh, of parameters, of activations. Imports nothing heavy.
+"""Names of axes of the device mesh, parameters and activations. This module does not import jax.
 
-A parameter says what its dimensions mean (`("embed", "heads")`); `PartitionAxis` says over which
-mesh axes each meaning is split. `ed_infra.sharding.partition` joins the two.
+A parameter declares its logical axes (`("embed", "heads")`). `PartitionAxis` maps logical axes to
+mesh axes. `ed_infra.sharding.partition` combines both.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def split(axes: MeshAxes) -> tuple[str, ...]:
 
 
 def total_sizes(dims: Sequence[int], slices: Sequence[int] | None) -> list[int]:
-    """Return devices along each axis of a mesh; not positive where one of the two sizes is -1."""
+    """Return the devices along each axis; the product is negative if one of two sizes is -1."""
     return [i * o for i, o in zip(dims, slices or [1] * len(dims), strict=True)]
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise MeshError for a name of mesh axes that is empty or occurs twice."""
+    """Raise MeshError for empty or duplicate names of mesh axes."""
     for name in names:
         if not name or list(names).count(name) > 1:
             fault = "occurs twice" if name else "is empty"
@@ -38,11 +38,11 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_sizes(dims: Sequence[int], names: Sequence[str] | None = None) -> None:
-    """Raise MeshError for sizes of mesh axes that no number of devices fits.
+    """Raise MeshError for invalid sizes of mesh axes.
 
     Args:
-        dims: at least 1 each; one may be -1, for the devices that the others leave.
-        names: for the message.
+        dims: Sizes of at least 1; one may be -1, for the remaining devices.
+        names: Names for the message.
     """
     shown = ", ".join(
         f"{n}={d}" if n else str(d) for n, d in zip(names or [""] * len(dims), dims, strict=False)
@@ -56,9 +56,9 @@ def check_sizes(dims: Sequence[int], names: Sequence[str] | None = None) -> None
 
 @dataclasses.dataclass(frozen=True)
 class PartitionAxis:
-    """Over which mesh axes each kind of dimension is split.
+    """The mesh axes over which each kind of dimension is split.
 
-    Fields without a prefix hold for training and prefill, `decode_*` fields for steps of one token
+    Fields without a prefix apply to training and prefill, `decode_*` fields to steps with one token
     for each sequence.
     """
 
@@ -104,7 +104,7 @@ class PartitionAxis:
                 )
 
     def renamed(self, old: str, new: str) -> PartitionAxis:
-        """Return a copy in which another mesh axis takes the place of `old`."""
+        """Return a copy with another mesh axis instead of `old`."""
 
         def change(value: MeshAxes) -> MeshAxes:
             if isinstance(value, tuple):
@@ -115,25 +115,26 @@ class PartitionAxis:
         return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names})  # type: ignore
 
     def mesh_axes(self) -> set[str]:
-        """Return every mesh axis that a field names."""
+        """Return all mesh axes of the fields."""
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         return {name for value in values for name in split(value)}
 
     def on(
         self, names: Sequence[str], sizes: Mapping[str, int] | Sequence[int] = ()
     ) -> PartitionAxis:
-        """Return the axes as a mesh names them.
+        """Return the axes with the names of a mesh.
 
-        Five names take the places of (dp, fsdp, ep, tp, sp) in that order, unless they are among
-        these. An axis of `AXIS_NAMES` that the mesh lacks splits nothing.
+        Five other names replace (dp, fsdp, ep, tp, sp) in this order. An axis of `AXIS_NAMES` that
+        the mesh lacks splits no dimension.
 
         Args:
-            names: of the mesh axes.
-            sizes: of the mesh axes, in the same order or by name; an axis of size 1 may be idle.
+            names: Names of the mesh axes.
+            sizes: Sizes of the mesh axes, in the same order or by name; an axis of size 1 may be
+                unused.
 
         Raises:
-            ConfigError: the mesh lacks an axis that a field names, or no field names an axis of the
-                mesh: everything would be replicated along it.
+            ConfigError: The mesh lacks an axis of a field, or no field uses an axis of the mesh, so
+                that all arrays would be replicated along it.
         """
         result = self
         if len(names) == len(AXIS_NAMES):
@@ -152,7 +153,7 @@ class PartitionAxis:
         for axis in names:
             if axis not in used and by_name.get(axis, 0) != 1:
                 raise ConfigError(
-                    f"nothing would be split over the mesh axis {axis!r}: give it a meaning in "
+                    f"no dimension is split over the mesh axis {axis!r}: assign one in "
                     f"partition_axis (such as head_axis={axis!r}), or name five axes, which stand "
                     f"for {', '.join(AXIS_NAMES)} in that order",
                     field="sharding_axis_names",
@@ -168,7 +169,7 @@ class PartitionAxis:
         }
 
 
-#: Logical axis of a parameter -> the field of `PartitionAxis` that places it.
+#: Logical axis of a parameter -> its field of `PartitionAxis`.
 PARAM_AXES: dict[str, str | None] = {
     "embed": "fully_sharded_data_parallel_axis",
     "vocab": "vocab_axis",
@@ -181,7 +182,7 @@ PARAM_AXES: dict[str, str | None] = {
     "rank": None,
 }
 
-#: Logical axis of an activation -> the field of `PartitionAxis` that places it in training.
+#: Logical axis of an activation -> its field of `PartitionAxis` in training.
 ACTIVATION_AXES: dict[str, str | None] = {
     "batch": "batch_axis",
     "sequence": "sequence_axis",
@@ -199,7 +200,7 @@ ACTIVATION_AXES: dict[str, str | None] = {
     "kv_head_dim": "attention_kv_dim_axis",
 }
 
-#: The same for one-token decoding, where it differs.
+#: Different fields in one-token decoding.
 DECODE_AXES: dict[str, str | None] = {
     "batch": "decode_batch_axis",
     "sequence": "decode_query_sequence_axis",

@@ -1,4 +1,4 @@
-"""Device meshes: five named axes over the devices, with `-1` for the devices that remain."""
+"""Device meshes: five named axes over the devices, with `-1` for the remaining devices."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["AXIS_NAMES", "create_mesh", "resolve_axis_dims"]
 def resolve_axis_dims(
     dims: Sequence[int], device_count: int, names: Sequence[str] = AXIS_NAMES
 ) -> tuple[int, ...]:
-    """Replace `-1` in `dims` by the number of devices that the other axes leave.
+    """Replace `-1` in `dims` by the number of remaining devices.
 
-    A product smaller than `device_count` is allowed without a `-1`: the mesh then takes the first
+    Without `-1`, the product may be smaller than `device_count`: the mesh then uses the first
     devices.
 
     Raises:
-        MeshError: two `-1`, a size below 1, or sizes that the devices do not divide into; the
-            message says the arithmetic.
+        MeshError: There are two `-1`, a size is below 1, or the sizes do not divide the number of
+            devices. The message contains the calculation.
     """
     dims = tuple(int(d) for d in dims)
     if len(dims) != len(names):
         raise MeshError(
             f"{len(dims)} axis dims {dims} for {len(names)} axis names {tuple(names)}: "
-            "give one size for each name"
+            "set one size for each name"
         )
     shown = ", ".join(f"{n}={d}" for n, d in zip(names, dims, strict=True))
     check_sizes(dims, names)
@@ -45,7 +45,7 @@ def resolve_axis_dims(
     if -1 not in dims:
         if fixed > device_count:
             raise MeshError(
-                f"mesh axes ({shown}) take {product} = {fixed} devices, but there are "
+                f"mesh axes ({shown}) need {product} = {fixed} devices, but there are "
                 f"{device_count}: make the product at most {device_count}, or one axis -1"
             )
         return dims
@@ -70,24 +70,24 @@ def create_mesh(
     should_sort_granules_by_key: bool = True,
     allow_split_physical_axes: bool = True,
 ) -> Mesh:
-    """Make a mesh with automatic axis types.
+    """Create a mesh with automatic axis types.
 
     Args:
-        dims: devices along each axis; with `dcn_dims`, devices along each axis *inside a slice*.
-        names: names of the axes.
-        dcn_dims: slices along each axis. The mesh's axis `i` has `dcn_dims[i] * dims[i]` entries,
-            neighbours inside a slice first. Slices are TPU slices, else processes, else (one
-            process, for trying it out) equal parts of the devices in order.
-        devices: of the mesh; all devices of `backend` by default.
+        dims: Devices along each axis; with `dcn_dims`, devices along each axis inside a slice.
+        names: Names of the axes.
+        dcn_dims: Slices along each axis. Axis `i` of the mesh has `dcn_dims[i] * dims[i]` entries,
+            with neighbors inside a slice first. Slices are TPU slices, or processes, or equal parts
+            of the devices of one process.
+        devices: Devices of the mesh; the default is all devices of `backend`.
         backend: `"cpu"`, `"gpu"` or `"tpu"`; None = the default backend.
-        process_is_granule: `dcn_dims` count processes, even where there are TPU slices.
-        should_sort_granules_by_key: order slices (or processes) by their number, instead of by
-            their first device.
-        allow_split_physical_axes: an axis of a TPU's torus may serve several mesh axes; without
-            it, sizes that need that are an error.
+        process_is_granule: Whether `dcn_dims` count processes instead of TPU slices.
+        should_sort_granules_by_key: Whether slices (or processes) are ordered by their number
+            instead of their first device.
+        allow_split_physical_axes: Whether an axis of a TPU torus may be split over several mesh
+            axes.
 
     Raises:
-        MeshError: the sizes do not fit the devices, or the backend is not there.
+        MeshError: The sizes do not match the devices, or the backend is not available.
     """
     check_names(names)
     devices = list(devices) if devices is not None else _devices(backend)
@@ -121,11 +121,11 @@ def _arrange(shape: tuple[int, ...], devices: list[Device], split: bool) -> np.n
     count = math.prod(shape)
     if count < len(devices) and jax.process_count() > 1:
         raise MeshError(
-            f"a mesh of {count} devices leaves {len(devices) - count} of {len(devices)} unused, "
-            f"and with {jax.process_count()} processes each must take part: use all of them"
+            f"a mesh of {count} devices does not use {len(devices) - count} of {len(devices)} "
+            f"devices, but all {jax.process_count()} processes must participate: use all devices"
         )
     if count == len(devices) and devices[0].platform == "tpu":
-        # Follows the torus, so that neighbours in the mesh are neighbours in the machine.
+        # Follow the torus, so that neighbors in the mesh are neighbors in the machine.
         return _torus(shape, devices, split)
     return np.asarray(devices[:count], dtype=object).reshape(shape)
 
@@ -156,14 +156,14 @@ def _hybrid(
         outer = resolve_axis_dims(dcn_dims, len(granules), names)
     if math.prod(outer) != len(granules):
         raise MeshError(
-            f"DCN dims {tuple(dcn_dims)} take {math.prod(outer)} slices, but there are "
+            f"DCN dims {tuple(dcn_dims)} need {math.prod(outer)} slices, but there are "
             f"{len(granules)} slices or processes: the product must be {len(granules)}"
         )
     inner = resolve_axis_dims(dims, len(granules[0]), names)
     if math.prod(inner) != len(granules[0]):
         raise MeshError(
-            f"mesh axes {tuple(dims)} take {math.prod(inner)} devices of a slice, but each slice "
-            f"has {len(granules[0])}: over a data-centre network every device must be used"
+            f"mesh axes {tuple(dims)} need {math.prod(inner)} devices of a slice, but each slice "
+            f"has {len(granules[0])}: over a data-center network every device must be used"
         )
     array = np.empty([o * i for o, i in zip(outer, inner, strict=True)], dtype=object)
     for place, granule in zip(np.ndindex(*outer), granules, strict=True):
@@ -188,7 +188,7 @@ def _granules(
     if len(groups) == 1 and not free:
         if len(devices) % wanted:
             raise MeshError(
-                f"DCN dims take {wanted} slices, and {len(devices)} devices do not divide into "
+                f"DCN dims need {wanted} slices, and {len(devices)} devices do not divide into "
                 f"{wanted} equal parts"
             )
         size = len(devices) // wanted

@@ -1,4 +1,4 @@
-"""From the meaning of dimensions to partition specs."""
+"""`PartitionManager`: from logical axes to partition specs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["ACTIVATION_AXES", "PARAM_AXES", "PartitionAxis", "PartitionManager",
 
 @dataclasses.dataclass(frozen=True)
 class PartitionManager:
-    """Resolves names of axes into `PartitionSpec`s by one `PartitionAxis`.
+    """Resolves logical axes to `PartitionSpec`s with a `PartitionAxis`.
 
     Attributes:
-        axis: over which mesh axes each kind of dimension is split.
-        expert_axes: mesh axes over which experts are split besides `axis.expert_axis`, in this
-            order and as far as their number divides; what they leave is free for the dimensions of
-            an expert.
+        axis: The mesh axes over which each kind of dimension is split.
+        expert_axes: Mesh axes over which experts are split in addition to `axis.expert_axis`, in
+            this order, if the number of experts is divisible. The other axes may split the
+            dimensions of an expert.
     """
 
     axis: PartitionAxis = dataclasses.field(default_factory=PartitionAxis)
@@ -44,12 +44,12 @@ class PartitionManager:
         """Return the spec of a parameter from its logical axes (keys of `PARAM_AXES`).
 
         Args:
-            axes: of one layer.
-            shape, mesh: of one layer, and where it goes; without them no more than
-                `axis.expert_axis` splits experts. No other dimension is checked against its size.
+            axes: Logical axes of one layer.
+            shape, mesh: Shape of one layer, and its mesh. Without them, only `axis.expert_axis`
+                splits experts. Other dimensions are not checked against their sizes.
 
         Raises:
-            ConfigError: an axis is not known.
+            ConfigError: An axis is unknown.
         """
         places = [self._look_up(a, PARAM_AXES, "parameter") for a in axes]
         if shape is not None and mesh is not None and "expert" in axes:
@@ -58,7 +58,7 @@ class PartitionManager:
         return PartitionSpec(*_distinct(places))
 
     def _experts(self, names: tuple[str, ...], experts: int, mesh: Mesh | AbstractMesh) -> MeshAxes:
-        """The mesh axes over which that many experts are split, in the order of the mesh."""
+        """Return the mesh axes over which the experts are split, in the order of the mesh."""
         chosen = [name for name in names if name in mesh.shape]
         for name in self.expert_axes:
             ways = math.prod(mesh.shape[axis] for axis in (*chosen, name) if axis in mesh.shape)
@@ -76,13 +76,13 @@ class PartitionManager:
         """Return the spec of an activation.
 
         Args:
-            axes: for each dimension a key of `ACTIVATION_AXES`, a mesh axis, or None.
+            axes: For each dimension a key of `ACTIVATION_AXES`, a mesh axis, or None.
             mode: `"train"` or `"prefill"` (whole sequences), or `"decode"` (one token each).
-            shape: with `mesh`, dimensions that do not divide are replicated.
-            mesh: of the array; axes that it lacks are dropped.
+            shape: Shape of the array; with `mesh`, indivisible dimensions are replicated.
+            mesh: Mesh of the array; axes that the mesh lacks are dropped.
 
         Raises:
-            ConfigError: an axis or the mode is not known.
+            ConfigError: An axis or the mode is unknown.
         """
         if mode not in ("train", "prefill", "decode"):
             hint = did_you_mean(mode, ["train", "prefill", "decode"])
@@ -111,7 +111,7 @@ class PartitionManager:
 
 
 def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
-    """Keep the first use of each mesh axis: a spec can name it only once."""
+    """Keep the first use of each mesh axis, because a spec can use an axis only once."""
     used: set[str] = set()
     result: list[MeshAxes] = []
     for entry in axes:
@@ -125,21 +125,20 @@ def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
 def fit_spec(
     spec: PartitionSpec, shape: Sequence[int] | None, mesh: Mesh | AbstractMesh
 ) -> tuple[PartitionSpec, list[str]]:
-    """Drop the axes from a spec that a mesh lacks, or by which a shape does not divide.
+    """Drop axes from a spec that a mesh lacks, or that do not divide a dimension.
 
-    Mesh axes of size 1 are dropped too, so that equal placements have equal specs.
+    Mesh axes of size 1 are also dropped, so that equal placements have equal specs.
 
     Args:
-        spec: one entry for each dimension, or fewer.
-        shape: sizes of the dimensions; None = do not check that they divide.
-        mesh: where the array goes.
+        spec: One entry for each dimension, or fewer.
+        shape: Sizes of the dimensions; None = do not check divisibility.
+        mesh: Mesh of the array.
 
     Returns:
-        The spec, and for each dimension that is replicated because it does not divide a sentence
-        that says so.
+        The spec, and a message for each dimension that is replicated because it is indivisible.
 
     Raises:
-        MeshError: the spec has more entries than the shape.
+        MeshError: The spec has more entries than the shape.
     """
     if shape is not None and len(spec) > len(shape):
         raise MeshError(

@@ -1,8 +1,8 @@
-"""Where parameters live: from logical axes to shardings, and modules that are created sharded.
+"""Shardings of parameters and batches from logical axes, and sharded creation of modules.
 
-A parameter declares the meaning of its dimensions where it is made, for one layer:
-`nnx.Param(value, axes=("embed", "heads"))`. Everything here is a function of a module's (abstract)
-state and a configuration; nothing reads a global mesh.
+A parameter declares the logical axes of one layer when it is created:
+`nnx.Param(value, axes=("embed", "heads"))`. The functions depend only on the (abstract) state of a
+module and on a configuration, not on a global mesh.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from ed_infra.sharding.partition import PartitionManager, fit_spec
 M = TypeVar("M", bound=nnx.Module)
 State = nnx.State | nnx.Module
 Path = tuple[Any, ...]
-#: (regular expression over canonical names, spec of one layer) pairs, the first match deciding.
+#: (regular expression over canonical names, spec of one layer) pairs; the first match decides.
 Overrides = Sequence[tuple[str, Any]]
 
 logger = get_logger(__name__)
 
 
 class ShardedConfig(Protocol):
-    """A configuration, as far as sharding looks at it."""
+    """The part of a configuration that determines shardings."""
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The device mesh."""
         ...
 
     @property
     def partition_manager(self) -> PartitionManager:
-        """From the meaning of dimensions to mesh axes."""
+        """Resolves logical axes to mesh axes."""
         ...
 
     @property
     def sharding_rules(self) -> Overrides | None:
-        """Overrides that a user wrote."""
+        """Overrides of the user."""
         ...
 
     def own_partition_rules(self) -> Overrides | None:
@@ -58,7 +58,7 @@ class ShardedConfig(Protocol):
 
 
 def _leaves(state: State) -> list[tuple[Path, Any]]:
-    """Variables of a state (or module) with their storage paths."""
+    """Return the variables of a state (or module) with their storage paths."""
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
     return list(nnx.to_flat_state(state))
@@ -76,7 +76,7 @@ def _axes(variable: Any) -> tuple[str | None, ...] | None:
 def logical_axes(state: State) -> dict[Path, tuple[str | None, ...] | None]:
     """Return the logical axes of each variable by storage path, for one layer.
 
-    None where a variable declares none; it is then replicated.
+    A variable without declared axes has None and is replicated.
     """
     return {path: _axes(variable) for path, variable in _leaves(state)}
 
@@ -91,19 +91,19 @@ def specs(
 
     Args:
         state: `nnx.State` or module, abstract or not.
-        config: says what each axis means; its mesh and its overrides are the defaults.
-        mesh: where the arrays go; an abstract one will do.
-        overrides: rules (`ed_infra.rules`) that are tried before the logical axes. The specs are
-            those of one layer.
+        config: The configuration, with the default mesh and overrides.
+        mesh: Mesh of the arrays; may be abstract.
+        overrides: Rules (`ed_infra.rules`) with precedence over the logical axes; specs of one
+            layer.
 
     Returns:
-        A state of the same structure; a quantized matrix has a spec for each of its arrays. A
-        dimension that does not divide by its mesh axes is replicated, which is logged once. A
-        stacked leaf has None for its layer dimension.
+        A state of the same structure; a quantized matrix has a spec for each of its arrays. An
+        indivisible dimension is replicated, which is logged once. A stacked leaf has None for its
+        layer dimension.
 
     Raises:
-        ConfigError: a rule matches nothing, names an axis the mesh lacks, or is different for
-            layers that are stored as one array.
+        ConfigError: A rule matches nothing, uses an axis that the mesh lacks, or differs between
+            layers that share one array.
     """
     manager, place, overrides = _settings(config, mesh, overrides)
     rules = _rules(overrides, place)
@@ -120,9 +120,9 @@ def specs(
 
 
 def _fitted_tree(spec: PartitionSpec, value: Any, place: Mesh | AbstractMesh, name: str) -> Any:
-    """The spec of an array; of a quantized matrix one for each of its arrays, in its structure.
+    """Return the spec of an array, or of each array of a quantized matrix in its structure.
 
-    These have the rank of the matrix. Where a small one does not divide, nothing is logged.
+    The arrays have the rank of the matrix. Indivisible small arrays are not logged.
     """
     leaves, treedef = jax.tree.flatten(value)
     largest = max(leaves, key=lambda leaf: math.prod(leaf.shape))
@@ -158,15 +158,15 @@ def partition_rules(
 ) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the sharding as (regular expression, spec) rules, one for each kind of parameter.
 
-    The rules are what `specs` returns, before dimensions are checked against sizes; as overrides
+    The rules equal the result of `specs` before dimensions are checked against sizes. As overrides
     they change nothing.
 
     Args:
-        state: as in `specs`.
-        config: as in `specs`.
-        mesh: as in `specs`.
-        fully_sharded: False leaves the fully-sharded axis out, as for serving with tensor
-            parallelism alone.
+        state: See `specs`.
+        config: See `specs`.
+        mesh: See `specs`.
+        fully_sharded: Whether to include the fully-sharded axis; serving with only tensor
+            parallelism omits it.
     """
     manager, place, overrides = _settings(config, mesh, None)
     matcher = _rules(overrides, place)
@@ -178,20 +178,20 @@ def partition_rules(
             pattern = "^" + re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) + "$"
             if rules.setdefault(pattern, spec) != spec:
                 rules["^" + re.escape(name) + "$"] = spec
-    # Rules for single layers go before the rules for all.
+    # Rules for single layers precede rules for all layers.
     ordered = sorted(rules.items(), key=lambda item: r"\d+" in item[0])
     return tuple(ordered)
 
 
 def create_sharded(build: Callable[[], M], config: ShardedConfig, **settings: Any) -> M:
-    """Build a module whose parameters are made on the devices that keep them.
+    """Create a module whose parameters are initialized in their shards.
 
-    No device or host ever holds a parameter that is not its own: `build` is traced for shapes, then
-    compiled with the shardings as its outputs.
+    No device or host holds a complete parameter: `build` is traced for shapes and then compiled
+    with the shardings of its outputs.
 
     Args:
-        build: makes the module; takes nothing, makes its own `nnx.Rngs` from a seed.
-        config: says the mesh and the rules.
+        build: Creates the module, with `nnx.Rngs` from a seed; it has no arguments.
+        config: The configuration with mesh and rules.
         settings: `mesh` and `overrides` of `specs`.
     """
     with nnx.use_eager_sharding(False):
@@ -210,7 +210,7 @@ def create_sharded(build: Callable[[], M], config: ShardedConfig, **settings: An
 
 
 def _filled(state: nnx.State, values: Iterable[Any]) -> Any:
-    """Put arrays, in flat order, into the variables of a state."""
+    """Return a state with new arrays, given in flat order."""
     flat = []
     for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
         flat.append(
@@ -227,7 +227,7 @@ def shard(module: M, config: ShardedConfig, **settings: Any) -> M:
 
 
 def gather(module: M, config: ShardedConfig, mesh: Mesh | None = None) -> M:
-    """Return the module with each parameter whole on each device of the mesh."""
+    """Return the module with parameters replicated over the mesh."""
     everywhere = NamedSharding(_settings(config, mesh, None)[1], PartitionSpec())
     graphdef, state = nnx.split(module)
     return _placed(graphdef, state, lambda path: everywhere)
@@ -249,12 +249,12 @@ def constrain(
     config: ShardedConfig,
     mode: str = "train",
 ) -> jax.Array:
-    """Tell the compiler how an activation is split; a no-op on one device.
+    """Constrain the sharding of an activation; a no-op on one device.
 
     Args:
-        x: any array.
-        axes: for each dimension a key of `ed_infra.sharding.axes.ACTIVATION_AXES`, or None.
-        config: says the mesh and the rules.
+        x: The activation.
+        axes: For each dimension a key of `ed_infra.sharding.axes.ACTIVATION_AXES`, or None.
+        config: The configuration with mesh and rules.
         mode: `"train"`, `"prefill"` or `"decode"`.
     """
     mesh = config.mesh
@@ -267,20 +267,20 @@ def constrain(
 
 
 def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int = 0) -> Any:
-    """Turn a batch of numpy arrays on each process into global arrays.
+    """Convert a batch of numpy arrays on each process to global arrays.
 
-    Each process copies to its devices only the parts that they hold.
+    Each process copies only the parts of its devices.
 
     Args:
-        batch: pytree of numpy arrays. Without `rows` they are the whole batch, equal on all
-            processes. With `rows` they are the rows `local_rows(sharding, rows)` of it.
-        sharding: one sharding for all arrays, or a pytree of them. Entries beyond an array's
-            rank, and axes that do not divide its dimensions, are dropped.
-        rows: size of the whole batch along `axis`, if a process has a part of it.
-        axis: the dimension of the rows; 1 where microbatches are stacked along dimension 0.
+        batch: A pytree of numpy arrays. Without `rows` the arrays are the whole batch, equal on all
+            processes. With `rows` they are the rows `local_rows(sharding, rows)` of the batch.
+        sharding: One sharding for all arrays, or a pytree of shardings. Entries beyond the rank of
+            an array, and axes that do not divide its dimensions, are dropped.
+        rows: Size of the whole batch along `axis`, if each process has a part.
+        axis: The dimension of the rows; 1 if microbatches are stacked along dimension 0.
 
     Raises:
-        ConfigError: a process gives a number of rows that is not the one it should.
+        ConfigError: A process has a wrong number of rows.
     """
 
     def place(array: ArrayLike, where: NamedSharding) -> jax.Array:
@@ -292,7 +292,7 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int
             if array.ndim <= axis or array.shape[axis] != own.stop - own.start:
                 raise ConfigError(
                     f"an array of shape {array.shape} from process {jax.process_index()}, which "
-                    f"holds rows {own.start} to {own.stop} of {rows}: give these "
+                    f"holds rows {own.start} to {own.stop} of {rows}: pass these "
                     f"{own.stop - own.start} rows (ed_infra.sharding.placement.local_rows)"
                 )
         fitted = _fitted(where, shape)
@@ -312,14 +312,14 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int
 
 
 def local_rows(sharding: NamedSharding, rows: int, axis: int = 0) -> slice:
-    """Return which rows of a global batch the devices of this process hold, as one range.
+    """Return the rows of a global batch on the devices of this process, as one range.
 
-    Processes that hold the same rows (they differ along `tp` or `sp`) get the same range.
+    Processes with equal rows (they differ along `tp` or `sp`) get the same range.
 
     Args:
-        sharding: of the batch; its entry `axis` splits the rows.
-        rows: of the whole batch.
-        axis: see `make_global`.
+        sharding: Sharding of the batch; its entry `axis` splits the rows.
+        rows: Rows of the whole batch.
+        axis: See `make_global`.
     """
     of_rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[axis:]))
     fitted = _fitted(of_rows, (rows,))
@@ -354,7 +354,7 @@ def _layer_spec(
     manager: PartitionManager,
     mesh: Mesh | AbstractMesh,
 ) -> PartitionSpec:
-    """Return the spec of one layer's parameter: of its rule, else of its logical axes."""
+    """Return the spec of a parameter of one layer, from its rule or its logical axes."""
     spec = rules.at(path)
     if spec is not None:
         return spec
@@ -373,12 +373,12 @@ def _without(axis: str | None, spec: PartitionSpec) -> PartitionSpec:
 
 
 def _family(name: str) -> str:
-    """Name of a parameter with its layer left open, so that one message stands for all layers."""
+    """Return the name of a parameter without its layer number, for one message for all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _rules(overrides: Overrides, mesh: Mesh | AbstractMesh) -> Rules[PartitionSpec]:
-    """Return the rules; the mesh has all of their axes, and each spec uses an axis once."""
+    """Return the rules, after checking that the mesh has their axes and each is used once."""
     for pattern, spec in overrides:
         used = [axis for entry in spec for axis in split(entry)]
         for axis in used:

@@ -1,4 +1,4 @@
-"""Slices of a mesh along one axis, and what an array has on one of them."""
+"""Parts of a mesh along one axis, and the shards of an array on one part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ed_infra.errors import MeshError, did_you_mean
 
 
 def slices_of(mesh: Mesh, axis: str) -> list[Mesh]:
-    """Cut a mesh along an axis: one mesh for each entry, in which this axis has the size 1.
+    """Split a mesh along an axis into meshes in which this axis has size 1.
 
     Raises:
-        MeshError: the mesh has no such axis.
+        MeshError: The mesh has no such axis.
     """
     if axis not in mesh.axis_names:
         raise MeshError(
@@ -27,17 +27,17 @@ def slices_of(mesh: Mesh, axis: str) -> list[Mesh]:
 
 
 def part_on(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """The same array on fewer devices, made of the parts that lie there already.
+    """Return the array on fewer devices, without a copy of its shards.
 
-    The parts are shared: to donate or delete one of the two arrays deletes them in both.
+    Both arrays share the shards, so donating or deleting one array deletes the shards of both.
 
     Args:
-        array: any; other processes may hold parts of it.
-        sharding: what is wanted.
+        array: The array; other processes may hold shards.
+        sharding: The sharding of the result.
 
     Returns:
-        an array of that sharding; `array` itself, where no device would be left out or one does
-        not hold just its part.
+        An array with the sharding. `array` itself, if the devices are the same or a device does not
+        hold exactly its shard.
     """
     devices = sharding.device_set
     if not devices < array.sharding.device_set:
