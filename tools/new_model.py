@@ -3,9 +3,9 @@
     uv run python -m tools.new_model my_model --like llama
     uv run python -m tools.new_model my_model --like llama --package ../my-models
 
-The first form adds `families/my_model.py`, tiny configurations and an entry point. The second form adds the family to a
-separate package, which is created if necessary, with an entry point and a test file with the
-conformance suite. docs/adding_models.md describes the next steps.
+The first form adds `families/my_model.py`, tiny configurations and an entry point. The second form
+adds the family to a separate package, which is created if necessary, with an entry point and a test
+file with the conformance suite. docs/adding_models.md describes the next steps.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """`Ctx`: the information about a batch that every layer receives besides the activations.
 
-Legend: b batch, s query length, r rotary dimension, L layers, p numbers for one of them.
+Legend: b batch, s query length, r rotary dimension, n buckets, h heads.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,10 @@ ALL_LAYERS = "default"
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key", "per_layer"),
+        *("position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key"),
         *("buckets", "encoded"),
     ],
-    meta_fields=["mode", "config", "watch"],
+    meta_fields=["mode", "config"],
 )
 @dataclass(frozen=True)
 class Ctx:
@@ -50,14 +50,11 @@ class Ctx:
         adapter_ids: LoRA adapter of each token, [b, s], or of each row, [b, 1]; 0 = none. None if
             no adapter is served.
         key: dropout key; None means deterministic.
-        per_layer: inputs of each layer besides the hidden states, [b, s, L, p] (Gemma 4).
         buckets: trained bias of relative position buckets, [n, h] (T5); None without them.
         encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
             the cache contains its keys and values.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
-        watch: called with the queries and keys of each attention (`ed_layers.attention.weights`);
-            None disables the callback. Not supported in scanned layers.
     """
 
     position_ids: Int[Array, "b s"]
@@ -66,12 +63,10 @@ class Ctx:
     ragged: RaggedBatch | None = None
     adapter_ids: Int[Array, "b s"] | Int[Array, "b 1"] | None = None
     key: jax.Array | None = None
-    per_layer: Float[Array, "b s L p"] | None = None
     buckets: Float[Array, "n h"] | None = None
     encoded: Encoded | None = None
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
-    watch: Callable[[Any], None] | None = None
 
     def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate value, for remat policies and for the mesh."""

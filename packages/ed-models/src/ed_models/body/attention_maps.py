@@ -9,15 +9,33 @@ Legend: b batch, s sequence, d hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ed_infra.errors import ConfigError
+from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.weights import Watched
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
+from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.context import layer_context
 from ed_models.body.decoder import Decoder
+
+
+class _Recorder:
+    """An attention that also records its queries and keys."""
+
+    def __init__(self, attention: SelfAttention, seen: list[Watched]):
+        self.attention, self.seen = attention, seen
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: None, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], None]:
+        q, k, _ = self.attention.rotated(x, ctx)
+        if k is not None and ctx.mask_info is not None:
+            self.seen.append(Watched(q, k, ctx.mask_info, self.attention.scoring(ctx)))
+        return self.attention(x, ctx, cache, layer)
 
 
 def watched_attention(
@@ -42,7 +60,11 @@ def watched_attention(
     found: list[Watched] = []
     for layer in layers:
         seen: list[Watched] = []
-        body.layers.layer(layer)(hidden_states[layer], replace(ctx, watch=seen.append), None, layer)
+        module = nnx.merge(*nnx.split(body.layers.layer(layer)))
+        for name, part in list(vars(module).items()):
+            if isinstance(part, SelfAttention):
+                setattr(module, name, _Recorder(part, seen))
+        module(hidden_states[layer], ctx, None, layer)
         if len(seen) != 1:
             raise ConfigError(
                 f"layer {layer} of {type(model).__name__} has no attention that can be compared: "

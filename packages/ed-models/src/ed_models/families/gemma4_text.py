@@ -12,9 +12,10 @@ Numbers follow Hugging Face's `modeling_gemma4.py`; parameter names are its name
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -25,11 +26,13 @@ from ed_infra.rope import frequencies as rope
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule, QKNorm, Rotary, ScoreRule
 from ed_layers.cache.shared import SharedKeys
+from ed_layers.context import Ctx
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router
 from ed_layers.parts import Parts
 from flax import nnx
+from jaxtyping import Array, Float
 
 from ed_models.body.decoder import ScaledDecoder
 from ed_models.body.layers import SandwichLayer, window_of
@@ -52,8 +55,20 @@ def head_sizes(config: Gemma4TextConfig) -> tuple[tuple[int, int], ...]:
     return tuple((layer.num_key_value_heads, layer.head_dim) for layer in layers)
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[f.name for f in fields(Ctx) if f.name not in ("mode", "config")] + ["per_layer"],
+    meta_fields=["mode", "config"],
+)
+@dataclass(frozen=True)
+class Gemma4TextCtx(Ctx):
+    """The context, and the input of each layer besides the hidden states, [b, s, L, p]."""
+
+    per_layer: Float[Array, "b s L p"] | None = None
+
+
 class Gemma4TextAttention(SelfAttention):
-    """Queries, and keys and values of its own or of the layer that shares."""
+    """Attention with own keys and values, or with those of an earlier layer."""
 
     def __init__(self, parts: Parts, index: int):
         config: Gemma4TextConfig = parts.config
@@ -134,18 +149,18 @@ class Gemma4TextDecoderLayer(SandwichLayer):
             self.post_feedforward_layernorm_1 = parts.own_norm(d)
             self.pre_feedforward_layernorm_2 = parts.own_norm(d)
             self.post_feedforward_layernorm_2 = parts.own_norm(d)
-        self.is_told = bool(p := config.hidden_size_per_layer_input)
-        if self.is_told:
+        self.has_own_input = bool(p := config.hidden_size_per_layer_input)
+        if self.has_own_input:
             self.per_layer_input_gate = parts.linear(d, p, axes=("embed", None))
             self.per_layer_projection = parts.linear(p, d, axes=(None, "embed"))
             self.post_per_layer_input_norm = parts.own_norm(d)
 
     def __call__(self, x, ctx, cache, layer):
         x, cache, report = super().__call__(x, ctx, cache, layer)
-        if self.is_told:
+        if self.has_own_input:
             gate = activation(self.hidden_act)(self.per_layer_input_gate(x, ctx))
-            told = self.per_layer_projection(gate * ctx.per_layer[:, :, layer], ctx)
-            x = x + self.post_per_layer_input_norm(told)
+            own = self.per_layer_projection(gate * ctx.per_layer[:, :, layer], ctx)
+            x = x + self.post_per_layer_input_norm(own)
         return x * self.layer_scalar.get_value().astype(x.dtype), cache, report
 
     def branch(self, x, ctx):
@@ -193,16 +208,17 @@ class Gemma4TextModel(ScaledDecoder):
         modes = enumerate(self.config.kv_sharing_modes)
         shared = SharedKeys(cache, {}, tuple(i for i, mode in modes if mode == "store"))
         if p := self.config.hidden_size_per_layer_input:
-            ctx = replace(ctx, per_layer=self.per_layer(x, ctx, input_ids, p))
+            shared_fields = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
+            ctx = Gemma4TextCtx(**shared_fields, per_layer=self.per_layer(x, ctx, input_ids, p))
         x, shared, *rest = super().through(x, ctx, shared, input_ids, keep_hidden=keep_hidden)
         return x, shared.cache, *rest
 
     def per_layer(self, x, ctx, input_ids, features: int):
-        """What each layer is told of each token, [b, s, L, p]."""
+        """Return the per-layer inputs of each token, [b, s, L, p]."""
         if input_ids is None:
             raise ValueError(
-                "gemma4_text looks its tokens up in a second table (hidden_size_per_layer_input = "
-                f"{features}), so inputs_embeds alone do not say enough: pass input_ids"
+                f"gemma4_text with hidden_size_per_layer_input={features} reads a second table of "
+                "token embeddings: pass input_ids instead of inputs_embeds"
             )
         shape = (*x.shape[:2], -1, features)
         seen = self.per_layer_model_projection(x, ctx) * self.config.hidden_size**-0.5

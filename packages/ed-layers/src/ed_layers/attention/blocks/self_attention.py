@@ -25,7 +25,6 @@ from ed_layers.attention.blocks.settings import (
     ScoreRule,
 )
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring
-from ed_layers.attention.weights import Watched
 from ed_layers.cache import Cache, LayerCacheSpec
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
@@ -108,13 +107,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], CacheT]:
         """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.named(x, "normed_input")
-        q, k, v = self.projected(x, ctx)
-        if isinstance(self.position, Rotary):
-            table, interleaved = ctx.rope[self.position.kind], self.position.interleaved
-            q = apply_rotary(q, table, interleaved=interleaved)
-            k = k if k is None else apply_rotary(k, table, interleaved=interleaved)
-        if self.norm_heads is not None and self.norm_last:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.rotated(x, ctx)
         out, cache = self.attended(q, k, v, ctx, cache, layer)
         if self.gated:
             out = out * jax.nn.sigmoid(self.g_proj(x, ctx)).reshape(out.shape)
@@ -134,8 +127,6 @@ class SelfAttention(nnx.Module):
         scoring, mask_info = self.scoring(ctx), ctx.mask_info
         if not self.mask.causal:
             mask_info = bidirectional(mask_info, cache)
-        if ctx.watch is not None and k is not None and mask_info is not None:
-            ctx.watch(Watched(q, k, mask_info, scoring))
         return attend(
             q,
             k,
@@ -176,6 +167,19 @@ class SelfAttention(nnx.Module):
             relative=relative,
             softmax_dtype=self.mechanism.softmax_dtype,
         )
+
+    def rotated(
+        self, x: Float[Array, "b s d"], ctx: Ctx
+    ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
+        """Return queries, keys and values by head, with norms and rotary positions."""
+        q, k, v = self.projected(x, ctx)
+        if isinstance(self.position, Rotary):
+            table, interleaved = ctx.rope[self.position.kind], self.position.interleaved
+            q = apply_rotary(q, table, interleaved=interleaved)
+            k = k if k is None else apply_rotary(k, table, interleaved=interleaved)
+        if self.norm_heads is not None and self.norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def projected(
         self, x: Float[Array, "b s d"], ctx: Ctx
