@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 from ed_esurge import SamplingParams, StructuredOutputs, eSurge
-from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.plan import UNREAD, StepPlan
 from ed_esurge.core.request import Request
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Limits, Scheduler, plan_ahead
 
 FREE = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 GUIDED = SamplingParams(

@@ -7,12 +7,11 @@ import random
 from collections import Counter
 
 import pytest
-from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
 from ed_esurge.core.plan import UNREAD, NewSequence, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Limits, Scheduler, plan_ahead
 from ed_esurge.sampling import SamplingParams
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import AXES, Inputs
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
@@ -72,6 +74,65 @@ def is_recurrent(model: LanguageModel) -> bool:
     return len(groups) > len(windows_of(model))
 
 
+# Arrays of `model.input_names` that describe tokens.
+_TOKEN_ARRAYS = {"input_ids", "attention_mask", "segment_ids", "position_ids", "token_type_ids"}
+
+
+def encoder_names(model: LanguageModel) -> tuple[str, ...]:
+    """Return the names of the arrays that the model's encoder accepts, such as `pixel_values`; ()
+    without an encoder."""
+    return tuple(
+        name
+        for name in model.input_names
+        if name not in _TOKEN_ARRAYS and not name.startswith("decoder_")
+    )
+
+
+def encoder_example(model: LanguageModel) -> dict[str, np.ndarray]:
+    """Return the arrays of one item of the model's encoder, filled with zeros.
+
+    Raises:
+        ConfigError: the shape of an array is unknown.
+    """
+    config: Any = model.config
+    example = {}
+    for name in encoder_names(model):
+        vision = getattr(config, "vision_config", None)
+        if name != "pixel_values" or vision is None:
+            raise ConfigError(f"the engine does not support the encoder input {name!r}")
+        shape = vision.num_channels, vision.image_size, vision.image_size
+        example[name] = np.zeros(shape, np.float32)
+    return example
+
+
+def encoder_length(model: LanguageModel) -> int:
+    """Return the number of encoder positions of `encoder_example`."""
+    # Without devices: nothing is computed.
+    graphdef, state = nnx.split(cast(nnx.Module, model))
+    inputs = batch_of_one(encoder_example(model))
+
+    def embeddings(state: nnx.State) -> jax.Array:
+        return cast(LanguageModel, nnx.merge(graphdef, state)).encode(inputs).embeddings
+
+    return jax.eval_shape(embeddings, state).shape[1]
+
+
+def batch_of_one(arrays: Mapping[str, np.ndarray]) -> Inputs:
+    """Return the arrays of an item as the inputs of one row with one item."""
+    inputs = {}
+    for name, array in arrays.items():
+        array = np.asarray(array)
+        rank = len(AXES.get(name, (None,) * (array.ndim + 1)))
+        inputs[name] = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    return Inputs(inputs)
+
+
+def vocab_size_of(model: LanguageModel) -> int:
+    """Return the vocabulary size of the model's text."""
+    text: Any = model.config.get_text_config()
+    return int(text.vocab_size)
+
+
 def model_name(model: LanguageModel) -> str:
     """Return the name of a model: the last part of its source, or its model type."""
     origin = getattr(model.config, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
@@ -95,7 +156,7 @@ def eos_token_ids(
     for source in sources:
         if source is not None:
             ends.update(source if isinstance(source, list | tuple) else [source])
-    vocab = cast(int, model.config.vocab_size)
+    vocab = vocab_size_of(model)
     beyond = sorted(token for token in ends if not 0 <= token < vocab)
     if beyond:
         once(

@@ -20,7 +20,7 @@ class EncoderInput:
     """One item of a model's encoder, such as an image.
 
     Attributes:
-        key: hash of `arrays`. Items with equal keys are encoded once.
+        key: hash of `arrays` and `length`. Items with equal keys are encoded once.
         arrays: name -> array of the item, without the batch axis (`pixel_values` [c, h, w]).
         start, length: position of the first placeholder token in the prompt, and their number.
     """
@@ -37,6 +37,7 @@ class EncoderInput:
         for name, array in sorted(arrays.items()):
             key.update(f"{name} {array.dtype} {array.shape} ".encode())
             key.update(np.ascontiguousarray(array).tobytes())
+        key.update(f"{length}".encode())
         return cls(key.digest(), dict(arrays), start, length)
 
 

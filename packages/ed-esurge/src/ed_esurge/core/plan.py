@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 #: Group -> `(saves, loads)`: host page -> device page, and device page -> host page.
@@ -48,6 +50,21 @@ class NewSequence:
     adapter: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedItem:
+    """An item that the model's encoder computes before a step.
+
+    Attributes:
+        request_id: id of the sequence that needs the item.
+        arrays: arrays of the item; see `EncoderInput`.
+        rows: rows of the table of encoder outputs that receive the output.
+    """
+
+    request_id: str
+    arrays: Mapping[str, np.ndarray]
+    rows: Sequence[int]
+
+
 class PlanRow(NamedTuple):
     """The tokens of one sequence in a step.
 
@@ -65,6 +82,8 @@ class PlanRow(NamedTuple):
         scores: whether the step returns the log-probability of each next prompt token.
         pools: whether the hidden states are pooled. The row that ends the prompt returns the
             vector.
+        features: for each token the row of the table of encoder outputs that replaces the token's
+            embedding, or -1; () if no token has a row.
     """
 
     request_id: str
@@ -75,6 +94,7 @@ class PlanRow(NamedTuple):
     samples: int = 0
     scores: bool = False
     pools: bool = False
+    features: Sequence[int] = ()
 
     @property
     def stop(self) -> int:
@@ -111,7 +131,8 @@ class StepPlan:
         started: sequences whose first row since they received their slot is in this step.
         preempted: requests that were preempted while this step was planned.
         moves: pages to copy between device and host memory before the step; all saves come first.
-        ahead: whether the rows are `UNREAD`; see `ed_esurge.core.ahead`.
+        items: items to encode before the step.
+        ahead: whether the rows are `UNREAD`; see `ed_esurge.core.scheduler.plan_ahead`.
     """
 
     step: int
@@ -120,6 +141,7 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     moves: Moves = field(default_factory=dict)
     ahead: bool = False
+    items: tuple[EncodedItem, ...] = ()
 
     @property
     def num_tokens(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.host_pages import HostPages
 from ed_esurge.core.request import Request
 
@@ -137,22 +138,40 @@ class PrefixCache:
         while len(keys) < count:
             start = len(keys) * self.page_size
             tokens = request.tokens(start, start + self.page_size)
-            keys.append(page_key(keys[-1] if keys else request.salt, tokens))
+            items = item_keys(request.encoder_inputs, start, start + self.page_size)
+            keys.append(page_key(keys[-1] if keys else request.salt, tokens, items))
 
 
-def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
+def page_key(before: bytes, tokens: Sequence[int], items: bytes = b"") -> bytes:
     """Return the key of a full page.
 
     Args:
         before: key of the previous page, or the request's salt.
         tokens: token ids of the page.
+        items: `item_keys` of the page.
     """
-    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+    content = before + array("q", tokens).tobytes() + items
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def prompt_keys(tokens: Sequence[int], salt: bytes, page_size: int) -> list[bytes]:
+def item_keys(items: Sequence[EncoderInput], start: int, stop: int) -> bytes:
+    """Return the keys and offsets of the items with placeholder tokens at `start` … `stop - 1`.
+
+    Equal token ids with different images thus have different page keys.
+    """
+    return b"".join(
+        item.key + (item.start - start).to_bytes(8, "big", signed=True)
+        for item in items
+        if item.start < stop and item.start + item.length > start
+    )
+
+
+def prompt_keys(
+    tokens: Sequence[int], salt: bytes, page_size: int, items: Sequence[EncoderInput] = ()
+) -> list[bytes]:
     """Return the keys of the full pages of a prompt, excluding the page of its last token."""
     keys: list[bytes] = []
     for end in range(page_size, len(tokens), page_size):
-        keys.append(page_key(keys[-1] if keys else salt, tokens[end - page_size : end]))
+        start, before = end - page_size, keys[-1] if keys else salt
+        keys.append(page_key(before, tokens[start:end], item_keys(items, start, end)))
     return keys

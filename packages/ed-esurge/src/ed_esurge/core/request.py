@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ed_esurge.core.commands import EncoderInput
+from ed_esurge.core.plan import NewSequence, PlanRow
 from ed_esurge.outputs import FinishReason
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
@@ -51,6 +53,7 @@ class Request:
         bad_token_ids: token sequences that may not be generated.
         salt: prefix of the prefix-cache keys.
         adapter: number of the LoRA adapter; 0 = none.
+        encoder_inputs: inputs of the model's encoder, in the order of their placeholder tokens.
         output: generated token ids.
         num_computed: number of tokens of `prompt + output` with keys and values in `pages`.
         pages: group -> page numbers, in order of position; see `ed_esurge.core.pages`.
@@ -70,6 +73,7 @@ class Request:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     salt: bytes = b""
     adapter: int = 0
+    encoder_inputs: tuple[EncoderInput, ...] = ()
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed: int = 0
@@ -155,6 +159,49 @@ class Request:
                 self.finish_reason = "length"
                 return count
         return len(tokens)
+
+    def row(
+        self, count: int, pages: Mapping[str, Sequence[int]], features: Sequence[int] = ()
+    ) -> PlanRow:
+        """Return the row of the next `count` tokens.
+
+        Args:
+            pages, features: see `PlanRow`.
+        """
+        start = self.num_computed
+        stop = start + count
+        slot = self.slot
+        assert slot is not None, "a running request has a slot"
+        edge = len(self.prompt)
+        if start >= edge and stop == edge + len(self.output):  # a decode, the usual row
+            return PlanRow(self.request_id, slot, start, self.output[start - edge :], pages, 1)
+        return PlanRow(
+            self.request_id,
+            slot,
+            start,
+            self.tokens(start, stop),
+            pages,
+            1 if stop == self.num_tokens and self.max_tokens else 0,
+            # Scores are delivered with the first token: a preempted request is not scored again.
+            self.scored and start < edge - 1 and not self.output,
+            self.pooled,
+            features,
+        )
+
+    def start(self) -> NewSequence:
+        """Return the data of this sequence, which has received a slot."""
+        assert self.slot is not None, "a running request has a slot"
+        return NewSequence(
+            self.request_id,
+            self.slot,
+            self.tokens(0, self.num_tokens),
+            len(self.prompt),
+            self.params,
+            self.seed,
+            self.end_token_ids(),
+            self.bad_token_ids,
+            self.adapter,
+        )
 
     def end_token_ids(self) -> tuple[int, ...]:
         """Return the ids that may not be sampled before `min_tokens` tokens."""

@@ -1,4 +1,7 @@
-"""Continuous batching: which sequences compute how many tokens in the next step."""
+"""Continuous batching: which sequences compute how many tokens in the next step.
+
+`plan_ahead` plans a step whose input tokens the host has not read: the device inserts them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.padding import first_part, room
 from ed_esurge.core.pages import PageGroup, PageTables, pages_of_sequence
-from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
+from ed_esurge.core.plan import UNREAD, NewSequence, PlanRow, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.outputs import FinishReason
@@ -60,6 +64,7 @@ class Scheduler:
             layers, because a page does not restore their state.
         host_places: number of evicted pages of each group that host memory keeps.
         proposer: source of proposed tokens for decoding sequences; None = no speculation.
+        encoder: cache of encoder outputs; None = the model has no encoder.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Scheduler:
         prefix_caching: bool = True,
         host_places: int = 0,
         proposer: Proposer | None = None,
+        encoder: EncoderCache | None = None,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
             raise ValueError(
@@ -92,7 +98,7 @@ class Scheduler:
         self.pages = PageTables(
             groups, page_size, at_once, prefix_caching=prefix_caching, host_places=host_places
         )
-        self.proposer = proposer
+        self.proposer, self.encoder = proposer, encoder
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -137,6 +143,8 @@ class Scheduler:
         started: list[NewSequence] = []
         preempted: list[str] = []
         budget, chunk = self.limits.token_budget, self.limits.chunk
+        if self.encoder is not None:
+            self.encoder.begin_step()
         decoding: list[tuple[Request, int]] = []
         prefilling: list[tuple[Request, int]] = []
         for request in self.running:
@@ -150,6 +158,8 @@ class Scheduler:
             count = missing if missing == 1 else min(missing, chunk or missing)
             if count > budget:
                 count = budget
+            if missing > 1 and self.encoder is not None:
+                count = self.encoder.admit(request, count)
             if count <= 0:
                 continue
             if request is last:
@@ -163,7 +173,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                rows[request.request_id] = _row(request, count, pages)
+                rows[request.request_id] = self._row(request, count, pages)
                 budget -= count
         size = self.pages.page_size
         for row in rows.values():
@@ -179,7 +189,7 @@ class Scheduler:
             if row is None:
                 break
             rows[request.request_id] = row
-            started.append(_start(request))
+            started.append(request.start())
             self.pages.share(request, row.start, row.stop)
             budget -= len(row.token_ids)
         if not rows:
@@ -191,7 +201,10 @@ class Scheduler:
             self._speculate(self.proposer, rows, budget)
         self._step += 1
         moves = self.pages.take_moves()
-        return StepPlan(self._step, tuple(rows.values()), tuple(started), tuple(preempted), moves)
+        items = () if self.encoder is None else self.encoder.take_items()
+        return StepPlan(
+            self._step, tuple(rows.values()), tuple(started), tuple(preempted), moves, items=items
+        )
 
     def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Process the results of a step. Finished requests are retired and their pages freed.
@@ -210,6 +223,8 @@ class Scheduler:
             if request is None or request.status is not Status.RUNNING:
                 continue  # aborted or stopped while the step ran
             request.num_computed = row.stop
+            if self.encoder is not None and row.features:
+                self.encoder.release(request, computed=row.stop)
             if row.samples:
                 tokens = sampled[row.request_id]
                 taken[row.request_id] = request.take(tokens)
@@ -232,7 +247,19 @@ class Scheduler:
         while self.running:
             self._preempt(self.running[-1])
 
+    def forget_cached(self) -> None:
+        """Clear the prefix cache and the encoder outputs. No sequence may run."""
+        self.pages.forget_prefixes()
+        if self.encoder is not None:
+            self.encoder.clear()
+
     # ---- parts
+
+    def _row(self, request: Request, count: int, pages: Mapping[str, Sequence[int]]) -> PlanRow:
+        if self.encoder is None or not request.encoder_inputs:
+            return request.row(count, pages)
+        start = request.num_computed
+        return request.row(count, pages, self.encoder.index(request, start, start + count))
 
     def _speculate(self, proposer: Proposer, rows: dict[str, PlanRow], budget: int) -> None:
         """Add proposals to decoding rows while the step has free rows and tokens. Each proposal
@@ -281,13 +308,16 @@ class Scheduler:
         brought = self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
-        count = self._part(request, count, budget, others)
+        if self.encoder is not None:
+            count = self.encoder.admit(request, count)
+        count = self._part(request, count, budget, others) if count else 0
         if (
             brought is None
+            or not count
             or not self._worthwhile(request)
             or self.pages.reserve(request, count) is None
         ):
-            self.pages.release(request)
+            self._let_go(request)
             return None
         if request.num_cached is None:
             request.num_cached = request.num_computed
@@ -297,7 +327,8 @@ class Scheduler:
         request.status = Status.RUNNING
         request.slot = self._slots.pop()
         insort(self.running, request, key=self._order)
-        return _row(request, count, {name: tuple(held) for name, held in request.pages.items()})
+        pages = {name: tuple(held) for name, held in request.pages.items()}
+        return self._row(request, count, pages)
 
     def _worthwhile(self, request: Request) -> bool:
         """Return whether admitting the sequence avoids an early preemption.
@@ -338,43 +369,39 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self.pages.release(request)
+        if self.encoder is not None:
+            self.encoder.release(request)
         if request.slot is not None:
             self._slots.append(request.slot)
             request.slot = None
 
 
-def _row(request: Request, count: int, pages: Mapping[str, Sequence[int]]) -> PlanRow:
-    start = request.num_computed
-    stop = start + count
-    slot = request.slot
-    assert slot is not None, "a running request has a slot"
-    edge = len(request.prompt)
-    if start >= edge and stop == edge + len(request.output):  # a decode, the usual row
-        output = request.output
-        return PlanRow(request.request_id, slot, start, output[start - edge :], pages, 1)
-    return PlanRow(
-        request.request_id,
-        slot,
-        start,
-        request.tokens(start, stop),
-        pages,
-        1 if stop == request.num_tokens and request.max_tokens else 0,
-        # Scores are delivered with the first token: a preempted request is not scored again.
-        request.scored and start < len(request.prompt) - 1 and not request.output,
-        request.pooled,
-    )
+def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
+    """Plan one more token for every sequence of a running step.
 
+    If the unread token ends a sequence, its row in the new step is wasted. The pages of such a
+    sequence are safe: only later steps reuse them.
 
-def _start(request: Request) -> NewSequence:
-    assert request.slot is not None, "a running request has a slot"
-    return NewSequence(
-        request.request_id,
-        request.slot,
-        request.tokens(0, request.num_tokens),
-        len(request.prompt),
-        request.params,
-        request.seed,
-        request.end_token_ids(),
-        request.bad_token_ids,
-        request.adapter,
-    )
+    Args:
+        plan: the running step; `advance` has not processed its results.
+
+    Returns:
+        the plan, or None if the next step needs the scheduler: a request waits, a prompt is
+        incomplete, a page must be allocated or shared, or the plan depends on the sampled tokens.
+    """
+    if scheduler.waiting or scheduler.proposer is not None:
+        return None
+    if len(plan.rows) != len(scheduler.running):
+        return None
+    size, rows = scheduler.pages.page_size, []
+    for row in plan.rows:
+        request = scheduler.requests.get(row.request_id)
+        if request is None or request.tracked or row.samples != 1:
+            return None
+        start = row.start + len(row.token_ids)
+        inside = start % size
+        if inside == 0 or inside == size - 1:
+            return None
+        if len(request.output) + 1 < request.max_tokens:  # else the running step ends the request
+            rows.append(PlanRow(row.request_id, row.slot, start, UNREAD, {}, 1))
+    return StepPlan(plan.step, tuple(rows), ahead=True) if rows else None

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
@@ -132,6 +132,14 @@ class AsyncEngine:
     @property
     def model_name(self) -> str:
         return self.engine.model_name
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return self.engine.input_names
+
+    @property
+    def processor(self) -> Any:
+        return self.engine.processor
 
     @property
     def max_model_len(self) -> int:

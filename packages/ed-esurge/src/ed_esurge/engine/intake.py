@@ -229,6 +229,7 @@ class Intake:
             keys and values for the same tokens.
         grammars: compiler of structured outputs; None = structured outputs are not supported.
         encoder_names: names of the arrays that the model's encoder accepts; () = no encoder.
+        encoder_rows: maximum number of encoder positions of one item.
         adapters: table of the loaded adapters; None = adapters are not supported.
     """
 
@@ -244,6 +245,7 @@ class Intake:
         prompt_class: Callable[[int], int] = lambda length: 0,
         grammars: Grammars | None = None,
         encoder_names: Sequence[str] = (),
+        encoder_rows: int = 0,
         adapters: AdapterTable | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -253,7 +255,7 @@ class Intake:
         # Reading the rotary settings of a configuration dominates the time of `prepare`.
         self.prompt_class = lru_cache(4096)(prompt_class)
         self.grammars = grammars
-        self.encoder_names = tuple(encoder_names)
+        self.encoder_names, self.encoder_rows = tuple(encoder_names), encoder_rows
         self.adapters = adapters or AdapterTable(0)
         # A client request with many prompts repeats the same words for each prompt.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
@@ -342,6 +344,11 @@ class Intake:
                 raise ConfigError(
                     f"encoder_inputs[{number}] has {item.length} placeholder tokens at position "
                     f"{item.start}: they must begin at {free} or later"
+                )
+            if item.length > self.encoder_rows:
+                raise ConfigError(
+                    f"encoder_inputs[{number}] has {item.length} placeholder tokens, more than the "
+                    f"{self.encoder_rows} encoder positions that the engine stores"
                 )
             free = item.start + item.length
         if free >= len(checked.token_ids):

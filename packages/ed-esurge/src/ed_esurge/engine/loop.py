@@ -10,7 +10,6 @@ from ed_infra.logging import get_logger
 from tqdm import tqdm
 
 from ed_esurge.core.adapters import AdapterTable
-from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.commands import (
     Abort,
     Add,
@@ -27,7 +26,7 @@ from ed_esurge.core.commands import (
 )
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import RequestError
-from ed_esurge.core.scheduler import Scheduler
+from ed_esurge.core.scheduler import Scheduler, plan_ahead
 from ed_esurge.engine.ledger import Ledger
 from ed_esurge.engine.transport import Transport
 from ed_esurge.model import platform_of
@@ -187,7 +186,7 @@ class EngineLoop:
 
     def _begin_anew(self) -> None:
         self.scheduler.preempt_all()
-        self.scheduler.pages.forget_prefixes()
+        self.scheduler.forget_cached()
 
     # ---- steps
 

@@ -149,7 +149,7 @@ class Replicas:
         if caches[0] is None or not reads_prefixes(add.params):
             return [0] * len(caches)
         size = caches[0].page_size
-        keys = prompt_keys(add.token_ids, add.salt, size)
+        keys = prompt_keys(add.token_ids, add.salt, size, add.encoder_inputs)
         return [0 if cache is None else cache.known(keys) * size for cache in caches]
 
     def _execute_in_all(self, command: Command) -> None:

@@ -12,11 +12,20 @@ from ed_models.generation.prompts import longest_sequence
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import is_recurrent, over_processes, platform_of, windows_of
+from ed_esurge.model import (
+    encoder_length,
+    encoder_names,
+    is_recurrent,
+    over_processes,
+    platform_of,
+    vocab_size_of,
+    windows_of,
+)
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
@@ -30,6 +39,8 @@ GIB = 2**30
 TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
 # Default `max_num_seqs` on a CPU.
 CPU_SEQS = 16
+# Size of the table of encoder outputs as a multiple of the rows that one step computes.
+ENCODER_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class Setup:
         buckets: shapes of the runner.
         windows: group of layers -> attention window; None = unlimited.
         draft: the draft model, if any.
+        encoder: rows of the table of encoder outputs, and rows per step; None = no encoder.
     """
 
     model: LanguageModel
@@ -51,6 +63,7 @@ class Setup:
     buckets: Buckets
     windows: dict[str, int | None]
     draft: LanguageModel | None = None
+    encoder: tuple[int, int] | None = None
 
     @classmethod
     def resolve(
@@ -61,7 +74,7 @@ class Setup:
         Raises:
             ConfigError: an end-of-sequence id of the options is outside the vocabulary.
         """
-        vocab = model.config.vocab_size
+        vocab = vocab_size_of(model)
         for token in config.extra_eos_token_ids:
             if token >= vocab:
                 raise ConfigError(
@@ -117,7 +130,11 @@ class Setup:
         )
         if draft is not None:
             _check_draft(model, draft, longest)
-        return cls(model, config, limits, buckets, windows_of(model), draft)
+        encoder = None
+        if encoder_names(model):
+            per_step = max(budget, encoder_length(model))
+            encoder = (ENCODER_STEPS * per_step, per_step)
+        return cls(model, config, limits, buckets, windows_of(model), draft, encoder)
 
     def runner(
         self, grammars: Grammars | None = None, sizes: dict[str, int] | None = None
@@ -171,6 +188,7 @@ class Setup:
             prefix_caching=caching,
             host_places=0 if runner.host is None else runner.host.places,
             proposer=self._proposer(runner),
+            encoder=None if self.encoder is None else EncoderCache(*self.encoder),
         )
 
     def _proposer(self, runner: Runner) -> Proposer | None:
@@ -202,6 +220,7 @@ class Setup:
             ahead_of_time=self.config.use_aot_forward,
             grammars=grammars,
             host_places=host_places,
+            encoder_rows=self.encoder[0] if self.encoder is not None and model is None else 0,
         )
 
     def pool_sizes(self) -> dict[str, int]:
@@ -305,7 +324,7 @@ def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> No
         ConfigError: the vocabularies differ, the draft model has windows or recurrent layers, the
             served model has no full-attention layer, or the draft model has too few positions.
     """
-    theirs, ours = draft.config.vocab_size, model.config.vocab_size
+    theirs, ours = vocab_size_of(draft), vocab_size_of(model)
     if theirs != ours:
         raise ConfigError(
             f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "

@@ -27,7 +27,7 @@ from ed_esurge.engine.intake import (
     as_prompts,
 )
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import eos_token_ids
+from ed_esurge.model import encoder_names, eos_token_ids, vocab_size_of
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -44,6 +44,7 @@ class eSurge(EngineControl):
         model: a causal language model of ed_models. On a CPU the engine keeps a copy with unrolled
             layers, which shares arrays where the layout permits.
         tokenizer: a Hugging Face tokenizer; None serves token ids only.
+        processor: processor of a vision-language checkpoint, for images in chat requests.
         config: an `EngineConfig`, or a mapping of its fields.
         model_name: name of the model for clients; default: the source of the model.
         draft_model: model that proposes tokens, for the `speculative_config` method `draft_model`.
@@ -62,6 +63,7 @@ class eSurge(EngineControl):
         *,
         model_name: str | None = None,
         draft_model: LanguageModel | None = None,
+        processor: Any = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, EngineConfig):
@@ -69,14 +71,16 @@ class eSurge(EngineControl):
         elif options:
             config = config.replace(**options)
         self.config = config
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
+        self.input_names = tuple(model.input_names)
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
-        grammars = Grammars.of(tokenizer, model.config.vocab_size, self.eos_token_ids)
+        grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)
         self.loop, self.transport = loop_over(model, config, tokenizer, grammars, draft_model)
         runner = self.loop.runner
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size
+        encoder = self.loop.scheduler.encoder
         self._intake = Intake(
             config,
             tokenizer,
@@ -86,6 +90,8 @@ class eSurge(EngineControl):
             max_logprobs=runner.max_logprobs,
             prompt_class=runner.model.prompt_class,
             grammars=grammars,
+            encoder_names=encoder_names(runner.model),
+            encoder_rows=encoder.capacity if encoder is not None else 0,
             adapters=self.loop.adapters,
         )
         self.compile_structured = self._intake.compile_structured

@@ -162,6 +162,7 @@ class OpenRequest:
                 bad_token_ids=add.bad_token_ids,
                 salt=add.salt,
                 adapter=add.adapter,
+                encoder_inputs=add.encoder_inputs,
             )
             sequences[request.request_id] = request
             if isinstance(params, SamplingParams):

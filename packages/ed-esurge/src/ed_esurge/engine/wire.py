@@ -19,7 +19,7 @@ from ed_infra.options import Options
 from ed_infra.specs import LoraSpec
 from ed_models.adapters.values import LayerAdapter
 
-from ed_esurge.core.commands import Command
+from ed_esurge.core.commands import Command, EncoderInput
 from ed_esurge.runner.result import NotFinite
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
@@ -28,6 +28,7 @@ CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *get_args(Command),
+        EncoderInput,
         SamplingParams,
         PoolingParams,
         StructuredOutputs,

@@ -6,7 +6,7 @@ one int32 array (floats as their bits). The jitted step slices the array, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -32,12 +32,15 @@ class StepInput:
         ragged: assignment of the tokens to sequences and pages.
         logits_at: flat index of each sequence's last token; [n].
         rows: sampling options of each row.
+        features: row of the table of encoder outputs for each token, or -1; [1, T]. None = the
+            step reads no encoder outputs.
     """
 
     token_ids: jax.Array
     ragged: RaggedBatch
     logits_at: jax.Array
     rows: SamplerRows
+    features: jax.Array | None = None
 
 
 class Fields:
@@ -45,10 +48,11 @@ class Fields:
 
     Args:
         groups: names of the page groups.
+        featured: whether tokens may have encoder outputs.
     """
 
-    def __init__(self, shape: Shape, groups: tuple[str, ...]) -> None:
-        self.shape, self.groups = shape, groups
+    def __init__(self, shape: Shape, groups: tuple[str, ...], featured: bool = False) -> None:
+        self.shape, self.groups, self.featured = shape, groups, featured
         numbers = len(OF_ROW) + len(OF_SEQUENCE) + len(OF_SAMPLING)
         self.shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (shape.tokens,),
@@ -59,6 +63,8 @@ class Fields:
             "num_seqs": (1,),
             "page_table": (len(groups), shape.seqs, shape.pages),
         }
+        if featured:
+            self.shapes["features"] = (1, shape.tokens)
         self.ranges: dict[str, slice] = {}
         self.size = 0
         for name, dims in self.shapes.items():
@@ -93,7 +99,8 @@ class Fields:
             adapter_ids=row["adapter_ids"],
         )
         rows = SamplerRows(position=row["kv_lens"], **{name: row[name] for name in OF_SAMPLING})
-        return StepInput(part["token_ids"][None], ragged, row["logits_at"], rows)
+        token_ids, features = part["token_ids"][None], part.get("features")
+        return StepInput(token_ids, ragged, row["logits_at"], rows, features)
 
 
 class BatchBuilder:
@@ -105,11 +112,19 @@ class BatchBuilder:
         page_size: number of tokens in a page.
         num_pages: number of pages of each group's pool. The slot after the last page is out of
             range, so that writes to it are dropped.
+        featured: shapes whose tokens may have encoder outputs.
     """
 
     def __init__(
-        self, slots: Slots, *, page_size: int, num_pages: dict[str, int], apart: bool = False
+        self,
+        slots: Slots,
+        *,
+        page_size: int,
+        num_pages: dict[str, int],
+        apart: bool = False,
+        featured: Collection[Shape] = (),
     ) -> None:
+        self._featured = featured
         self.page_size, self.apart = page_size, apart
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
@@ -119,7 +134,7 @@ class BatchBuilder:
     def fields(self, shape: Shape) -> Fields:
         """Return the layout of a shape's buffer."""
         if shape not in self._fields:
-            self._fields[shape] = Fields(shape, tuple(self.nowhere))
+            self._fields[shape] = Fields(shape, tuple(self.nowhere), shape in self._featured)
         return self._fields[shape]
 
     def empty(self, shape: Shape) -> np.ndarray:
@@ -179,6 +194,8 @@ class BatchBuilder:
         for group, table, slots_of in zip(self.nowhere, tables, slots, strict=True):
             known.page_table[group].take(of_row, axis=0, out=table, mode="clip")
             slots_of[:tokens] = table[of_token, page] * self.page_size + inside
+        if fields.featured:
+            _write_features(planned, fields.view(buffer, "features")[0])
         return buffer, places
 
     def _separate(self, planned: Sequence[PlanRow]) -> tuple[list[PlanRow], list[int]]:
@@ -198,7 +215,8 @@ class BatchBuilder:
             places.append(len(lines) + min(silent, len(row.token_ids) - 1))
             for index, token in enumerate(row.token_ids):
                 line = PlanRow(row.request_id, row.slot, start + index, (token,), {})
-                lines.append(line._replace(samples=int(index >= silent)))
+                features = row.features[index : index + 1]
+                lines.append(line._replace(samples=int(index >= silent), features=features))
         return lines, places
 
     def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:
@@ -217,3 +235,12 @@ class BatchBuilder:
         borders[count + 1 :] = total
         fields.view(frame, "num_seqs")[0] = count
         return frame
+
+
+def _write_features(planned: Sequence[PlanRow], features: np.ndarray) -> None:
+    features[:] = -1
+    at = 0
+    for row in planned:
+        if row.features:
+            features[at : at + len(row.features)] = row.features
+        at += len(row.token_ids)

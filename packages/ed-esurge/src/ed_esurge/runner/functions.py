@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.compilation.cache import compiled_afresh
+from ed_infra.inputs import Features
 from ed_models.adapters.slots import slot_values
 from flax import nnx
 from tqdm import tqdm
@@ -138,6 +139,7 @@ class Functions:
             return None
         memory, weights = self._memory, self._weights
         sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs, self.max_logprobs)
+        sizes = (*sizes, memory.encoder_rows) if memory.encoder_rows else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
         return Programs.of(weights.model, *parts)
 
@@ -187,16 +189,27 @@ class Functions:
     def _make_step(self, shape: Shape) -> Callable[..., Any]:
         fields, count = self._builder.fields(shape), self.max_logprobs
 
-        def step(leaves: list[jax.Array], cache: Any, state: Any, buffer: Any, allowed: Any):
+        def step(
+            leaves: list[jax.Array],
+            cache: Any,
+            state: Any,
+            buffer: Any,
+            allowed: Any,
+            encoded: jax.Array | None = None,
+        ):
             inputs = fields.unpack(buffer)
             token_ids, slots = inputs.token_ids, inputs.ragged.state_slots
             if shape.decodes:
                 token_ids = state.read(token_ids[0], slots)[None]
+            more = {}
+            if encoded is not None and inputs.features is not None:
+                more["features"] = Features(encoded[None], inputs.features)
             out = self._weights.merged(leaves)(
                 token_ids,
                 past_key_values=cache,
                 ragged=inputs.ragged,
                 logits_at=inputs.logits_at,
+                **more,
             )
             assert out.logits is not None
             assert out.last_hidden_state is not None
@@ -219,14 +232,15 @@ class Functions:
         weights, memory = self._weights, self._memory
         cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
         if name == PUT:
-            line = np.zeros(cast(int, weights.model.config.vocab_size))
+            line = np.zeros(self._guides.vocab_size)
             return state, np.int32(0), line.astype(np.float32), line.astype(np.int32)
         if name == PLACE:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values
         if isinstance(name, Shape):
             allowed = abstract(self._guides.everything(name.seqs))
-            return weights.like, cache, state, self._builder.empty(name), allowed
+            encoded = abstract(memory.encoded_of(self._builder.fields(name).featured))
+            return weights.like, cache, state, self._builder.empty(name), allowed, *encoded
         kind, tokens = name
         if tokens not in self._hidden:
             shape = self._buckets.pick(tokens, 1, prefill=True)
@@ -251,7 +265,8 @@ class Functions:
         if isinstance(name, Shape):
             allowed = self._guides.everything(name.seqs)
             empty = self._builder.empty(name)
-            out = function(leaves, memory.cache, memory.state, empty, allowed)
+            encoded = memory.encoded_of(self._builder.fields(name).featured)
+            out = function(leaves, memory.cache, memory.state, empty, allowed, *encoded)
             memory.cache, memory.state = out[2:]
         elif name == PUT:
             memory.state = function(memory.state, *self._arguments(name)[1:])

@@ -104,6 +104,7 @@ class Guides:
         self._grammars, self._executor = grammars, None
         self._at: list[Guide | None] = [None] * num_slots
         self._wanted: list[StructuredOutputs | None] = [None] * num_slots
+        self.vocab_size = vocab_size
         self._words = words(vocab_size)
         self._place = place
         self._everything: dict[int, jax.Array] = {}  # by the number of rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ class Memory:
         num_pages: number of pages of each group's pool.
         max_num_seqs: maximum number of running sequences: the slots of the sampler's state and of
             the recurrent states.
+        encoder_rows: number of rows of the table of encoder outputs; 0 = no encoder.
 
     Attributes:
+        encoded: table of encoder outputs [encoder_rows, d], or None.
         cache: pages and recurrent states.
         state: state of the sampler.
         sums: sums of the hidden states of pooled sequences; float32 `[m, d]`.
@@ -37,14 +39,18 @@ class Memory:
         page_size: int,
         num_pages: dict[str, int],
         max_num_seqs: int,
+        encoder_rows: int = 0,
     ) -> None:
+        self.encoder_rows = encoder_rows
+        self.encoded: jax.Array | None = None
         self.page_size, self.num_pages = page_size, num_pages
         self.max_num_seqs = max_num_seqs
         self.cache: Cache | None = None
         self.state: SamplerState | None = None
         self.sums: jax.Array | None = None
         self._model, self._mesh = model, model.config.mesh
-        self._vocab_size = cast(int, model.config.vocab_size)
+        text: Any = model.config.get_text_config()
+        self._vocab_size, self._width = cast(int, text.vocab_size), cast(int, text.hidden_size)
 
     def allocate(self) -> Cache:
         """Allocate empty pages and states, and return the cache."""
@@ -59,19 +65,26 @@ class Memory:
         # Committed like the outputs of a step: jit would trace again for an uncommitted array.
         self.cache = cache if self._mesh.size > 1 else self.replicated(cache)
         self.state = self.replicated(SamplerState.create(self.max_num_seqs, self._vocab_size))
-        width = cast(int, self._model.config.hidden_size)
-        self.sums = self.replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
+        self.sums = self.replicated(jnp.zeros((self.max_num_seqs, self._width), jnp.float32))
+        if self.encoder_rows:
+            dtype = cast(Any, self._model).dtype
+            self.encoded = self.replicated(jnp.zeros((self.encoder_rows, self._width), dtype))
         return self.cache
 
     def free(self) -> None:
         """Free the pages and states."""
-        for leaf in jax.tree.leaves((self.cache, self.state, self.sums)):
+        for leaf in jax.tree.leaves((self.cache, self.state, self.sums, self.encoded)):
             leaf.delete()
-        self.cache = self.state = self.sums = None
+        self.cache = self.state = self.sums = self.encoded = None
 
     @property
     def allocated(self) -> bool:
         return self.cache is not None
+
+    def encoded_of(self, featured: bool) -> tuple[jax.Array, ...]:
+        """Return the last arguments of a step: the table of encoder outputs, if the step reads
+        it."""
+        return (self.encoded,) if featured and self.encoded is not None else ()
 
     def cache_bytes(self) -> int:
         """Return the bytes of all pages and recurrent states over all devices."""
@@ -81,7 +94,8 @@ class Memory:
         """Return the bytes of the states of sequences, without pages, on each device."""
         parts = list(self.cache.caches.values()) if isinstance(self.cache, HybridCache) else []
         recurrent = [part for part in parts if not isinstance(part, PagedCache)]
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.state, self.sums, recurrent)))
+        kept = (self.state, self.sums, self.encoded, recurrent)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
 
     # ---- placement of arrays
 

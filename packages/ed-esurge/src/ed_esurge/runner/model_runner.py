@@ -14,8 +14,10 @@ from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
+from ed_esurge.model import encoder_example, encoder_length, vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets
+from ed_esurge.runner.encoder import ItemEncoder
 from ed_esurge.runner.functions import PLACE, PUT, Functions
 from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.host_pages import HostMemory
@@ -41,6 +43,7 @@ class ModelRunner:
             calls through `jax.jit`.
         grammars: compiler of structured outputs; None = not supported.
         host_places: number of pages of each group in host memory.
+        encoder_rows: number of rows of the table of encoder outputs; 0 = no encoder.
     """
 
     def __init__(
@@ -55,14 +58,19 @@ class ModelRunner:
         ahead_of_time: bool = True,
         grammars: Grammars | None = None,
         host_places: int = 0,
+        encoder_rows: int = 0,
     ) -> None:
         self.buckets = buckets
         self.page_size, self.num_pages = page_size, num_pages
-        self.vocab_size = cast(int, model.config.vocab_size)
+        self.vocab_size = vocab_size_of(model)
         self.weights = Weights(model)
         self.model = self.weights.model
         self.memory = Memory(
-            self.model, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs
+            self.model,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            encoder_rows=encoder_rows,
         )
         guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicated)
         self._slots = Slots(
@@ -73,7 +81,11 @@ class ModelRunner:
             guides=guides,
         )
         self._builder = BatchBuilder(
-            self._slots, page_size=page_size, num_pages=num_pages, apart=buckets.invariant
+            self._slots,
+            page_size=page_size,
+            num_pages=num_pages,
+            apart=buckets.invariant,
+            featured=buckets.prefill if encoder_rows else (),
         )
         self.functions = Functions(
             self.weights,
@@ -84,6 +96,9 @@ class ModelRunner:
             max_logprobs=min(max_logprobs, self.vocab_size),
             ahead_of_time=ahead_of_time,
         )
+        self._encoder = None
+        if encoder_rows:
+            self._encoder = ItemEncoder(self.weights, self.memory, self.functions.traced)
         cache = self.memory.allocate()
         self.host = HostMemory(cache, host_places, self.functions.traced) if host_places else None
 
@@ -131,6 +146,8 @@ class ModelRunner:
         if self.host is not None:
             self.host.compile()
         self.functions.compile_all(progress)
+        if self._encoder is not None:
+            self._encoder.compile(encoder_example(self.model), encoder_length(self.model))
 
     # ---- grammars
 
@@ -153,6 +170,9 @@ class ModelRunner:
         """
         leaves, slots = self.weights.leaves, self._slots
         functions, memory = self.functions, self.memory
+        if plan.items:
+            assert self._encoder is not None, "the scheduler has a cache of encoder outputs"
+            self._encoder.run(plan.items)
         adjusted = slots.take(plan)
         if self.host is not None and memory.cache is not None:
             memory.cache = self.host.move(memory.cache, plan.moves)
@@ -162,11 +182,17 @@ class ModelRunner:
         scored = True in [row.scores for row in plan.rows]
         pooled = True in [row.pools for row in plan.rows]
         lines = plan.total if self.buckets.invariant else plan.lines
-        shape = self.buckets.pick(plan.total, lines, prefill=scored or pooled)
+        featured = self._encoder is not None and any(row.features for row in plan.rows)
+        shape = self.buckets.pick(plan.total, lines, prefill=scored or pooled or featured)
         buffer, places = self._builder.build(plan, shape)
         allowed = slots.guides.allowed(plan, places, shape.seqs)
         packed, hidden, memory.cache, memory.state = functions[shape](
-            leaves, memory.cache, memory.state, buffer, allowed
+            leaves,
+            memory.cache,
+            memory.state,
+            buffer,
+            allowed,
+            *memory.encoded_of(shape in self.buckets.prefill),
         )
         for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
