@@ -67,7 +67,7 @@ def measure(kind: str, args: argparse.Namespace) -> list[str]:
     state = state.init_tx(build_optimizer(arguments, schedule))
     step = build_train_step(state, trainer.method, schedule, rows=args.rows, seed=0)
     ids = np.zeros((args.rows, args.length), np.int32)
-    batch: Any = {k: v[None] for k, v in trainer.prepare({"input_ids": ids}).items()}
+    batch: Any = jax.tree.map(lambda x: x[None], trainer.prepare({"input_ids": ids}))
     memory: Any = step.lower(tuple(jax.tree.leaves(state)), batch).compile().memory_analysis()
     weights, optimizer = bytes_of((state.graphstate, state.graphother)), bytes_of(state.opt_state)
     learned = sum(leaf.size for leaf in jax.tree.leaves(state.graphstate))

@@ -124,7 +124,7 @@ def jax_step(
             labels = np.where(np.arange(rows.shape[1]) < PROMPT, -100, rows)
             batch |= {f"{side}_input_ids": rows, f"{side}_labels": labels.astype(np.int32)}
     placed = trainer.placement.place(
-        {name: array[None] for name, array in trainer.prepare(batch).items()},
+        jax.tree.map(lambda x: x[None], trainer.prepare(batch)),
         stacked=True,
     )
     leaves = tuple(jax.tree.leaves(state))

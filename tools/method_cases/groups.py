@@ -115,6 +115,7 @@ def ours(
 ) -> Outcome:
     """Rows by the first model, loss by the one that has moved."""
     from ed_trainers import arguments_class, trainer_class
+    from ed_trainers.online.phase import Phase
 
     made_by: Any = trainer_class(method)
     arguments: Any = arguments_class(method)
@@ -131,7 +132,8 @@ def ours(
         made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
-    rows, figures = first.rows_of(given, first.weights())
+    phase = first.method.part(Phase)
+    rows, figures = phase.rows_of(given, first.weights(), 0)
     said = our_outcome(later, rows)
     return Outcome(said.loss, {**given.figures(), **figures, **said.metrics}, said.gradients)
 

@@ -65,7 +65,10 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
         frozen={name: harness.our_model(path) for name, path in frozen.items()},
         **more,
     )
-    trainer.rollout_of = lambda make: Told([a.answer for a in told(1)])
+    from ed_trainers.online.phase import Phase
+
+    phase = trainer.method.part(Phase)
+    phase.rollout_of = lambda make: Told([a.answer for a in told(1)])
     return trainer, SimpleNamespace(input_ids=[a.prompt for a in told(0)])
 
 

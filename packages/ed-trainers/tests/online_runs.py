@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_trainers import trainer_class
 from ed_trainers.arguments import arguments_class
+from ed_trainers.online.phase import Phase
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.rollout import Sampled
@@ -106,6 +107,11 @@ def filtered(scores, params):
     return probs
 
 
+def phase_of(run):
+    """The object of a trainer that samples."""
+    return run.method.part(Phase)
+
+
 def even(completion_ids):
     """The share of even tokens."""
     return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
@@ -138,7 +144,7 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
 def one_step(method, model, accumulation=1, **given):
     """Parameters that moved in a step on the first generation, and its report."""
     run = online(method, model, "unused", gradient_accumulation_steps=accumulation, **given)
-    generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)
+    generation = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0)
     arguments = run.arguments
     schedule = build_schedule(arguments, 10)
     tx = build_optimizer(arguments, schedule)
@@ -146,7 +152,9 @@ def one_step(method, model, accumulation=1, **given):
     before = jax.tree.map(np.array, state.graphstate)
     rows = arguments.total_batch_size // accumulation
     step = build_train_step(state, run.method, schedule, rows=rows, seed=0)
-    placed = run.placement.place(microbatches(generation.rows, accumulation), stacked=True)
+    placed = run.placement.place(
+        microbatches(run.prepare(generation.rows), accumulation), stacked=True
+    )
     leaves, report = step(tuple(jax.tree.leaves(state)), placed)
     after = jax.tree.unflatten(jax.tree.structure(state), leaves).graphstate
     moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after, before)

@@ -167,8 +167,8 @@ def test_registry_lists_every_training_method():
 def test_every_method_has_its_trainer():
     for name, entry in METHODS.items():
         trainer = trainer_class(name)
-        assert trainer.arguments_class is entry.arguments
-        assert entry.trainer == f"{trainer.__module__}:{trainer.__name__}"
+        assert trainer.entry.arguments is entry.arguments
+        assert entry.method == f"{trainer.__module__}:{trainer.__name__}"
 
 
 #: Optimizers of optax, and what ours of another name are made of.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,17 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_layers.updated import Updated
-from ed_trainers import Callback, Loss, Models, SFTArguments, SFTTrainer, Trainer
+from ed_trainers import (
+    Callback,
+    Loss,
+    Method,
+    MethodEntry,
+    Models,
+    Role,
+    SFTArguments,
+    SFTTrainer,
+    trainer_of,
+)
 from ed_trainers.figures.metrics import read_rows
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.token_loss import token_logprobs
@@ -61,31 +69,27 @@ def routed(toy):
     return lambda dims=(1, 1, 1, 1, 1), **given: Routed(toy.Config(dims), **given).shard_model()
 
 
-class Distill(Trainer):
+def distill_loss(run, models, batch, key):
     """Cross-entropy, and nearness to the log-probabilities of a frozen model."""
+    where = run.placement.sharding(batch["targets"].shape, stacked=False)
 
-    arguments_class: ClassVar = SFTArguments
-    frozen_models: ClassVar = ("reference",)
+    def score(model, key):
+        output = model(**batch.select(model.input_names), logits_at="none", key=key)
+        hidden = output.last_hidden_state
+        return output, token_logprobs(hidden, model.head(), batch["targets"], sharding=where)[0]
 
-    def prepare(self, batch):
-        return next_token_batch(batch)
+    output, own = score(models.learner, key)
+    _, reference = score(models["reference"], None)
+    far = jnp.square(own - reference)
+    weight = jnp.sum(batch["weights"])
+    total = jnp.sum(batch["weights"] * (far - own))
+    distance = Metric.of(jnp.sum(batch["weights"] * far), weight)
+    return Loss.of(output, total, weight, distance=distance)
 
-    def loss(self, models, batch, key):
-        inputs = {name: batch[name] for name in ("input_ids", "segment_ids", "position_ids")}
-        where = self.placement.sharding(batch["targets"].shape, stacked=False)
 
-        def score(model, key):
-            output = model(**inputs, logits_at="none", key=key)
-            hidden = output.last_hidden_state
-            return output, token_logprobs(hidden, model.head(), batch["targets"], sharding=where)[0]
-
-        output, own = score(models.learner, key)
-        _, reference = score(models["reference"], None)
-        far = jnp.square(own - reference)
-        weight = jnp.sum(batch["weights"])
-        total = jnp.sum(batch["weights"] * (far - own))
-        distance = Metric.of(jnp.sum(batch["weights"] * far), weight)
-        return Loss.of(output, total, weight, distance=distance)
+DISTILL = Method(prepare=lambda run, batch: next_token_batch(batch), loss=distill_loss)
+ENTRY = MethodEntry(SFTArguments, DISTILL, roles=(Role("reference", required=True),))
+Distill = trainer_of(DISTILL, ENTRY, "Distill")
 
 
 def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), trainable=(), **given):

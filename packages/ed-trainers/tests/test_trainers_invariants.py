@@ -17,7 +17,7 @@ from ed_infra.testing import tiny_llama
 from ed_models.adapters.lora import merge_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.arguments import METHODS
-from ed_trainers.online.trainer import OnlineTrainer
+from ed_trainers.online.phase import Phase
 from ed_trainers.stored.arrays import flat_arrays
 from flax import nnx
 from method_runs import near_reports, one_step
@@ -77,7 +77,7 @@ def adapted(method):
 @pytest.fixture
 def step(monkeypatch):
     """`step(method, learner, accumulation)`: what moved, and the report."""
-    monkeypatch.setattr(OnlineTrainer, "rollout_of", lambda self, make: ToyRollout())
+    monkeypatch.setattr(Phase, "rollout_of", lambda self, make: ToyRollout())
 
     def step(method, learner, accumulation=1, **given):
         entry = METHODS[method]

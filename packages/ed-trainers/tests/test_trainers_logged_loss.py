@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_trainers import Models, SFTArguments, SFTTrainer, arguments_class, trainer_class
-from ed_trainers.diverged import TrainingDiverged
 from ed_trainers.figures.metrics import read_rows
+from ed_trainers.running.stopping import TrainingDiverged
 from flax import nnx
 from method_runs import Pairs, one_step
 

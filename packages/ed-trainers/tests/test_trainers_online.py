@@ -11,7 +11,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers.arguments import arguments_class
 from ed_trainers.rewards import RewardError
 from method_runs import StopAt, near, near_reports, rows_of
-from online_runs import Prompts, even, one_step, online
+from online_runs import Prompts, even, one_step, online, phase_of
 
 GROUPS = ("grpo", "rloo", "rlvr")
 
@@ -39,7 +39,7 @@ def test_a_generation_lasts_several_steps(whole):
     run, output, rows = whole
     assert output.metrics["steps"] == 8 == run.total_steps
     assert run.feed.dataset.asked == [0, 1]
-    assert run.rollout.versions == [0, 4]
+    assert run.method.rollout.versions == [0, 4]
     assert [row["step"] for row in rows] == list(range(1, 9))
     # The first step of a generation is on the policy; then the ratios move.
     ratios = [row["clip_ratio/region_mean"] for row in rows]
@@ -58,7 +58,7 @@ def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, ste
     second = reused(toy_of_module, tmp_path)
     resumed = second.train()
     assert rows_of(tmp_path) == rows
-    assert second.rollout.versions == [4]
+    assert second.method.rollout.versions == [4]
     left, right = (jax.tree.leaves(out.state.graphstate) for out in (resumed, output))
     for a, b in zip(left, right, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -77,7 +77,7 @@ def test_a_reward_function_that_fails_leaves_the_checkpoint(toy_of_module, tmp_p
         run.train()
     again = online("grpo", toy_of_module(), tmp_path, **given)
     assert again.train().metrics["steps"] == again.total_steps == 4
-    assert again.rollout.versions == [2, 3]
+    assert again.method.rollout.versions == [2, 3]
     changed = online("grpo", toy_of_module(), tmp_path, num_iterations=2, **given)
     with pytest.raises(CheckpointError, match="num_iterations 1, now it is 2"):
         changed.train()
@@ -138,7 +138,7 @@ def test_chunks_equal_the_whole_and_full_logits_are_nowhere(toy_of_module, plain
     given = {"num_iterations": 2, "beta": 0.1, "lmhead_chunksize": 7}
     near(one_step("grpo", toy_of_module(), **given)[0], moved, 2e-5)
     run = online("grpo", toy_of_module(), "unused", lmhead_chunksize=7, beta=0.1)
-    batch = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    batch = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
     graphdef, params, other = run.model.split_module()
 
     def objective(params):
@@ -146,7 +146,7 @@ def test_chunks_equal_the_whole_and_full_logits_are_nowhere(toy_of_module, plain
         from flax import nnx
 
         models = Models(nnx.merge(graphdef, params, other), {})
-        return run.loss(models, batch, None).sums["main_loss"].sum
+        return run.loss(models, run.prepare(batch), None).sums["main_loss"].sum
 
     text = str(jax.make_jaxpr(jax.grad(objective))(params))
     assert "f32[7,32]" in text
@@ -174,12 +174,12 @@ def test_held_out_prompts_are_completed_and_scored(toy_of_module, tmp_path):
 def test_invalid_online_setup_raises_config_error(toy_of_module, tmp_path):
     run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
     with pytest.raises(ConfigError, match="takes batches of prompts, not dict"):
-        run.generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
+        phase_of(run).generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
     with pytest.raises(ConfigError, match=r"16 rows, but .*size 8 times .*give 2 prompts"):
-        run.feed._checked(run.generate(Prompts(4).batch_at(0), run.weights(), 0))
-    run.rollout = None
+        run.feed.checked(phase_of(run).generate(Prompts(4).batch_at(0), run.weights(), 0))
+    run.method.rollout = None
     with pytest.raises(ConfigError, match="nothing that completes prompts"):
-        run.generate(Prompts(2).batch_at(0), run.weights(), 0)
+        phase_of(run).generate(Prompts(2).batch_at(0), run.weights(), 0)
     with pytest.raises(ConfigError, match="nothing gives any"):
         online("grpo", toy_of_module(), tmp_path, rewards=())
     with pytest.raises(ConfigError, match="3 reward_weights for 1 rewards"):

@@ -11,14 +11,15 @@ from ed_models.adapters.lora import has_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models
 from ed_trainers.arguments import arguments_class
-from ed_trainers.methods.nash_md import NashMDTrainer
+from ed_trainers.methods import nash_md
+from ed_trainers.methods.gkd import is_on_policy
 from ed_trainers.online.model_rollout import ModelRollout
-from ed_trainers.online.trainer import OnlineTrainer
+from ed_trainers.online.phase import Phase
 from ed_trainers.roles.value_head import FILE, NAME, value_head
 from ed_trainers.rollout import Weights
 from flax import nnx
 from method_runs import StopAt, near, near_reports, rows_of
-from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online
+from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online, phase_of
 from pydantic import ValidationError
 
 METHODS = ("ppo", "gkd", "xpo", "nash_md")
@@ -38,7 +39,7 @@ class Other(ToyRollout):
         self.run, self.make = run, make
 
     def generate(self, prompts, params, weights, *, seeds=None):
-        frozen = self.run.method.frozen
+        frozen = self.run.frozen
         other = self.make(Models(weights.model, frozen.merge(frozen.leaves)))
         lent = Weights(*other.split_module(), version=weights.version)
         return super().generate(prompts, params, lent, seeds=seeds)
@@ -46,8 +47,8 @@ class Other(ToyRollout):
 
 @pytest.fixture(autouse=True)
 def toys_have_no_generate(monkeypatch):
-    monkeypatch.setattr(OnlineTrainer, "rollout_of", lambda self, make: Other(self, make))
-    monkeypatch.setattr(NashMDTrainer, "opponent", lambda self, models: models["reference"])
+    monkeypatch.setattr(Phase, "rollout_of", lambda self, make: Other(self.run, make))
+    monkeypatch.setattr(nash_md, "opponent", lambda run, models: models["reference"])
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def llama():
 def test_adapters_and_the_head_learn_near_the_base_under_them(llama, tmp_path):
     model = llama.apply_lora_to_layers(2, seed=1)
     run = online("ppo", model, tmp_path, num_train_epochs=1, num_iterations=1, beta=0.1)
-    run.rollout = ModelRollout(lambda learner: learner, rows=8)
+    run.method.rollout = ModelRollout(lambda learner: learner, rows=8)
     assert not run.method.frozen.leaves, "the base is no second copy"
     state = run.train().state
     names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.graphstate)}
@@ -169,7 +170,7 @@ def test_unscored_completions_have_no_loss_weight(toy, tmp_path):
         return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
 
     run = online("ppo", toy(), tmp_path, rewards=(half,))
-    rows = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
     assert rows["weights"][::2].any(axis=1).all() and not rows["weights"][1::2].any()
     np.testing.assert_array_equal(rows["scored"], [1, 0] * 4)
 
@@ -196,39 +197,39 @@ def test_gkd_options_select_source_of_completions(toy, tmp_path):
 
     def run(**given):
         made = online("gkd", toy(), tmp_path, rewards=(), frozen=frozen, **given)
-        made.processing_class = Words()
+        made.method.tokenizer = Words()
         return made
 
     batch = Batch([[5, 6]] * 8, {"completion": ["7 8", [9, 10]] * 4})
     data = run(lmbda=0.0)
-    rows = data.generate(batch, data.weights(), 0).rows
+    rows = phase_of(data).generate(batch, data.weights(), 0).rows
     np.testing.assert_array_equal(rows["input_ids"][0], [5, 6, 7, 8, END, 0, 0])
     np.testing.assert_array_equal(rows["weights"][0], [0, 1, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(rows["input_ids"][1], [5, 6, 9, 10, 0, 0, 0])
-    assert not data.rollout.versions
+    assert not data.method.rollout.versions
 
     taught = run(lmbda=0.0, seq_kd=True)
     lent = Weights(*frozen["teacher"].split_module(), version=0)
-    alone = OnlineTrainer.complete(taught, batch, lent, number=0)
-    made = taught.complete(batch, taught.weights(), number=0)
+    alone = phase_of(taught).sample(batch, lent, number=0)
+    made = phase_of(taught).complete(batch, taught.weights(), number=0)
     assert made.completion_ids == alone.completion_ids
 
     mixed = run(lmbda=0.5)
-    drawn = [mixed.is_on_policy(number) for number in range(200)]
+    drawn = [is_on_policy(mixed.method, number) for number in range(200)]
     assert 0.35 < np.mean(drawn) < 0.65 and drawn == [
-        run(lmbda=0.5).is_on_policy(n) for n in range(200)
+        is_on_policy(run(lmbda=0.5).method, n) for n in range(200)
     ]
     on, off = drawn.index(True), drawn.index(False)
-    assert mixed.generate(batch, mixed.weights(), on).figures["on_policy"] == 1
-    assert len(mixed.rollout.versions) == 1
-    assert mixed.generate(batch, mixed.weights(), off).figures["on_policy"] == 0
-    assert len(mixed.rollout.versions) == 1
+    assert phase_of(mixed).generate(batch, mixed.weights(), on).figures["on_policy"] == 1
+    assert len(mixed.method.rollout.versions) == 1
+    assert phase_of(mixed).generate(batch, mixed.weights(), off).figures["on_policy"] == 0
+    assert len(mixed.method.rollout.versions) == 1
 
     with pytest.raises(ConfigError, match="write additional_fields"):
-        data.generate(Prompts(8).batch_at(0), data.weights(), 0)
+        phase_of(data).generate(Prompts(8).batch_at(0), data.weights(), 0)
     odd = Batch([[5]] * 8, {"completion": ["7", None] * 4})
     with pytest.raises(ConfigError, match="row 1 has the completion None"):
-        data.generate(odd, data.weights(), 0)
+        phase_of(data).generate(odd, data.weights(), 0)
 
 
 # XPO and Nash-MD.
@@ -245,7 +246,7 @@ def test_a_judge_compares_both_completions(toy, tmp_path, monkeypatch):
     monkeypatch.setattr("ed_trainers.rewards.reward_function", lambda name, folders: (name, judge))
     options = {"rewards": (), "judge": "module:judge"}
     run = online("xpo", toy(), tmp_path, **options)
-    generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)
+    generation = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0)
     ((own, texts, others, wanted),) = seen
     assert own == texts != others and len(own) == len(others) == len(wanted) == 8
     rows = generation.rows
@@ -257,7 +258,7 @@ def test_a_judge_compares_both_completions(toy, tmp_path, monkeypatch):
             here = rows["weights"][row, side] > 0
             np.testing.assert_array_equal(rows["targets"][row, side][here], ids)
     run = online("nash_md", toy(), tmp_path, **options)
-    rows = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
     np.testing.assert_array_equal(rows["wins"], [1, 0, 0.5, 0.75] * 2)
 
 
@@ -268,8 +269,8 @@ def test_truncated_completions_lose_missing_eos_penalty(toy, tmp_path):
 
     run = online("nash_md", toy(), tmp_path, rewards=(one,), missing_eos_penalty=3.0)
     batch, weights = run.feed.dataset.batch_at(0), run.weights()
-    cut = [not ended for ended in run.complete(batch, weights, number=0).ended]
-    rows = run.generate(batch, weights, 0).rows
+    cut = [not ended for ended in phase_of(run).complete(batch, weights, number=0).ended]
+    rows = phase_of(run).generate(batch, weights, 0).rows
     assert any(cut)
     np.testing.assert_array_equal(rows["rewards"], np.where(cut, -2.0, 1.0))
 
@@ -281,7 +282,7 @@ def test_adapters_compete_with_the_base_under_them(llama, tmp_path, monkeypatch,
     model = llama.apply_lora_to_layers(2, seed=1)
     base = jax.tree.map(np.array, nnx.state(model, nnx.Not(nnx.LoRAParam)))
     run = online(method, model, tmp_path, max_training_steps=2)
-    run.rollout = ModelRollout(lambda learner: learner, rows=8)
+    run.method.rollout = ModelRollout(lambda learner: learner, rows=8)
     assert not run.method.frozen.leaves, "the base is no second copy"
     run.train()
     rows = rows_of(tmp_path)
@@ -296,8 +297,8 @@ def test_a_mixture_completes_the_same_prompts_alike_on_a_mesh(monkeypatch, tmp_p
 
     def rows(dims):
         run = online("nash_md", made(dims), tmp_path, mixture_coef=0.3)
-        run.rollout = ModelRollout(lambda learner: learner, rows=8)
-        return run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+        run.method.rollout = ModelRollout(lambda learner: learner, rows=8)
+        return phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
 
     alone = rows((1, 1, 1, 1, 1))
     for name, array in rows((1, 2, 1, 2, 1)).items():

@@ -13,7 +13,7 @@ from online_runs import Prompts, online
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_progress_columns(method):
-    columns = class_of(method).progress_columns
+    columns = class_of(method).record.progress_columns
     assert "loss" in columns and len(set(columns)) == len(columns) <= 4
     assert METHODS[method].samples <= (len(columns) > 1), "a sampled loss alone says nothing"
 

@@ -51,7 +51,7 @@ def trained(method, directory, model, rollout=None, **given):
         options["frozen"] = {"teacher": base(seed=5, dims=tuple(model.config.sharding_axis_dims))}
     run = online(method, model, directory, **options)
     if rollout is None:
-        run.rollout = ModelRollout(lambda own: own, rows=8)
+        run.method.rollout = ModelRollout(lambda own: own, rows=8)
     output = run.train()
     rows = read_rows(directory / "metrics.jsonl")
     return run, output, [row for row in rows if "loss" in row]

@@ -58,8 +58,8 @@ def test_the_shift_is_half_way_between_the_mean_rewards_of_the_evaluation(toy):
 def test_answers_are_paired_with_other_prompts_over_the_ends_of_batches(toy):
     trainer = trainer_class("kto")(arguments_class("kto")(), toy.model())
     batch = rows_of_labels(1)
-    pieces = list(trainer.held_out(cut(batch, 1), trainer._first_state()))
-    whole = next(iter(trainer.held_out([batch], trainer._first_state())))
+    pieces = list(trainer.method.held_out(cut(batch, 1), trainer._first_state()))
+    whole = next(iter(trainer.method.held_out([batch], trainer._first_state())))
     for name, array in whole.items():
         np.testing.assert_array_equal(np.concatenate([piece[name] for piece in pieces]), array)
     assert not whole["other_segment_ids"][0].any(), "nothing is before the first row"

@@ -180,7 +180,7 @@ def test_a_rule_that_matches_nothing_is_an_error_before_training(toy, tmp_path, 
 
 def test_a_state_has_its_own_split(toy, tmp_path):
     state = EasyDeLState.create(model=toy.model(), trainable=[("kernel", True)])
-    with pytest.raises(ConfigError, match="a state says already what learns"):
+    with pytest.raises(ConfigError, match="a state has them selected"):
         run(toy, tmp_path, model=state, trainable_rules=[["kernel", True]])
     output = run(toy, tmp_path, model=state).train()
     assert leaf_names(output.state.graphstate) == ["kernel"]

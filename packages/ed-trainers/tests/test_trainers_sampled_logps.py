@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from ed_trainers import Models
 from ed_trainers.losses.policy import Truncation
+from ed_trainers.methods.grpo import policies
+from ed_trainers.online.phase import policy_of
 from ed_trainers.rollout import Weights
-from online_runs import ToyRollout, filtered, online
+from online_runs import ToyRollout, filtered, online, phase_of
 
 SAMPLINGS = [
     {"temperature": 0.7},
@@ -34,7 +36,7 @@ def test_importance_ratios_are_one_where_rollout_and_trainer_are_one_model(
     sharp, tmp_path, sampling
 ):
     run = online("grpo", sharp, tmp_path, beta=0.0, **sampling)
-    generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)
+    generation = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0)
     assert generation.figures["sampling/sampling_logp_difference/max"] < 1e-4
     np.testing.assert_allclose(generation.rows["correction"], 1, atol=1e-4)
 
@@ -59,10 +61,10 @@ def test_the_correction_is_the_ratio_at_the_temperature_of_the_sampling(
     run = online(
         "grpo", sharp, tmp_path, beta=0.0, temperature=temperature, importance_sampling_cap=100
     )
-    run.rollout = OffPolicy(other)
-    rows = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
-    batch = {name: jnp.asarray(array) for name, array in rows.items()}
-    learner, sampler = (run.policy(model, batch)[1].logps for model in (sharp, other))
+    run.method.rollout = OffPolicy(other)
+    rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    batch = run.prepare({name: jnp.asarray(array) for name, array in rows.items()})
+    learner, sampler = (policy_of(run.method, model, batch)[1].logps for model in (sharp, other))
     expected = np.where(rows["weights"] > 0, np.exp(learner - sampler), 1)
     assert np.abs(expected - 1).max() > 0.05, "or nothing is corrected"
     np.testing.assert_allclose(rows["correction"], expected, rtol=1e-4)
@@ -92,8 +94,8 @@ def test_the_comparison_takes_one_forward_pass_of_the_learner(sharp, toy, tmp_pa
             passes.append(1)
             return super().__call__(*inputs, **more)
 
-    rows = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
     names = ("input_ids", "segment_ids", "position_ids", "targets")
-    batch = {name: jnp.asarray(rows[name]) for name in names}
-    run.policies(Models(Counted(toy.Config())), batch)
+    batch = run.prepare({name: jnp.asarray(rows[name]) for name in names})
+    policies(run.method, Models(Counted(toy.Config())), batch)
     assert len(passes) == 1

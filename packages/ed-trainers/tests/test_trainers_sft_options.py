@@ -110,5 +110,5 @@ def test_neftune_is_uniform_noise_of_the_papers_size(llama):
 
 
 def test_neftune_requires_an_embedding_table(toy):
-    with pytest.raises(ConfigError, match="ToyModel has not: leave neftune_noise_alpha out"):
+    with pytest.raises(ConfigError, match="ToyModel lacks: omit neftune_noise_alpha"):
         loss_of(toy.model(), toy.loader(rows=4).batch_at(0), KEY, neftune_noise_alpha=5.0)

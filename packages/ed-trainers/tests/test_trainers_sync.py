@@ -11,12 +11,13 @@ from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.arguments import METHODS, idle_options
+from ed_trainers.online.phase import Phase
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.step import build_train_step
 from flax import nnx
 from method_runs import Pairs, StopAt, near, near_reports, one_step, rows_of
-from online_runs import online
+from online_runs import online, phase_of
 from pydantic import ValidationError
 
 SYNCED = [
@@ -171,19 +172,19 @@ def test_online_method_reads_synced_reference_and_resumes(toy, tmp_path, method,
             method, toy.model(), tmp_path / directory, generations=3, callbacks=callbacks, **more
         )
         if competes:
-            made.rollout_of = lambda make: made.rollout
+            phase_of(made).rollout_of = lambda make: made.method.rollout
         return made
 
     first = run("whole")
     moved = []
-    asked = type(first).compute
+    asked = Phase.ask
 
-    def watched(self, score, rows, weights):
-        if self is first:
-            moved.append(arrays(self.method.frozen.following.present()))
-        return asked(self, score, rows, weights)
+    def watched(self, question, *given):
+        if self.run is first.method:
+            moved.append(arrays(self.run.frozen.following.present()))
+        return asked(self, question, *given)
 
-    monkeypatch.setattr(type(first), "compute", watched)
+    monkeypatch.setattr(Phase, "ask", watched)
     output = first.train()
     assert len(moved) >= 3
     assert np.abs(moved[-1][0] - moved[0][0]).max() > 1e-4, "or it did not move"
@@ -260,5 +261,5 @@ def test_invalid_sync_options_raise_error(toy, tmp_path):
     model = llama()
     with pytest.raises(ConfigError, match=r"lm_head.*of the learner's architecture"):
         pairs(tmp_path, model, frozen={"reference": llama(tie_word_embeddings=True)})
-    with pytest.raises(ConfigError, match="has its own base for a reference"):
+    with pytest.raises(ConfigError, match="the reference of a model with adapters is its own base"):
         pairs(tmp_path, model.apply_lora(LoraSpec(rank=2)))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ed_infra.errors import EasyDeLError
-from ed_trainers import Callback, EasyDeLState, Rollout, Sampled, SFTArguments, SFTTrainer
+from ed_trainers import (
+    Callback,
+    EasyDeLState,
+    Rollout,
+    Sampled,
+    SFTArguments,
+    SFTTrainer,
+    trainer_of,
+)
 from flax import nnx
 
 
@@ -93,26 +103,29 @@ class Sampler:
         return [Sampled([int(t)], [0.0], weights.version) for t in tokens]
 
 
-class SelfTaught(SFTTrainer):
+def sampled(run, batch):
     """Asks for a continuation of each row before each step."""
+    prompts = [row[:4].tolist() for row in batch["input_ids"]]
+    run.samples = run.rollout.generate(prompts, {"temperature": 1.0}, run.weights())
+    return SFTTrainer.record.prepare(run, batch)
 
-    sampler = None
 
-    def prepare(self, batch):
-        prompts = [row[:4].tolist() for row in batch["input_ids"]]
-        self.samples = self.sampler.generate(prompts, {"temperature": 1.0}, self.weights())
-        return super().prepare(batch)
+SelfTaught = trainer_of(
+    replace(SFTTrainer.record, prepare=sampled),
+    replace(SFTTrainer.entry, samples=True),
+    "SelfTaught",
+)
 
 
 def test_a_rollout_reads_the_weights_before_each_step(toy, tmp_path):
     sampler = Sampler()
     assert isinstance(sampler, Rollout)
     run = trainer(toy, tmp_path, kind=SelfTaught)
-    run.sampler, run.evaluator = sampler, None
+    run.method.rollout, run.evaluator = sampler, None
     start = kernel(run.model)
     run.train()
     assert [weights.version for weights in sampler.kept] == [0, 1, 2, 3]
-    assert [sample.weights_version for sample in run.samples] == [3] * 8
+    assert [sample.weights_version for sample in run.method.samples] == [3] * 8
     np.testing.assert_array_equal(sampler.read[0], start)
     assert len({array.tobytes() for array in sampler.read}) == 4
     # Kept for later, they refuse to be read instead of giving what is overwritten.
@@ -126,7 +139,7 @@ def test_a_rollout_reads_the_weights_before_each_step(toy, tmp_path):
 def test_sampling_does_not_change_training_metrics(toy, tmp_path):
     plain = trainer(toy, tmp_path / "plain").train()
     run = trainer(toy, tmp_path / "sampled", kind=SelfTaught)
-    run.sampler = Sampler()
+    run.method.rollout = Sampler()
     assert run.train().metrics["eval_loss"] == plain.metrics["eval_loss"]
 
 

@@ -26,7 +26,9 @@ class ToyConfig:
 
 
 class ToyModel(nnx.Module):
-    """Embedding, mean over the past, norm, head: has what optimizers tell apart."""
+    """Embedding, mean over the past, norm, head: one parameter of each kind for optimizers."""
+
+    input_names = ("input_ids", "segment_ids", "position_ids")
 
     def __init__(self, config: ToyConfig, *, param_dtype=jnp.float32, seed: int = 0, dropout=0.0):
         keys = jax.random.split(jax.random.key(seed), 2)

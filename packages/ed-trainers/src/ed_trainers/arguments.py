@@ -1,15 +1,21 @@
-"""The methods and their options, one class each. Imports neither jax nor flax.
+"""The table of methods. Imports neither jax nor flax.
 
-A new method is one file with its trainer in `ed_trainers.methods`, its options in
-`ed_trainers.options`, which is free of jax as this file is, and here its row in `METHODS`.
+A package adds a method with one file and one entry point of the group `easydel.methods`, which
+names a `MethodEntry`. A method of this package has its functions in `ed_trainers.methods`, its
+options in `ed_trainers.options`, and an entry in this file.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Literal
 
+from ed_infra import lazy
 from ed_infra.enums import TaskType
-from ed_infra.errors import unknown_name
+from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.options import Positive
 
 from ed_trainers.options.base import TrainingArguments
@@ -19,9 +25,11 @@ from ed_trainers.options.gkd import GKDArguments
 from ed_trainers.options.groups import GRPOArguments, RLOOArguments, RLVRArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.next_token import NextTokenArguments
+from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
 from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
+from ed_trainers.options.roles import REFERENCE, REWARD, ROLES, TEACHER, Role
 from ed_trainers.options.scores import PRMArguments, RewardArguments
 from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 
@@ -29,7 +37,10 @@ __all__ = [
     "ARGUMENTS",
     "METHODS",
     "OPTIMIZERS",
+    "ROLES",
     "DPOArguments",
+    "MethodEntry",
+    "Role",
     "SFTArguments",
     "TrainingArguments",
     "arguments_class",
@@ -37,151 +48,169 @@ __all__ = [
     "method",
 ]
 
+#: Group of the entry points that other packages' methods have.
+GROUP = "easydel.methods"
 
-class SFTArguments(NextTokenArguments):
+
+class SFTArguments(NextTokenArguments, NoiseArguments):
     """Supervised fine-tuning, and pre-training: the cross-entropy of the labels."""
 
     trainer_type: Literal["sft"] = "sft"
     learning_rate: Positive = 2e-5
 
 
-class MethodEntry(NamedTuple):
-    """A method, for whoever builds its trainer.
+@dataclass(frozen=True)
+class MethodEntry:
+    """A method as it is registered: its options, its record of functions, its models and data.
 
     Attributes:
-        arguments: its options.
-        trainer: where its trainer is.
+        arguments: the class of its options.
+        method: the `ed_trainers.contract.Method`, or where to import it or its trainer class from,
+            as `module:NAME`. An entry with a string does not import jax.
         rows: kind of the rows of its data, the name of a schema of `ed_data.schema`.
-        needs: the frozen models that it cannot do without.
-        may_read: the frozen models that it can also do without.
-        task: what its model is for, a `TaskType`.
+        roles: the frozen models that it reads.
+        task: task of the models that it trains.
         other_tasks: further tasks of models that it trains.
-        labels: outputs of the model's head, where it is no language model.
-        samples: whether it learns from completions of its own: its trainer takes a `rollout`.
+        labels: number of outputs of the model's head, if the model is not a language model.
+        samples: whether it learns from its own completions: then its trainer needs a `rollout`.
     """
 
     arguments: type[TrainingArguments]
-    trainer: str
+    method: object
     rows: str = "text"
-    needs: tuple[str, ...] = ()
-    may_read: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
     task: TaskType = TaskType.CAUSAL_LM
     other_tasks: tuple[TaskType, ...] = ()
     labels: int | None = None
     samples: bool = False
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the required roles."""
+        return tuple(role.name for role in self.roles if role.required)
 
-#: `trainer_type` -> the method.
-METHODS: dict[str, MethodEntry] = {
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        """Names of the optional roles."""
+        return tuple(role.name for role in self.roles if not role.required)
+
+    def load(self) -> object:
+        """Return the method record, or its trainer class."""
+        if not isinstance(self.method, str):
+            return self.method
+        module, _, name = self.method.partition(":")
+        load, _, _ = lazy.attach(module, {name: self.method})
+        return load(name)
+
+
+def _online(kind: type[TrainingArguments], trainer: str, *roles: Role) -> MethodEntry:
+    return MethodEntry(kind, trainer, rows="prompt", roles=roles, samples=True)
+
+
+_SHIPPED: dict[str, MethodEntry] = {
     "sft": MethodEntry(
         SFTArguments,
         "ed_trainers.methods.sft:SFTTrainer",
         other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
     ),
     "dpo": MethodEntry(
-        DPOArguments,
-        "ed_trainers.methods.dpo:DPOTrainer",
-        rows="preference",
-        may_read=("reference",),
+        DPOArguments, "ed_trainers.methods.dpo:DPOTrainer", "preference", (REFERENCE,)
     ),
-    "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", rows="preference"),
-    "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", rows="preference"),
-    "simpo": MethodEntry(
-        SimPOArguments, "ed_trainers.methods.simpo:SimPOTrainer", rows="preference"
-    ),
+    "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", "preference"),
+    "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", "preference"),
+    "simpo": MethodEntry(SimPOArguments, "ed_trainers.methods.cpo:SimPOTrainer", "preference"),
     "kto": MethodEntry(
-        KTOArguments,
-        "ed_trainers.methods.kto:KTOTrainer",
-        rows="labelled",
-        may_read=("reference",),
+        KTOArguments, "ed_trainers.methods.kto:KTOTrainer", "labelled", (REFERENCE,)
     ),
     "bco": MethodEntry(
-        BCOArguments,
-        "ed_trainers.methods.bco:BCOTrainer",
-        rows="labelled",
-        may_read=("reference",),
+        BCOArguments, "ed_trainers.methods.bco:BCOTrainer", "labelled", (REFERENCE,)
     ),
     "reward": MethodEntry(
         RewardArguments,
         "ed_trainers.methods.reward:RewardTrainer",
-        rows="reward",
+        "reward",
         task=TaskType.SEQUENCE_CLASSIFICATION,
         labels=1,
     ),
     "distillation": MethodEntry(
         DistillationArguments,
         "ed_trainers.methods.distillation:DistillationTrainer",
-        needs=("teacher",),
+        roles=(TEACHER,),
     ),
     "seq_kd": MethodEntry(
-        SeqKDArguments,
-        "ed_trainers.methods.seq_kd:SeqKDTrainer",
-        rows="prompt",
-        needs=("teacher",),
+        SeqKDArguments, "ed_trainers.methods.seq_kd:SeqKDTrainer", "prompt", (TEACHER,)
     ),
     "embedding": MethodEntry(
         EmbeddingArguments,
         "ed_trainers.methods.embedding:EmbeddingTrainer",
-        rows="embedding",
+        "embedding",
         task=TaskType.EMBEDDING,
     ),
-    "grpo": MethodEntry(
-        GRPOArguments,
-        "ed_trainers.methods.grpo:GRPOTrainer",
-        rows="prompt",
-        may_read=("reference", "reward"),
-        samples=True,
-    ),
-    "rloo": MethodEntry(
-        RLOOArguments,
-        "ed_trainers.methods.rloo:RLOOTrainer",
-        rows="prompt",
-        may_read=("reference", "reward"),
-        samples=True,
-    ),
-    "rlvr": MethodEntry(
-        RLVRArguments,
-        "ed_trainers.methods.rlvr:RLVRTrainer",
-        rows="prompt",
-        may_read=("reference", "reward"),
-        samples=True,
-    ),
-    "ppo": MethodEntry(
-        PPOArguments,
-        "ed_trainers.methods.ppo:PPOTrainer",
-        rows="prompt",
-        may_read=("reference", "reward"),
-        samples=True,
-    ),
-    "gkd": MethodEntry(
-        GKDArguments,
-        "ed_trainers.methods.gkd:GKDTrainer",
-        rows="prompt",
-        needs=("teacher",),
-        samples=True,
-    ),
-    "xpo": MethodEntry(
-        XPOArguments,
-        "ed_trainers.methods.xpo:XPOTrainer",
-        rows="prompt",
-        may_read=("reference", "reward"),
-        samples=True,
-    ),
-    "nash_md": MethodEntry(
-        NashMDArguments,
-        "ed_trainers.methods.nash_md:NashMDTrainer",
-        rows="prompt",
-        may_read=("reference", "reward"),
-        samples=True,
+    "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
+    "rloo": _online(RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD),
+    "rlvr": _online(RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD),
+    "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE, REWARD),
+    "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER),
+    "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE, REWARD),
+    "nash_md": _online(
+        NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE, REWARD
     ),
     "prm": MethodEntry(
         PRMArguments,
         "ed_trainers.methods.prm:PRMTrainer",
-        rows="steps",
+        "steps",
         task=TaskType.SEQUENCE_CLASSIFICATION,
         labels=2,
     ),
 }
+
+
+class _Methods(Mapping[str, MethodEntry]):
+    """The shipped methods, then the methods of other packages; these are imported when read."""
+
+    def __getitem__(self, name: str) -> MethodEntry:
+        return _SHIPPED[name] if name in _SHIPPED else _of_packages(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _SHIPPED
+        yield from (name for name in _points() if name not in _SHIPPED)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Arguments(Mapping[str, type[TrainingArguments]]):
+    """The classes of options by method."""
+
+    def __getitem__(self, name: str) -> type[TrainingArguments]:
+        return METHODS[name].arguments
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METHODS)
+
+    def __len__(self) -> int:
+        return len(METHODS)
+
+
+@cache
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+@cache
+def _of_packages(name: str) -> MethodEntry:
+    entry = _points()[name].load()
+    if not isinstance(entry, MethodEntry):
+        raise ConfigError(
+            f"the entry point {name!r} of {GROUP} is a {type(entry).__name__}: name a MethodEntry"
+        )
+    return entry
+
+
+#: `trainer_type` -> the method.
+METHODS: Mapping[str, MethodEntry] = _Methods()
+#: `trainer_type` -> the options of the method.
+ARGUMENTS: Mapping[str, type[TrainingArguments]] = _Arguments()
 
 # Option -> options that do nothing without it.
 _NEEDED = {
@@ -195,11 +224,6 @@ _NEEDED = {
     "benchmark_interval": ("benchmarks",),
     "benchmarks": ("benchmark_interval",),
     "profile_start_step": ("profile_steps",),
-}
-
-#: `trainer_type` -> its options.
-ARGUMENTS: dict[str, type[TrainingArguments]] = {
-    name: entry.arguments for name, entry in METHODS.items()
 }
 
 

@@ -1,7 +1,8 @@
-"""Where batches come from, by step: a loader that is a function of the step, or an iterator.
+"""Sources of batches: a loader that is a function of the step, or an iterator with a position.
 
-A batch is a dict of numpy arrays, as `docs/data.md` describes: `input_ids`, `labels`,
-`segment_ids`, `position_ids` int32 [b, s], optionally `loss_weights` float32 [b, s].
+A batch is a mapping of numpy arrays, as `docs/data.md` describes: `input_ids`, `labels`,
+`segment_ids`, `position_ids` int32 [b, s], optionally `loss_weights` float32 [b, s] and the arrays
+of other modalities.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HostBatch = Mapping[str, np.ndarray]
 
 @runtime_checkable
 class Loader(Protocol):
-    """Batches as a pure function of the step; may say its `steps_per_epoch` and `fingerprint`."""
+    """Batches by step; optionally with `steps_per_epoch` and `fingerprint`."""
 
     def batch_at(self, step: int) -> HostBatch:
         """Return the batch of update `step`, from 0."""
@@ -28,14 +29,14 @@ class Loader(Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Data that know their position."""
+    """Data with a position that can be saved and restored."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the position, in JSON values."""
+        """Return the position as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
+        """Move to a saved position."""
         ...
 
 
@@ -44,21 +45,21 @@ Dataset = Loader | Iterable[HostBatch]
 
 @runtime_checkable
 class Divisible(Protocol):
-    """Data of which a process can read some rows alone, as it can of ed-data's loaders."""
+    """Data that can yield selected rows of each batch, such as the loaders of ed-data."""
 
     batch_size: int
 
     def for_rows(self, rows: Sequence[int]) -> Dataset:
-        """Return the same batches, with these rows of each alone."""
+        """Return the same batches with only these rows."""
         ...
 
 
 class Share(NamedTuple):
-    """What a process reads of a dataset: all of it, or its own rows of each batch.
+    """The part of a dataset that a process reads: the whole batches, or its own rows.
 
     Attributes:
-        dataset: gives what is read.
-        parts: so many of these make a whole batch.
+        dataset: yields the batches or their rows.
+        parts: number of processes that share a batch.
     """
 
     dataset: Dataset
@@ -66,13 +67,13 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, dataset: Dataset, placement: Placement, rows: int | None = None) -> Share:
-        """Return the rows that this process's devices hold, where the dataset can be divided.
+        """Return the rows that the devices of this process hold, if the dataset can be divided.
 
         Args:
             dataset: training or held-out batches.
-            placement: says which rows these are.
-            rows: of a microbatch; a batch is several of them, one after the other. None: the batch
-                is one.
+            placement: determines the rows of this process.
+            rows: rows of a microbatch; a batch contains consecutive microbatches. None: a batch is
+                one microbatch.
         """
         if not isinstance(dataset, Divisible):
             return cls(dataset)
@@ -86,15 +87,15 @@ class Share(NamedTuple):
 
 
 class Feed:
-    """The training batches in order, beginning after any step.
+    """The training batches in order, starting after any step.
 
     Args:
-        dataset: either has `batch_at(step)`, a pure function of the step, or is an iterable of
+        dataset: a loader with `batch_at(step)`, a pure function of the step, or an iterable of
             batches with `state_dict()` and `load_state_dict(state)`.
-        share: what this process reads of it; None is all.
+        share: the part that this process reads; None reads whole batches.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the dataset is neither.
     """
 
     def __init__(self, dataset: Dataset, share: Share | None = None):
@@ -106,23 +107,25 @@ class Feed:
         self._iterator: Iterator[HostBatch] | None = None
         if not isinstance(dataset, Loader | Iterable):
             raise ConfigError(
-                f"train_dataset {type(dataset).__name__} gives no batches: it needs "
-                "batch_at(step), or to be an iterable with state_dict() and load_state_dict(state)"
+                f"train_dataset {type(dataset).__name__} gives no batches: pass a loader with "
+                "batch_at(step), or an iterable with state_dict() and load_state_dict(state)"
             )
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Batches of one pass over the data, where the dataset knows."""
+        """Number of batches in one pass over the data, if the dataset knows its length."""
         steps = getattr(self.dataset, "steps_per_epoch", None)
         if steps is None and isinstance(self.dataset, Sized):
             steps = len(self.dataset)
         return None if steps is None else int(steps)
 
     def batch(self, step: int) -> HostBatch:
-        """Return what is read of the batch of update `step` (from 0); iterators go in order.
+        """Return the rows of this process of the batch of update `step` (from 0).
+
+        An iterator ignores `step` and yields its next batch.
 
         Raises:
-            ConfigError: an iterator came to its end twice in a row.
+            ConfigError: an iterator has no batch.
         """
         if isinstance(self._read, Loader):
             return self._read.batch_at(step)
@@ -138,52 +141,52 @@ class Feed:
             raise ConfigError("train_dataset is empty") from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the dataset says about itself and its position, for a checkpoint."""
+        """Return the state of the dataset, position included, for a checkpoint."""
         return dict(self._read.state_dict()) if isinstance(self._read, Resumable) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; for a function of the step there is nothing to do.
+        """Move to a saved position; a loader with `batch_at` has no position.
 
         Raises:
-            CheckpointError: the dataset is an iterator that cannot be moved.
+            CheckpointError: the dataset is an iterator without `load_state_dict`.
         """
         if isinstance(self._read, Loader):
             return
         if not isinstance(self._read, Resumable):
             raise CheckpointError(
-                f"{type(self._read).__name__} has no load_state_dict(state): training on it "
-                "cannot go on where it stopped; give a loader, or set resume_if_possible=False"
+                f"{type(self._read).__name__} has no load_state_dict(state), so training cannot "
+                "resume: pass a loader, or set resume_if_possible=False"
             )
         self._iterator = None
         self._read.load_state_dict(dict(state))
 
     def difference(self, state: Mapping[str, Any]) -> str:
-        """Return the dataset's own words for how it differs from the one of a checkpoint."""
+        """Return how the dataset differs from the dataset of a checkpoint."""
         if isinstance(self._read, Resumable):
             try:
                 self._read.load_state_dict(dict(state))
-            except Exception as error:  # the dataset's own kind: it refuses, and says why
+            except Exception as error:  # the class of the error is the dataset's own
                 return str(error)
-        return "the data, or their order, are not the same"
+        return "the data or their order have changed"
 
 
 def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | None]:
     """Return one pass over held-out data, and its number of batches if that is known.
 
     Raises:
-        ConfigError: the dataset gives no batches, or is endless without saying its length.
+        ConfigError: the dataset yields no batches, or is a loader without a length.
     """
     if isinstance(dataset, Loader):
         count = getattr(dataset, "steps_per_epoch", None)
         if count is None:
             raise ConfigError(
                 f"eval_dataset {type(dataset).__name__} has batch_at but no steps_per_epoch: "
-                "an evaluation would never end"
+                "an evaluation would not end"
             )
         return (dataset.batch_at(index) for index in range(int(count))), int(count)
     if isinstance(dataset, Iterable):
         return iter(dataset), len(dataset) if isinstance(dataset, Sized) else None
     raise ConfigError(
-        f"eval_dataset {type(dataset).__name__} gives no batches: it needs batch_at(step) with "
-        "steps_per_epoch, or to be iterable"
+        f"eval_dataset {type(dataset).__name__} gives no batches: pass a loader with "
+        "batch_at(step) and steps_per_epoch, or an iterable"
     )

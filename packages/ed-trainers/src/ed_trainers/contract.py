@@ -1,33 +1,42 @@
-"""What a method is to the machinery: a batch, a loss over models, and models that do not learn.
+"""A training method is a record of functions, `Method`; `MethodRun` is a method within one run.
 
 Legend: b rows of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar, cast
+from pathlib import Path
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric
 from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.batches import HostBatch
-from ed_trainers.roles.frozen import Following
+from ed_trainers.batches import Dataset, Feed, HostBatch
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.placement import Placement
+from ed_trainers.roles.extension import Extension
+from ed_trainers.roles.frozen import Following, Frozen
+from ed_trainers.rollout import Rollout, Weights
 from ed_trainers.state import EasyDeLState
 
-Batch = Mapping[str, jax.Array]
+Prepared = Inputs[np.ndarray]
+Batch = Inputs[jax.Array]
 Number = TypeVar("Number", float, jax.Array)
+A = TypeVar("A", bound=TrainingArguments)
+T = TypeVar("T")
 
 #: Name of the method's own term of the loss.
 MAIN = "main_loss"
-#: Names of a report that no term of the loss and no metric may take.
+#: Names of a report that no term of the loss and no metric may use.
 RESERVED = (
     "loss",
     "step",
@@ -43,13 +52,13 @@ RESERVED = (
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a loss.
+    """The models that a loss reads.
 
     Attributes:
-        learner: the one that is trained.
-        frozen: the others by name ("reference", "teacher", "reward"); `models["reference"]`. A
-            learner with adapters is its own reference where there is no other: the base under
-            them, without a second copy of the weights.
+        learner: the trained model.
+        frozen: the other models by role ("reference", "teacher", "reward"); `models["reference"]`.
+            A learner with adapters and without another reference is its own reference: the base
+            under the adapters, without a second copy of the weights.
     """
 
     learner: LanguageModel
@@ -64,11 +73,11 @@ class Models:
 
 
 class Reporting(Protocol):
-    """The output of a forward pass, for what the layers report in it."""
+    """An output of a forward pass, with the reports of the layers."""
 
     @property
     def losses(self) -> dict[str, Metric]:
-        """What the layers add to the loss."""
+        """Auxiliary losses of the layers."""
         ...
 
     @property
@@ -78,22 +87,22 @@ class Reporting(Protocol):
 
     @property
     def updates(self) -> dict[str, jax.Array]:
-        """Of variables that change without a gradient."""
+        """Sums for variables that change without a gradient."""
         ...
 
 
 class Loss(NamedTuple):
-    """What a batch adds to a step: sums, not means, so that microbatches add up exactly.
+    """The contribution of a batch to a step: sums, so that microbatches add up exactly.
 
     The step minimizes the sum of the means in `sums`: each sum is divided by its own weight over
-    all microbatches. `logged` says under which names the means are logged.
+    all microbatches. `logged` names the logged means.
 
     Attributes:
         sums: the terms of the loss by name, coefficients included: `"main_loss"`, the method's own
             term, further terms of the method, and the auxiliary losses of the layers.
-        metrics: for the log alone.
-        updates: of variables that change without a gradient (`ed_layers.updated`); the step adds
-            them up over its microbatches and applies them once. An evaluation ignores them.
+        metrics: figures for the log only.
+        updates: sums for variables that change without a gradient (`ed_layers.updated`); the step
+            adds them over its microbatches and applies them once. An evaluation ignores them.
     """
 
     sums: dict[str, Metric]
@@ -105,7 +114,7 @@ class Loss(NamedTuple):
         """Join the method's own term with the reports of the layers.
 
         Args:
-            output: of the learner.
+            output: the output of the learner.
             total: the method's own term, summed over the batch.
             weight: the divisor of `total`, summed over the batch.
             metrics: the method's own figures.
@@ -114,15 +123,15 @@ class Loss(NamedTuple):
         return cls(sums, {**output.aux, **metrics}, output.updates)
 
     def checked(self) -> Loss:
-        """Return the loss itself; called while tracing.
+        """Return the loss if it is valid; called while tracing.
 
         Raises:
-            ConfigError: `sums` lacks `"main_loss"`, a name is taken twice, or a figure is no
+            ConfigError: `sums` lacks `"main_loss"`, two figures have one name, or a figure is not a
                 scalar.
         """
         if MAIN not in self.sums:
             raise ConfigError(
-                f"sums has no {MAIN!r}, only {', '.join(self.sums) or 'nothing'}: make the loss "
+                f"sums has no {MAIN!r}, only {', '.join(self.sums) or 'nothing'}: create the loss "
                 "with Loss.of(output, total, weight)"
             )
         for name in [*self.sums, *self.metrics]:
@@ -139,141 +148,165 @@ class Loss(NamedTuple):
 
 
 def logged(terms: Mapping[str, Number], metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Return the figures of the log, from the means of `Loss.sums` and of `Loss.metrics`.
+    """Return the figures of the log from the means of `Loss.sums` and of `Loss.metrics`.
 
-    `loss` is the optimized total. Where the total has several terms, each is logged too.
+    `loss` is the optimized total. If the total has several terms, each term is logged too.
     """
     total = sum(terms.values())
     return {"loss": total, **(terms if len(terms) > 1 else {}), **metrics}  # type: ignore[dict-item]
 
 
-class LossFn(Protocol):
-    """A method's loss; traced, so a function of its arguments alone."""
+class RunData(NamedTuple):
+    """The data of a run, for a method that reads them before training.
 
-    def __call__(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the sums over a batch.
-
-        Args:
-            models: the learner and the frozen models.
-            batch: the arrays of `prepare`, on the devices, [b, ...].
-            key: randomness of this microbatch; None means deterministic (evaluation).
-        """
-        ...
-
-
-class Statistics(Protocol):
-    """Means over a whole step that its loss reads, as of a microbatch; traced."""
-
-    def __call__(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
-        """Return what a batch adds to each; no gradient goes through them."""
-        ...
-
-
-class HeldOut(Protocol):
-    """Turns the held-out batches of a loader into arrays."""
-
-    def __call__(
-        self, batches: Iterable[HostBatch], state: EasyDeLState
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the arrays that the loss reads, each [b, ...], batch by batch.
-
-        Args:
-            batches: one whole pass over the held-out data.
-            state: the state that is evaluated.
-        """
-        ...
-
-
-class Frozen:
-    """Models that do not learn, taken apart: compiled steps get their leaves as arguments.
-
-    Args:
-        models: by name.
-        learner: the model that is trained. Steps overwrite its arrays, so an array that a frozen
-            model shares with it (a reference that is the learner itself) is copied.
-        following: says which of them follows the learner, if one does. Its weights that move are
-            in the state, not here.
+    Attributes:
+        train, evaluation: the datasets; None if the trainer has none.
+        total_steps: number of updates of the whole run.
+        state: the state before training.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, LanguageModel] | None = None,
-        learner: LanguageModel | None = None,
-        following: Following | None = None,
-    ):
-        self.following = following
-        self._graphdefs: dict[str, nnx.GraphDef] = {}
-        parts: dict[str, tuple[nnx.State, nnx.State]] = {}
-        for name, model in (models or {}).items():
-            self._graphdefs[name], params, other = model.split_module()
-            if following is not None and name == following.name:
-                params = _without(params, following.paths)
-            parts[name] = (params, other)
-        overwritten: set[int] = set()
-        if parts and learner is not None:
-            overwritten = _buffers(jax.tree.leaves(learner.split_module()[1:]))
-        leaves, self._treedef = jax.tree.flatten(parts)
-        #: The arrays of the models that no step changes.
-        self.fixed: tuple[jax.Array, ...] = tuple(
-            jnp.copy(leaf) if overwritten and overwritten & _buffers([leaf]) else leaf
-            for leaf in leaves
-        )
-
-    @property
-    def leaves(self) -> tuple[jax.Array, ...]:
-        """All arrays of the models as they are now, in the order that `merge` wants."""
-        return self.joined(self.fixed, None if self.following is None else self.following.present())
-
-    def joined(
-        self, fixed: tuple[jax.Array, ...], reference: nnx.State | None
-    ) -> tuple[jax.Array, ...]:
-        """Return what `merge` wants, of `fixed` and of the weights that follow the learner."""
-        return (*fixed, *jax.tree.leaves(reference))
-
-    def merge(self, leaves: tuple[jax.Array, ...]) -> dict[str, LanguageModel]:
-        """Return the models with these leaves; while tracing."""
-        count = self._treedef.num_leaves
-        parts = jax.tree.unflatten(self._treedef, leaves[:count])
-        if self.following is not None:
-            parts[self.following.name] += (self.following.state_of(leaves[count:]),)
-        return {
-            name: nnx.merge(graphdef, *parts[name]) for name, graphdef in self._graphdefs.items()
-        }
-
-
-def _without(params: nnx.State, paths: Container[object]) -> nnx.State:
-    kept = [(path, variable) for path, variable in nnx.to_flat_state(params) if path not in paths]
-    return nnx.from_flat_state(kept)
-
-
-def _buffers(leaves: list[jax.Array]) -> set[int]:
-    """Addresses of the memory that arrays occupy here."""
-    return {
-        shard.data.unsafe_buffer_pointer() for leaf in leaves for shard in leaf.addressable_shards
-    }
+    train: Dataset | None
+    evaluation: Dataset | None
+    total_steps: int
+    state: EasyDeLState
 
 
 @dataclass(frozen=True)
-class Method:
-    """A method as the loop and the evaluation see it.
+class Method(Generic[A]):
+    """A training method: functions of a run. Every function gets the `MethodRun` first.
 
     Attributes:
-        prepare: turns a loader's batch into numpy arrays [b, ...].
-        loss: of such a batch, on the devices.
-        held_out: `prepare` of one pass over the held-out batches.
-        frozen: the models that do not learn.
-        per_token: whether the method's own term is a mean over tokens, in nats.
-        statistics: means that the loss reads, over the whole step or the whole evaluation. They
-            are in its batch by name; a batch without them is a whole step.
-        whole_batches: whether `prepare` looks beyond a row, so that each process must read all.
-        progress_columns: names of the figures that the terminal and the summary show.
+        prepare: returns the arrays that `loss` reads from a loader's batch, each with the axis
+            `batch` first; numpy only.
+        loss: returns the sums over a batch; traced, so a pure function of its arguments. The key is
+            None in an evaluation, which is deterministic.
+        statistics: returns means that the loss reads over the whole step or the whole evaluation;
+            the loss finds them in its batch by name. A batch without them is a whole step. No
+            gradient flows through them; traced.
+        held_out: yields the prepared batches of one pass over held-out data; default: `prepare` of
+            each.
+        feed: returns the training batches of a dataset; default: the rows of this process.
+        before_training: runs once before the first step of `train`.
+        parts: constructors of the objects that the method holds in a run. Each gets the run and
+            the frozen models by role, which it may change; `run.part(kind)` returns the object.
+        whole_batches: whether `prepare` needs the rows of all processes.
+        per_token: whether the method's own term is a mean over tokens, in nats. If so, an
+            evaluation reports the perplexity.
+        progress_columns: names of the figures in the terminal and in the summary.
+        extension: variables that are trained beside the model.
     """
 
-    prepare: Callable[[HostBatch], dict[str, np.ndarray]]
-    loss: LossFn
-    held_out: HeldOut
-    frozen: Frozen = field(default_factory=Frozen)
+    prepare: Callable[[MethodRun[A], HostBatch], Prepared]
+    loss: Callable[[MethodRun[A], Models, Batch, jax.Array | None], Loss]
+    statistics: (
+        Callable[[MethodRun[A], Models, Batch, jax.Array | None], dict[str, Metric]] | None
+    ) = None
+    held_out: (
+        Callable[[MethodRun[A], Iterable[HostBatch], EasyDeLState], Iterator[Prepared]] | None
+    ) = None
+    feed: Callable[[MethodRun[A], Dataset], Feed] | None = None
+    before_training: Callable[[MethodRun[A], RunData], None] | None = None
+    parts: tuple[Callable[[MethodRun[A], dict[str, LanguageModel]], object], ...] = ()
+    whole_batches: bool | Callable[[MethodRun[A]], bool] = False
     per_token: bool = True
-    statistics: Statistics | None = None
-    whole_batches: bool = False
     progress_columns: tuple[str, ...] = ("loss",)
+    extension: Extension | None = None
+
+
+class MethodRun(Generic[A]):
+    """A method in one run: its options, models and objects, and its functions bound to them.
+
+    Attributes:
+        name: the name of the trainer, for messages.
+        record: the functions of the method.
+        arguments: the options.
+        learner: the trained module; while training, its arrays are out of date.
+        placement: puts arrays on the devices.
+        tokenizer: the trainer's `processing_class`.
+        rollout: completes prompts, for methods that sample.
+        reward_functions: functions passed to the trainer, in place of those that the options name.
+        reward_folders: folders in which named functions are searched.
+        weights: returns the learner's present weights.
+        learned: returns the parameters that are trained, without those of an extension.
+        present_reference: returns the present weights of a synchronized reference.
+        following: the synchronized frozen model, set by the part that synchronizes it.
+        frozen: the models that are not trained, as the compiled steps receive them.
+    """
+
+    frozen: Frozen
+    following: Following | None = None
+
+    def __init__(
+        self,
+        name: str,
+        record: Method[A],
+        arguments: A,
+        learner: LanguageModel,
+        *,
+        placement: Placement,
+        weights: Callable[[], Weights],
+        learned: Callable[[], nnx.State],
+        present_reference: Callable[[], nnx.State],
+        tokenizer: object | None = None,
+        rollout: Rollout | None = None,
+        reward_functions: Sequence[Callable[..., object]] = (),
+        reward_folders: Sequence[str | Path] = (),
+    ):
+        self.name, self.record, self.arguments, self.learner = name, record, arguments, learner
+        self.placement, self.weights, self.learned = placement, weights, learned
+        self.present_reference = present_reference
+        self.tokenizer, self.rollout = tokenizer, rollout
+        self.reward_functions = tuple(reward_functions)
+        self.reward_folders = tuple(reward_folders)
+        self._parts: list[object] = []
+
+    def bind(self, models: Mapping[str, LanguageModel]) -> None:
+        """Create the method's objects, and place the frozen models on the learner's mesh.
+
+        Args:
+            models: the frozen models by role.
+
+        Raises:
+            ConfigError: a model was created for another mesh, or a part rejects the models.
+        """
+        chosen = dict(models)
+        for make in self.record.parts:
+            self._parts.append(make(self, chosen))
+        placed = {role: self.placement.frozen(role, model) for role, model in chosen.items()}
+        self.frozen = Frozen(placed, self.learner, self.following)
+
+    def part(self, kind: type[T]) -> T:
+        """Return the object of a class that the method holds."""
+        return next(part for part in self._parts if isinstance(part, kind))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch."""
+        arguments = self.arguments
+        return arguments.total_batch_size // arguments.gradient_accumulation_steps
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether `prepare` needs the rows of all processes."""
+        whole = self.record.whole_batches
+        return whole if isinstance(whole, bool) else whole(self)
+
+    def prepare(self, batch: HostBatch) -> Prepared:
+        """Return the arrays that `loss` reads; see `Method.prepare`."""
+        return self.record.prepare(self, batch)
+
+    def held_out(self, batches: Iterable[HostBatch], state: EasyDeLState) -> Iterator[Prepared]:
+        """Yield the prepared batches of one pass over held-out data."""
+        if self.record.held_out is None:
+            return map(self.prepare, batches)
+        return self.record.held_out(self, batches, state)
+
+    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return the sums over a batch; see `Method.loss`."""
+        return self.record.loss(self, models, batch, key)
+
+    def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
+        """Return the statistics of a batch; empty for a method without statistics."""
+        if self.record.statistics is None:
+            return {}
+        return self.record.statistics(self, models, batch, key)

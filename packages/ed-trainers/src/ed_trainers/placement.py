@@ -1,32 +1,37 @@
-"""Where arrays of a step live: optimizer state like its parameters, batches over rows and sequence.
+"""The placement of arrays on devices: the optimizer state like its parameters, batches by axes.
 
-Legend: a microbatches of a step, b rows of a microbatch, s sequence.
+Legend: a microbatches of a step, b rows of a microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import optax
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Axes, Inputs
 from ed_infra.parameter_names import normalize
 from ed_infra.sharding.placement import local_rows, make_global
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+#: Logical axes of an array with one value for each token of a row.
+TOKENS: Axes = ("batch", "sequence")
+
 
 def replicated(sharding: Sharding) -> Sharding:
-    """Return the sharding that puts a whole copy on every device of another sharding."""
+    """Return the sharding that replicates an array over the devices of another sharding."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
 
 
 def place_model(model: LanguageModel) -> None:
-    """Shard a model, in place, whose parameters are not on the devices of its mesh yet."""
+    """Shard a model in place if its parameters are not on the devices of its mesh."""
     leaves = jax.tree.leaves(nnx.state(model))
     devices = set(model.config.mesh.devices.flat)
     if any(leaf.sharding.device_set != devices for leaf in leaves):
@@ -34,15 +39,15 @@ def place_model(model: LanguageModel) -> None:
 
 
 def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
-    """Choose a sharding for each leaf of an optimizer state.
+    """Return a sharding for each leaf of an optimizer state.
 
-    Moments and masters mirror the parameters: their path ends with the parameter's path and they
-    have its shape. They are placed as it is; everything else (counts, factored moments) is
-    replicated.
+    Moments and masters mirror the parameters: their path ends with the path of a parameter, and
+    they have its shape. They get the sharding of the parameter. All other leaves (counts, factored
+    moments) are replicated.
 
     Args:
         shapes: abstract optimizer state.
-        params: the parameters, placed.
+        params: the placed parameters.
     """
     placed = jax.tree_util.tree_flatten_with_path(params)[0]
     by_path = {normalize(path): leaf for path, leaf in placed}
@@ -60,73 +65,108 @@ def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
     return jax.tree_util.tree_map_with_path(choose, shapes)
 
 
-def microbatches(batch: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """Cut the rows of a batch, [count * b, ...], into consecutive microbatches, [count, b, ...]."""
-    return {
-        name: array.reshape(count, array.shape[0] // count, *array.shape[1:])
-        for name, array in batch.items()
-    }
+def microbatches(batch: Inputs[np.ndarray], count: int) -> Inputs[np.ndarray]:
+    """Split the rows of a batch, [count * b, ...], into consecutive microbatches [count, b, ...].
+
+    The declared axes stay those of one microbatch.
+    """
+
+    def split(array: np.ndarray) -> np.ndarray:
+        return array.reshape(count, array.shape[0] // count, *array.shape[1:])
+
+    return jax.tree.map(split, batch)
 
 
-def pad_rows(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    """Append rows of zeros, which are padding and have no weight, up to a number of rows."""
+def pad_rows(batch: Inputs[np.ndarray], rows: int) -> Inputs[np.ndarray]:
+    """Append rows of zeros up to a number of rows; zeros are padding and have no weight."""
     missing = rows - next(iter(batch.values())).shape[0]
     if missing <= 0:
-        return dict(batch)
-    return {
-        name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
-        for name, array in batch.items()
-    }
+        return batch
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+
+    return jax.tree.map(padded, batch)
+
+
+def with_arrays(
+    batch: Inputs[np.ndarray], axes: Axes = TOKENS, **arrays: np.ndarray
+) -> Inputs[np.ndarray]:
+    """Return a batch with further arrays, or replaced ones, of the same logical axes."""
+    return Inputs({**batch, **arrays}, {**batch.declared, **dict.fromkeys(arrays, axes)})
 
 
 class Placement:
-    """Puts host batches on the devices: rows over the data axes, positions over the sequence axis.
+    """Puts host batches on the devices, each array by its declared logical axes.
 
-    A dimension that does not divide is replicated.
+    A dimension that the mesh axes do not divide is replicated.
 
     Args:
-        config: the model's config; gives the mesh and the meaning of its axes.
+        config: the configuration of the model; gives the mesh and the meaning of logical axes.
     """
 
     def __init__(self, config: EasyDeLBaseConfig):
         self.config = config
         self._mesh = config.mesh
         self._manager = config.partition_manager
-        self._known: dict[tuple[tuple[int, ...], bool], NamedSharding] = {}
+        self._known: dict[tuple[tuple[int, ...], Axes], NamedSharding] = {}
 
-    def sharding(self, shape: tuple[int, ...], *, stacked: bool) -> NamedSharding:
-        """Return the sharding of an array [b, ..., s] or, `stacked`, [a, b, ..., s]."""
-        sharding = self._known.get((shape, stacked))
+    def sharding(
+        self, shape: tuple[int, ...], axes: Axes = TOKENS, *, stacked: bool = False
+    ) -> NamedSharding:
+        """Return the sharding of an array.
+
+        Args:
+            shape: [b, ...] or, if `stacked`, [a, b, ...].
+            axes: logical axes of [b, ...].
+            stacked: whether the array holds several microbatches.
+        """
+        axes = (None, *axes) if stacked else axes
+        sharding = self._known.get((shape, axes))
         if sharding is None:
-            lead = (None, "batch") if stacked else ("batch",)
-            between = len(shape) - len(lead) - 1
-            axes = (*lead, *[None] * between, "sequence") if between >= 0 else lead
             spec = self._manager.resolve(axes, mode="train", shape=shape, mesh=self._mesh)
-            sharding = self._known[shape, stacked] = NamedSharding(self._mesh, spec)
+            sharding = self._known[shape, axes] = NamedSharding(self._mesh, spec)
         return sharding
 
     def own_rows(self, rows: int) -> range:
-        """Return which rows of a microbatch [rows, ...] the devices of this process hold."""
-        own = local_rows(self.sharding((rows,), stacked=False), rows)
+        """Return the rows of a microbatch [rows, ...] that the devices of this process hold."""
+        own = local_rows(self.sharding((rows,), ("batch",)), rows)
         return range(own.start, own.stop)
 
     def place(
-        self, batch: Mapping[str, np.ndarray], *, stacked: bool, parts: int = 1
-    ) -> dict[str, jax.Array]:
+        self, batch: Inputs[np.ndarray], *, stacked: bool, parts: int = 1
+    ) -> Inputs[jax.Array]:
         """Return the arrays on the devices.
 
         Args:
             batch: the whole batch, the same on every process; or this process's `own_rows` of each
-                microbatch, which are one of so many `parts` of it.
-            stacked: whether the arrays are [a, b, ...], not [b, ...].
-            parts: see `batch`.
+                microbatch.
+            stacked: whether the arrays are [a, b, ...] instead of [b, ...].
+            parts: the number of processes that share the rows of a microbatch.
         """
         axis = int(stacked)
 
-        def placed(array: np.ndarray) -> jax.Array:
+        def placed(name: str, array: np.ndarray) -> jax.Array:
             rows = array.shape[axis] * parts
             shape = (*array.shape[:axis], rows, *array.shape[axis + 1 :])
-            where = self.sharding(shape, stacked=stacked)
+            axes = batch.axes_of(name)[: len(shape) - axis]
+            where = self.sharding(shape, axes, stacked=stacked)
             return make_global(array, where, rows=rows if parts > 1 else None, axis=axis)
 
-        return {name: placed(array) for name, array in batch.items()}
+        arrays = [placed(name, array) for name, array in batch.items()]
+        return jax.tree.unflatten(jax.tree.structure(batch), arrays)
+
+    def frozen(self, role: str, model: LanguageModel) -> LanguageModel:
+        """Return a frozen model, placed on the learner's mesh.
+
+        Raises:
+            ConfigError: the model was created for another mesh.
+        """
+        if model.config.mesh != self._mesh:
+            raise ConfigError(
+                f"the frozen model {role!r} is on the mesh {dict(model.config.mesh.shape)}, "
+                f"the model on {dict(self._mesh.shape)}: one step reads both models, so create "
+                "both with the same sharding_axis_dims"
+            )
+        place_model(model)
+        return model

@@ -13,9 +13,8 @@ from ed_infra.chats import Prompt
 from ed_infra.errors import ConfigError
 
 from ed_trainers.batches import Dataset, HostBatch, evaluation_batches
-from ed_trainers.endings import until_end
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.rollout import Weights
+from ed_trainers.rollout import Weights, until_end
 
 #: Key of a preview's row: `[{"prompt": text, "completion": text}, ...]`.
 SAMPLES = "samples"

@@ -1,7 +1,7 @@
-"""How a method asks for completions without knowing who generates them, and with which weights.
+"""`Rollout`: completions of prompts for the methods that sample, and the weights that are lent.
 
-Methods that learn from their own samples take any object that is a `Rollout`. The engine package
-satisfies the protocol from above, so that trainers and engine stay independent of each other.
+A method that samples accepts any object with this protocol. `ed-elarge` implements the protocol
+with the engine, so trainers and engine do not import each other.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from flax import nnx
 
 
 class Weights:
-    """The learner's weights between two optimizer steps, lent to whoever reads them.
+    """The learner's weights between two optimizer steps, lent for one call.
 
-    A step overwrites the arrays. So the weights end when the next step begins: a reader takes what
-    it needs while it is called, and keeps neither the arrays nor what shares memory with them.
+    A step overwrites the arrays, so the weights are invalid when the next step begins. A reader
+    must not keep the arrays, or arrays that share their memory, after its call.
 
     Args:
         graphdef: structure of the model.
-        graphstate: the parameters that learn.
-        graphother: the model's other variables.
-        version: updates that made these weights.
+        graphstate: the trained parameters.
+        graphother: the other variables of the model.
+        version: number of updates that produced these weights.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Weights:
 
     @property
     def state(self) -> nnx.State:
-        """All variables of the model, as `nnx.state(model)` gives them.
+        """All variables of the model, as `nnx.state(model)` returns them.
 
         Raises:
             EasyDeLError: the next step has begun.
         """
         if self._states is None:
             raise EasyDeLError(
-                f"the weights of step {self.version} are overwritten: read them before the call "
-                "that was given them returns, or ask the trainer for its present weights()"
+                f"the weights of step {self.version} are overwritten: read them within the call "
+                "that receives them, or call weights() of the trainer for the present weights"
             )
         return nnx.merge_state(*self._states)
 
@@ -64,7 +64,7 @@ class Weights:
         return nnx.merge(self.graphdef, self.state)
 
     def end(self) -> None:
-        """Let go of the arrays: they are about to be overwritten."""
+        """Release the arrays before the next step overwrites them."""
         self._states = None
 
 
@@ -73,11 +73,11 @@ class Sampled:
     """One sampled continuation.
 
     Attributes:
-        token_ids: the sampled tokens, the end token included where one was sampled.
-        logprobs: log-probability of each token in the distribution that it was drawn from, with
+        token_ids: the sampled tokens; includes the end token if it was sampled.
+        logprobs: log-probability of each token in the distribution from which it was sampled, with
             temperature, filters and all other settings of the sampling.
-        weights_version: the `version` of those weights.
-        ended: whether it came to an end of its own; False where the longest length cut it.
+        weights_version: the `version` of the weights.
+        ended: whether an end token was sampled; False if the maximum length truncated it.
     """
 
     token_ids: Sequence[int]
@@ -88,7 +88,7 @@ class Sampled:
 
 @runtime_checkable
 class Rollout(Protocol):
-    """Something that completes prompts."""
+    """An object that completes prompts."""
 
     def generate(
         self,
@@ -103,11 +103,24 @@ class Rollout(Protocol):
         Args:
             prompts: token ids.
             params: settings of the sampling: `max_tokens`, `temperature`, `top_p`, `top_k`,
-                `min_p`, and whatever else the one who samples knows.
-            weights: what to sample with; readable until this call returns.
-            seeds: of each prompt: equal seeds, prompts, settings and weights give equal tokens.
+                `min_p`, and further settings of the implementation.
+            weights: the weights to sample with; readable until this call returns.
+            seeds: one per prompt; equal seeds, prompts, settings and weights give equal tokens.
 
         Returns:
-            As many continuations as prompts, in their order.
+            One continuation per prompt, in the order of the prompts.
         """
         ...
+
+
+def until_end(answer: list[int], model: LanguageModel) -> list[int]:
+    """Return an answer up to its first end-of-sequence token, that token included.
+
+    Args:
+        answer: generated token ids.
+        model: the model, whose configuration has the end-of-sequence tokens.
+    """
+    ends = model.config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    at = next((i for i, token in enumerate(answer) if token in ends), len(answer) - 1)
+    return answer[: at + 1]

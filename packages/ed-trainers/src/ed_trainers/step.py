@@ -1,7 +1,7 @@
 """The train step and the evaluation step: one jitted pure function each, over flat leaves.
 
-Merging the modules happens while tracing, never per step: a call of the compiled function sees
-tuples and dicts of arrays, which costs microseconds where `nnx.jit` costs milliseconds.
+Modules are merged while tracing, not in every step. A compiled function receives tuples of arrays,
+which costs microseconds per call instead of the milliseconds of `nnx.jit`.
 
 Legend: a microbatches of a step, b rows of a microbatch, s sequence.
 """
@@ -18,9 +18,10 @@ from ed_infra.outputs import Metric
 from ed_layers import updated
 from flax import nnx
 
-from ed_trainers.contract import MAIN, Batch, Frozen, Loss, LossFn, Method, Models, logged
+from ed_trainers.contract import MAIN, Batch, Loss, MethodRun, Models, logged
 from ed_trainers.optimizers import Schedule, global_norm, was_skipped
 from ed_trainers.placement import replicated
+from ed_trainers.roles.frozen import Frozen
 from ed_trainers.state import EasyDeLState
 
 T = TypeVar("T")
@@ -28,18 +29,19 @@ Leaves = tuple[jax.Array, ...]
 Report = dict[str, jax.Array]
 Totals = dict[str, dict[str, jax.Array]]
 
-# A weight below this is taken for this, so that a batch in which nothing counts divides by it.
+# Lower bound of a weight: a batch without a counted token divides by it.
 _SMALLEST = 1e-8
 
 
 class Step(Generic[T]):
     """A compiled function of the learner's leaves and a batch, with the frozen leaves bound.
 
-    The frozen leaves are arguments of the program as the others are, and never donated.
+    The frozen leaves are arguments of the program and are never donated.
 
     Attributes:
-        before: a program that runs first, on the same arguments; its result, a dict, is one more
-            argument. One that gives nothing is not asked again: what it gives follows from shapes.
+        before: a program that runs first on the same arguments; its result, a dict, is a further
+            argument. Whether the dict is empty depends on shapes only, so a program that returned
+            an empty dict is not called again.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Step(Generic[T]):
         return self._function(*self._arguments(leaves, batch))
 
     def lower(self, leaves: Leaves, batch: Batch) -> jax.stages.Lowered:
-        """Return the program for arguments like these, without running it."""
+        """Return the lowered program for such arguments."""
         arguments = (leaves, self._frozen, batch)
         before = () if self.before is None else (jax.eval_shape(self.before, *arguments),)
         return self._function.lower(*arguments, *before)
@@ -79,21 +81,21 @@ EvalStep = Step[tuple[Metrics, Metrics]]
 
 
 def build_train_step(
-    state: EasyDeLState, method: Method, schedule: Schedule, *, rows: int, seed: int
+    state: EasyDeLState, method: MethodRun, schedule: Schedule, *, rows: int, seed: int
 ) -> TrainStep:
     """Compile one optimizer step for states that look like `state`.
 
     Args:
-        state: gives structure and shardings; its arrays are not kept.
-        method: the loss, and the frozen models, whose leaves each call passes on undonated.
-        schedule: learning rate by step, for the report; the optimizer has its own.
-        rows: b, sequences of a microbatch over all devices.
-        seed: seed of the run. Microbatch i of step t draws from
-            `fold_in(fold_in(seed, t), i * b)`: from the step and the row, not from a counter.
+        state: structure and shardings of the state; its arrays are not kept.
+        method: the loss and the frozen models, whose leaves are not donated.
+        schedule: learning rate by step, for the report; the optimizer has its own schedule.
+        rows: b, number of rows of a microbatch over all devices.
+        seed: seed of the run. Microbatch i of step t uses the random key
+            `fold_in(fold_in(seed, t), i * b)`, which depends on the step and the row only.
 
     Returns:
-        A function `(leaves, batch) -> (leaves, report)`. `leaves` are `jax.tree.leaves(state)`, and
-        are donated; each array of the batch has a leading axis a. The report holds float32
+        A function `(leaves, batch) -> (leaves, report)`. `leaves` are `jax.tree.leaves(state)` and
+        are donated; each array of the batch has a leading axis a. The report contains float32
         scalars: the figures of `contract.logged`, `weight`, `learning_rate`, `grad_norm`.
     """
     treedef = jax.tree.structure(state)
@@ -103,19 +105,19 @@ def build_train_step(
     following = method.frozen.following
 
     def numbered(batch: Batch) -> tuple[jax.Array, Batch]:
-        """The microbatches, each with the number of its first row."""
+        """Return the number of the first row of each microbatch, and the microbatches."""
         count = next(iter(batch.values())).shape[0]
         return jnp.arange(count, dtype=jnp.int32) * rows, batch
 
-    # A program of its own, because the step needs the totals before its first gradient. As a part
-    # of the step it would stand beside the gradients, and XLA's CPU backend runs collectives that
-    # do not depend on each other in any order: the devices then wait for each other for ever.
+    # The step needs the totals before its first gradient. A separate program, because XLA's CPU
+    # backend runs independent collectives in any order: within one program, the devices can wait
+    # for each other forever.
     @jax.jit
     def totals_of(leaves: Leaves, frozen: Leaves, batch: Batch) -> Totals:
-        """What the gradients need of all microbatches: empty where nothing is needed.
+        """Return the sums over all microbatches that the gradients need.
 
-        `weights`, of each term of the loss, where there are several: they follow from the data, so
-        the compiler drops the forward pass. `statistics` of the method, where it has some.
+        `weights` of each term of the loss, if there are several: they depend on the data only, so
+        the compiler removes the forward pass. `statistics` of the method, if it has any.
         """
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         frozen = method.frozen.joined(frozen, current.reference)
@@ -136,7 +138,7 @@ def build_train_step(
             return totals
         if len(jax.eval_shape(weights, *jax.tree.map(lambda x: x[0], parts))) > 1:
             totals["weights"] = _summed(weights, parts)
-        if method.statistics is not None:
+        if method.record.statistics is not None:
             sums = _summed(statistics, parts)
             totals["statistics"] = {name: metric.value for name, metric in sums.items()}
         return totals
@@ -147,12 +149,12 @@ def build_train_step(
         key = jax.random.fold_in(jax.random.key(seed), current.step)
         parts = numbered(batch)
 
-        # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
+        # With jit, the shapes and the scan share one trace.
         @partial(jax.jit, inline=True)
         def gradient(row: jax.Array, part: Batch) -> tuple[nnx.State, Loss, jax.Array]:
             def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
                 own = jax.random.fold_in(key, row)
-                read = {**part, **totals.get("statistics", {})}
+                read = part.replace(**totals.get("statistics", {}))
                 loss = loss_of(params, current.graphother, frozen, read, own)
                 return _objective(loss.sums, totals.get("weights", {})), loss
 
@@ -193,17 +195,17 @@ def build_train_step(
     return Step(compiled, method.frozen.fixed, totals_of)
 
 
-def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
+def build_eval_step(state: EasyDeLState, method: MethodRun) -> EvalStep:
     """Compile the sums of one batch, without gradient and without randomness.
 
     Args:
-        state: gives the structure.
-        method: the loss, and the frozen models.
+        state: structure of the state.
+        method: the loss and the frozen models.
 
     Returns:
         A function `(leaves, batch) -> (terms, metrics)`, `sums` and `metrics` of the loss. `leaves`
-        are the leaves of `graphstate`, then of `graphother`, then of `reference`; the arrays of the
-        batch are [b, s], and it holds the method's statistics where there are any.
+        are the leaves of `graphstate`, then of `graphother`, then of `reference`. The batch
+        contains the method's statistics, if it has any.
     """
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
@@ -214,15 +216,14 @@ def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
     return _evaluating(state, method, sums)
 
 
-def build_statistics_step(state: EasyDeLState, method: Method) -> Step[Metrics]:
-    """Compile the method's statistics of one batch; arguments as of `build_eval_step`."""
+def build_statistics_step(state: EasyDeLState, method: MethodRun) -> Step[Metrics]:
+    """Compile the method's statistics of one batch; same arguments as `build_eval_step`."""
     function = _function_of(state.graphdef, method.statistics, method.frozen)
     return _evaluating(state, method, function)
 
 
-def _evaluating(state: EasyDeLState, method: Method, function: Callable[..., T]) -> Step[T]:
-    """Compile a function of `_function_of` for the leaves of an evaluated state, without a key."""
-    # The structure alone: to hold the state's arrays would keep donated buffers.
+def _evaluating(state: EasyDeLState, method: MethodRun, function: Callable[..., T]) -> Step[T]:
+    # Only the structure: a reference to the arrays would keep donated buffers.
     treedef = jax.tree.structure((state.graphstate, state.graphother, state.reference))
 
     def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> T:
@@ -234,17 +235,17 @@ def _evaluating(state: EasyDeLState, method: Method, function: Callable[..., T])
     return Step(compiled, method.frozen.fixed)
 
 
-def _loss_of(graphdef: nnx.GraphDef, loss_fn: LossFn, frozen: Frozen) -> Callable[..., Loss]:
-    """The loss as a function of arrays: `(graphstate, graphother, frozen leaves, batch, key)`."""
-
+def _loss_of(
+    graphdef: nnx.GraphDef, loss_fn: Callable[..., Loss], frozen: Frozen
+) -> Callable[..., Loss]:
     function = _function_of(graphdef, loss_fn, frozen)
     return lambda *arguments: function(*arguments).checked()
 
 
 def _function_of(
-    graphdef: nnx.GraphDef, function: Callable[..., T] | None, frozen: Frozen
+    graphdef: nnx.GraphDef, function: Callable[..., T], frozen: Frozen
 ) -> Callable[..., T]:
-    """A function of models as one of arrays: `(graphstate, graphother, frozen leaves, ...)`."""
+    """Turn a function of models into `f(graphstate, graphother, frozen leaves, batch, key)`."""
 
     def of_arrays(
         graphstate: nnx.State,
@@ -253,7 +254,6 @@ def _function_of(
         batch: Batch,
         key: jax.Array | None,
     ) -> T:
-        assert function is not None, "asked for where there is one"
         learner = nnx.merge(graphdef, graphstate, graphother)
         return function(Models(learner, frozen.merge(leaves)), batch, key)
 
@@ -261,23 +261,24 @@ def _function_of(
 
 
 def _tokens(batch: Batch) -> jax.Array:
-    """Tokens of a batch that are not padding, over all processes."""
-    if "segment_ids" in batch:
-        return jnp.count_nonzero(batch["segment_ids"])
+    """Return the number of tokens of a batch over all processes, without padding."""
+    segments = [batch[name] for name in ("segment_ids", "decoder_segment_ids") if name in batch]
+    if segments:
+        return sum(map(jnp.count_nonzero, segments), jnp.zeros((), jnp.int32))
     return jnp.asarray(batch["input_ids"].size if "input_ids" in batch else 0)
 
 
 def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Array:
-    """Return a microbatch's part of the step's loss, times the step's weight of the main term.
+    """Return the loss of a microbatch times the step's weight of the main term.
 
     The loss of a step is the sum of `sum / weight` over its terms, with sums and weights over all
-    microbatches. The step divides by the weight of the main term once, at the end. The other terms
-    are therefore multiplied by that weight here.
+    microbatches. The step divides by the weight of the main term once, at the end. Therefore the
+    other terms are multiplied by that weight.
 
     Args:
-        sums: of the microbatch.
-        totals: weight of each term over the whole step; empty where this is the only microbatch,
-            or the main term is the only one.
+        sums: the terms of the microbatch.
+        totals: weight of each term over the whole step; empty if the step has one microbatch or the
+            loss has one term.
     """
     objective = sums[MAIN].sum
     totals = totals or {name: jax.lax.stop_gradient(m.weight) for name, m in sums.items()}
@@ -289,7 +290,7 @@ def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Arr
 
 
 def _summed(function: Callable[..., T], parts: tuple[jax.Array, Batch]) -> T:
-    """Sum what a function of a microbatch returns, a tree of arrays, over stacked microbatches."""
+    """Sum a function of a microbatch, which returns a tree of arrays, over stacked microbatches."""
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 

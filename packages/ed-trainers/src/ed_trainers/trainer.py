@@ -1,57 +1,57 @@
-"""`Trainer`: what all methods share. A method adds its loss and its batch."""
+"""`Trainer`: trains a model with any method; a method is a record of functions."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from ed_layers.quantization.model import dequantize, is_quantized
 from ed_models.adapters.lora import has_lora, merge_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_trainers.arguments import MethodEntry
 from ed_trainers.batches import Dataset, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
-from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared, RunData
 from ed_trainers.figures.metrics import RECORD
-from ed_trainers.job import Job
 from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, probes_of
 from ed_trainers.report import write_report
-from ed_trainers.rollout import Weights
+from ed_trainers.rewards import RewardFunction
+from ed_trainers.rollout import Rollout, Weights
 from ed_trainers.running.evaluation import Evaluator
-from ed_trainers.running.loop import TrainingLoop
+from ed_trainers.running.loop import Job, TrainingLoop
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import disk
 from ed_trainers.stored.processor import Saveable, with_length
 
-#: Folder of a run that holds the adapters of its model, in PEFT's layout.
+#: Folder of a run with the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
 class TrainerOutput:
-    """What training leaves behind.
+    """The result of training.
 
     Attributes:
         state: parameters and optimizer state after the last step.
-        metrics: of the last logged step `train_loss`, and `train_<name>` of the other progress
-            columns of the method; `eval_loss` and the other figures of the last evaluation;
-            `steps`, `seconds`, `tokens_per_second` of this process; what the seconds went into
-            (`productive_seconds`, `compile_seconds`, ...) and `goodput`, the share of the first.
-        checkpoint_path: newest checkpoint, if there is one.
-        best_checkpoint_path: the one whose evaluation was best, if any was evaluated.
-        save_directory: where everything is; the model, if it was saved, is in `model` under it.
-        stopped_by: None when training ran to its end, else why it stopped ("SIGTERM", "SIGINT",
-            "time limit", or what a callback said): it can go on from `checkpoint_path`.
+        metrics: `train_loss` of the last logged step, and `train_<name>` of the method's other
+            progress columns; `eval_loss` and the other figures of the last evaluation; `steps`,
+            `seconds`, `tokens_per_second` of this process; the parts of the seconds
+            (`productive_seconds`, `compile_seconds`, ...) and `goodput`, the productive share.
+        checkpoint_path: the newest checkpoint, if any.
+        best_checkpoint_path: the checkpoint with the best evaluation, if any was evaluated.
+        save_directory: the directory of the run; a saved model is in its folder `model`.
+        stopped_by: None if training reached its end, else the reason to stop ("SIGTERM", "SIGINT",
+            "time limit", or the reason of a callback). Training can resume from `checkpoint_path`.
     """
 
     state: EasyDeLState
@@ -62,43 +62,41 @@ class TrainerOutput:
     best_checkpoint_path: Path | None = None
 
 
-class Trainer(ABC):
-    """Trains a model on batches.
+class Trainer:
+    """Trains a model with a method.
 
-    A method is a subclass: the class of its options, the names of the frozen models that its loss
-    reads, `prepare` and `loss`.
-
-    While it trains, each step overwrites the model's arrays. `model` always holds the present ones:
-    ask for it again after a step instead of keeping what it held.
+    A method is a record of functions, see `ed_trainers.contract.Method`; a subclass only names the
+    record and its entry. While training, each step overwrites the model's arrays. `model` always
+    has the present arrays: read the property again after a step.
 
     Args:
         arguments: options of the method.
-        model: a module, or an `EasyDeLState` of one; a state that has an optimizer is trained with
-            it, and the optimizer's options in `arguments` are not read.
+        model: a module, or an `EasyDeLState` of a module. A state with an optimizer is trained with
+            that optimizer, and the optimizer options in `arguments` are ignored.
         train_dataset: a loader with `batch_at(step)`, or an iterable of batches with
             `state_dict()` and `load_state_dict(state)`.
         eval_dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
-        processing_class: tokenizer, saved beside the model.
-        callbacks: hooks into the loop.
-        frozen: the models that do not learn, by name; each on the mesh of the model. The model
-            itself may be one of them: then it is kept as it is before training.
-        benchmark: runs the argument `benchmarks`.
+        processing_class: tokenizer, saved with the model.
+        callbacks: functions that run at events of the loop.
+        frozen: the models that are not trained, by role, on the mesh of the model. The model itself
+            may be one of them: then the method reads it as it was before training.
+        benchmark: runs the tasks of the argument `benchmarks`.
+        rollout: completes prompts; only for methods that sample.
+        reward_functions: reward functions in place of those that the arguments name; only for
+            methods with rewards.
+        reward_folders: folders in which the files and modules of named reward functions are
+            searched before the working directory.
 
     Raises:
-        ConfigError: an argument is of the wrong kind, a frozen model is missing or not wanted, or a
-            rule over parameters matches none.
+        ConfigError: an argument has the wrong class, a frozen model is missing or not read, a
+            method without rewards or sampling gets their arguments, or a rule over parameters
+            matches no parameter.
     """
 
-    arguments_class: ClassVar[type[TrainingArguments]]
-    #: Names of the frozen models that the loss reads.
-    frozen_models: ClassVar[tuple[str, ...]] = ()
-    #: Whether the method's own term of the loss is a mean over tokens, in nats: then an evaluation
-    #: reports the perplexity.
-    per_token: ClassVar[bool] = True
-    #: Names of the figures that the terminal and the summary show, the most telling one first.
-    progress_columns: ClassVar[tuple[str, ...]] = ("loss",)
-    #: Means over a whole step or evaluation that the loss reads; see `Method.statistics`.
-    statistics: Statistics | None = None
+    #: The registered method: options, roles and data.
+    entry: ClassVar[MethodEntry]
+    #: The functions of the method.
+    record: ClassVar[Method]
 
     def __init__(
         self,
@@ -111,21 +109,39 @@ class Trainer(ABC):
         callbacks: Iterable[Callback] = (),
         frozen: Mapping[str, LanguageModel] | None = None,
         benchmark: Benchmark | None = None,
+        rollout: Rollout | None = None,
+        reward_functions: Sequence[RewardFunction] = (),
+        reward_folders: Sequence[str | Path] = (),
     ):
-        if not isinstance(arguments, self.arguments_class):
+        name = type(self).__name__
+        if not isinstance(arguments, self.entry.arguments):
             raise ConfigError(
-                f"{type(self).__name__} takes {self.arguments_class.__name__}, "
-                f"not {type(arguments).__name__}"
+                f"{name} takes {self.entry.arguments.__name__}, not {type(arguments).__name__}"
             )
+        extension = self.record.extension
+        if extension is not None:
+            if isinstance(model, EasyDeLState):
+                raise ConfigError(
+                    f"{name} trains further variables beside the model: give the model, not a state"
+                )
+            model = extension.attach(model, arguments)
+        if rollout is not None and not self.entry.samples:
+            raise ConfigError(f"{name} does not sample completions: omit rollout")
+        rewarded = any(role.name == REWARD.name for role in self.entry.roles)
+        if (reward_functions or reward_folders) and not rewarded:
+            raise ConfigError(f"{name} reads no rewards: omit reward_functions and reward_folders")
         self.arguments = arguments
         self._state = model if isinstance(model, EasyDeLState) else None
         self._model = model.model if isinstance(model, EasyDeLState) else model
         place_model(self._model)
         if self._state is not None and arguments.trainable_rules:
             raise ConfigError(
-                "trainable_rules split a model, but a state says already what learns: give the "
-                "rules to EasyDeLState.create(trainable=...), or the model to the trainer"
+                "trainable_rules select the trained parameters of a model, and a state has them "
+                "selected: give the rules to EasyDeLState.create(trainable=...), or the model to "
+                "the trainer"
             )
+        # Weights of a synchronized reference for a trainer without a state.
+        self._reference: nnx.State | None = None
         first = self._first_state()
         if first.tx is None:
             check_rules(arguments, first.graphstate)
@@ -139,17 +155,27 @@ class Trainer(ABC):
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
-        self.method = Method(
-            prepare=self.prepare,
-            loss=self.loss,
-            held_out=self.held_out,
-            frozen=self._freeze(frozen or {}),
-            per_token=self.per_token,
-            statistics=self.statistics,
-            whole_batches=self.whole_batches,
-            progress_columns=self.progress_columns,
+        #: The method in this run; compiled steps read its loss and its frozen models.
+        self.method = MethodRun(
+            name,
+            self.record,
+            arguments,
+            self._model,
+            placement=self.placement,
+            weights=self.weights,
+            learned=self._learned,
+            present_reference=self._present_reference,
+            tokenizer=processing_class,
+            rollout=rollout,
+            reward_functions=reward_functions,
+            reward_folders=reward_folders,
         )
-        self.feed = None if train_dataset is None else self.feed_of(train_dataset)
+        self.method.bind(self._checked_roles(frozen or {}))
+        if self.method.following is not None:
+            self._reference = self.method.following.begin
+            if self._state is not None:
+                self._state = self._with_reference(self._state)
+        self.feed = None if train_dataset is None else self._feed_of(train_dataset)
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
@@ -157,59 +183,42 @@ class Trainer(ABC):
         self._probes = probes_of(arguments, self._model, processing_class, eval_dataset, benchmark)
         self._loop: TrainingLoop | None = None
 
-    @abstractmethod
-    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Turn a loader's batch into the arrays that `loss` reads, each [b, ...]; numpy only.
+    def prepare(self, batch: HostBatch) -> Prepared:
+        """Return the arrays that the loss reads from a loader's batch."""
+        return self.method.prepare(batch)
 
-        Of several processes each prepares the rows of its own devices; see `whole_batches`.
-        """
-
-    @abstractmethod
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the sums over a batch; see `ed_trainers.contract.LossFn`."""
-
-    def held_out(
-        self, batches: Iterable[HostBatch], state: EasyDeLState
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield `prepare` of each held-out batch; see `Method.held_out`."""
-        del state
-        return map(self.prepare, batches)
-
-    @property
-    def whole_batches(self) -> bool:
-        """Whether `prepare` looks beyond a row, or asks models: then each process reads all rows.
-
-        Also where shapes follow from what is in the rows.
-        """
-        return False
-
-    def feed_of(self, dataset: Dataset) -> Feed:
-        """Return the training batches of a dataset, by step."""
-        if self.whole_batches:
-            return Feed(dataset)
-        rows = self.arguments.total_batch_size // self.arguments.gradient_accumulation_steps
-        return Feed(dataset, Share.of(dataset, self.placement, rows))
+        """Return the sums of the loss over a prepared batch."""
+        return self.method.loss(models, batch, key)
 
     @property
     def model(self) -> LanguageModel:
         """The model with its present weights; while training, the next step overwrites them.
 
+        Variables that the method trains beside the model are not part of it.
+
         Raises:
-            EasyDeLError: a step failed and took the weights with it.
+            EasyDeLError: a failed step has donated the weights.
         """
         self._refresh()
-        return self._model
+        extension = self.record.extension
+        return self._model if extension is None else extension.detach(self._model)
 
     @property
     def state(self) -> EasyDeLState | None:
-        """The present state: of the running training, or the state that the trainer was made of.
+        """The present state: of the running training, or the state given to the trainer.
 
-        None for a trainer that was made of a module and is not training.
+        None for a trainer of a module that is not training.
         """
         return self._state if self._loop is None else self._loop.alive_state() or self._state
 
+    @property
+    def rollout(self) -> Rollout | None:
+        """The rollout of a method that samples."""
+        return self.method.rollout
+
     def weights(self) -> Weights:
-        """The present weights, for a `Rollout`; they end when the next step begins."""
+        """Return the present weights for a `Rollout`, valid until the next step begins."""
         weights = None if self._loop is None else self._loop.weights()
         if weights is None:
             self._refresh()
@@ -218,40 +227,45 @@ class Trainer(ABC):
 
     @property
     def total_steps(self) -> int:
-        """Updates of the whole run.
+        """Number of updates of the whole run.
 
         Raises:
-            ConfigError: neither the arguments nor the data say.
+            ConfigError: neither the arguments nor the data give a length.
         """
         if self.arguments.max_training_steps is not None:
             return self.arguments.max_training_steps
         per_epoch = None if self.feed is None else self.feed.steps_per_epoch
         if per_epoch is None:
-            raise ConfigError("train_dataset does not know its length: set max_training_steps")
+            raise ConfigError("train_dataset has no length: set max_training_steps")
         if per_epoch < 1:
             raise ConfigError("train_dataset has no full batch: give more data or a smaller batch")
         return per_epoch * self.arguments.num_train_epochs
 
     def train(self) -> TrainerOutput:
-        """Train to the end, going on from the newest checkpoint if there is one.
+        """Train to the end, from the newest checkpoint if there is one.
 
-        A signal, the time limit or a callback ends it early and cleanly: see
+        A signal, the time limit or a callback can end training early; see
         `TrainerOutput.stopped_by`.
 
         Raises:
-            ConfigError: there is no train_dataset, or its batches do not fit the arguments.
-            CheckpointError: the checkpoints are of another run, or cannot be read.
+            ConfigError: train_dataset is missing, or its batches do not match the arguments.
+            CheckpointError: the checkpoints belong to another run, or cannot be read.
             TrainingDiverged: the loss is not finite.
         """
         if self.feed is None:
-            raise ConfigError("there is no train_dataset")
+            raise ConfigError("there is no train_dataset: give one to the trainer")
+        if self.record.before_training is not None:
+            self.record.before_training(
+                self.method,
+                RunData(
+                    self.feed.dataset, self.eval_dataset, self.total_steps, self._first_state()
+                ),
+            )
         self._loop = TrainingLoop(
             Job(
-                arguments=self.arguments,
+                method=self.method,
                 total_steps=self.total_steps,
                 feed=self.feed,
-                method=self.method,
-                placement=self.placement,
                 evaluator=self.evaluator,
                 probes=self._probes,
                 begin=self._first_state,
@@ -278,23 +292,24 @@ class Trainer(ABC):
         Means are over tokens, not over batches.
 
         Raises:
-            ConfigError: there is no eval_dataset, or it is empty.
+            ConfigError: eval_dataset is missing or empty.
         """
         if self.evaluator is None:
-            raise ConfigError("there is no eval_dataset")
+            raise ConfigError("there is no eval_dataset: give one to the trainer")
         self._refresh()
         state = self.state or self._first_state()
         return self.evaluator.run(state.averaged() if self.arguments.use_ema else state)
 
     def adopt(self, state: EasyDeLState) -> None:
-        """Let `model` hold the arrays of a state."""
+        """Replace the arrays of `model` by those of a state."""
         nnx.update(self._model, state.graphstate, state.graphother)
         self._version = int(state.step)
+        self._reference = state.reference
         if self._state is not None:
             self._state = state
 
     def stop(self, reason: str) -> None:
-        """End the running training after the present step, with a checkpoint."""
+        """Stop the running training after the present step, with a checkpoint."""
         if self._loop is not None:
             self._loop.stop.ask(reason)
 
@@ -306,8 +321,9 @@ class Trainer(ABC):
     def save_model(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face layout.
 
-        Adapters are written to the folder `adapter` beside it, and merged into the model as the
-        argument `merge_adapters` says; where they are not, they are all that is written.
+        Adapters are written to the folder `adapter` next to `directory`. The argument
+        `merge_adapters` selects whether they are also merged into the model; if not, only the
+        adapters are written.
         """
         model: Any = self.model
         directory = Path(directory)
@@ -326,21 +342,51 @@ class Trainer(ABC):
     def _save_beside(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
             with_length(self.processing_class, self._model).save_pretrained(directory)
+        if self.record.extension is not None:
+            self._refresh()
+            self.record.extension.save(self._model, directory)
 
     def _first_state(self) -> EasyDeLState:
-        return self._state or EasyDeLState.create(
-            model=self._model, trainable=self.arguments.trainable_rules
-        )
+        """Return the state before training."""
+        rules, extension = self.arguments.trainable_rules, self.record.extension
+        if self._state is not None:
+            state = self._state
+        elif rules or extension is None:
+            state = EasyDeLState.create(model=self._model, trainable=rules)
+        else:
+            graphdef, params, other = extension.split(self._model)
+            state = EasyDeLState.create(graphdef=graphdef, graphstate=params, graphother=other)
+        return self._with_reference(state)
+
+    def _with_reference(self, state: EasyDeLState) -> EasyDeLState:
+        """Add the weights of a synchronized reference to a state without them."""
+        if self._reference is None or state.reference is not None:
+            return state
+        return state.replace(reference=self._reference)
+
+    def _present_reference(self) -> nnx.State:
+        state = self.state
+        reference = self._reference if state is None else state.reference
+        assert reference is not None, "the state is created with the reference"
+        return reference
+
+    def _learned(self) -> nnx.State:
+        """Return the trained parameters of the model itself, without those of an extension."""
+        learned, extension = self._first_state().graphstate, self.record.extension
+        if extension is None:
+            return learned
+        flat = nnx.to_flat_state(learned)
+        return nnx.from_flat_state([(path, x) for path, x in flat if not extension.own(path)])
 
     def _refresh(self) -> None:
-        """Let the model hold the arrays of the running training."""
+        """Replace the arrays of the model by those of the running training."""
         if self._loop is None or not self._loop.began:
             return
         state = self._loop.alive_state()
         if state is None:
             raise EasyDeLError(
-                "a training step failed and took the model's arrays with it: load the newest "
-                f"checkpoint in {self.arguments.save_directory}, or build the model again"
+                "a training step failed after the model's arrays were donated: load the newest "
+                f"checkpoint in {self.arguments.save_directory}, or create the model again"
             )
         nnx.update(self._model, state.graphstate, state.graphother)
 
@@ -348,49 +394,42 @@ class Trainer(ABC):
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
-        """Return the frozen models of the loss, from those that the trainer was called with.
-
-        Raises:
-            ConfigError: one is not wanted, or missing.
-        """
-        for name in models:
-            if name not in self.frozen_models:
-                raise unknown_name(
-                    f"frozen model of {type(self).__name__}", name, self.frozen_models
-                )
-        for name in self.frozen_models:
-            if name not in models:
+    def _checked_roles(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
+        """Check that the method reads the frozen models, and that none is missing."""
+        name, roles = type(self).__name__, {role.name: role for role in self.entry.roles}
+        for given in models:
+            if given not in roles:
+                raise unknown_name(f"frozen model of {name}", given, roles)
+        for role in roles.values():
+            if role.required and role.name not in models:
                 raise ConfigError(
-                    f"{type(self).__name__} reads the frozen model {name!r}: "
-                    f"give it as frozen={{{name!r}: model}}"
+                    f"{name} reads the frozen model {role.name!r}: "
+                    f"give it as frozen={{{role.name!r}: model}}"
                 )
         return models
 
-    def on_mesh(self, name: str, model: LanguageModel) -> LanguageModel:
-        """Return a frozen model, placed on the learner's mesh.
+    def _feed_of(self, dataset: Dataset) -> Feed:
+        """Return the training batches of a dataset, by step."""
+        if self.record.feed is not None:
+            return self.record.feed(self.method, dataset)
+        if self.method.whole_batches:
+            return Feed(dataset)
+        return Feed(dataset, Share.of(dataset, self.placement, self.method.rows))
 
-        Raises:
-            ConfigError: it was made for another mesh.
-        """
-        mesh = self._model.config.mesh
-        if model.config.mesh != mesh:
-            raise ConfigError(
-                f"the frozen model {name!r} is on the mesh {dict(model.config.mesh.shape)}, "
-                f"the model on {dict(mesh.shape)}: one step reads both, so create it with the "
-                "same sharding_axis_dims"
-            )
-        place_model(model)
-        return model
 
-    def _freeze(self, models: Mapping[str, LanguageModel]) -> Frozen:
-        wanted = self.frozen_of(models)
-        placed = {name: self.on_mesh(name, model) for name, model in wanted.items()}
-        return Frozen(placed, self._model)
+def trainer_of(record: Method, entry: MethodEntry, name: str) -> type[Trainer]:
+    """Return a trainer class for a method.
+
+    Args:
+        record: the functions of the method.
+        entry: its options, roles and data.
+        name: name of the class.
+    """
+    return type(name, (Trainer,), {"record": record, "entry": entry})
 
 
 def _report(directory: Path) -> None:
-    """Write the report of a run; where the disk is full, say so: the run itself is done."""
+    """Write the report of a run; print a message if the disk is full."""
     try:
         write_report(directory)
     except OSError as error:

@@ -134,7 +134,7 @@ def compared(
         (output.last_hidden_state, own),
         (wanted.last_hidden_state, other),
         targets,
-        sharding=placement.sharding(targets.shape, stacked=False),
+        sharding=placement.sharding(targets.shape),
         beta=beta,
         temperature=temperature,
         chunk=chunk,

@@ -18,10 +18,10 @@ from ed_trainers.contract import Batch
 
 
 class Embeds(Protocol):
-    """The table of tokens of a model's body."""
+    """The embedding table of a model's body."""
 
     def __call__(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        """Look tokens up."""
+        """Return the embeddings of tokens."""
         ...
 
 
@@ -30,21 +30,21 @@ def noisy_embeddings(
 ) -> Float[Array, "b s d"]:
     """Return the embeddings of a batch with uniform noise of the size `alpha / sqrt(n d)`.
 
-    n is the number of tokens of a position's own segment, so that packed documents get the noise
-    that they get alone. Padding gets none.
+    n is the number of tokens of a position's own segment, so packing does not change the noise of a
+    document. Padding gets no noise.
 
     Args:
-        model: its body has a table `embed_tokens`.
-        batch: `input_ids`, `segment_ids` [b, s].
-        key: of the noise of this microbatch.
-        alpha: the paper's; 5 to 15.
+        model: a model with the embedding table `model.embed_tokens`.
+        batch: `input_ids`, `segment_ids` [b, s]; for an encoder-decoder, those of the encoder.
+        key: random key of the noise of this microbatch.
+        alpha: the paper's alpha, usually 5 to 15.
 
     Raises:
         ConfigError: the model has no such table.
     """
     embeds = token_table(model)(batch["input_ids"])
     own = jax.random.fold_in(key, zlib.crc32(b"neftune"))
-    # A key for each row, so that the noise of a row does not depend on how many there are.
+    # One key per row: the noise of a row does not depend on the number of rows.
     rows = jax.vmap(lambda row: jax.random.fold_in(own, row))(jnp.arange(embeds.shape[0]))
     noise = jax.vmap(lambda k: jax.random.uniform(k, embeds.shape[1:], minval=-1.0))(rows)
     lengths = segment_lengths(batch["segment_ids"])
@@ -62,15 +62,15 @@ def segment_lengths(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
 
 
 def token_table(model: LanguageModel) -> Embeds:
-    """Return the table of tokens, `model.model.embed_tokens`.
+    """Return the embedding table, `model.model.embed_tokens`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model has no such table.
     """
     table = getattr(getattr(model, "model", None), "embed_tokens", None)
     if not callable(table):
         raise ConfigError(
             f"neftune_noise_alpha adds noise to model.embed_tokens, which {type(model).__name__} "
-            "has not: leave neftune_noise_alpha out"
+            "lacks: omit neftune_noise_alpha"
         )
     return cast(Embeds, table)

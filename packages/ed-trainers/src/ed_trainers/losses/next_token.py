@@ -1,64 +1,146 @@
-"""Batches of the next token: labels shifted once. Legend: b sequences, s positions."""
+"""Batches for the loss of the next token: the labels are shifted here, once, on the host.
+
+Legend: b rows, s positions, t positions of a decoder.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
+from ed_models.protocol import LanguageModel
 from ed_models.tasks.causal_lm import next_token_targets
 
 from ed_trainers.batches import HostBatch
+from ed_trainers.placement import TOKENS
+
+_INPUTS = ("segment_ids", "attention_mask", "position_ids")
+_LABELS = ("labels", "loss_weights")
+_DECODER = (
+    "decoder_input_ids",
+    "decoder_segment_ids",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+    "loss_weights",
+)
+_IGNORED = -100
 
 
-def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
-    """Make targets and weights of a batch: the shift of the labels happens here, once.
+def next_token_batch(batch: HostBatch, model: LanguageModel | None = None) -> Inputs[np.ndarray]:
+    """Return a batch with targets and weights; numeric arrays of other names are kept.
 
-    Position t learns the label of position t + 1, unless that one is ignored (-100), padding, or
-    in another segment.
+    Position t gets the label of position t + 1 as its target, unless that label is ignored (-100),
+    padding, or in another segment. For an encoder-decoder, decoder position t gets label t.
 
     Args:
         batch: `input_ids` int [b, s]; optionally `labels` (default: the inputs), `segment_ids`
-            (default: `attention_mask`, else one segment a row), `position_ids` (default: counted
-            within each segment), `loss_weights` float [b, s], of the token that is predicted.
+            (default: `attention_mask`, else one segment per row), `position_ids` (default: counted
+            within each segment), `loss_weights` float [b, s], the weight of each predicted token.
+            For an encoder-decoder, `labels` and `loss_weights` are [b, t], with
+            `decoder_input_ids` [b, t] (default: `labels` shifted to the right within each segment)
+            and `decoder_segment_ids` [b, t] (default: one segment per row, up to the last label).
+        model: the trained model; its `input_names` tell whether it is an encoder-decoder.
 
     Returns:
-        `input_ids`, `segment_ids`, `position_ids`, `targets` int32 [b, s], `weights` float32
-        [b, s]; a target whose weight is 0 is 0.
+        `input_ids`, `segment_ids`, `position_ids` int32 [b, s]; `targets` int32 and `weights`
+        float32, [b, s] or [b, t]; a target whose weight is 0 is 0.
 
     Raises:
-        ConfigError: `input_ids` is missing, or shapes differ.
+        ConfigError: `input_ids` or the labels of a decoder are missing, or shapes differ.
     """
     if "input_ids" not in batch:
         raise ConfigError(f"a batch has no input_ids, only {', '.join(sorted(batch))}")
     inputs = np.ascontiguousarray(batch["input_ids"], np.int32)
-    shaped = ("labels", "segment_ids", "attention_mask", "position_ids", "loss_weights")
-    for name in shaped:
-        if name in batch and np.shape(batch[name]) != inputs.shape:
-            raise ConfigError(
-                f"{name} has shape {np.shape(batch[name])}, input_ids has {inputs.shape}"
-            )
+    has_decoder = model is not None and "decoder_input_ids" in model.input_names
+    has_decoder |= "decoder_input_ids" in batch
+    _check_shapes(batch, "input_ids", _INPUTS if has_decoder else (*_INPUTS, *_LABELS))
     segments = batch.get("segment_ids", batch.get("attention_mask"))
     segments = np.ones_like(inputs) if segments is None else np.asarray(segments, np.int32)
     positions = batch.get("position_ids")
     if positions is None:
         positions = np.where(segments > 0, places_in_segments(segments), 0)
-    labels = np.asarray(batch.get("labels", inputs), np.int32)
-    targets, weights = next_token_targets(labels, segments)
-    if "loss_weights" in batch:
-        following = np.roll(np.asarray(batch["loss_weights"], np.float32), -1, axis=1)
-        weights = np.where(weights > 0, following, np.float32(0))
-    return {
+    made = {
         "input_ids": inputs,
         "segment_ids": segments,
         "position_ids": np.asarray(positions, np.int32),
-        "targets": targets,
+    }
+    if has_decoder:
+        made |= _decoder_arrays(batch, model)
+    else:
+        labels = np.asarray(batch.get("labels", inputs), np.int32)
+        targets, weights = next_token_targets(labels, segments)
+        if "loss_weights" in batch:
+            following = np.roll(np.asarray(batch["loss_weights"], np.float32), -1, axis=1)
+            weights = np.where(weights > 0, following, np.float32(0))
+        made |= {"targets": targets, "weights": weights}
+    read = {*made, "labels", "attention_mask", "loss_weights", "decoder_attention_mask"}
+    kept = {name: np.asarray(array) for name, array in batch.items() if name not in read}
+    # Text and values of the whole batch, which a loader may add, are no arrays of a model.
+    rows = inputs.shape[:1]
+    kept = {n: x for n, x in kept.items() if x.dtype.kind in "biuf" and x.shape[:1] == rows}
+    return Inputs({**made, **kept}, {"targets": TOKENS, "weights": TOKENS})
+
+
+def _decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, np.ndarray]:
+    """Return the arrays of the decoder, each [b, t]."""
+    if "labels" not in batch:
+        raise ConfigError(
+            "a batch of an encoder-decoder has labels, the tokens of the decoder, not only "
+            f"{', '.join(sorted(batch))}"
+        )
+    _check_shapes(batch, "labels", _DECODER)
+    labels = np.asarray(batch["labels"], np.int32)
+    given = batch.get("decoder_segment_ids", batch.get("decoder_attention_mask"))
+    if given is None:
+        here = labels != _IGNORED
+        given = np.flip(np.maximum.accumulate(np.flip(here, 1), axis=1), 1)
+    segments = np.asarray(given, np.int32)
+    places = np.where(segments > 0, places_in_segments(segments), 0)
+    tokens = batch.get("decoder_input_ids")
+    if tokens is None:
+        before = np.roll(labels, 1, axis=1)
+        pad = 0 if model is None else _token(model, "pad_token_id")
+        start = pad if model is None else _token(model, "decoder_start_token_id", "pad_token_id")
+        tokens = np.where(places == 0, start, np.where(before == _IGNORED, pad, before))
+        tokens = np.where(segments > 0, tokens, pad)
+    counts = (labels != _IGNORED) & (segments > 0)
+    weights = counts.astype(np.float32)
+    if "loss_weights" in batch:
+        weights = weights * np.asarray(batch["loss_weights"], np.float32)
+    return {
+        "decoder_input_ids": np.asarray(tokens, np.int32),
+        "decoder_segment_ids": segments,
+        "decoder_position_ids": np.asarray(batch.get("decoder_position_ids", places), np.int32),
+        "targets": np.where(counts, labels, 0),
         "weights": weights,
     }
 
 
-def places_in_segments(segment_ids: np.ndarray) -> np.ndarray:
-    """Count the positions of each segment from 0: `ed_infra.masks.segment_index` on the host.
+def _check_shapes(batch: HostBatch, like: str, names: tuple[str, ...]) -> None:
+    wanted = np.shape(batch[like])
+    for name in names:
+        if name in batch and np.shape(batch[name]) != wanted:
+            raise ConfigError(f"{name} has shape {np.shape(batch[name])}, {like} has {wanted}")
 
-    A device would have to be waited for, once a step.
+
+def _token(model: LanguageModel, *names: str) -> int:
+    """Return the first special token of the model's configuration that is set."""
+    fields: Mapping[str, object] = model.config.to_dict()
+    for name in names:
+        if isinstance(token := fields.get(name), int):
+            return token
+    raise ConfigError(
+        f"the model's configuration has none of {', '.join(names)}: set one, or give "
+        "decoder_input_ids in each batch"
+    )
+
+
+def places_in_segments(segment_ids: np.ndarray) -> np.ndarray:
+    """Return the position of each token within its segment, from 0.
+
+    This is `ed_infra.masks.segment_index` on the host: a device would delay each step.
     """
     reached = np.maximum.accumulate(segment_ids, axis=1)
     begins = np.diff(reached, axis=1, prepend=0) > 0

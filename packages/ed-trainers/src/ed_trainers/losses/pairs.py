@@ -1,36 +1,41 @@
-"""Batches of pairs: a better and a worse answer in two rows that stay together.
+"""Batches of pairs: a better and a worse answer, stacked in one array.
 
-A loader gives `chosen_*` and `rejected_*`, [b, s] each; the two answers of a pair have the same
-segment number in the same row. Here the two stand in one array [b, 2, s], so that pairs are cut
-into microbatches and laid over devices as one, and go through a model as [2 b, s].
+A loader yields `chosen_*` and `rejected_*`, [b, s] each; the two answers of a pair have the same
+segment number in the same row. Stacked arrays [b, 2, s] keep both answers in the same microbatch
+and on the same device. A model reads them as [2 b, s].
 
 Legend: b rows, s positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import Axes, Inputs
 from ed_infra.outputs import Metric
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.segments import Answers
+from ed_trainers.placement import TOKENS
 
 SIDES = ("chosen", "rejected")
 
 
-def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> dict[str, np.ndarray]:
-    """Stack the two sides of a loader's batch, targets and weights made; see `next_token_batch`.
+def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> Inputs[np.ndarray]:
+    """Stack the two sides of a loader's batch, with targets and weights; see `next_token_batch`.
 
     Returns:
-        `input_ids`, `segment_ids`, `position_ids`, `targets`, `weights`, each [b, 2, s].
+        `input_ids`, `segment_ids`, `position_ids`, `targets`, `weights`, each [b, 2, s], and the
+        further arrays that both sides have.
 
     Raises:
-        ConfigError: a side is missing, or their shapes differ.
+        ConfigError: a side is missing, or the shapes of the sides differ.
     """
     made = []
     for side in sides:
@@ -46,30 +51,37 @@ def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> dict[str, np
     if shapes[0] != shapes[1]:
         raise ConfigError(
             f"{sides[0]}_input_ids has shape {shapes[0]}, {sides[1]}_input_ids {shapes[1]}: the "
-            "two answers of a pair stand in the same row"
+            "two answers of a pair must be in the same row"
         )
-    return {name: np.stack([part[name] for part in made], axis=1) for name in made[0]}
+    both = [name for name in made[0] if name in made[1]]
+    arrays = {name: np.stack([part[name] for part in made], axis=1) for name in both}
+    return Inputs(arrays, {name: paired(made[0].axes_of(name)) for name in both})
 
 
-def as_rows(batch: Batch) -> dict[str, jax.Array]:
-    """The arrays [b, 2, s] as rows for a model, [2 b, s]."""
-    return {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
+def paired(axes: Axes = TOKENS) -> Axes:
+    """Return the axes of an array [b, 2, ...] from the axes of one side, [b, ...]."""
+    return (axes[0], None, *axes[1:])
+
+
+def as_rows(batch: Mapping[str, jax.Array]) -> Batch:
+    """Return the arrays [b, 2, ...] as rows for a model, [2 b, ...]."""
+    return Inputs({name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()})
 
 
 def by_side(answers: Answers) -> tuple[Answers, Answers]:
-    """Chosen and rejected, [b, s] each, from the answers of rows [2 b, s]."""
+    """Split the answers of rows [2 b, s] into chosen and rejected ones, [b, s] each."""
     logps, tokens = (sides_of(rows) for rows in answers)
     return Answers(logps[0], tokens[0]), Answers(logps[1], tokens[1])
 
 
 def sides_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of the chosen and of the rejected answers, [b, s] each, from rows [2 b, s]."""
+    """Split rows [2 b, s] into the rows of the chosen and of the rejected answers, [b, s] each."""
     stacked = rows.reshape(-1, 2, rows.shape[-1])
     return stacked[:, 0], stacked[:, 1]
 
 
 def smoothed(scores: jax.Array, smoothing: float) -> jax.Array:
-    """`-log sigmoid(scores)`, where a share of the pairs is labelled the wrong way round."""
+    """Return `-log sigmoid(scores)` if a share of the pairs has the wrong label."""
     right, wrong = jax.nn.log_sigmoid(scores), jax.nn.log_sigmoid(-scores)
     return -(1 - smoothing) * right - smoothing * wrong
 
@@ -79,12 +91,12 @@ def pair_metrics(
     rewards: tuple[jax.Array, ...],
     logps: tuple[jax.Array, ...],
 ) -> dict[str, Metric]:
-    """The figures that every method of pairs logs, with TRL's names; means over the pairs.
+    """Return the figures that every method of pairs logs, with TRL's names; means over the pairs.
 
     Args:
         present: 1 where a slot [b, s] holds a pair.
-        rewards: of the chosen and of the rejected answers, [b, s].
-        logps: their log-probabilities.
+        rewards: rewards of the chosen and of the rejected answers, [b, s].
+        logps: log-probabilities of these answers.
     """
     pairs = jnp.sum(present)
     chosen, rejected = rewards

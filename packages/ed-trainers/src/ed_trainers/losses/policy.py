@@ -1,7 +1,7 @@
-"""What a policy says of the tokens that it sampled, in chunks: never full logits.
+"""Log-probabilities and entropy of a policy on sampled tokens, in chunks, without full logits.
 
-The logits exist for one chunk of tokens at a time; the backward pass makes them again. As in
-`token_loss`, each device walks over its own tokens; the vocabulary stays with the compiler.
+The logits exist for one chunk of tokens at a time; the backward pass computes them again. As in
+`token_loss`, each device processes its own tokens; the compiler partitions the vocabulary.
 
 Legend: b rows, s positions, c tokens of a chunk, v vocabulary.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ed_infra.outputs import CausalLMOutput
+from ed_infra.outputs import CausalLMOutput, Metric
 from ed_layers.losses import split, target_logit
 from ed_layers.projections.head import Head
 from ed_models.protocol import LanguageModel
@@ -29,12 +29,12 @@ DEFAULT_CHUNK = 256
 
 
 class Truncation(NamedTuple):
-    """The filters of the sampling, which the engine applies after the temperature, in this order.
+    """The filters of the sampling, applied after the temperature in this order.
 
     Attributes:
         top_k: 0 keeps all tokens.
-        top_p: of what `top_k` left; 1 keeps all tokens.
-        min_p: relative to the most probable token; 0 keeps all tokens.
+        top_p: probability kept of the tokens that `top_k` leaves; 1 keeps all tokens.
+        min_p: smallest probability relative to the most probable token; 0 keeps all tokens.
     """
 
     top_k: int
@@ -49,8 +49,8 @@ class Truncation(NamedTuple):
     def log_mass(self, logps: Float[Array, "c v"]) -> Float[Array, " c"]:
         """Return the logarithm of the probability that the filters leave.
 
-        The filters compare sorted numbers, which exist once in memory. Unsorted ones may be
-        computed twice by a compiled program, with different last bits, which moves the cutoff.
+        The filters compare sorted numbers, which exist once in memory. A compiled program may
+        compute unsorted numbers twice, with different last bits, which moves the cutoff.
         """
         ordered = jnp.sort(logps, axis=-1, descending=True)
         kept = jnp.ones(ordered.shape, bool)
@@ -62,19 +62,19 @@ class Truncation(NamedTuple):
             kept &= before < self.top_p * jnp.sum(probs, axis=-1, keepdims=True)
         if self.min_p > 0:
             kept &= ordered >= ordered[:, :1] + jnp.log(self.min_p)
-        # Equal tokens are kept together, as in the engine.
+        # As in the engine, all tokens with the same probability are kept.
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         return jax.nn.logsumexp(jnp.where(ordered >= least, ordered, -jnp.inf), axis=-1)
 
 
 class Policy(NamedTuple):
-    """Figures of the tokens of rows, each float32 [b, s], at the position that predicts the token.
+    """Figures of the tokens of rows, float32 [b, s], at the position that predicts the token.
 
     Attributes:
         logps: log-probability of the token at the sampling's temperature, in nats.
-        entropy: of that distribution, in nats; without gradient.
+        entropy: entropy of that distribution, in nats; without gradient.
         sampled_logps: log-probability of the token after the filters of the sampling, without
-            gradient; None where no filters were given.
+            gradient; None without filters.
     """
 
     logps: Float[Array, "b s"]
@@ -92,15 +92,15 @@ def token_policy(
     chunk: int | None,
     truncation: Truncation | None = None,
 ) -> tuple[CausalLMOutput, Policy]:
-    """Return the output of a forward pass, and the figures of each target.
+    """Return the output of a forward pass and the figures of each target.
 
     Args:
         model: learner or frozen model.
-        rows: `input_ids`, `segment_ids`, `position_ids`, `targets` [b, s].
+        rows: `targets` [b, s] and the inputs of the model.
         key: dropout key.
-        placement: says which devices hold which tokens.
-        temperature: the logits are divided by it.
-        chunk: tokens whose logits exist at once on a device; None lets the loss choose.
+        placement: determines which devices hold which tokens.
+        temperature: divisor of the logits.
+        chunk: number of tokens whose logits exist at once on a device; None uses the default.
         truncation: compute `sampled_logps` with these filters.
     """
     output = forward(model, rows, key)
@@ -117,7 +117,7 @@ def token_policy(
             chosen = target_logit(logp, part[1])
             if truncation is None:
                 return carry, (chosen, entropy)
-            # Rounding may put the sampled token just outside of the filters: at most certain.
+            # Due to rounding the filters may exclude the sampled token: the bound is 0.
             truncated = jax.lax.stop_gradient(chosen) - truncation.log_mass(fixed)
             return carry, (chosen, entropy, jnp.minimum(truncated, 0.0))
 
@@ -127,7 +127,35 @@ def token_policy(
         return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in found)
 
     targets = rows["targets"]
-    sharding = placement.sharding(targets.shape, stacked=False)
+    sharding = placement.sharding(targets.shape)
     spec = sharding.spec
     run = by_device(local, sharding, (spec, PartitionSpec(), spec), spec)
     return output, Policy(*run(output.last_hidden_state, model.head(), targets))
+
+
+def old_logps(batch: Batch, policy: Policy) -> jax.Array:
+    """Return the log-probabilities before the steps; by default the present ones."""
+    return batch.get("old_logps", jax.lax.stop_gradient(policy.logps))
+
+
+def row_metrics(batch: Batch, policy: Policy) -> dict[str, Metric]:
+    """Return the reward of the rows and the entropy of their tokens."""
+    weights, scored = batch["weights"], batch["scored"]
+    return {
+        "reward": Metric.of(jnp.sum(batch["rewards"] * scored), jnp.sum(scored)),
+        "entropy": Metric.of(jnp.sum(policy.entropy * weights), jnp.sum(weights)),
+    }
+
+
+def clip_metrics(
+    ratios: jax.Array, advantages: jax.Array, weights: jax.Array, lower: float, upper: float
+) -> dict[str, Metric]:
+    """Return the shares of clipped ratios, with TRL's names; all arrays have one shape."""
+    low = ((ratios < lower) & (advantages < 0)).astype(jnp.float32)
+    high = ((ratios > upper) & (advantages > 0)).astype(jnp.float32)
+    total = jnp.sum(weights)
+    return {
+        "clip_ratio/low_mean": Metric.of(jnp.sum(low * weights), total),
+        "clip_ratio/high_mean": Metric.of(jnp.sum(high * weights), total),
+        "clip_ratio/region_mean": Metric.of(jnp.sum((low + high) * weights), total),
+    }

@@ -1,28 +1,34 @@
-"""The methods, one file each, and `trainer_class`, which finds one by its name.
+"""The methods, one file each, and `trainer_class`, which returns the trainer of a method.
 
-The table of methods is in `ed_trainers.arguments`, jax-free; a file is imported when its method is
-asked for.
+The table of methods is in `ed_trainers.arguments`, which does not import jax; the file of a method
+is imported when its trainer is requested.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from functools import cache
+from typing import TYPE_CHECKING
 
-from ed_infra import lazy
-
-from ed_trainers.arguments import METHODS, method
+from ed_trainers.arguments import method
 
 if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer
 
-_load, _, _ = lazy.attach(__name__, {name: entry.trainer for name, entry in METHODS.items()})
 
-
+@cache
 def trainer_class(trainer_type: str) -> type[Trainer]:
-    """Return the trainer of a method; the method's file is imported here.
+    """Return the trainer of a method, shipped or of an installed package.
 
     Raises:
-        ConfigError: the method is not known.
+        ConfigError: the method is unknown.
     """
-    method(trainer_type)
-    return cast("type[Trainer]", _load(trainer_type))
+    from ed_trainers.contract import Method
+    from ed_trainers.trainer import Trainer, trainer_of
+
+    entry = method(trainer_type)
+    found = entry.load()
+    if isinstance(found, Method):
+        return trainer_of(found, entry, f"{trainer_type}_trainer")
+    assert isinstance(found, type)
+    assert issubclass(found, Trainer)
+    return found

@@ -1,58 +1,69 @@
-"""Binary classifier optimization: good answers against bad ones, each by itself.
+"""Binary classifier optimization: single good answers and bad answers.
 
 Jung et al., arXiv:2404.04656, eq. 12: cross-entropy of a classifier whose score is the reward
-`beta log(p / p_ref)` less a shift, half way between the mean rewards of good and of bad answers.
-The paper takes a moving average of the shift. Here the shift is that of the whole step, or of the
-whole evaluation, so that a step follows from its batch alone.
+`beta log(p / p_ref)` minus a shift, the middle of the mean rewards of good and of bad answers. The
+paper uses a moving average of the shift. This implementation uses the shift of the whole step, or
+of the whole evaluation, so a step depends on its batch only.
 
 Legend: b rows, s slots of answers.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from ed_infra.outputs import Metric
 from jax.nn import log_sigmoid
 
-from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.methods.labelled import LabelledTrainer, Scored
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.arguments import METHODS
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
+from ed_trainers.methods.labelled import ScoredAnswers, prepare_labelled, score_answers
+from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
 from ed_trainers.options.labels import BCOArguments
+from ed_trainers.trainer import Trainer
 
 
-class BCOTrainer(LabelledTrainer):
-    """Learns to tell good answers from bad ones, near a reference; `arguments`: BCOArguments."""
+def statistics(
+    run: MethodRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> dict[str, Metric]:
+    """Return the mean rewards of good and of bad answers."""
+    return _means(run, score_answers(run, models, batch, key)[1])
 
-    arguments_class: ClassVar[type[TrainingArguments]] = BCOArguments
-    arguments: BCOArguments
-    progress_columns: ClassVar[tuple[str, ...]] = (
-        "loss",
-        "delta",
-        "rewards/chosen",
-        "rewards/rejected",
-    )
 
-    def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
-        """Mean rewards of good and of bad answers."""
-        return self._means(self.scored(models, batch, key)[1])
+def loss(run: MethodRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the cross-entropy summed over the answers, weighted by kind."""
+    arguments = run.arguments
+    output, scored = score_answers(run, models, batch, key)
+    means = {name: metric.value for name, metric in _means(run, scored).items()}
+    shift = sum(batch.get(name, mean) for name, mean in means.items()) / len(means)
+    rewards = arguments.beta * scored.ratios - jax.lax.stop_gradient(shift)
+    good = -arguments.desirable_weight * scored.good * log_sigmoid(rewards)
+    bad = -arguments.undesirable_weight * scored.bad * log_sigmoid(-rewards)
+    count = jnp.sum(scored.good + scored.bad)
+    metrics = scored.metrics(arguments.beta)
+    metrics["delta"] = Metric.of(shift * count, count)
+    return Loss.of(output, jnp.sum(good + bad), count, **metrics)
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the cross-entropy summed over the answers, weighted by kind."""
-        arguments = self.arguments
-        output, scored = self.scored(models, batch, key)
-        means = {name: metric.value for name, metric in self._means(scored).items()}
-        shift = sum(batch.get(name, mean) for name, mean in means.items()) / len(means)
-        rewards = arguments.beta * scored.ratios - jax.lax.stop_gradient(shift)
-        good = -arguments.desirable_weight * scored.good * log_sigmoid(rewards)
-        bad = -arguments.undesirable_weight * scored.bad * log_sigmoid(-rewards)
-        count = jnp.sum(scored.good + scored.bad)
-        metrics = scored.metrics(arguments.beta)
-        metrics["delta"] = Metric.of(shift * count, count)
-        return Loss.of(output, jnp.sum(good + bad), count, **metrics)
 
-    def _means(self, scored: Scored) -> dict[str, Metric]:
-        figures = scored.metrics(self.arguments.beta)
-        return {name: figures[name] for name in ("rewards/chosen", "rewards/rejected")}
+def _means(run: MethodRun[BCOArguments], scored: ScoredAnswers) -> dict[str, Metric]:
+    figures = scored.metrics(run.arguments.beta)
+    return {name: figures[name] for name in ("rewards/chosen", "rewards/rejected")}
+
+
+BCO = Method[BCOArguments](
+    prepare=prepare_labelled,
+    loss=loss,
+    statistics=statistics,
+    parts=(Reference,),
+    before_training=compute_ahead,
+    whole_batches=reads_whole_batches,
+    per_token=False,
+    progress_columns=("loss", "delta", "rewards/chosen", "rewards/rejected"),
+)
+
+
+class BCOTrainer(Trainer):
+    """Trains a model to tell good answers from bad answers; `arguments` are `BCOArguments`."""
+
+    entry = METHODS["bco"]
+    record = BCO

@@ -1,80 +1,92 @@
-"""Contrastive preference optimization, without a reference: chosen answers likelier than rejected.
+"""Contrastive preference optimization and SimPO, without a reference.
 
-Xu et al., arXiv:2401.08417; `hinge` (SLiC, 2305.10425), `ipo` (2310.12036) and `simpo` (2405.14734)
-as in TRL's trainer.
+CPO: Xu et al., arXiv:2401.08417; `hinge` (SLiC, 2305.10425), `ipo` (2310.12036) and `simpo`
+(2405.14734) as in TRL's trainer. SimPO (Meng et al., arXiv:2405.14734) is CPO with
+`loss_type: simpo` and `cpo_alpha: 0`.
 
 Legend: b rows, s slots of pairs.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from ed_infra.outputs import Metric
 from jax.nn import relu
 
-from ed_trainers.contract import Loss, Models
+from ed_trainers.arguments import METHODS
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
 from ed_trainers.losses.pairs import pair_metrics, smoothed
-from ed_trainers.methods.pairs import PairTrainer, ScoredPairs
-from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.preference import ContrastArguments, CPOArguments
+from ed_trainers.methods.pairs import COLUMNS, prepare_pairs, score_pairs
+from ed_trainers.options.preference import CPOArguments, SimPOArguments
+from ed_trainers.trainer import Trainer
 
 
-class CPOTrainer(PairTrainer):
-    """Learns to prefer the chosen answer of each pair, and to write it.
+def loss(
+    run: MethodRun[CPOArguments] | MethodRun[SimPOArguments],
+    models: Models,
+    batch: Batch,
+    key: jax.Array | None,
+) -> Loss:
+    """Return the loss summed over the pairs, and the cross-entropy of the chosen tokens.
 
-    `arguments` are `CPOArguments`; batches have `chosen_*` and `rejected_*`. See `Trainer` for the
-    rest.
+    TRL's `nll_loss` has no factor, so the weighted term has its own name.
     """
+    arguments = run.arguments
+    loss_type, weight = "simpo", 0.0
+    if isinstance(arguments, CPOArguments):
+        loss_type, weight = arguments.loss_type, arguments.cpo_alpha
+    pairs = score_pairs(run, models, batch, key)
+    chosen, rejected, present = pairs.chosen, pairs.rejected, pairs.present
+    per_token = loss_type in ("ipo", "simpo")
+    logps = [side.mean_logps if per_token else side.logps for side in (chosen, rejected)]
+    total = jnp.sum(present * pair_losses(arguments, loss_type, logps[0] - logps[1]))
+    beta = arguments.beta
+    metrics = pair_metrics(present, (beta * logps[0], beta * logps[1]), (logps[0], logps[1]))
+    tokens = jnp.sum(chosen.tokens)
+    cross_entropy = -jnp.sum(chosen.logps)
+    found = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
+    if weight:
+        found.sums["weighted_nll_loss"] = Metric.of(weight * cross_entropy, tokens)
+        found.metrics["nll_loss"] = Metric.of(cross_entropy, tokens)
+    return found
 
-    arguments_class: ClassVar[type[TrainingArguments]] = CPOArguments
-    arguments: ContrastArguments
 
-    @property
-    def loss_type(self) -> str:
-        """The loss of a pair."""
-        assert isinstance(self.arguments, CPOArguments)
-        return self.arguments.loss_type
+def pair_losses(
+    arguments: CPOArguments | SimPOArguments, loss_type: str, difference: jax.Array
+) -> jax.Array:
+    """Return the loss of each pair [b, s] from the difference of its log-probabilities."""
+    beta = arguments.beta
+    match loss_type:
+        case "simpo":
+            margin = beta * difference - arguments.simpo_gamma
+            return smoothed(margin, arguments.label_smoothing)
+        case "sigmoid":
+            return smoothed(beta * difference, arguments.label_smoothing)
+        case "hinge":
+            return relu(1 - beta * difference)
+        case "ipo":
+            return (difference - 1 / (2 * beta)) ** 2
+    raise AssertionError(loss_type)
 
-    @property
-    def cross_entropy_weight(self) -> float:
-        """Weight of the cross-entropy of the chosen answer."""
-        assert isinstance(self.arguments, CPOArguments)
-        return self.arguments.cpo_alpha
 
-    def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
-        """Return the loss summed over the pairs, and the cross-entropy of the chosen tokens.
+CPO = Method[CPOArguments](
+    prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=COLUMNS
+)
+SIMPO = Method[SimPOArguments](
+    prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=COLUMNS
+)
 
-        TRL's `nll_loss` has no factor, so the term of the total has a name of its own.
-        """
-        chosen, rejected, present = pairs.chosen, pairs.rejected, pairs.present
-        per_token = self.loss_type in ("ipo", "simpo")
-        logps = [side.mean_logps if per_token else side.logps for side in (chosen, rejected)]
-        total = jnp.sum(present * self.pair_losses(logps[0] - logps[1]))
-        beta = self.arguments.beta
-        metrics = pair_metrics(present, (beta * logps[0], beta * logps[1]), (logps[0], logps[1]))
-        tokens = jnp.sum(chosen.tokens)
-        cross_entropy = -jnp.sum(chosen.logps)
-        found = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
-        if self.cross_entropy_weight:
-            weighted = self.cross_entropy_weight * cross_entropy
-            found.sums["weighted_nll_loss"] = Metric.of(weighted, tokens)
-            found.metrics["nll_loss"] = Metric.of(cross_entropy, tokens)
-        return found
 
-    def pair_losses(self, difference: jax.Array) -> jax.Array:
-        """The loss of each pair [b, s], of the difference of its log-probabilities."""
-        arguments, beta = self.arguments, self.arguments.beta
-        match self.loss_type:
-            case "simpo":
-                margin = beta * difference - arguments.simpo_gamma
-                return smoothed(margin, arguments.label_smoothing)
-            case "sigmoid":
-                return smoothed(beta * difference, arguments.label_smoothing)
-            case "hinge":
-                return relu(1 - beta * difference)
-            case "ipo":
-                return (difference - 1 / (2 * beta)) ** 2
-        raise AssertionError(self.loss_type)
+class CPOTrainer(Trainer):
+    """Trains a model to prefer and to write the chosen answers; `arguments` are `CPOArguments`."""
+
+    entry = METHODS["cpo"]
+    record = CPO
+
+
+class SimPOTrainer(Trainer):
+    """Trains a model to prefer the chosen answers by a margin; `arguments` are `SimPOArguments`."""
+
+    entry = METHODS["simpo"]
+    record = SIMPO

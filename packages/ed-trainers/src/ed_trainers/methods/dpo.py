@@ -11,59 +11,52 @@ Legend: b rows, s slots of pairs.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Float
 
+from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Loss, Models
-from ed_trainers.losses.pairs import pair_metrics, sides_of, smoothed
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.pairs import pair_batch, pair_metrics, sides_of, smoothed
 from ed_trainers.losses.segments import Answers
-from ed_trainers.methods.pairs import PairTrainer, ScoredPairs
-from ed_trainers.methods.reference import ReferenceTrainer
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.methods.pairs import COLUMNS, score_pairs
+from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
 from ed_trainers.options.preference import DPOArguments
+from ed_trainers.trainer import Trainer
 
 
-class DPOTrainer(PairTrainer, ReferenceTrainer):
-    """Learns to prefer the chosen answer of each pair, near a reference.
+def prepare(run: MethodRun[DPOArguments], batch: HostBatch) -> Prepared:
+    """Stack the pairs, [b, 2, s]; see `pair_batch`."""
+    return run.part(Reference).add_logps(pair_batch(batch))
 
-    `arguments` are `DPOArguments`; batches have `chosen_*` and `rejected_*`. See `Trainer` and
-    `ReferenceTrainer` for the rest.
-    """
 
-    arguments_class: ClassVar[type[TrainingArguments]] = DPOArguments
-    arguments: DPOArguments
-    rows_of_a_row: ClassVar[int] = 2
-
-    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Stack the pairs, [b, 2, s]; see `pair_batch`."""
-        return self.with_reference(super().prepare(batch))
-
-    def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
-        """Return the loss summed over the pairs."""
-        sides, present = (pairs.chosen, pairs.rejected), pairs.present
-        references = sides_of(self.reference_logps(models, pairs.rows))
-        ratios = [
-            Answers(side.logps - reference, side.tokens)
-            for side, reference in zip(sides, references, strict=True)
-        ]
-        total = jnp.sum(present * pair_losses(self.arguments, *ratios))
-        rewards = tuple(self.arguments.beta * ratio.logps for ratio in ratios)
-        metrics = pair_metrics(present, rewards, tuple(side.logps for side in sides))
-        return Loss.of(pairs.output, total, jnp.sum(present), **metrics)
+def loss(run: MethodRun[DPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the loss summed over the pairs."""
+    pairs = score_pairs(run, models, batch, key)
+    sides, present = (pairs.chosen, pairs.rejected), pairs.present
+    references = sides_of(run.part(Reference).logps(models, pairs.rows))
+    ratios = [
+        Answers(side.logps - reference, side.tokens)
+        for side, reference in zip(sides, references, strict=True)
+    ]
+    total = jnp.sum(present * pair_losses(run.arguments, *ratios))
+    rewards = tuple(run.arguments.beta * ratio.logps for ratio in ratios)
+    metrics = pair_metrics(present, rewards, tuple(side.logps for side in sides))
+    return Loss.of(pairs.output, total, jnp.sum(present), **metrics)
 
 
 def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> Float[Array, "b s"]:
-    """The loss of each pair.
+    """Return the loss of each pair.
 
     Args:
-        arguments: say which loss.
-        chosen: log-ratios to the reference, in place of log-probabilities.
-        rejected: the same of the other answer.
+        arguments: options that select the loss.
+        chosen: log-ratios of the chosen answers to the reference.
+        rejected: log-ratios of the rejected answers to the reference.
     """
     beta, smoothing = arguments.beta, arguments.smoothing
     difference = chosen.logps - rejected.logps
@@ -101,3 +94,21 @@ def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> 
         case "apo_down":
             return sigmoid(beta * chosen.logps) + 1 - sigmoid(beta * difference)
     raise AssertionError(arguments.loss_type)
+
+
+DPO = Method[DPOArguments](
+    prepare=prepare,
+    loss=loss,
+    parts=(partial(Reference, sides=2),),
+    before_training=compute_ahead,
+    whole_batches=reads_whole_batches,
+    per_token=False,
+    progress_columns=COLUMNS,
+)
+
+
+class DPOTrainer(Trainer):
+    """Trains a model to prefer the chosen answer of each pair; `arguments` are `DPOArguments`."""
+
+    entry = METHODS["dpo"]
+    record = DPO

@@ -1,142 +1,263 @@
-"""Group relative policy optimization: a completion's advantage is its reward beside its group's.
+"""Group relative policy optimization: an advantage is a reward relative to the group's rewards.
 
-Shao et al., arXiv:2402.03300; `loss_type` and the relatives are in `GRPOArguments`. Formulas as in
+Shao et al., arXiv:2402.03300; `GRPOArguments` has the related losses of `loss_type`. Formulas as in
 TRL's trainer: the ratio is clipped as in PPO, and the divergence from the reference, estimated as
 `exp(d) - d - 1`, is added to the loss of each token. Truncated importance sampling between engine
-and trainer is of Yao et al. (2025).
+and trainer is from Yao et al. (2025).
 
-Legend: n completions, s positions.
+`rlvr` (Lambert et al., arXiv:2411.15124) is the same method with rewards that rules verify.
+
+Legend: n completions, s positions, p prompts, g completions of a prompt (n = p g).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.outputs import Metric
+from ed_models.protocol import LanguageModel
 
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.arguments import METHODS
+from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
+from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.groups import (
-    GroupTrainer,
-    clip_metrics,
-    nanmean,
-    nanstd,
-    old_logps,
-    row_metrics,
+from ed_trainers.online.phase import (
+    HELD_OUT,
+    Phase,
+    Question,
+    Rows,
+    Scorer,
+    Scores,
+    online_method,
+    policy_of,
 )
-from ed_trainers.online.rewarded import Scores
-from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.groups import GRPOArguments
+from ed_trainers.options.groups import GroupArguments, GRPOArguments
 from ed_trainers.rollout import Weights
+from ed_trainers.trainer import Trainer
 
-# TRL's: keeps advantages finite where all rewards of a group are equal.
+#: Number of consecutive steps with equal rewards in every group after which a warning is printed.
+EQUAL_STEPS = 10
+#: Figures in the terminal and the summary.
+COLUMNS = ("reward", "kl", "completions/mean_length", "loss")
+# TRL's constant: keeps advantages finite if all rewards of a group are equal.
 _SMALL = 1e-4
 
 
-class GRPOTrainer(GroupTrainer):
-    """Learns from groups of completions and their rewards; `arguments` are `GRPOArguments`.
+# --- a generation ---
 
-    See `RewardedTrainer`, `OnlineTrainer` and `Trainer` for what it is made with.
+
+def rows(
+    run: MethodRun[GRPOArguments], completions: Completions, weights: Weights, number: int
+) -> Rows:
+    """Return the rows of `group_rows`, with `correction` [n, s] for the engine's sampling."""
+    asks = keeps_old(run) or run.arguments.has_reference
+    made, figures = group_rows(
+        run, completions, weights, number, asks=asks, ask=policies, advantages=advantages
+    )
+    if not run.arguments.corrects:
+        return made, figures
+    sampled = completions.at_tokens(completions.logprobs, made["weights"].shape[1])
+    own = made.pop("sampled_logps", made["old_logps"])
+    made["correction"], more = correction(run.arguments, own, sampled, made["weights"])
+    return made, {**figures, **more}
+
+
+def keeps_old(run: MethodRun[GRPOArguments]) -> bool:
+    """Whether the log-probabilities before the steps are computed.
+
+    The correction compares them with the log-probabilities of the engine. Without a correction, one
+    step per generation does not need them: the step computes the same values.
+    """
+    return run.arguments.updates_per_generation > 1 or run.arguments.corrects
+
+
+def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
+    """Return `old_logps` and `reference_logps` [n, s] of rows, as far as the loss reads them.
+
+    If samples are corrected and the sampling has filters, the forward pass also returns
+    `sampled_logps`.
+    """
+    out = {}
+    if keeps_old(run):
+        _, own = policy_of(run, models.learner, batch, truncated=run.arguments.corrects)
+        out["old_logps"] = own.logps
+        if own.sampled_logps is not None:
+            out["sampled_logps"] = own.sampled_logps
+    if run.arguments.has_reference:
+        out["reference_logps"] = policy_of(run, models["reference"], batch)[1].logps
+    return out
+
+
+def advantages(
+    run: MethodRun[GRPOArguments], scores: Scores, made: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Return the rewards minus the mean of their group, scaled by `scale_rewards`, [n]."""
+    del made
+    arguments = run.arguments
+    groups = scores.total.reshape(-1, arguments.num_return_sequences)
+    found = groups - nanmean(groups)
+    if arguments.scale_rewards == "group":
+        found = found / (nanstd(groups) + _SMALL)
+    elif arguments.scale_rewards == "batch":
+        found = found / (nanstd(scores.total) + _SMALL)
+    return found.reshape(-1)
+
+
+def group_rows(
+    run: MethodRun,
+    completions: Completions,
+    weights: Weights,
+    number: int,
+    *,
+    asks: bool,
+    ask: Question,
+    advantages: Callable[[MethodRun, Scores, dict[str, np.ndarray]], np.ndarray],
+) -> Rows:
+    """Return one row per completion, with the arrays of `ask`, and figures for the log.
+
+    `advantages` [n] is 0 for a completion without a reward, `present` [n] is 1, and `tokens` [n] is
+    the mean number of counted tokens of the generation.
+
+    Args:
+        run: the run of the method.
+        completions: the completions of groups, ordered by prompt.
+        weights: the weights that sampled them.
+        number: number of the generation.
+        asks: whether the loss or the advantages read arrays of `ask`.
+        ask: returns arrays [n, s] from the models.
+        advantages: returns the advantage of each completion, [n], NaN without a reward.
+    """
+    options = run.arguments
+    assert isinstance(options, GroupArguments), "the options of a method that compares groups"
+    made = dict(completions.rows(options.row_length))
+    if options.mask_truncated_completions:
+        made["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
+    if asks:
+        made |= run.part(Phase).ask(ask, made, weights)
+    scores = run.part(Scorer).score(completions, made, weights)
+    known = np.isfinite(scores.total)
+    found = advantages(run, scores, made)
+    count = len(completions)
+    groups = scores.total.reshape(-1, options.num_return_sequences)
+    figures = scores.figures()
+    figures["frac_reward_zero_std"] = float(np.mean(nanstd(groups) < 1e-8))
+    made |= {
+        "advantages": np.where(known, np.nan_to_num(found), 0).astype(np.float32),
+        "rewards": np.where(known, scores.total, 0).astype(np.float32),
+        "scored": known.astype(np.float32),
+        "present": np.ones(count, np.float32),
+        "tokens": np.full(count, made["weights"].sum() / count, np.float32),
+    }
+    if number != HELD_OUT:
+        run.part(EqualRewards).check(made["rewards"], figures["frac_reward_zero_std"] == 1)
+    return made, figures
+
+
+class EqualRewards:
+    """Prints a warning if the rewards of every group are equal for many steps.
+
+    Args:
+        run: the run of the method.
+        models: the frozen models by role; unchanged.
     """
 
-    arguments_class: ClassVar[type[TrainingArguments]] = GRPOArguments
-    arguments: GRPOArguments
+    def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
+        del models
+        assert isinstance(run.arguments, GroupArguments), "the options of groups"
+        self._updates, self._steps = run.arguments.updates_per_generation, 0
 
-    @property
-    def keeps_old(self) -> bool:
-        """See `GroupTrainer`; the correction compares them with the engine's."""
-        return super().keeps_old or self.arguments.corrects
+    def check(self, rewards: np.ndarray, equal: bool) -> None:
+        """Count the steps of a generation.
 
-    @property
-    def compares_samples(self) -> bool:
-        """See `GroupTrainer`."""
-        return self.arguments.corrects
+        Args:
+            rewards: rewards of the generation, [n].
+            equal: whether the rewards of each group are equal.
+        """
+        before, self._steps = self._steps, self._steps + self._updates if equal else 0
+        if before < EQUAL_STEPS <= self._steps and jax.process_index() == 0:
+            print(_equal_rewards(rewards, self._steps), flush=True)
 
-    def advantages(self, scores: Scores, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return rewards less the mean of their group, scaled as the arguments say, [n]."""
-        del rows
-        arguments = self.arguments
-        groups = scores.total.reshape(-1, arguments.num_return_sequences)
-        advantages = groups - nanmean(groups)
-        if arguments.scale_rewards == "group":
-            advantages = advantages / (nanstd(groups) + _SMALL)
-        elif arguments.scale_rewards == "batch":
-            advantages = advantages / (nanstd(scores.total) + _SMALL)
-        return advantages.reshape(-1)
 
-    def rows_of(
-        self, completions: Completions, weights: Weights
-    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Add `correction` [n, s] to the rows of `GroupTrainer`."""
-        rows, figures = super().rows_of(completions, weights)
-        if not self.arguments.corrects:
-            return rows, figures
-        sampled = completions.at_tokens(completions.logprobs, rows["weights"].shape[1])
-        own = rows.pop("sampled_logps", rows["old_logps"])
-        rows["correction"], more = correction(self.arguments, own, sampled, rows["weights"])
-        return rows, {**figures, **more}
+def _equal_rewards(rewards: np.ndarray, steps: int) -> str:
+    """Return the warning about groups whose completions all have the same reward."""
+    seen = ", ".join(f"{value:g}" for value in np.unique(rewards)[:3])
+    return (
+        f"warning: for {steps} steps in a row, all completions of each prompt had equal rewards "
+        f"(the last ones: {seen}). The advantages are 0, so the model learns nothing from them. "
+        "Check that the reward functions read the completions in the shape they get (with chat "
+        "prompts a completion is a list of messages), that the task is neither too hard nor "
+        "solved, that max_completion_length is long enough, and that temperature is high enough "
+        "for different completions"
+    )
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
-        arguments, weights = self.arguments, batch["weights"]
-        output, policy = self.policy(models.learner, batch, key)
-        tokens = jnp.sum(weights, axis=-1)
-        advantages = batch["advantages"][:, None]
-        lower, upper = 1 - arguments.epsilon, 1 + arguments.upper
 
-        log_ratios = (policy.logps - old_logps(batch, policy)) * weights
-        if arguments.by_sequence:
-            log_ratios = jnp.sum(log_ratios, axis=-1, keepdims=True)
-            log_ratios = log_ratios / jnp.maximum(tokens[:, None], 1)
-        ratios = jnp.exp(log_ratios)
-        metrics = row_metrics(batch, policy)
-        kl = None
-        if arguments.has_reference:
-            apart = (batch["reference_logps"] - policy.logps) * weights
-            kl = jnp.exp(apart) - apart - 1
-            kl = kl * ratios if arguments.use_bias_correction_kl else kl
-            metrics["kl"] = Metric.of(jnp.sum(kl * weights), jnp.sum(tokens))
+# --- the loss ---
 
-        spread, counted = jnp.broadcast_arrays(ratios, weights)
-        if arguments.by_sequence:
-            counted = jnp.where(jnp.arange(weights.shape[-1]) == 0, batch["present"][:, None], 0)
-        if arguments.loss_type == "cispo":
-            fixed = jax.lax.stop_gradient(jnp.minimum(ratios, arguments.upper))
-            losses = -fixed * advantages * policy.logps
-            clipped = ((spread > arguments.upper) & (advantages > 0)).astype(jnp.float32)
-            share = Metric.of(jnp.sum(clipped * counted), jnp.sum(counted))
-            metrics["cispo_clip_ratio"] = share
-        else:
-            bounded = ratios if arguments.delta is None else jnp.minimum(ratios, arguments.delta)
-            clipped = jnp.clip(ratios, lower, upper)
-            losses = -jnp.minimum(bounded * advantages, clipped * advantages)
-            spread = jnp.broadcast_to(bounded, weights.shape)
-            metrics |= clip_metrics(spread, advantages, counted, lower, upper)
-        losses = losses * batch.get("correction", 1.0)
-        if kl is not None:
-            losses = losses + arguments.beta * kl
-        sums = jnp.sum(losses * weights, axis=-1)
-        return Loss.of(output, *self._whole(sums, tokens, batch), **metrics)
 
-    def _whole(
-        self, sums: jax.Array, tokens: jax.Array, batch: Batch
-    ) -> tuple[jax.Array, jax.Array]:
-        """The loss and its weight, from the sum of each completion's tokens and their number."""
-        present = jnp.sum(batch["present"])
-        match self.arguments.loss_type:
-            case "grpo" | "gspo":
-                return jnp.sum(sums / jnp.maximum(tokens, 1)), present
-            case "dr_grpo":
-                return jnp.sum(sums) / self.arguments.max_completion_length, present
-            case "bnpo":
-                return jnp.sum(sums), jnp.sum(tokens)
-            case "dapo" | "cispo":
-                return jnp.sum(sums), jnp.sum(batch["tokens"] * batch["present"])
-        raise AssertionError(self.arguments.loss_type)
+def loss(
+    run: MethodRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
+    """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
+    arguments, weights = run.arguments, batch["weights"]
+    output, policy = policy_of(run, models.learner, batch, key)
+    tokens = jnp.sum(weights, axis=-1)
+    advantages = batch["advantages"][:, None]
+    lower, upper = 1 - arguments.epsilon, 1 + arguments.upper
+
+    log_ratios = (policy.logps - old_logps(batch, policy)) * weights
+    if arguments.by_sequence:
+        log_ratios = jnp.sum(log_ratios, axis=-1, keepdims=True)
+        log_ratios = log_ratios / jnp.maximum(tokens[:, None], 1)
+    ratios = jnp.exp(log_ratios)
+    metrics = row_metrics(batch, policy)
+    kl = None
+    if arguments.has_reference:
+        apart = (batch["reference_logps"] - policy.logps) * weights
+        kl = jnp.exp(apart) - apart - 1
+        kl = kl * ratios if arguments.use_bias_correction_kl else kl
+        metrics["kl"] = Metric.of(jnp.sum(kl * weights), jnp.sum(tokens))
+
+    spread, counted = jnp.broadcast_arrays(ratios, weights)
+    if arguments.by_sequence:
+        counted = jnp.where(jnp.arange(weights.shape[-1]) == 0, batch["present"][:, None], 0)
+    if arguments.loss_type == "cispo":
+        fixed = jax.lax.stop_gradient(jnp.minimum(ratios, arguments.upper))
+        losses = -fixed * advantages * policy.logps
+        clipped = ((spread > arguments.upper) & (advantages > 0)).astype(jnp.float32)
+        share = Metric.of(jnp.sum(clipped * counted), jnp.sum(counted))
+        metrics["cispo_clip_ratio"] = share
+    else:
+        bounded = ratios if arguments.delta is None else jnp.minimum(ratios, arguments.delta)
+        clipped = jnp.clip(ratios, lower, upper)
+        losses = -jnp.minimum(bounded * advantages, clipped * advantages)
+        spread = jnp.broadcast_to(bounded, weights.shape)
+        metrics |= clip_metrics(spread, advantages, counted, lower, upper)
+    losses = losses * batch.get("correction", 1.0)
+    if kl is not None:
+        losses = losses + arguments.beta * kl
+    sums = jnp.sum(losses * weights, axis=-1)
+    return Loss.of(output, *_whole(run.arguments, sums, tokens, batch), **metrics)
+
+
+def _whole(
+    arguments: GRPOArguments, sums: jax.Array, tokens: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """Return the loss and its weight from the sum of each completion's losses and its tokens."""
+    present = jnp.sum(batch["present"])
+    match arguments.loss_type:
+        case "grpo" | "gspo":
+            return jnp.sum(sums / jnp.maximum(tokens, 1)), present
+        case "dr_grpo":
+            return jnp.sum(sums) / arguments.max_completion_length, present
+        case "bnpo":
+            return jnp.sum(sums), jnp.sum(tokens)
+        case "dapo" | "cispo":
+            return jnp.sum(sums), jnp.sum(batch["tokens"] * batch["present"])
+    raise AssertionError(arguments.loss_type)
 
 
 def correction(
@@ -145,11 +266,11 @@ def correction(
     """Return the factor of each token's loss, float32 [n, s], and figures for the log.
 
     Args:
-        arguments: say which correction.
+        arguments: options that select the correction.
         own: log-probabilities of the trainer, [n, s].
-        sampled: log-probabilities of the engine that sampled. Both are those of the distribution
-            that was sampled from, temperature and filters included.
-        weights: 1 where a token counts.
+        sampled: log-probabilities of the engine. Both belong to the distribution of the sampling,
+            with temperature and filters.
+        weights: 1 for the tokens of completions.
     """
     here = weights > 0
     apart = np.where(here, own - sampled, 0)
@@ -174,3 +295,44 @@ def correction(
             "sampling/importance_sampling_ratio/max": float(seen.max()),
         }
     return np.where(here, factors, 1).astype(np.float32), figures
+
+
+def nanmean(values: np.ndarray) -> np.ndarray:
+    """Return the mean of the finite values along the last axis, which is kept; NaN without any."""
+    here = np.isfinite(values)
+    count = here.sum(-1, keepdims=True)
+    total = np.where(here, values, 0).sum(-1, keepdims=True, dtype=np.float64)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def nanstd(values: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of a sample along the last axis, like `nanmean`."""
+    here = np.isfinite(values)
+    count = here.sum(-1, keepdims=True)
+    squares = np.where(here, values - nanmean(values), 0) ** 2
+    variance = squares.sum(-1, keepdims=True) / np.maximum(count - 1, 1)
+    return np.where(count > 1, np.sqrt(variance), np.nan)
+
+
+_TOKEN_ARRAYS = ("old_logps", "reference_logps", "correction")
+GRPO = online_method(
+    rows=rows,
+    loss=loss,
+    token_arrays=_TOKEN_ARRAYS,
+    parts=(Scorer, Reference, EqualRewards),
+    progress_columns=COLUMNS,
+)
+
+
+class GRPOTrainer(Trainer):
+    """Trains a model on groups of completions and their rewards; `arguments`: `GRPOArguments`."""
+
+    entry = METHODS["grpo"]
+    record = GRPO
+
+
+class RLVRTrainer(Trainer):
+    """Trains a model on rewards that rules verify; `arguments` are `RLVRArguments`."""
+
+    entry = METHODS["rlvr"]
+    record = GRPO

@@ -1,32 +1,36 @@
-"""Kahneman-Tversky optimization: good and bad answers, each by itself, against a reference point.
+"""Kahneman-Tversky optimization: single good and bad answers, relative to a reference point.
 
 Ethayarajh et al., arXiv:2402.01306, eqs. 7 and 8. The reference point, the divergence from the
 reference, is estimated as in TRL's trainer: the mean log-ratio of prompts with answers to other
 prompts, at least 0, without gradient. The mean is over the whole step, or the whole evaluation.
 
-Legend: b rows, s positions, and slots of answers.
+Legend: b rows, s positions and slots of answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric
 from jax.nn import sigmoid
 
+from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
-from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
-from ed_trainers.methods.labelled import LabelledTrainer
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.methods.labelled import prepare_labelled, score_answers
+from ed_trainers.methods.reference import Reference, compute_ahead
 from ed_trainers.options.labels import KTOArguments
+from ed_trainers.placement import with_arrays
 from ed_trainers.state import EasyDeLState
+from ed_trainers.trainer import Trainer
 
 _OTHER = "other_"
 
@@ -38,91 +42,82 @@ class Document(NamedTuple):
     answer: np.ndarray
 
 
-class KTOTrainer(LabelledTrainer):
-    """Learns to write good answers and not bad ones; `arguments` are `KTOArguments`."""
+def prepare(run: MethodRun[KTOArguments], batch: HostBatch) -> Prepared:
+    """Add `other_*`: the same prompts, each with the answer to another prompt."""
+    made = prepare_labelled(run, batch)
+    rows = documents_of(made, batch)
+    answers = [inside[-1].answer for inside in rows if inside]
+    # The only document of a batch has no other answer.
+    alone = sum(map(len, rows)) == 1
+    return _with_others(run, made, rows, answers[-1] if answers and not alone else None)
 
-    arguments_class: ClassVar[type[TrainingArguments]] = KTOArguments
-    arguments: KTOArguments
-    progress_columns: ClassVar[tuple[str, ...]] = (
-        "loss",
-        "kl",
-        "rewards/chosen",
-        "rewards/rejected",
-    )
 
-    @property
-    def whole_batches(self) -> bool:
-        """Answers go from row to row, where the loss has a reference point."""
-        return super().whole_batches or self.arguments.loss_type == "kto"
+def held_out(
+    run: MethodRun[KTOArguments], batches: Iterable[HostBatch], state: EasyDeLState
+) -> Iterator[Prepared]:
+    """Yield the held-out batches, with pairs that do not depend on the batch size.
 
-    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Add `other_*`: the same prompts, each with the answer to another one."""
-        made = super().prepare(batch)
+    The first row of a batch gets the last answer of the previous batch. If the first row of the
+    evaluation has one document, the document is not part of the reference point.
+    """
+    del state
+    before: np.ndarray | None = None
+    for batch in batches:
+        made = prepare_labelled(run, batch)
         rows = documents_of(made, batch)
-        answers = [inside[-1].answer for inside in rows if inside]
-        # The only document of a batch has no other answer.
-        alone = sum(map(len, rows)) == 1
-        return self._with_others(made, rows, answers[-1] if answers and not alone else None)
+        yield _with_others(run, made, rows, before)
+        before = next((inside[-1].answer for inside in reversed(rows) if inside), before)
 
-    def held_out(
-        self, batches: Iterable[HostBatch], state: EasyDeLState
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the held-out batches, with pairs that do not depend on the size of the batches.
 
-        The first row of a batch takes the last answer of the batch before. A first row of the
-        evaluation that holds one document counts nowhere in the reference point.
-        """
-        del state
-        before: np.ndarray | None = None
-        for batch in batches:
-            made = super().prepare(batch)
-            rows = documents_of(made, batch)
-            yield self._with_others(made, rows, before)
-            before = next((inside[-1].answer for inside in reversed(rows) if inside), before)
+def _with_others(
+    run: MethodRun[KTOArguments],
+    made: Prepared,
+    rows: list[list[Document]],
+    before: np.ndarray | None,
+) -> Prepared:
+    if run.arguments.loss_type != "kto":
+        return made
+    length = made["input_ids"].shape[1]
+    other = next_token_batch(mismatched(rows, length, before))
+    other = run.part(Reference).add_logps(other)
+    return with_arrays(made, **{f"{_OTHER}{name}": array for name, array in other.items()})
 
-    def _with_others(
-        self, made: dict[str, np.ndarray], rows: list[list[Document]], before: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
-        if self.arguments.loss_type != "kto":
-            return made
-        length = made["input_ids"].shape[1]
-        other = self.with_reference(next_token_batch(mismatched(rows, length, before)))
-        return made | {f"{_OTHER}{name}": array for name, array in other.items()}
 
-    def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
-        """The mean log-ratio of prompts with answers to other prompts, `kl`."""
-        if self.arguments.loss_type != "kto":
-            return {}
-        other = {n.removeprefix(_OTHER): x for n, x in batch.items() if n.startswith(_OTHER)}
-        _, logps = target_logps(
-            models.learner,
-            other,
-            key,
-            placement=self.placement,
-            chunk=self.arguments.lmhead_chunksize,
-            noise=self.arguments.neftune_noise_alpha,
-        )
-        own = Answers.of(logps, other["weights"], other["segment_ids"])
-        ratios = jax.lax.stop_gradient(own.logps) - self.reference_logps(models, other)
-        return {"kl": Metric.of(jnp.sum(own.present * ratios), jnp.sum(own.present))}
+def statistics(
+    run: MethodRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> dict[str, Metric]:
+    """Return the mean log-ratio of prompts with answers to other prompts, `kl`."""
+    if run.arguments.loss_type != "kto":
+        return {}
+    other = Inputs({n.removeprefix(_OTHER): x for n, x in batch.items() if n.startswith(_OTHER)})
+    _, logps = learner_logps(run, models, other, key)
+    own = Answers.of(logps, other["weights"], other["segment_ids"])
+    ratios = jax.lax.stop_gradient(own.logps) - run.part(Reference).logps(models, other)
+    return {"kl": Metric.of(jnp.sum(own.present * ratios), jnp.sum(own.present))}
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the loss summed over the answers, weighted by kind."""
-        arguments, beta = self.arguments, self.arguments.beta
-        output, scored = self.scored(models, batch, key)
-        count = jnp.sum(scored.good + scored.bad)
-        metrics = scored.metrics(beta)
-        if arguments.loss_type == "kto":
-            kl = batch["kl"] if "kl" in batch else self.statistics(models, batch, key)["kl"].value
-            kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))
-            good = 1 - sigmoid(beta * (scored.ratios - kl))
-            bad = 1 - sigmoid(beta * (kl - scored.ratios))
-            metrics["kl"] = Metric.of(kl * count, count)
-        else:
-            good, bad = 1 - sigmoid(beta * scored.ratios), sigmoid(beta * scored.ratios)
-        good = arguments.desirable_weight * scored.good * good
-        bad = arguments.undesirable_weight * scored.bad * bad
-        return Loss.of(output, jnp.sum(good + bad), count, **metrics)
+
+def loss(run: MethodRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the loss summed over the answers, weighted by kind."""
+    arguments, beta = run.arguments, run.arguments.beta
+    output, scored = score_answers(run, models, batch, key)
+    count = jnp.sum(scored.good + scored.bad)
+    metrics = scored.metrics(beta)
+    if arguments.loss_type == "kto":
+        kl = batch["kl"] if "kl" in batch else statistics(run, models, batch, key)["kl"].value
+        kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))
+        good = 1 - sigmoid(beta * (scored.ratios - kl))
+        bad = 1 - sigmoid(beta * (kl - scored.ratios))
+        metrics["kl"] = Metric.of(kl * count, count)
+    else:
+        good, bad = 1 - sigmoid(beta * scored.ratios), sigmoid(beta * scored.ratios)
+    good = arguments.desirable_weight * scored.good * good
+    bad = arguments.undesirable_weight * scored.bad * bad
+    return Loss.of(output, jnp.sum(good + bad), count, **metrics)
+
+
+def whole_batches(run: MethodRun[KTOArguments]) -> bool:
+    """Whether answers move between rows, or the reference is computed before training."""
+    return run.part(Reference).is_computed_ahead or run.arguments.loss_type == "kto"
 
 
 def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[Document]]:
@@ -130,8 +125,8 @@ def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[
 
     Args:
         made: `input_ids` and `segment_ids` [b, s].
-        batch: the loader's batch. Without `labels`, which mark the answers, a whole document is an
-            answer.
+        batch: the loader's batch. `labels` mark the answers; without labels, a whole document is
+            an answer.
     """
     ids = made["input_ids"]
     answered = np.asarray(batch.get("labels", ids)) != -100
@@ -148,15 +143,15 @@ def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[
 def mismatched(
     rows: list[list[Document]], length: int, before: np.ndarray | None
 ) -> dict[str, np.ndarray]:
-    """Return rows of the same prompts with other answers: each that of the document before it.
+    """Return rows with the same prompts, each followed by the answer of the previous document.
 
-    The answers go round within a row of several documents, so the row keeps its length. A row of
-    one document takes the last answer of the row before, cut at the end of the row.
+    Within a row of several documents the answers rotate, so the row keeps its length. A row with
+    one document gets the last answer of the previous row, truncated at the end of the row.
 
     Args:
         rows: the documents of each row.
-        length: positions of a row.
-        before: the answer before the first row. None leaves a first row of one document empty.
+        length: number of positions of a row.
+        before: the answer before the first row. None leaves a first row with one document empty.
     """
     shape = (len(rows), length)
     names = ("input_ids", "segment_ids", "position_ids")
@@ -178,3 +173,23 @@ def mismatched(
         if inside:
             before = inside[-1].answer
     return out
+
+
+KTO = Method[KTOArguments](
+    prepare=prepare,
+    loss=loss,
+    statistics=statistics,
+    held_out=held_out,
+    parts=(Reference,),
+    before_training=compute_ahead,
+    whole_batches=whole_batches,
+    per_token=False,
+    progress_columns=("loss", "kl", "rewards/chosen", "rewards/rejected"),
+)
+
+
+class KTOTrainer(Trainer):
+    """Trains a model to write good answers and not bad ones; `arguments` are `KTOArguments`."""
+
+    entry = METHODS["kto"]
+    record = KTO

@@ -1,8 +1,8 @@
 """Nash learning from human feedback: the learner's completions against those of a mixture.
 
 Munos et al., arXiv:2312.00886, Nash-MD-PG (section 8): the opponent is the geometric mixture of
-the learner and the reference, and the gradient is that of the log-probability of the learner's
-completion, times how much likelier than not it wins, less `beta` times its log-ratio to the
+the learner and the reference. The gradient is that of the log-probability of the learner's
+completion, times its probability to win minus 1/2, minus `beta` times its log-ratio to the
 reference.
 
 Legend: n prompts, b rows, s positions.
@@ -10,78 +10,96 @@ Legend: n prompts, b rows, s positions.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.outputs import Metric
 
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.arguments import METHODS
+from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.losses.policy import row_metrics
+from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.groups import row_metrics
 from ed_trainers.online.mixture import GeometricMixture
-from ed_trainers.online.self_play import SelfPlayTrainer
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.online.phase import Phase, Rows, online_method, policy_of
+from ed_trainers.online.self_play import Referee
 from ed_trainers.options.self_play import NashMDArguments
 from ed_trainers.rollout import Weights
+from ed_trainers.trainer import Trainer
 
 
-class NashMDTrainer(SelfPlayTrainer):
-    """Learns to win against a mixture of itself and the reference; `arguments`: NashMDArguments."""
+def opponent(run: MethodRun[NashMDArguments], models: Models) -> object:
+    """Return the mixture of the learner and the reference."""
+    return GeometricMixture(models.learner, models["reference"], run.arguments.mixture_coef)
 
-    arguments_class: ClassVar[type[TrainingArguments]] = NashMDArguments
-    arguments: NashMDArguments
-    progress_columns: ClassVar[tuple[str, ...]] = (
-        "reward",
-        "rewards/accuracies",
-        "objective/kl",
-        "loss",
-    )
 
-    def opponent(self, models: Models) -> object:
-        """The mixture."""
-        return GeometricMixture(models.learner, models["reference"], self.arguments.mixture_coef)
+def rows(
+    run: MethodRun[NashMDArguments], completions: Completions, weights: Weights, number: int
+) -> Rows:
+    """Return rows of the learner's completions with `reference_logps` [n, s].
 
-    def rows_of(
-        self, completions: Completions, weights: Weights
-    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Make rows of the learner's completions.
+    `wins` [n] is the probability that the completion is better, and `present` [n] is 1 where that
+    probability is known.
+    """
+    del number
+    contest = run.part(Referee).contest(completions, weights, partial(opponent, run))
+    made = {**contest.own, **contest.scored}
+    made |= run.part(Phase).ask(reference_logps, made, weights)
+    known = np.isfinite(contest.wins)
+    made["wins"] = np.where(known, contest.wins, 0).astype(np.float32)
+    made["present"] = known.astype(np.float32)
+    return made, contest.figures
 
-        With `reference_logps` [n, s], `wins` [n], the probability that the completion is the better
-        one, and `present` [n], 1 where anything says so.
-        """
-        contest = self.contest(completions, weights)
-        rows = {**contest.own, **contest.scored}
-        rows |= self.compute(self.reference_says, rows, weights)
-        known = np.isfinite(contest.wins)
-        rows["wins"] = np.where(known, contest.wins, 0).astype(np.float32)
-        rows["present"] = known.astype(np.float32)
-        return rows, contest.figures
 
-    def reference_says(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
-        """Log-probabilities of the tokens of rows under the reference."""
-        return {"reference_logps": self.policy(models["reference"], batch)[1].logps}
+def reference_logps(
+    run: MethodRun[NashMDArguments], models: Models, batch: Batch
+) -> dict[str, jax.Array]:
+    """Return the log-probabilities of the tokens of rows under the reference."""
+    return {"reference_logps": policy_of(run, models["reference"], batch)[1].logps}
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the loss summed over the completions; its gradient counts, not its value."""
-        weights, wins = batch["weights"], batch["wins"]
-        output, policy = self.policy(models.learner, batch, key)
-        logps = jnp.sum(weights * policy.logps, axis=-1)
-        ratios = jax.lax.stop_gradient(logps) - jnp.sum(weights * batch["reference_logps"], axis=-1)
-        score = (wins - 0.5) * logps
-        divergence = self.arguments.beta * ratios * logps
-        present = batch["present"]
-        count = jnp.sum(present)
-        figures = {
-            "loss/score": score,
-            "loss/kl": divergence,
-            "objective/kl": ratios,
-            "objective/entropy": -logps,
-            "rewards/probabilities": wins,
-            "rewards/accuracies": (wins > 0.5).astype(jnp.float32),
-        }
-        metrics = {name: Metric.of(jnp.sum(present * x), count) for name, x in figures.items()}
-        if "rewards" in batch:
-            metrics |= row_metrics(batch, policy)
-        return Loss.of(output, jnp.sum(present * (divergence - score)), count, **metrics)
+
+def loss(
+    run: MethodRun[NashMDArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
+    """Return the loss summed over the completions. Only its gradient has a meaning."""
+    weights, wins = batch["weights"], batch["wins"]
+    output, policy = policy_of(run, models.learner, batch, key)
+    logps = jnp.sum(weights * policy.logps, axis=-1)
+    ratios = jax.lax.stop_gradient(logps) - jnp.sum(weights * batch["reference_logps"], axis=-1)
+    score = (wins - 0.5) * logps
+    divergence = run.arguments.beta * ratios * logps
+    present = batch["present"]
+    count = jnp.sum(present)
+    figures = {
+        "loss/score": score,
+        "loss/kl": divergence,
+        "objective/kl": ratios,
+        "objective/entropy": -logps,
+        "rewards/probabilities": wins,
+        "rewards/accuracies": (wins > 0.5).astype(jnp.float32),
+    }
+    metrics = {name: Metric.of(jnp.sum(present * x), count) for name, x in figures.items()}
+    if "rewards" in batch:
+        metrics |= row_metrics(batch, policy)
+    return Loss.of(output, jnp.sum(present * (divergence - score)), count, **metrics)
+
+
+NASH_MD = online_method(
+    rows=rows,
+    loss=loss,
+    token_arrays=("reference_logps",),
+    parts=(Referee, Reference),
+    progress_columns=("reward", "rewards/accuracies", "objective/kl", "loss"),
+)
+
+
+class NashMDTrainer(Trainer):
+    """Trains a model to win against a mixture of itself and the reference.
+
+    `arguments` are `NashMDArguments`.
+    """
+
+    entry = METHODS["nash_md"]
+    record = NASH_MD

@@ -7,63 +7,72 @@ Legend: b rows, s positions.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
 
+from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import token_scores
-from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.scores import PRMArguments
+from ed_trainers.placement import with_arrays
 from ed_trainers.trainer import Trainer
 
 
-class PRMTrainer(Trainer):
-    """Learns to tell right steps from wrong ones.
+def prepare(run: MethodRun[PRMArguments], batch: HostBatch) -> Prepared:
+    """Return `targets` int32 and `weights` float32 [b, s] from the labels of the steps.
 
-    The model is a `SequenceClassifier` of two labels, 0 for wrong and 1 for right. Batches have
-    `step_labels` float32 [b, s]: 1 or 0 at the last token of a step, -100 elsewhere.
+    Args:
+        run: the run of the method.
+        batch: rows with `step_labels` float32 [b, s]: 1 or 0 at the last token of a step, -100
+            elsewhere.
+
+    Raises:
+        ConfigError: the batch has no labels of steps.
+    """
+    del run
+    if "step_labels" not in batch:
+        raise ConfigError(
+            f"a batch of steps has step_labels, not only {', '.join(sorted(batch))}: give rows "
+            "with prompt, completions (a list of steps) and labels (one each)"
+        )
+    made = next_token_batch({name: x for name, x in batch.items() if name != "step_labels"})
+    labels = np.asarray(batch["step_labels"], np.float32)
+    counts = (labels >= 0) & (made["segment_ids"] > 0)
+    return with_arrays(
+        made,
+        targets=np.where(counts, labels, 0).astype(np.int32),
+        weights=counts.astype(np.float32),
+    )
+
+
+def loss(run: MethodRun[PRMArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the cross-entropy, summed over the steps."""
+    noise = run.arguments.neftune_noise_alpha
+    output, scores = token_scores(models.learner, batch, key, labels=2, noise=noise)
+    targets, weights = batch["targets"], batch["weights"]
+    logps = jax.nn.log_softmax(scores, axis=-1)
+    losses = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+    right = (jnp.argmax(scores, axis=-1) == targets).astype(jnp.float32)
+    steps = jnp.sum(weights)
+    accuracy = Metric.of(jnp.sum(weights * right), steps)
+    return Loss.of(output, jnp.sum(weights * losses), steps, accuracy=accuracy)
+
+
+PRM = Method[PRMArguments](
+    prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
+)
+
+
+class PRMTrainer(Trainer):
+    """Trains a `SequenceClassifier` with two labels, 0 for wrong and 1 for right steps.
+
+    `arguments` are `PRMArguments`.
     """
 
-    arguments_class: ClassVar[type[TrainingArguments]] = PRMArguments
-    arguments: PRMArguments
-    per_token: ClassVar[bool] = False
-    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
-
-    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Make `targets` int32 and `weights` float32 [b, s] of the steps' labels.
-
-        Raises:
-            ConfigError: there are no labels of steps.
-        """
-        if "step_labels" not in batch:
-            raise ConfigError(
-                f"a batch of steps has step_labels, not only {', '.join(sorted(batch))}: give rows "
-                "with prompt, completions (a list of steps) and labels (one each)"
-            )
-        made = next_token_batch(batch)
-        labels = np.asarray(batch["step_labels"], np.float32)
-        counts = (labels >= 0) & (made["segment_ids"] > 0)
-        names = ("input_ids", "segment_ids", "position_ids")
-        return {name: made[name] for name in names} | {
-            "targets": np.where(counts, labels, 0).astype(np.int32),
-            "weights": counts.astype(np.float32),
-        }
-
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the cross-entropy, summed over the steps."""
-        noise = self.arguments.neftune_noise_alpha
-        output, scores = token_scores(models.learner, batch, key, labels=2, noise=noise)
-        targets, weights = batch["targets"], batch["weights"]
-        logps = jax.nn.log_softmax(scores, axis=-1)
-        losses = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
-        right = (jnp.argmax(scores, axis=-1) == targets).astype(jnp.float32)
-        steps = jnp.sum(weights)
-        accuracy = Metric.of(jnp.sum(weights * right), steps)
-        return Loss.of(output, jnp.sum(weights * losses), steps, accuracy=accuracy)
+    entry = METHODS["prm"]
+    record = PRM

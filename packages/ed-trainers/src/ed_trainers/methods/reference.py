@@ -1,126 +1,190 @@
-"""What methods with a reference share: which model it is, and its log-probabilities.
+"""`Reference`: the reference policy of a method.
 
-The reference is `frozen={"reference": model}`; else, of a learner with adapters, the base under
-them; else the learner as it is before training.
+The reference is the frozen model `"reference"`. Without that model, the reference of a learner with
+adapters is the base under the adapters, and of any other learner its weights before training.
 
-Legend: r rows, s positions, and slots of segments.
+Legend: r rows, s positions and slots of segments.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Protocol, cast, runtime_checkable
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.batches import HostBatch, Loader
-from ed_trainers.contract import Batch, Models
+from ed_trainers.batches import Loader
+from ed_trainers.contract import Batch, MethodRun, Models, Prepared, RunData
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
-from ed_trainers.methods.reference_cache import FILE, ReferenceLogps
-from ed_trainers.options.preference import ReferenceArguments
-from ed_trainers.synced import SyncedReference
-from ed_trainers.trainer import TrainerOutput
+from ed_trainers.methods.reference_cache import FILE, INPUTS, ReferenceLogps
+from ed_trainers.options.preference import AnswerArguments, ReferenceArguments
+from ed_trainers.placement import with_arrays
+from ed_trainers.roles.frozen import Following
 
-Prepare = Callable[[Iterable[HostBatch]], Iterator[dict[str, np.ndarray]]]
+NAME = "reference"
 
 
-class ReferenceTrainer(SyncedReference):
-    """A trainer whose loss compares the learner's answers with a reference's."""
+@runtime_checkable
+class ReferenceOptions(Protocol):
+    """The options of a reference that methods on given answers and methods that sample share."""
 
-    frozen_models: ClassVar[tuple[str, ...]] = ("reference",)
-    arguments: ReferenceArguments
-    #: Rows that go through a model for each row of a batch.
-    rows_of_a_row: ClassVar[int] = 1
-    _ahead: ReferenceLogps | None = None
-
-    def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
-        """Find the reference; see the module."""
-        if not self.arguments.has_reference:
-            if models:
-                raise ConfigError(
-                    "with reference_free no reference is read: leave it out, or reference_free"
-                )
-            return {}
-        models = super().frozen_of({"reference": self._model, **models})
-        own = models["reference"] is self._model
-        if not self.arguments.precompute_ref_log_probs:
-            return {} if own and has_lora(self._model) else models
-        reference = self.on_mesh("reference", models["reference"])
-        if own and has_lora(reference):
-            reference = cast(LanguageModel, remove_lora(cast(nnx.Module, reference)))
-        arguments = self.arguments
-        rows = arguments.total_batch_size // arguments.gradient_accumulation_steps
-        self._ahead = ReferenceLogps(
-            reference,
-            placement=self.placement,
-            chunk=arguments.lmhead_chunksize,
-            path=Path(arguments.save_directory) / FILE,
-            rows=rows * self.rows_of_a_row,
-        )
-        return {}
+    sync_ref_model: bool
+    ref_model_mixup_alpha: float
+    ref_model_sync_steps: int
 
     @property
-    def whole_batches(self) -> bool:
-        """What is computed ahead, all processes compute together."""
+    def has_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        ...
+
+    @property
+    def without_reference(self) -> str:
+        """The option that turns the reference off, for messages."""
+        ...
+
+
+class Reference:
+    """The reference policy of a run; an object in `Method.parts`.
+
+    Args:
+        run: the run of the method, with options of `ReferenceOptions`.
+        models: the frozen models by role; gets the learner as the reference where this is needed.
+        sides: number of rows of a model for each row of a batch, 2 for pairs.
+
+    Raises:
+        ConfigError: a reference is given although none is read, or it cannot be synchronized.
+    """
+
+    def __init__(self, run: MethodRun, models: dict[str, LanguageModel], *, sides: int = 1):
+        options = run.arguments
+        assert isinstance(options, ReferenceOptions), "the class of options has a reference"
+        self._run, self._exists, self._sides = run, options.has_reference, sides
+        self._ahead: ReferenceLogps | None = None
+        if not options.has_reference:
+            if NAME in models:
+                raise ConfigError(
+                    f"with {options.without_reference} no reference is read: omit the reference, "
+                    "or change the option"
+                )
+            return
+        own = NAME not in models or models[NAME] is run.learner
+        if options.sync_ref_model:
+            models[NAME] = self._synchronized(options, models.get(NAME, run.learner))
+        elif isinstance(run.arguments, ReferenceArguments) and (
+            run.arguments.precompute_ref_log_probs
+        ):
+            self._ahead = self._computed(run.arguments, models.pop(NAME, run.learner), own)
+        elif own and has_lora(run.learner):
+            models.pop(NAME, None)  # `Models` returns the base under the adapters
+        else:
+            models.setdefault(NAME, run.learner)
+
+    def _synchronized(self, options: ReferenceOptions, model: LanguageModel) -> LanguageModel:
+        run = self._run
+        if has_lora(run.learner):
+            raise ConfigError(
+                "sync_ref_model moves the weights of the reference, and the reference of a model "
+                "with adapters is its own base, which does not move: omit sync_ref_model, or train "
+                "without adapters"
+            )
+        run.following = Following(
+            NAME,
+            run.placement.frozen(NAME, model),
+            run.learned(),
+            alpha=options.ref_model_mixup_alpha,
+            every=options.ref_model_sync_steps,
+            present=run.present_reference,
+        )
+        return model
+
+    def _computed(
+        self, arguments: ReferenceArguments, model: LanguageModel, own: bool
+    ) -> ReferenceLogps:
+        run = self._run
+        assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
+        model = run.placement.frozen(NAME, model)
+        if own and has_lora(model):
+            model = cast(LanguageModel, remove_lora(cast(nnx.Module, model)))
+        return ReferenceLogps(
+            model,
+            placement=run.placement,
+            chunk=arguments.lmhead_chunksize,
+            path=Path(arguments.save_directory) / FILE,
+            rows=run.rows * self._sides,
+        )
+
+    @property
+    def is_computed_ahead(self) -> bool:
+        """Whether the log-probabilities are computed before training, by all processes together."""
         return self._ahead is not None
 
-    def with_reference(self, prepared: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Add `reference_logps`, shaped as `targets`, where they are computed ahead."""
+    def add_logps(self, prepared: Prepared) -> Prepared:
+        """Add `reference_logps`, shaped as `input_ids`, if they are computed before training.
+
+        Args:
+            prepared: arrays [b, s], or [b, 2, s] of pairs.
+        """
         if self._ahead is None:
             return prepared
+        axes = prepared.axes_of("input_ids")
         shape = prepared["input_ids"].shape
-        rows = {name: array.reshape(-1, shape[-1]) for name, array in prepared.items()}
-        return {**prepared, "reference_logps": self._ahead(rows).reshape(shape)}
+        rows = {name: prepared[name].reshape(-1, shape[-1]) for name in INPUTS}
+        return with_arrays(prepared, axes, reference_logps=self._ahead(rows).reshape(shape))
 
-    def reference_logps(self, models: Models, rows: Batch) -> jax.Array:
-        """Log-probability of each answer of rows [r, s] under the reference; no gradient."""
-        if not self.arguments.has_reference:
-            return jax.numpy.zeros(rows["targets"].shape, jax.numpy.float32)
+    def logps(self, models: Models, rows: Batch) -> jax.Array:
+        """Return the log-probability of each answer of rows [r, s]; without gradient."""
+        if not self._exists:
+            return jnp.zeros(rows["targets"].shape, jnp.float32)
         if "reference_logps" in rows:
             return rows["reference_logps"]
+        arguments = self._run.arguments
+        assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
         _, logps = target_logps(
-            models["reference"],
+            models[NAME],
             rows,
             None,
-            placement=self.placement,
-            chunk=self.arguments.lmhead_chunksize,
+            placement=self._run.placement,
+            chunk=arguments.lmhead_chunksize,
         )
         answers = Answers.of(logps, rows["weights"], rows["segment_ids"])
         return jax.lax.stop_gradient(answers.logps)
 
-    def train(self) -> TrainerOutput:
-        """Train; what is to be computed ahead is computed first."""
-        if self._ahead is not None:
-            self._compute_ahead(self._ahead)
-        return super().train()
 
-    def _compute_ahead(self, ahead: ReferenceLogps) -> None:
-        of_training = None if self.feed is None else self.feed.dataset
-        walks: list[tuple[object, str, int | None, Prepare]] = [
-            (of_training, "train_dataset", self.total_steps, partial(map, self.prepare))
-        ]
-        held_out = self.eval_dataset
-        if held_out is not None:
-            count = getattr(held_out, "steps_per_epoch", None)
-            state = self._first_state()
-            walks.append((held_out, "eval_dataset", count, partial(self.held_out, state=state)))
-        for dataset, name, steps, prepare in walks:
-            if not isinstance(dataset, Loader) or steps is None:
-                raise ConfigError(
-                    f"precompute_ref_log_probs reads {name} before training: give a loader with "
-                    "batch_at(step) and a length, or leave the option out"
-                )
-            if jax.process_index() == 0:
-                print(f"log-probabilities of the reference: {steps} batches of {name}", flush=True)
-            # The prepared rows are dropped: `ahead` keeps the log-probabilities.
-            deque(prepare(map(dataset.batch_at, range(steps))), maxlen=0)
-        ahead.let_go()
+def compute_ahead(run: MethodRun, data: RunData) -> None:
+    """Compute the log-probabilities of the reference for all data, if the options say so.
+
+    Raises:
+        ConfigError: a dataset is not a loader with a length.
+    """
+    ahead = run.part(Reference)._ahead
+    if ahead is None:
+        return
+    walks = [(data.train, "train_dataset", data.total_steps, False)]
+    if data.evaluation is not None:
+        count = getattr(data.evaluation, "steps_per_epoch", None)
+        walks.append((data.evaluation, "eval_dataset", count, True))
+    for dataset, name, steps, held_out in walks:
+        if not isinstance(dataset, Loader) or steps is None:
+            raise ConfigError(
+                f"precompute_ref_log_probs reads {name} before training: give a loader with "
+                "batch_at(step) and a length, or omit the option"
+            )
+        if jax.process_index() == 0:
+            print(f"log-probabilities of the reference: {steps} batches of {name}", flush=True)
+        batches = map(dataset.batch_at, range(steps))
+        prepared = run.held_out(batches, data.state) if held_out else map(run.prepare, batches)
+        # The prepared rows are not needed: the cache has the log-probabilities.
+        deque(prepared, maxlen=0)
+    ahead.let_go()
+
+
+def reads_whole_batches(run: MethodRun) -> bool:
+    """Whether all processes compute the log-probabilities of the reference together."""
+    return run.part(Reference).is_computed_ahead

@@ -1,7 +1,7 @@
-"""Log-probabilities of the reference, computed ahead and kept: by answer, whatever row it is in.
+"""Log-probabilities of the reference, computed before training and stored by answer.
 
-An answer is known by the digest of its tokens and of which of them count, so every epoch, order and
-packing finds it again.
+The key of an answer is a digest of its tokens and of the mask of the counted tokens. It does not
+depend on the epoch, the order or the packing.
 
 Legend: r rows, s positions, and slots of segments.
 """
@@ -16,28 +16,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_trainers.contract import Batch
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
-from ed_trainers.placement import Placement, pad_rows
+from ed_trainers.placement import TOKENS, Placement, pad_rows
 from ed_trainers.stored.npz import read_npz
 
-#: The file beside the checkpoints.
+#: The file, in the directory of the run.
 FILE = "reference_log_probs.npz"
-_INPUTS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
+#: Arrays of a prepared batch that the reference reads.
+INPUTS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
 
 
 class ReferenceLogps:
-    """Answers' log-probabilities under a model that need not stay in memory.
+    """Stored log-probabilities of answers under a model, which can be released afterwards.
 
     Args:
         model: the reference.
         placement: puts rows on the devices.
-        chunk: tokens whose logits exist at once; None lets the loss choose.
-        path: where they are kept; what is there is taken if it is of the same reference.
-        rows: rows that go through the model at once.
+        chunk: number of tokens whose logits exist at once; None uses the default of the loss.
+        path: the file of the log-probabilities. An existing file is used if its reference matches.
+        rows: number of rows per forward pass.
     """
 
     def __init__(
@@ -57,13 +60,13 @@ class ReferenceLogps:
         self._of = _checksum(params)
 
         @jax.jit
-        def score(params: nnx.State, other: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
+        def score(params: nnx.State, other: nnx.State, batch: Batch) -> jax.Array:
             reference: LanguageModel = nnx.merge(graphdef, params, other)
             _, logps = target_logps(reference, batch, None, placement=placement, chunk=chunk)
             return Answers.of(logps, batch["weights"], batch["segment_ids"]).logps
 
         self._score = score
-        # Several processes could disagree about the file, and one would wait for the others.
+        # With several processes the file might exist for some of them only, which would block.
         if jax.process_count() == 1:
             self._load()
 
@@ -71,7 +74,7 @@ class ReferenceLogps:
         """Return the log-probability of each answer of prepared rows [r, s], by slot, float32.
 
         Raises:
-            ConfigError: an answer is not known, and the reference was let go.
+            ConfigError: an answer is unknown, and the reference was released.
         """
         found = _answers(rows)
         if any(digest not in self._known for _, _, digest in found):
@@ -82,7 +85,7 @@ class ReferenceLogps:
         return logps
 
     def let_go(self) -> None:
-        """Keep what is known on disk, and free the reference."""
+        """Write the log-probabilities to disk, and release the reference."""
         if jax.process_index() == 0 and len(self._known) > self._saved:
             self._save()
         self._leaves = None
@@ -90,13 +93,14 @@ class ReferenceLogps:
     def _learn(self, rows: Mapping[str, np.ndarray], found: list[tuple[int, int, bytes]]) -> None:
         if self._leaves is None:
             raise ConfigError(
-                "precompute_ref_log_probs: these answers are of other data than the run's, and the "
-                "reference is not in memory any more: evaluate them without the option"
+                "precompute_ref_log_probs: these answers are not in the data of the run, and the "
+                "reference is no longer in memory: evaluate them without the option"
             )
         scored = []
         for start in range(0, len(rows["input_ids"]), self._rows):
-            piece = {name: rows[name][start : start + self._rows] for name in _INPUTS}
-            placed = self._placement.place(pad_rows(piece, self._rows), stacked=False)
+            piece = {name: rows[name][start : start + self._rows] for name in INPUTS}
+            inputs = Inputs(piece, {"targets": TOKENS, "weights": TOKENS})
+            placed = self._placement.place(pad_rows(inputs, self._rows), stacked=False)
             scored.append(jax.device_get(self._score(*self._leaves, placed)))
         values = np.concatenate(scored)
         for row, slot, digest in found:
@@ -128,7 +132,7 @@ class ReferenceLogps:
 
 
 def _answers(rows: Mapping[str, np.ndarray]) -> list[tuple[int, int, bytes]]:
-    """Row, slot and digest of every answer of rows [r, s]."""
+    """Return row, slot and digest of every answer of rows [r, s]."""
     found = []
     for row, (ids, segments, weights) in enumerate(
         zip(rows["input_ids"], rows["segment_ids"], rows["weights"], strict=True)
@@ -141,7 +145,7 @@ def _answers(rows: Mapping[str, np.ndarray]) -> list[tuple[int, int, bytes]]:
 
 
 def _checksum(params: nnx.State) -> list[float]:
-    """A few numbers that another model would not have."""
+    """Return sums over the parameters, which identify the model."""
     sums = [
         (jnp.sum(x, dtype=jnp.float32), jnp.sum(jnp.abs(x), dtype=jnp.float32))
         for x in jax.tree.leaves(params)

@@ -1,57 +1,61 @@
-"""Supervised fine-tuning, which is also pre-training: the cross-entropy of the next token.
+"""Supervised fine-tuning and pre-training: the cross-entropy of the next token.
 
-Legend: b sequences, s positions, d hidden, v vocabulary.
+For an encoder-decoder the tokens are those of the decoder.
+
+Legend: b rows, s positions.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ed_layers.losses import TokenLoss
 
-from ed_trainers.arguments import SFTArguments, TrainingArguments
+from ed_trainers.arguments import METHODS, SFTArguments
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
+from ed_trainers.options.next_token import NextTokenArguments
 from ed_trainers.trainer import Trainer
 
 
-class SFTTrainer(Trainer):
-    """Learns to predict the labels of each sequence.
+def prepare(run: MethodRun, batch: HostBatch) -> Prepared:
+    """Shift the labels by one within segments; see `next_token_batch`."""
+    return next_token_batch(batch, run.learner)
 
-    `arguments` are `SFTArguments`. See `Trainer` for the rest.
+
+def loss(
+    run: MethodRun[NextTokenArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
+    """Return the weighted sum of `-log p(target)` in nats.
+
+    Label smoothing, z-loss and noise on embeddings apply in training only, when there is a key.
     """
+    model, arguments = models.learner, run.arguments
+    extra = TokenLoss()
+    if key is not None:
+        extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
+    output = forward(model, batch, key, noise=arguments.neftune_noise_alpha)
+    assert output.last_hidden_state is not None
+    total = token_cross_entropy(
+        output.last_hidden_state,
+        model.head(),
+        batch["targets"],
+        batch["weights"],
+        sharding=run.placement.sharding(batch["targets"].shape),
+        chunk=arguments.lmhead_chunksize,
+        loss=extra,
+    )
+    return Loss.of(output, total, jnp.sum(batch["weights"]))
 
-    arguments_class: ClassVar[type[TrainingArguments]] = SFTArguments
-    arguments: SFTArguments
 
-    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Shift labels by one, within segments; see `next_token_batch`."""
-        return next_token_batch(batch)
+SFT = Method[SFTArguments](prepare=prepare, loss=loss)
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the weighted sum of `-log p(target)` in nats.
 
-        Label smoothing, z-loss and noise on embeddings are of training alone: with a key.
-        """
-        model, arguments = models.learner, self.arguments
-        extra = TokenLoss()
-        if key is not None:
-            extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
-        output = forward(model, batch, key, noise=arguments.neftune_noise_alpha)
-        assert output.last_hidden_state is not None
-        total = token_cross_entropy(
-            output.last_hidden_state,
-            model.head(),
-            batch["targets"],
-            batch["weights"],
-            sharding=self.placement.sharding(batch["targets"].shape, stacked=False),
-            chunk=arguments.lmhead_chunksize,
-            loss=extra,
-        )
-        return Loss.of(output, total, jnp.sum(batch["weights"]))
+class SFTTrainer(Trainer):
+    """Trains a model to predict the labels of each row; `arguments` are `SFTArguments`."""
+
+    entry = METHODS["sft"]
+    record = SFT

@@ -1,4 +1,4 @@
-"""Completions of prompts, and the rows of a batch that are made of them.
+"""Completions of prompts, and their rows for training and for a reward model.
 
 Legend: n completions, s positions of a row.
 """
@@ -11,9 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ed_trainers.contract import Prepared
 from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.rollout import Sampled
 
-#: Rows for a reward model grow by so many tokens.
+#: Step by which the rows of a reward model grow, in tokens.
 _LONGER = 64
 #: A text, chat messages, or token ids.
 Content = str | list[dict[str, Any]] | list[int]
@@ -21,11 +23,11 @@ Content = str | list[dict[str, Any]] | list[int]
 
 @runtime_checkable
 class PromptBatch(Protocol):
-    """A batch of prompts, as ed-data's `build_prompts` gives them.
+    """A batch of prompts, as `build_prompts` of ed-data yields them.
 
-    It may have `prompts`, the same as they were written, and `fields`: for each name one value a
-    prompt, which reward functions get. It may have `with_answers(number, answers)`, which encodes a
-    prompt of the batch with answers as rows for training are encoded, for a reward model.
+    Optional attributes: `prompts`, the prompts as written; `fields`, by name one value per prompt
+    for reward functions; `with_answers(number, answers)`, which encodes a prompt of the batch with
+    answers in the way in which rows for training are encoded, for a reward model.
     """
 
     @property
@@ -36,18 +38,18 @@ class PromptBatch(Protocol):
 
 @dataclass(frozen=True)
 class Completions:
-    """What prompts were completed with; a list has one entry for each completion.
+    """Completed prompts; each list has one entry per completion.
 
     Attributes:
-        prompts: as they were written; ids where nobody says.
+        prompts: the prompts as written; token ids if the batch has no written prompts.
         prompt_ids: tokens of the prompts, at most `max_prompt_length`.
-        completion_ids: tokens that were sampled, the end token included.
-        logprobs: of these tokens, see `Sampled.logprobs`.
-        completions: as the prompts were written: texts, the answers of a chat, or ids.
-        ended: False where the longest length cut a completion.
-        fields: of the rows of data, by name.
-        documents: returns the tokens of each prompt with its completion, encoded as rows for
-            training are; None where the batch of prompts cannot encode answers.
+        completion_ids: sampled tokens, the end token included.
+        logprobs: log-probabilities of these tokens, see `Sampled.logprobs`.
+        completions: the completions in the kind of their prompts: texts, answers of a chat, or ids.
+        ended: False if the maximum length truncated the completion.
+        fields: fields of the rows of data, by name.
+        documents: returns the tokens of each prompt with its completion, encoded like rows for
+            training; None if the batch of prompts cannot encode answers.
     """
 
     prompts: list[Content]
@@ -62,15 +64,15 @@ class Completions:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
-    def rows(self, length: int) -> dict[str, np.ndarray]:
-        """Return a row for each: the prompt, then the completion, which alone has weight.
+    def rows(self, length: int) -> Prepared:
+        """Return one row for each completion: the prompt, then the completion with weights of 1.
 
         Args:
             length: s.
 
         Returns:
             `input_ids`, `segment_ids`, `position_ids`, `targets` int32 [n, s] and `weights` float32
-            [n, s]: 1 where the next token is one of the completion.
+            [n, s]: 1 where the next token belongs to the completion.
         """
         shape = (len(self), length)
         rows = {name: np.zeros(shape, np.int32) for name in ("input_ids", "segment_ids")}
@@ -84,39 +86,39 @@ class Completions:
             rows["labels"][row, len(prompt) : end] = answer
         return next_token_batch(rows)
 
-    def rows_to_score(self, length: int) -> dict[str, np.ndarray]:
-        """Return a row for each, for a reward model.
+    def rows_to_score(self, length: int) -> Prepared:
+        """Return one row for each completion, for a reward model.
 
-        A reward model scores the last token of a row. So the rows hold the tokens that the model
-        was trained with. These may differ from the sampled tokens: behind the end token, a chat
-        template may write a line end.
+        A reward model scores the last token of a row, so the rows have the tokens with which the
+        model was trained. These may differ from the sampled tokens: a chat template may write a
+        line end after the end token.
 
         Args:
-            length: s of `rows`; longer documents have longer rows.
+            length: s of `rows`; longer documents get longer rows.
 
         Returns:
             `input_ids`, `segment_ids` and `position_ids`, int32 [n, s].
         """
         documents = self.documents() if self.documents is not None else self._sampled_documents()
         longest = max(map(len, documents))
-        if longest > length:  # in steps, so that few shapes are compiled
+        if longest > length:  # in steps, to compile few shapes
             length += -(-(longest - length) // _LONGER) * _LONGER
         ids, segments = np.zeros((2, len(self), length), np.int32)
         for row, document in enumerate(documents):
             ids[row, : len(document)] = document
             segments[row, : len(document)] = 1
         made = next_token_batch({"input_ids": ids, "segment_ids": segments})
-        return {name: made[name] for name in ("input_ids", "segment_ids", "position_ids")}
+        return made.select(("input_ids", "segment_ids", "position_ids"))
 
     def _sampled_documents(self) -> list[list[int]]:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [[*prompt, *answer] for prompt, answer in pairs]
 
     def at_tokens(self, values: Sequence[Sequence[float]], length: int) -> np.ndarray:
-        """Put a value of each token where it is predicted, float32 [n, s]; 0 elsewhere.
+        """Return values of tokens at the positions that predict them, float32 [n, s]; 0 elsewhere.
 
         Args:
-            values: of each completion's tokens.
+            values: one value per token of each completion.
             length: s.
         """
         placed = np.zeros((len(self), length), np.float32)
@@ -126,7 +128,7 @@ class Completions:
         return placed
 
     def figures(self) -> dict[str, float]:
-        """Means and extremes for the log, with TRL's names."""
+        """Return means and extremes of the lengths for the log, with TRL's names."""
         lengths = np.asarray([len(ids) for ids in self.completion_ids], np.float64)
         ended = np.asarray(self.ended, bool)
         own = lengths[ended] if ended.any() else np.zeros(1)
@@ -137,3 +139,60 @@ class Completions:
             "completions/clipped_ratio": float(1 - ended.mean()),
             "completions/mean_terminated_length": float(own.mean()),
         }
+
+
+def completions_of(
+    batch: PromptBatch,
+    prompt_ids: list[list[int]],
+    sampled: Sequence[Sampled],
+    copies: int,
+    tokenizer: object | None,
+) -> Completions:
+    """Return the completions of a batch of prompts.
+
+    Args:
+        batch: the prompts.
+        prompt_ids: tokens of the prompts, at most `max_prompt_length`.
+        sampled: the continuations, ordered by prompt, `copies` for each prompt.
+        copies: number of continuations per prompt.
+        tokenizer: decodes the continuations; without it, completions are token ids.
+    """
+    written: list[Content] = list(getattr(batch, "prompts", prompt_ids))
+    fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
+    decode = getattr(tokenizer, "decode", None)
+    completions = [
+        _as_written(written[i // copies], list(one.token_ids), decode)
+        for i, one in enumerate(sampled)
+    ]
+
+    def repeated(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(copies)]
+
+    encode = getattr(batch, "with_answers", None)
+
+    def documents() -> list[list[int]]:
+        groups = [completions[at : at + copies] for at in range(0, len(completions), copies)]
+        return [ids for number, group in enumerate(groups) for ids in encode(number, group)]
+
+    return Completions(
+        prompts=repeated(written),
+        prompt_ids=repeated(prompt_ids),
+        completion_ids=[list(one.token_ids) for one in sampled],
+        logprobs=[list(one.logprobs) for one in sampled],
+        completions=completions,
+        ended=[one.ended for one in sampled],
+        fields={name: repeated(values) for name, values in fields.items()},
+        documents=documents if encode is not None and decode is not None else None,
+    )
+
+
+def _as_written(prompt: Content, ids: list[int], decode: Callable[..., object] | None) -> Content:
+    """Return a completion in the kind of its prompt."""
+    if decode is None or (isinstance(prompt, list) and not _is_chat(prompt)):
+        return ids
+    text = str(decode(ids, skip_special_tokens=True))
+    return [{"role": "assistant", "content": text}] if _is_chat(prompt) else text
+
+
+def _is_chat(content: Content) -> bool:
+    return isinstance(content, list) and bool(content) and isinstance(content[0], dict)

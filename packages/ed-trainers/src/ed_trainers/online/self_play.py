@@ -1,15 +1,14 @@
-"""`SelfPlayTrainer`: what the methods share whose completions compete with another policy's.
+"""Completions of the learner against completions of an opponent, for `xpo` and `nash_md`.
 
-Each prompt is completed by the learner and by an opponent that is made of the learner and the
-reference. Who wins is said by the scores of both, or by a judge that compares them.
+The learner and an opponent, built from learner and reference, complete each prompt. The scores of
+both completions, or a judge that compares them, decide which completion wins.
 
 Legend: n prompts.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,25 +16,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from ed_models.protocol import LanguageModel
 
-from ed_trainers.contract import Models
+from ed_trainers.contract import MethodRun, Models
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.rewarded import RewardedTrainer, asked_once
+from ed_trainers.online.phase import Phase, Scorer, call_once
 from ed_trainers.options.self_play import SelfPlayArguments
 from ed_trainers.rewards import Rewards
 from ed_trainers.rollout import Weights
 
-# Generations of an opponent have numbers of their own, which draw their seeds.
+# Generations of an opponent have their own numbers, which determine the seeds of their samples.
 _OPPONENT = 2**30
 
 
 class Contest(NamedTuple):
-    """What became of the completions of both sides, in the order of the prompts.
+    """The completions of both sides and the winners, in the order of the prompts.
 
     Attributes:
-        own, other: rows of the completions of the learner, and of its opponent.
-        scored: of the learner's, `rewards` and `scored` [n]; nothing where a judge compares.
-        wins: probability that the learner's is the better one, float32 [n]; NaN where nothing says.
-        figures: for the log.
+        own, other: rows of the completions of the learner and of its opponent.
+        scored: `rewards` and `scored` [n] of the learner's completions; empty with a judge.
+        wins: probability that the learner's completion is better, float32 [n]; NaN if unknown.
+        figures: figures for the log.
     """
 
     own: dict[str, np.ndarray]
@@ -45,70 +44,74 @@ class Contest(NamedTuple):
     figures: dict[str, float]
 
 
-class SelfPlayTrainer(RewardedTrainer):
-    """A `RewardedTrainer` whose completions are compared with those of an opponent."""
+class Referee:
+    """Decides which completion is better; an object of `Method.parts`.
 
-    arguments: SelfPlayArguments
+    Args:
+        run: the run of the method, with options of `SelfPlayArguments`.
+        models: the frozen models by role; unchanged.
 
-    @abstractmethod
-    def opponent(self, models: Models) -> object:
-        """Return the module whose `generate` completes the prompts a second time."""
+    Raises:
+        ConfigError: there is neither a judge nor a reward.
+    """
 
-    def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
-        """See `RewardedTrainer.frozen_of`; a judge takes the place of what scores."""
-        judge = self.arguments.judge
-        self._judge = None if judge is None else Rewards((judge,), self._reward_folders)
-        if self._judge is None:
-            return super().frozen_of(models)
-        return self.with_reference(models)
+    def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
+        assert isinstance(run.arguments, SelfPlayArguments), "the options of self-play"
+        self._run, self._options = run, run.arguments
+        judge = self._options.judge
+        self._judge = None if judge is None else Rewards((judge,), run.reward_folders)
+        self._scorer = Scorer(run, models) if judge is None else None
 
-    def contest(self, own: Completions, weights: Weights) -> Contest:
-        """Let the opponent complete the prompts of completions, and find out who wins.
+    def contest(
+        self, own: Completions, weights: Weights, opponent: Callable[[Models], object]
+    ) -> Contest:
+        """Let an opponent complete the prompts of completions, and decide which ones are better.
 
         Args:
-            own: the learner's.
-            weights: the learner's.
+            own: completions of the learner.
+            weights: weights of the learner.
+            opponent: returns the module whose `generate` completes the prompts a second time.
         """
+        phase = self._run.part(Phase)
         prompts = SimpleNamespace(
             input_ids=own.prompt_ids, prompts=own.prompts, fields=dict(own.fields)
         )
-        others = self.complete(
+        others = phase.sample(
             prompts,  # type: ignore[arg-type] - a PromptBatch
             weights,
             number=_OPPONENT + weights.version,
             copies=1,
-            rollout=self.rollout_of(self.opponent),
+            rollout=phase.rollout_of(opponent),
         )
-        length = self.arguments.row_length
-        rows = own.rows(length), others.rows(length)
+        length = self._options.row_length
+        rows = dict(own.rows(length)), dict(others.rows(length))
         if self._judge is not None:
             compared = replace(own, fields={**own.fields, "others": others.completions})
-            wins = asked_once(self._judge, compared)[:, 0]
-            figures: dict[str, float] = {}
-            scored: dict[str, np.ndarray] = {}
-        else:
-            first, second = (
-                self._scores(side, of_side, weights)
-                for side, of_side in zip((own, others), rows, strict=True)
-            )
-            margin = first - second
-            wins = 1 / (1 + np.exp(-margin))
-            known = np.isfinite(first)
-            scored = {
-                "rewards": np.where(known, first, 0).astype(np.float32),
-                "scored": known.astype(np.float32),
-            }
-            figures = {
-                "objective/model_scores": float(np.nanmean(first)),
-                "objective/other_scores": float(np.nanmean(second)),
-                "objective/scores_margin": float(np.nanmean(margin)),
-            }
+            wins = call_once(self._judge, compared)[:, 0]
+            return Contest(*rows, {}, wins.astype(np.float32), {})
+        first, second = (
+            self._scores(side, of_side, weights)
+            for side, of_side in zip((own, others), rows, strict=True)
+        )
+        margin = first - second
+        wins = 1 / (1 + np.exp(-margin))
+        known = np.isfinite(first)
+        scored = {
+            "rewards": np.where(known, first, 0).astype(np.float32),
+            "scored": known.astype(np.float32),
+        }
+        figures = {
+            "objective/model_scores": float(np.nanmean(first)),
+            "objective/other_scores": float(np.nanmean(second)),
+            "objective/scores_margin": float(np.nanmean(margin)),
+        }
         return Contest(*rows, scored, wins.astype(np.float32), figures)
 
     def _scores(
         self, completions: Completions, rows: Mapping[str, np.ndarray], weights: Weights
     ) -> np.ndarray:
-        total: Any = self.score(completions, rows, weights).total
-        if self.arguments.missing_eos_penalty is not None:
-            total = total - self.arguments.missing_eos_penalty * ~np.asarray(completions.ended)
+        assert self._scorer is not None
+        total: Any = self._scorer.score(completions, rows, weights).total
+        if self._options.missing_eos_penalty is not None:
+            total = total - self._options.missing_eos_penalty * ~np.asarray(completions.ended)
         return total

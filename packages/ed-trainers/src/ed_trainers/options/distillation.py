@@ -50,7 +50,7 @@ class DistillationArguments(NoiseArguments):
         return value
 
 
-class SeqKDArguments(NextTokenArguments):
+class SeqKDArguments(NextTokenArguments, NoiseArguments):
     """Sequence-level distillation (Kim and Rush, arXiv:1606.07947): learn the teacher's answers."""
 
     trainer_type: Literal["seq_kd"] = "seq_kd"

@@ -10,9 +10,10 @@ from pydantic import ValidationInfo, field_validator
 from ed_trainers.options.base import Flag, conflict
 from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.online import OnlineArguments
+from ed_trainers.options.preference import AnswerArguments
 
 
-class GKDArguments(OnlineArguments, NoiseArguments):
+class GKDArguments(AnswerArguments, OnlineArguments, NoiseArguments):
     """Generalized knowledge distillation (Agarwal et al., arXiv:2306.13649), on-policy or not."""
 
     trainer_type: Literal["gkd"] = "gkd"

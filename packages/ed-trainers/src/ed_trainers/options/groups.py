@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from ed_infra.options import NotNegative, Positive, choice
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, conflict
-from ed_trainers.options.online import RewardedArguments, RewardNames
+from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.online import OnlineArguments, RewardedArguments, RewardNames
+from ed_trainers.options.preference import AnswerArguments
+from ed_trainers.options.sync import SyncArguments
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -19,10 +21,11 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 _CISPO_CAP = 5.0
 
 
-class GroupArguments(RewardedArguments):
+class GroupArguments(TrainingArguments):
     """Options that `grpo` and `rloo` share."""
 
     ALIASES: ClassVar[dict[str, str]] = {
+        **OnlineArguments.ALIASES,
         **RewardedArguments.ALIASES,
         "group_size": "num_return_sequences",
         "num_generations": "num_return_sequences",
@@ -48,20 +51,10 @@ class GroupArguments(RewardedArguments):
         """`epsilon_high`, or what stands for it."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
-    @model_validator(mode="after")
-    def _groups_are_whole(self) -> GroupArguments:
-        rows = self.total_batch_size * self.steps_per_generation
-        if rows % self.num_return_sequences:
-            raise conflict(
-                f"total_batch_size {self.total_batch_size} times steps_per_generation "
-                f"{self.steps_per_generation} is not a multiple of num_return_sequences "
-                f"{self.num_return_sequences}: total_batch_size counts completions, and each "
-                "prompt has num_return_sequences of them"
-            )
-        return self
 
-
-class GRPOArguments(GroupArguments):
+class GRPOArguments(
+    AnswerArguments, GroupArguments, RewardedArguments, OnlineArguments, SyncArguments
+):
     """Group relative policy optimization (Shao et al., arXiv:2402.03300) and its relatives."""
 
     trainer_type: Literal["grpo"] = "grpo"
@@ -146,7 +139,9 @@ class RLVRArguments(GRPOArguments):
     reward_functions: RewardNames = ("math_answer",)
 
 
-class RLOOArguments(GroupArguments):
+class RLOOArguments(
+    AnswerArguments, GroupArguments, RewardedArguments, OnlineArguments, SyncArguments
+):
     """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740)."""
 
     trainer_type: Literal["rloo"] = "rloo"

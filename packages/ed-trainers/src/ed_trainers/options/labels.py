@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from ed_infra.options import NotNegative, choice
 
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.noise import NoiseArguments
-from ed_trainers.options.preference import ReferenceArguments
+from ed_trainers.options.preference import AnswerArguments, ReferenceArguments
+from ed_trainers.options.sync import SyncArguments
 
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 
 
-class LabelledArguments(ReferenceArguments, NoiseArguments):
+class LabelledArguments(TrainingArguments):
     """Options that `kto` and `bco` share."""
 
     desirable_weight: NotNegative = 1.0
@@ -21,7 +23,9 @@ class LabelledArguments(ReferenceArguments, NoiseArguments):
     """Factor on the loss of bad answers."""
 
 
-class KTOArguments(LabelledArguments):
+class KTOArguments(
+    AnswerArguments, LabelledArguments, ReferenceArguments, SyncArguments, NoiseArguments
+):
     """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306)."""
 
     trainer_type: Literal["kto"] = "kto"
@@ -29,7 +33,9 @@ class KTOArguments(LabelledArguments):
     """`apo_zero_unpaired` (arXiv:2408.06266) takes no estimate of the divergence."""
 
 
-class BCOArguments(LabelledArguments):
+class BCOArguments(
+    AnswerArguments, LabelledArguments, ReferenceArguments, SyncArguments, NoiseArguments
+):
     """Binary classifier optimization (Jung et al., arXiv:2404.04656)."""
 
     trainer_type: Literal["bco"] = "bco"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ed_infra.options import Count, NotNegative
 
-from ed_trainers.options.noise import NoiseArguments
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import Share
 
 
-class NextTokenArguments(NoiseArguments):
+class NextTokenArguments(TrainingArguments):
     """What shapes the cross-entropy of the next token."""
 
     lmhead_chunksize: Count | None = None

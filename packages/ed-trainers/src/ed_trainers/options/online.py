@@ -5,21 +5,19 @@ Names are EasyDeL's where it has them, else TRL's; other spellings are aliases.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from ed_infra.options import Count, Fraction, NotNegative, Positive, Whole
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import conflict
-from ed_trainers.options.preference import AnswerArguments
-from ed_trainers.options.sync import SyncArguments
+from ed_trainers.options.base import TrainingArguments, conflict
 
 
-class OnlineArguments(AnswerArguments):
+class OnlineArguments(TrainingArguments):
     """Options of sampling, and of how often what was sampled is learned from."""
 
     ALIASES: ClassVar[dict[str, str]] = {
-        **AnswerArguments.ALIASES,
+        **TrainingArguments.ALIASES,
         "max_new_tokens": "max_completion_length",
     }
 
@@ -66,6 +64,18 @@ class OnlineArguments(AnswerArguments):
         """Positions of a row: the longest prompt with the longest completion."""
         return self.max_prompt_length + self.max_completion_length
 
+    @model_validator(mode="after")
+    def _prompts_are_whole(self) -> Self:
+        rows = self.total_batch_size * self.steps_per_generation
+        if rows % self.rows_per_prompt:
+            raise conflict(
+                f"total_batch_size {self.total_batch_size} times steps_per_generation "
+                f"{self.steps_per_generation} is not a multiple of num_return_sequences "
+                f"{self.rows_per_prompt}: total_batch_size counts completions, and each prompt has "
+                "num_return_sequences of them"
+            )
+        return self
+
 
 def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str | dict) else value
@@ -77,11 +87,11 @@ RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
-class RewardedArguments(OnlineArguments, SyncArguments):
+class RewardedArguments(TrainingArguments):
     """Options of the methods whose completions get rewards."""
 
     ALIASES: ClassVar[dict[str, str]] = {
-        **OnlineArguments.ALIASES,
+        **TrainingArguments.ALIASES,
         "reward_funcs": "reward_functions",
         "kl_coef": "beta",
     }
@@ -100,6 +110,11 @@ class RewardedArguments(OnlineArguments, SyncArguments):
     def has_reference(self) -> bool:
         """Whether the method reads a reference."""
         return self.beta > 0
+
+    @property
+    def without_reference(self) -> str:
+        """The option that turns the reference off, for messages."""
+        return "beta 0"
 
     @field_validator("beta")
     @classmethod

@@ -7,15 +7,18 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
 
 from ed_trainers.options.base import Flag
-from ed_trainers.options.online import RewardedArguments
+from ed_trainers.options.online import OnlineArguments, RewardedArguments
+from ed_trainers.options.preference import AnswerArguments
+from ed_trainers.options.sync import SyncArguments
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-class PPOArguments(RewardedArguments):
+class PPOArguments(AnswerArguments, RewardedArguments, OnlineArguments, SyncArguments):
     """Proximal policy optimization (Schulman et al., arXiv:1707.06347) with a value head."""
 
     ALIASES: ClassVar[dict[str, str]] = {
+        **OnlineArguments.ALIASES,
         **RewardedArguments.ALIASES,
         "num_ppo_epochs": "num_iterations",
         "num_mini_batches": "steps_per_generation",

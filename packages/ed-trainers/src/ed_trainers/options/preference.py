@@ -47,12 +47,8 @@ class AnswerArguments(TrainingArguments):
     """Tokens whose logits exist at once; None lets the loss choose."""
 
 
-class PairArguments(AnswerArguments, NoiseArguments):
-    """Options of methods of given pairs."""
-
-
-class ReferenceArguments(AnswerArguments, SyncArguments):
-    """Options of methods that compare answers with those of a reference."""
+class ReferenceArguments(TrainingArguments):
+    """Options of methods that compare given answers with those of a reference."""
 
     beta: Positive = 0.1
     """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
@@ -75,8 +71,13 @@ class ReferenceArguments(AnswerArguments, SyncArguments):
         """Whether the loss reads a reference."""
         return True
 
+    @property
+    def without_reference(self) -> str:
+        """The option that turns the reference off, for messages."""
+        return "reference_free"
 
-class DPOArguments(PairArguments, ReferenceArguments):
+
+class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArguments):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and its relatives."""
 
     trainer_type: Literal["dpo"] = "dpo"
@@ -133,7 +134,7 @@ class DPOArguments(PairArguments, ReferenceArguments):
         return self.label_smoothing
 
 
-class ORPOArguments(PairArguments):
+class ORPOArguments(AnswerArguments, NoiseArguments):
     """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691): no reference."""
 
     ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "lambda_orpo": "beta"}
@@ -143,7 +144,7 @@ class ORPOArguments(PairArguments):
     """Weight of the odds ratio beside the cross-entropy of the chosen text; the paper's lambda."""
 
 
-class ContrastArguments(PairArguments):
+class ContrastArguments(TrainingArguments):
     """Options that `cpo` and `simpo` share."""
 
     beta: Positive = 0.1
@@ -154,7 +155,7 @@ class ContrastArguments(PairArguments):
     """Share of pairs whose labels are taken to be wrong."""
 
 
-class CPOArguments(ContrastArguments):
+class CPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
     """Contrastive preference optimization (Xu et al., arXiv:2401.08417): no reference."""
 
     trainer_type: Literal["cpo"] = "cpo"
@@ -177,7 +178,7 @@ class CPOArguments(ContrastArguments):
         return [("simpo_gamma", f"loss_type {self.loss_type} has no target margin")]
 
 
-class SimPOArguments(ContrastArguments):
+class SimPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
     """Simple preference optimization (Meng et al., arXiv:2405.14734): no reference."""
 
     ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "gamma": "simpo_gamma"}

@@ -5,19 +5,26 @@ Names and defaults are TRL's.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ed_infra.options import Fraction, NotNegative, Positive, choice
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import conflict
-from ed_trainers.options.online import RewardedArguments
+from ed_trainers.options.base import TrainingArguments, conflict
+from ed_trainers.options.online import OnlineArguments, RewardedArguments
+from ed_trainers.options.preference import AnswerArguments
+from ed_trainers.options.sync import SyncArguments
 
 XPO_LOSSES = ("sigmoid", "ipo")
 
 
-class SelfPlayArguments(RewardedArguments):
-    """What `xpo` and `nash_md` share."""
+class SelfPlayArguments(TrainingArguments):
+    """Options that `xpo` and `nash_md` share."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        **OnlineArguments.ALIASES,
+        **RewardedArguments.ALIASES,
+    }
 
     beta: Positive = 0.1
     """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
@@ -44,7 +51,9 @@ class SelfPlayArguments(RewardedArguments):
         return value
 
 
-class XPOArguments(SelfPlayArguments):
+class XPOArguments(
+    AnswerArguments, SelfPlayArguments, RewardedArguments, OnlineArguments, SyncArguments
+):
     """Exploratory preference optimization (Xie et al., arXiv:2405.21046)."""
 
     trainer_type: Literal["xpo"] = "xpo"
@@ -54,7 +63,9 @@ class XPOArguments(SelfPlayArguments):
     """The loss of a pair, as in `dpo`."""
 
 
-class NashMDArguments(SelfPlayArguments):
+class NashMDArguments(
+    AnswerArguments, SelfPlayArguments, RewardedArguments, OnlineArguments, SyncArguments
+):
     """Nash learning from human feedback by mirror descent (Munos et al., arXiv:2312.00886)."""
 
     trainer_type: Literal["nash_md"] = "nash_md"

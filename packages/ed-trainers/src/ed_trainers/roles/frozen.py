@@ -1,13 +1,14 @@
-"""A frozen model whose weights follow the learner's: the reference of TR-DPO.
+"""Frozen models: their arrays as arguments of compiled steps, and a reference that is synchronized.
 
-Gorbatovski et al., arXiv:2404.09656, section 3.1: every n steps the reference becomes
-`alpha * learner + (1 - alpha) * reference`; with `alpha` 1 it becomes the learner. The weights that
-follow are part of the state (`EasyDeLState.reference`), so a checkpoint holds them.
+The weights of a synchronized reference follow the learner's, as in TR-DPO (Gorbatovski et al.,
+arXiv:2404.09656, section 3.1): every n steps the reference becomes
+`alpha * learner + (1 - alpha) * reference`. These weights are part of the state
+(`EasyDeLState.reference`), so checkpoints contain them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +20,20 @@ from ed_trainers.stored.arrays import flat_arrays, from_flat
 
 
 class Following:
-    """How a frozen model follows the learner, and the weights that it begins with.
+    """A frozen model whose weights follow the learner's, and its weights before training.
 
-    What follows are the weights that the learner learns. Others of the model, and its variables
-    that are no parameters, stay as they are.
+    Only the parameters that the learner trains follow. The other variables stay as they are.
 
     Args:
-        name: of the frozen model.
-        model: the model; its arrays are copied.
-        learned: the learner's parameters that learn.
+        name: role of the frozen model.
+        model: the frozen model; its arrays are copied.
+        learned: the trained parameters of the learner.
         alpha: share of the learner in the mixture.
-        every: steps between two mixtures.
+        every: number of steps between two mixtures.
         present: returns the present weights, a tree like `begin`.
 
     Raises:
-        ConfigError: the model lacks a parameter that the learner learns, or has it in another
-            shape.
+        ConfigError: the model lacks a trained parameter of the learner, or has another shape.
     """
 
     def __init__(
@@ -52,22 +51,22 @@ class Following:
         own = dict(nnx.to_flat_state(learned))
         for path, variable in own.items():
             if path not in params or params[path].shape != variable.shape:
-                there = params[path].shape if path in params else "nothing that can learn"
+                there = params[path].shape if path in params else "no trainable parameter"
                 raise ConfigError(
-                    f"sync_ref_model mixes learner and {name}, weight by weight: the learner's "
-                    f"{'.'.join(map(str, path))} has the shape {variable.shape}, and the {name} "
-                    f"has {there} there. Give a {name} of the learner's architecture and storage "
-                    f"of layers, leave it out, or leave sync_ref_model out"
+                    f"sync_ref_model mixes the weights of learner and {name}: the learner's "
+                    f"{'.'.join(map(str, path))} has shape {variable.shape}, and the {name} has "
+                    f"{there} at this name. Use a {name} of the learner's architecture and storage "
+                    f"of layers, omit the {name}, or omit sync_ref_model"
                 )
-        #: Names of the parameters that follow.
+        #: Paths of the parameters that follow.
         self.paths = frozenset(own)
         follows = nnx.from_flat_state([(path, params[path]) for path in own])
-        # Copied: a step donates what is in its state, and the model may be the learner itself.
+        # A step donates the arrays of its state, and the model may be the learner itself.
         self.begin: nnx.State = jax.tree.map(jnp.copy, follows)
         self._treedef = jax.tree.structure(self.begin)
 
     def state_of(self, leaves: tuple[jax.Array, ...]) -> nnx.State:
-        """Return a tree like `begin` of its leaves."""
+        """Return a tree like `begin` with these leaves."""
         return jax.tree.unflatten(self._treedef, leaves)
 
     def moved(self, now: nnx.State, learned: nnx.State, step: jax.Array) -> nnx.State:
@@ -76,7 +75,7 @@ class Following:
         Args:
             now: a tree like `begin`.
             learned: the learner's parameters after the step.
-            step: updates done.
+            step: number of updates so far.
         """
         own = flat_arrays(learned)
 
@@ -90,3 +89,72 @@ class Following:
         mixture = self.alpha * learner.astype(jnp.float32)
         mixture += (1 - self.alpha) * reference.astype(jnp.float32)
         return mixture.astype(reference.dtype)
+
+
+class Frozen:
+    """Split models that are not trained. Compiled steps receive their leaves as arguments.
+
+    Args:
+        models: the models by role.
+        learner: the trained model. Steps overwrite its arrays, so an array that a frozen model
+            shares with the learner is copied.
+        following: the model that follows the learner, if any. Its moving weights are in the state
+            instead.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, LanguageModel] | None = None,
+        learner: LanguageModel | None = None,
+        following: Following | None = None,
+    ):
+        self.following = following
+        self._graphdefs: dict[str, nnx.GraphDef] = {}
+        parts: dict[str, tuple[nnx.State, nnx.State]] = {}
+        for name, model in (models or {}).items():
+            self._graphdefs[name], params, other = model.split_module()
+            if following is not None and name == following.name:
+                params = _without(params, following.paths)
+            parts[name] = (params, other)
+        overwritten: set[int] = set()
+        if parts and learner is not None:
+            overwritten = _buffers(jax.tree.leaves(learner.split_module()[1:]))
+        leaves, self._treedef = jax.tree.flatten(parts)
+        #: The arrays of the models that no step changes.
+        self.fixed: tuple[jax.Array, ...] = tuple(
+            jnp.copy(leaf) if overwritten and overwritten & _buffers([leaf]) else leaf
+            for leaf in leaves
+        )
+
+    @property
+    def leaves(self) -> tuple[jax.Array, ...]:
+        """All present arrays of the models, in the order of the argument of `merge`."""
+        return self.joined(self.fixed, None if self.following is None else self.following.present())
+
+    def joined(
+        self, fixed: tuple[jax.Array, ...], reference: nnx.State | None
+    ) -> tuple[jax.Array, ...]:
+        """Return the argument of `merge` from `fixed` and the weights that follow the learner."""
+        return (*fixed, *jax.tree.leaves(reference))
+
+    def merge(self, leaves: tuple[jax.Array, ...]) -> dict[str, LanguageModel]:
+        """Return the models with these leaves; called while tracing."""
+        count = self._treedef.num_leaves
+        parts = jax.tree.unflatten(self._treedef, leaves[:count])
+        if self.following is not None:
+            parts[self.following.name] += (self.following.state_of(leaves[count:]),)
+        return {
+            name: nnx.merge(graphdef, *parts[name]) for name, graphdef in self._graphdefs.items()
+        }
+
+
+def _without(params: nnx.State, paths: Container[object]) -> nnx.State:
+    kept = [(path, variable) for path, variable in nnx.to_flat_state(params) if path not in paths]
+    return nnx.from_flat_state(kept)
+
+
+def _buffers(leaves: list[jax.Array]) -> set[int]:
+    """Return the memory addresses of the local shards of arrays."""
+    return {
+        shard.data.unsafe_buffer_pointer() for leaf in leaves for shard in leaf.addressable_shards
+    }

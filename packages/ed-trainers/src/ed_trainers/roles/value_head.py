@@ -1,8 +1,8 @@
 """A value head beside a causal model: the expected return before each token.
 
-The head is one more part of the module that learns, under the name `value_head`, so optimizers,
-checkpoints, meshes and rules over names treat it as any other. The causal model itself does not
-know of it: whoever generates, saves or serves sees the model without the head.
+The head is a part of the trained module with the name `value_head`, so optimizers, checkpoints,
+meshes and rules over names treat it like any other part. Generation, saving and serving use the
+model without the head.
 
 Legend: b rows, s positions, d hidden.
 """
@@ -23,15 +23,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save_file
 
-from ed_trainers.rollout import Weights
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.ppo import PPOArguments
+from ed_trainers.roles.extension import Extension
 
 NAME = "value_head"
-#: Beside the weights of a saved model.
+#: File of the head in the directory of a saved model.
 FILE = "value_head.safetensors"
 
 
 class ValueHead(nnx.Module):
-    """Hidden states to values, in float32; it begins at 0.
+    """A linear layer from hidden states to values, in float32, with initial values of 0.
 
     Args:
         features: d.
@@ -42,19 +44,19 @@ class ValueHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((1,), jnp.float32), axes=(None,))
 
     def __call__(self, hidden: Float[Array, "b s d"]) -> Float[Array, "b s"]:
-        """The value of each position."""
+        """Return the value of each position."""
         return (hidden.astype(jnp.float32) @ self.kernel[...] + self.bias[...])[..., 0]
 
 
 def with_value_head(model: LanguageModel, directory: str | Path | None = None) -> LanguageModel:
-    """A module that shares the variables of a model, and has a value head beside them.
+    """Return a module with the variables of a model and a value head.
 
     Args:
         model: the causal model.
-        directory: where a head was saved; None begins at 0.
+        directory: directory of a saved head; None starts with values of 0.
 
     Raises:
-        CheckpointError: there is no head, or it is of another width.
+        CheckpointError: the directory has no head, or its width differs.
     """
     head = ValueHead(model.head().weight.shape[0])
     if directory is not None:
@@ -66,12 +68,12 @@ def with_value_head(model: LanguageModel, directory: str | Path | None = None) -
 
 
 def value_head(model: LanguageModel) -> ValueHead:
-    """The head of a module that `with_value_head` made."""
+    """Return the head of a module of `with_value_head`."""
     return cast(Any, model).value_head
 
 
 def without_value_head(model: LanguageModel) -> LanguageModel:
-    """The causal model alone; it shares the variables. One without a head is returned as it is."""
+    """Return the causal model without its head; it shares the variables."""
     if not hasattr(model, NAME):
         return model
     plain: Any = copy.copy(model)
@@ -80,9 +82,9 @@ def without_value_head(model: LanguageModel) -> LanguageModel:
 
 
 def split_with_head(model: LanguageModel) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """Take a model with a head apart as it takes itself apart; the head learns in any case.
+    """Split a model with a head like `split_module`; the head is always trained.
 
-    A model with adapters alone learns these, and would leave the head among what is frozen.
+    `split_module` of a model with adapters would put the head among the frozen variables.
     """
     graphdef, params, other = model.split_module()
     rest = nnx.to_flat_state(other)
@@ -94,30 +96,8 @@ def split_with_head(model: LanguageModel) -> tuple[nnx.GraphDef, nnx.State, nnx.
     return graphdef, learned, nnx.from_flat_state(kept)
 
 
-class PolicyWeights(Weights):
-    """Lent weights of a model with a head, as those of the causal model alone."""
-
-    def __init__(self, whole: Weights):
-        self._whole, self.version = whole, whole.version
-        self.graphdef = nnx.graphdef(cast(nnx.Module, self.model))
-
-    @property
-    def model(self) -> LanguageModel:
-        """See `Weights.model`."""
-        return without_value_head(self._whole.model)
-
-    @property
-    def state(self) -> nnx.State:
-        """See `Weights.state`."""
-        return nnx.state(cast(nnx.Module, self.model))
-
-    def end(self) -> None:
-        """See `Weights.end`."""
-        self._whole.end()
-
-
 def save_value_head(model: LanguageModel, directory: Path) -> None:
-    """Write the head beside a saved model, as torch lays out a linear layer: weight [1, d]."""
+    """Write the head to the directory of a saved model, in the layout of torch: weight [1, d]."""
     head = value_head(model)
     weight, bias = (on_host(variable[...]) for variable in (head.kernel, head.bias))
     if jax.process_index() == 0:
@@ -128,15 +108,30 @@ def save_value_head(model: LanguageModel, directory: Path) -> None:
 def _read(head: ValueHead, file: Path) -> None:
     if not file.is_file():
         raise CheckpointError(
-            f"there is no {file}: value_head names the directory of a model that ppo saved; leave "
-            "it out, and the head begins at 0"
+            f"there is no {file}: value_head names the directory of a model saved by ppo; omit it "
+            "to start with values of 0"
         )
     saved = load_file(file)
     weight, wanted = saved[f"{NAME}.weight"].T, head.kernel.shape
     if weight.shape != wanted:
         raise CheckpointError(
-            f"{file} is the value head of a model with {weight.shape[0]} features, this one has "
-            f"{wanted[0]}: leave it out, and the head begins at 0"
+            f"{file} is the value head of a model with {weight.shape[0]} features, the model has "
+            f"{wanted[0]}: omit value_head to start with values of 0"
         )
     head.kernel.set_value(jnp.asarray(weight))
     head.bias.set_value(jnp.asarray(saved[f"{NAME}.bias"]))
+
+
+def _attach(model: LanguageModel, arguments: TrainingArguments) -> LanguageModel:
+    directory = arguments.value_head if isinstance(arguments, PPOArguments) else None
+    return with_value_head(model, directory)
+
+
+#: The role "value": a value head beside the learner.
+VALUE_HEAD = Extension(
+    attach=_attach,
+    detach=without_value_head,
+    split=split_with_head,
+    own=lambda path: path[0] == NAME,
+    save=save_value_head,
+)

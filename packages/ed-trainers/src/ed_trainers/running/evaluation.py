@@ -1,21 +1,22 @@
-"""Evaluation: means over every token of the held-out data, whatever the shapes of its batches."""
+"""Evaluation: means over all tokens of the held-out data, independent of the batch shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import jax
 from ed_infra.errors import ConfigError
 
 from ed_trainers.batches import Dataset, HostBatch, Share, evaluation_batches
-from ed_trainers.contract import MAIN, Batch, Method, logged
+from ed_trainers.contract import MAIN, Batch, MethodRun, logged
 from ed_trainers.placement import Placement, pad_rows
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import EvalStep, Leaves, Metrics, Step, build_eval_step, build_statistics_step
 
-# exp of more than this is not a float.
+# exp of a larger number overflows.
 _LARGEST_EXPONENT = 700.0
 
 Show = Callable[[int, int | None], None]
@@ -26,15 +27,15 @@ class Evaluator:
     """Evaluates states of one model; compiles once.
 
     Args:
-        method: its batch, its loss and its frozen models.
+        method: batch, loss and frozen models.
         placement: puts batches on the devices.
         dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
-        rows: sequences at once; None means as the dataset gives them.
+        rows: number of rows evaluated at once; None uses the batches of the dataset.
     """
 
     def __init__(
         self,
-        method: Method,
+        method: MethodRun,
         placement: Placement,
         dataset: Dataset,
         *,
@@ -49,16 +50,16 @@ class Evaluator:
         self._statistics: Step[Metrics] | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
-        """Return `eval_<name>` of each figure that `logged` names, and `eval_perplexity`.
+        """Return `eval_<name>` for each figure of `logged`, and `eval_perplexity`.
 
-        The perplexity is that of the method's own term, where the term is a mean over tokens.
+        The perplexity belongs to the method's own term, if that is a mean over tokens.
 
         Args:
             state: parameters to evaluate.
-            show: called with the number of batches done, and of all if that is known.
+            show: called with the number of finished batches and the total number, if known.
 
         Raises:
-            ConfigError: there is not one token to evaluate.
+            ConfigError: the data have no token to evaluate.
         """
         if self._step is None:
             self._step = build_eval_step(state, self._method)
@@ -67,15 +68,17 @@ class Evaluator:
         sums: tuple[Sums, Sums] = {}, {}
         pending: tuple[Metrics, ...] = ()
         for batch in self._batches(state, show):
-            result = self._step(leaves, {**batch, **statistics})
+            result = self._step(leaves, batch.replace(**statistics))
             _add(sums, pending)
             pending = result
         _add(sums, pending)
         if not sums[0] or sums[0][MAIN][1] == 0:
-            raise ConfigError("eval_dataset has no token that counts: nothing can be evaluated")
+            raise ConfigError(
+                "eval_dataset has no token with a weight: give data with labels to evaluate"
+            )
         terms, metrics = map(_means, sums)
         means = {f"eval_{name}": value for name, value in logged(terms, metrics).items()}
-        if self._method.per_token:
+        if self._method.record.per_token:
             means["eval_perplexity"] = math.exp(min(terms[MAIN], _LARGEST_EXPONENT))
             means["eval_tokens"] = sums[0][MAIN][1]
         return means
@@ -85,16 +88,16 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Return the means of the method's statistics over all held-out batches.
 
-        Empty for a method without statistics. The loss of a batch reads these means, so that
-        `eval_loss` does not depend on the size of the batches.
+        Empty for a method without statistics. The loss of a batch reads these means, so `eval_loss`
+        does not depend on the batch size.
 
         Raises:
             ConfigError: the held-out data can be read only once.
         """
-        if self._method.statistics is None:
+        if self._method.record.statistics is None:
             return {}
         dataset = self._share.dataset
-        # A loader of ed-data is an iterator that starts again; it has a `state_dict`.
+        # A loader of ed-data is an iterator that restarts; it has a `state_dict`.
         if isinstance(dataset, Iterator) and not hasattr(dataset, "state_dict"):
             raise ConfigError(
                 f"eval_dataset {type(dataset).__name__} can be read only once, and this method "
@@ -111,7 +114,7 @@ class Evaluator:
         return _means(sums)
 
     def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[Batch]:
-        """Yield prepared batches of one number of rows on the devices; the last ones are padded."""
+        """Yield placed batches with the same number of rows; the last one is padded."""
         batches, count = evaluation_batches(self._share.dataset)
 
         def shown() -> Iterator[HostBatch]:
@@ -125,7 +128,7 @@ class Evaluator:
             height = next(iter(prepared.values())).shape[0]
             rows = rows or height
             for start in range(0, height, rows):
-                piece = {name: array[start : start + rows] for name, array in prepared.items()}
+                piece = jax.tree.map(itemgetter(slice(start, start + rows)), prepared)
                 padded = pad_rows(piece, rows)
                 yield self._placement.place(padded, stacked=False, parts=self._share.parts)
 
@@ -135,7 +138,7 @@ def _means(sums: Sums) -> dict[str, float]:
 
 
 def _add(sums: tuple[Sums, ...], metrics: tuple[Metrics, ...]) -> None:
-    """Add the sums of a batch; `metrics` is empty before the first batch."""
+    # `metrics` is empty before the first batch.
     for of, found in zip(sums, metrics, strict=False):
         _add_metrics(of, found)
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 from ed_infra.errors import CheckpointError, ConfigError
 
+from ed_trainers.batches import Feed
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run, move_aside
-from ed_trainers.contract import Batch
-from ed_trainers.diverged import Divergence
+from ed_trainers.contract import Batch, MethodRun
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
-from ed_trainers.job import Job
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
-from ed_trainers.running.stopping import StopRequest
+from ed_trainers.running.evaluation import Evaluator
+from ed_trainers.running.stopping import Divergence, StopRequest
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 from ed_trainers.stored import disk
@@ -37,12 +38,47 @@ from ed_trainers.stored.saved import model_facts
 CHECKPOINTS, MODEL = "checkpoints", "model"
 
 
+class Notify(Protocol):
+    """A function that calls the callbacks for an event."""
+
+    def __call__(self, event: str, *values: object) -> None:
+        """Call the method `event` of every callback with the values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of one training run.
+
+    Attributes:
+        method: the method with its options, models and placement.
+        total_steps: number of updates of the whole run.
+        feed: the training batches.
+        evaluator: evaluates the held-out data, if there are any.
+        probes: previews and benchmarks, called every few steps.
+        begin: creates the state before training, unless a checkpoint has a later state.
+        adopt: accepts a state whose arrays replace those of `begin`.
+        save_model: writes the trained model to a directory.
+        notify: calls the callbacks.
+    """
+
+    method: MethodRun
+    total_steps: int
+    feed: Feed
+    evaluator: Evaluator | None
+    probes: tuple[Probe, ...]
+    begin: Callable[[], EasyDeLState]
+    adopt: Callable[[EasyDeLState], None]
+    save_model: Callable[[Path], None]
+    notify: Notify
+
+
 class TrainingLoop:
-    """One run through a job."""
+    """Runs a job from its first step, or its newest checkpoint, to its end."""
 
     def __init__(self, job: Job):
         self.job = job
-        self.arguments = job.arguments
+        self.arguments = job.method.arguments
         self.total = job.total_steps
         self.stop = StopRequest(self.arguments.training_time_limit)
         self.step = 0
@@ -137,7 +173,7 @@ class TrainingLoop:
             state = state.init_tx(tx)
         self.step = int(state.step)
         self.log.restart(self.step)
-        kind, columns = self.arguments.progress_bar_type, self.job.method.progress_columns
+        kind, columns = self.arguments.progress_bar_type, self.job.method.record.progress_columns
         self.progress = Progress(kind, total=self.total, done=self.step, columns=columns)
         if restored is not None:
             self._say(f"resumed from step {self.step} of {self.total}")
@@ -203,7 +239,7 @@ class TrainingLoop:
                     f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
                 )
             parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
-            placed = self.job.placement.place(parts, stacked=True, parts=feed.parts)
+            placed = self.job.method.placement.place(parts, stacked=True, parts=feed.parts)
         while self._lent:
             self._lent.pop().end()
         self._leaves, report = self._call(placed)
@@ -218,14 +254,14 @@ class TrainingLoop:
         if shapes in self._compiled:
             return self._train_step(self._leaves, batch)
         if not self._compiled:
-            self._count_flops(length=shapes[0][-1])
+            self._count_flops(length=batch["input_ids"].shape[-1])
         self._compiled.add(shapes)
         with self.meter.spending("compile"):
             return self._train_step(self._leaves, batch)
 
     def _count_flops(self, length: int) -> None:
         """Say once how MFU is computed, where the peak of the devices is known."""
-        peak, config = self.arguments.peak_flops_per_device, self.job.placement.config
+        peak, config = self.arguments.peak_flops_per_device, self.job.method.placement.config
         self.meter.utilization = utilization(self._state(), config, length=length, peak=peak)
         if self.meter.utilization is not None:
             self._say(self.meter.utilization.formula)
@@ -381,7 +417,7 @@ class TrainingLoop:
         trained = self.log.last(evaluation=False) or {}
         evaluated = self.log.last(evaluation=True) or {}
         summary: dict[str, float] = {"steps": self.step}
-        columns = self.job.method.progress_columns
+        columns = self.job.method.record.progress_columns
         summary |= {f"train_{name}": trained[name] for name in columns if name in trained}
         summary |= {name: value for name, value in evaluated.items() if name.startswith("eval_")}
         return summary | self.meter.summary()

@@ -1,37 +1,39 @@
-"""Stopping, or saving, at the next step instead of at once: signals, and the time limit."""
+"""Reasons to end a run: signals, the time limit, and a loss that is not finite."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 import numpy as np
+from ed_infra.errors import EasyDeLError
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
-# SIGHUP, which Windows lacks, is a terminal that closed.
+# SIGHUP: the terminal closed. Windows lacks it.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 _SAVE = getattr(signal, "SIGUSR1", None)
-# A shell script starts its background jobs with SIGINT ignored; SIGINT still stops a training.
-# Only nohup, which ignores SIGHUP, keeps its meaning.
+# A shell script starts background jobs with SIGINT ignored; SIGINT still stops training. An ignored
+# SIGHUP stays ignored, because nohup sets it.
 _HANGUP = getattr(signal, "SIGHUP", None)
 
 
 class StopRequest:
-    """Watches for a reason to stop. A context manager: signal handlers are put back at its end.
+    """Collects reasons to stop; a context manager that restores the signal handlers at its end.
 
-    The first SIGINT, SIGTERM or SIGHUP asks for a stop at the next step; a second SIGINT interrupts
-    at once. SIGUSR1 asks for a checkpoint. Outside the main thread, where Python cannot install
-    handlers, only the limit counts.
+    The first SIGINT, SIGTERM or SIGHUP requests a stop at the next step; a second SIGINT interrupts
+    immediately. SIGUSR1 requests a checkpoint. Python installs handlers in the main thread only, so
+    in other threads only the limit applies.
 
     Args:
-        time_limit: seconds after which to stop, or None.
+        time_limit: number of seconds after which to stop, or None.
     """
 
     def __init__(self, time_limit: float | None = None):
@@ -69,23 +71,26 @@ class StopRequest:
         self._save = True
 
     def ask_save(self) -> None:
-        """Ask for a checkpoint from inside (a callback)."""
+        """Request a checkpoint, for example from a callback."""
         self._save = True
 
     def take_save(self) -> bool:
-        """Tell whether a checkpoint was asked for, once; all processes hear it with `reason`."""
+        """Return whether a checkpoint was requested, and clear the request.
+
+        `reason` shares the request with the other processes.
+        """
         asked, self._save = self._save, False
         return asked
 
     def ask(self, reason: str) -> None:
-        """Ask for a stop from inside (a callback)."""
+        """Request a stop, for example from a callback."""
         self._reason = self._reason or reason
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None: a signal's name, `time limit`, or the words of `ask`.
+        """The reason to stop, or None: the name of a signal, `time limit`, or a reason of `ask`.
 
-        With many processes this is a collective: all of them stop if one has a reason.
+        With several processes this is a collective: all processes stop if one has a reason.
         """
         out_of_time = self._limit is not None and time.monotonic() - self._began >= self._limit
         if self._reason is None and out_of_time:
@@ -99,3 +104,48 @@ class StopRequest:
             if stops.any() and self._reason is None:
                 self._reason = "another process"
         return self._reason
+
+
+class TrainingDiverged(EasyDeLError):
+    """The loss or the gradient is not finite."""
+
+
+class Divergence:
+    """Checks the figures of each step.
+
+    Args:
+        longest: number of consecutive skipped steps after which the run ends.
+    """
+
+    def __init__(self, longest: int):
+        self._longest = longest
+        self._skipped = 0
+
+    def check(
+        self, step: int, figures: Mapping[str, float], kept: Callable[[], Sequence[int]]
+    ) -> None:
+        """Check a step.
+
+        Args:
+            figures: `loss`, `grad_norm`, and `skipped` if the optimizer skips bad steps.
+            kept: returns the steps of the checkpoints in rising order, for the message.
+
+        Raises:
+            TrainingDiverged: a figure is not finite and the step was not skipped, or too many
+                consecutive steps were skipped.
+        """
+        skipped = bool(figures.get("skipped"))
+        self._skipped = self._skipped + 1 if skipped else 0
+        if skipped and self._skipped < self._longest:
+            return
+        if not skipped and math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
+            return
+        many = f", {self._longest} steps in a row were skipped" if skipped else ""
+        steps = kept()
+        where = "there is no checkpoint"
+        if steps:
+            where = f"the checkpoint of step {steps[-1]} is intact"
+        raise TrainingDiverged(
+            f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}{many}; "
+            f"{where}. Lower learning_rate, add warmup_steps, or set clip_grad"
+        )

@@ -1,4 +1,4 @@
-"""What is saved beside the model: a tokenizer, or a processor."""
+"""The tokenizer or processor that is saved with the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ed_models.protocol import LanguageModel
 
-# From here on a length is no length: transformers writes 1e30 for one that it does not know.
+# transformers writes 1e30 for an unknown length.
 _UNLIMITED = 1e20
 
 
@@ -21,9 +21,9 @@ class Saveable(Protocol):
 
 
 def with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
-    """Return a tokenizer that knows how many tokens the model takes.
+    """Return a tokenizer whose `model_max_length` is set to the length of the model.
 
-    One that was never told says 1e30, which whoever truncates by it takes at its word.
+    A tokenizer without a length has the value 1e30, and truncation to that length does nothing.
     """
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is None or getattr(tokenizer, "model_max_length", 0) < _UNLIMITED:

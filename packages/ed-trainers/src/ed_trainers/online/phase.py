@@ -1,0 +1,542 @@
+"""`Phase`: the generations of a method that samples: complete prompts, score, make rows.
+
+A phase starts every `updates_per_generation` steps. `Phase.generate` completes prompts with the
+present weights, and the method's function `rows` turns the completions into the arrays of the loss:
+scores, advantages, and log-probabilities of models before the steps change them. Then the steps are
+trained on these rows like on any batch. `Scorer` computes the rewards. `RolloutFeed` yields the
+rows step by step.
+
+Legend: n rows of a generation, k rewards of a completion, s positions.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra import distributed
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Axes, Inputs
+from ed_infra.outputs import CausalLMOutput
+from ed_models.protocol import LanguageModel
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ed_trainers.batches import Dataset, Feed, HostBatch
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.policy import Policy, Truncation, token_policy
+from ed_trainers.losses.scoring import token_scores
+from ed_trainers.losses.segments import last_tokens
+from ed_trainers.online.completions import Completions, PromptBatch, completions_of
+from ed_trainers.online.model_rollout import ModelRollout
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.online import OnlineArguments, RewardedArguments
+from ed_trainers.options.preference import AnswerArguments
+from ed_trainers.options.roles import REWARD
+from ed_trainers.placement import TOKENS, pad_rows
+from ed_trainers.rewards import Rewards
+from ed_trainers.roles.extension import Extension, PolicyWeights
+from ed_trainers.rollout import Rollout, Weights
+from ed_trainers.state import EasyDeLState
+from ed_trainers.stored.npz import read_npz
+
+A = TypeVar("A", bound=TrainingArguments)
+#: Arrays of a generation, each [n, ...], and figures for the log.
+Rows = tuple[dict[str, np.ndarray], dict[str, float]]
+RowsOf = Callable[[MethodRun[A], Completions, Weights, int], Rows]
+Complete = Callable[[MethodRun[A], HostBatch, Weights, int], Completions]
+Question = Callable[[MethodRun[A], Models, Batch], dict[str, jax.Array]]
+
+#: Number of the generations of held-out prompts; the seeds of their samples depend on it.
+HELD_OUT = 2**31
+_ROLLOUT = "rollout"
+
+
+def online_method(
+    *,
+    rows: RowsOf[A],
+    loss: Callable[[MethodRun[A], Models, Batch, jax.Array | None], Loss],
+    token_arrays: tuple[str, ...],
+    progress_columns: tuple[str, ...],
+    axes: Axes = TOKENS,
+    complete: Complete[A] | None = None,
+    parts: tuple[Callable[[MethodRun[A], dict[str, LanguageModel]], object], ...] = (),
+    extension: Extension | None = None,
+) -> Method[A]:
+    """Return the record of a method that samples.
+
+    Args:
+        rows: returns the arrays of the loss, each [n, ...], and figures for the log, from
+            completions, the weights that sampled them and the number of the generation. Completions
+            are ordered by prompt, `rows_per_prompt * completions_per_row` for each prompt.
+        loss: see `Method.loss`.
+        token_arrays: names of the arrays of `rows` with one value per token, besides `targets` and
+            `weights`.
+        progress_columns: see `Method.progress_columns`.
+        axes: logical axes of the arrays with one value per token.
+        complete: returns the completions of a batch of prompts; default: `Phase.sample`.
+        parts: see `Method.parts`.
+        extension: see `Method.extension`.
+    """
+    declared = dict.fromkeys(
+        ("input_ids", "segment_ids", "position_ids", "targets", "weights", *token_arrays), axes
+    )
+    return Method(
+        prepare=lambda run, batch: run.part(Phase).prepare(batch),
+        loss=loss,
+        held_out=lambda run, batches, state: run.part(Phase).held_out(batches, state),
+        feed=lambda run, dataset: RolloutFeed(dataset, run.part(Phase)),
+        parts=(*parts, partial(Phase, rows=rows, complete=complete, axes=declared)),
+        whole_batches=True,  # all processes complete and score the same prompts together
+        per_token=False,
+        progress_columns=progress_columns,
+        extension=extension,
+    )
+
+
+class Generation(NamedTuple):
+    """The completions of one generation, ready for training.
+
+    Attributes:
+        number: number of the generation, from 0.
+        rows: arrays of the loss, each [n, ...].
+        figures: figures for the log.
+    """
+
+    number: int
+    rows: dict[str, np.ndarray]
+    figures: dict[str, float]
+
+
+class Phase(Generic[A]):
+    """Completes prompts, and asks models about the completions; an object of `Method.parts`.
+
+    Args:
+        run: the run of the method.
+        models: the frozen models by role; unchanged.
+        rows: see `online_method`.
+        complete: see `online_method`.
+        axes: logical axes of the arrays of the rows, by name.
+    """
+
+    def __init__(
+        self,
+        run: MethodRun[A],
+        models: dict[str, LanguageModel],
+        *,
+        rows: RowsOf[A],
+        complete: Complete[A] | None,
+        axes: Mapping[str, Axes],
+    ):
+        del models
+        assert isinstance(run.arguments, OnlineArguments), "the options of a method that samples"
+        assert isinstance(run.arguments, AnswerArguments), "which has the size of chunks"
+        self.run, self.options, self.chunk = run, run.arguments, run.arguments.lmhead_chunksize
+        self._rows, self._complete, self._axes = rows, complete, axes
+        self._programs: dict[Question[A], Callable[..., dict[str, jax.Array]]] = {}
+
+    def generate(self, batch: HostBatch, weights: Weights, number: int) -> Generation:
+        """Complete a loader's batch of prompts, and make rows of the completions.
+
+        Args:
+            batch: prompts.
+            weights: the weights to sample with.
+            number: number of the generation; the seeds of the samples depend on it.
+        """
+        began = time.monotonic()
+        completions = self.complete(batch, weights, number)
+        seconds = time.monotonic() - began
+        rows, figures = self.rows_of(completions, weights, number)
+        tokens = float(sum(map(len, completions.completion_ids)))
+        of_rollout = {
+            "rollout_tokens": tokens,
+            "rollout_seconds": seconds,
+            "rollout_tokens_per_second": tokens / max(seconds, 1e-9),
+        }
+        return Generation(number, rows, {**completions.figures(), **figures, **of_rollout})
+
+    def rows_of(self, completions: Completions, weights: Weights, number: int) -> Rows:
+        """Return the arrays of the loss, and figures for the log; see `online_method`."""
+        return self._rows(self.run, completions, weights, number)
+
+    def complete(self, batch: HostBatch, weights: Weights, number: int) -> Completions:
+        """Return the completions of a batch of prompts, as the method obtains them."""
+        if self._complete is not None:
+            return self._complete(self.run, batch, weights, number)
+        return self.sample(batch, weights, number=number)
+
+    def sample(
+        self,
+        batch: HostBatch,
+        weights: Weights,
+        *,
+        number: int,
+        copies: int | None = None,
+        rollout: Rollout | None = None,
+    ) -> Completions:
+        """Complete prompts by a rollout, each prompt several times.
+
+        Args:
+            batch: prompts.
+            weights: the weights to sample with.
+            number: number of the generation. The seeds depend on the seed of the run, on this
+                number and on the position of the completion.
+            copies: completions of each prompt; None is the number that `rows` reads.
+            rollout: replaces the rollout of the trainer.
+
+        Raises:
+            ConfigError: the batch holds no prompts, or there is no rollout.
+        """
+        run, options = self.run, self.options
+        if not isinstance(batch, PromptBatch):
+            raise ConfigError(
+                f"{run.name} takes batches of prompts, not {type(batch).__name__}: give a loader "
+                "of ed_data.build_prompts"
+            )
+        rollout = rollout or run.rollout
+        if rollout is None:
+            raise ConfigError(
+                f"{run.name} has nothing that completes prompts: give rollout=, such as "
+                "ed_elarge.engine.rollout.EngineRollout(engine)"
+            )
+        if copies is None:
+            copies = options.rows_per_prompt * options.completions_per_row
+        kept = [list(ids)[-options.max_prompt_length :] for ids in batch.input_ids]
+        for row, prompt in enumerate(kept):
+            if not prompt:
+                raise ConfigError(f"prompt {row} of the batch is empty: give it at least one token")
+        ids = [prompt for prompt in kept for _ in range(copies)]
+        params = {
+            "max_tokens": options.max_completion_length,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "min_p": options.min_p,
+        }
+        draws = np.random.SeedSequence((run.arguments.seed, number))
+        seeds = draws.generate_state(len(ids), np.uint32).tolist()
+        extension = run.record.extension
+        lent = weights if extension is None else PolicyWeights(weights, extension)
+        sampled = rollout.generate(ids, params, lent, seeds=seeds)
+        if len(sampled) != len(ids):
+            raise ConfigError(
+                f"the rollout returned {len(sampled)} completions of {len(ids)} prompts: it must "
+                "return one for each prompt, in their order"
+            )
+        return completions_of(batch, kept, sampled, copies, run.tokenizer)
+
+    def rollout_of(self, make: Callable[[Models], object]) -> Rollout:
+        """Return a rollout by `generate` of another model than the learner.
+
+        Args:
+            make: returns the model from all models, the learner with its present weights.
+        """
+        frozen = self.run.frozen
+        return ModelRollout(
+            lambda learner: make(Models(learner, frozen.merge(frozen.leaves))), rows=self.run.rows
+        )
+
+    # --- asking models ---
+
+    def ask(
+        self,
+        question: Question[A],
+        rows: Mapping[str, np.ndarray],
+        weights: Weights,
+        axes: Mapping[str, Axes] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Evaluate the models on rows, without gradient, one microbatch after the other.
+
+        Args:
+            question: a function of `(run, models, batch)` that returns arrays [n, ...] by name;
+                traced, and compiled once for each shape. Pass a function of a module: programs are
+                cached by function.
+            rows: arrays [n, ...].
+            weights: the learner's weights.
+            axes: logical axes of the arrays by name; default: those of the rows of a generation.
+        """
+        run = self._programs.get(question)
+        if run is None:
+            run = self._programs[question] = self._program(question, weights.graphdef)
+        size, inputs = self.run.rows, Inputs(rows, self._axes if axes is None else axes)
+        count = len(next(iter(rows.values())))
+        state, leaves = weights.state, self.run.frozen.leaves
+        pieces = []
+        for start in range(0, count, size):
+            stop = start + size
+            piece = Inputs({n: array[start:stop] for n, array in inputs.items()}, inputs.declared)
+            placed = self.run.placement.place(pad_rows(piece, size), stacked=False)
+            pieces.append(jax.device_get(run(state, leaves, placed)))
+        return {
+            name: np.concatenate([piece[name] for piece in pieces])[:count] for name in pieces[0]
+        }
+
+    def _program(
+        self, question: Question[A], graphdef: nnx.GraphDef
+    ) -> Callable[..., dict[str, jax.Array]]:
+        whole = NamedSharding(self.run.placement.config.mesh, PartitionSpec())
+        merge = self.run.frozen.merge
+
+        def program(state: nnx.State, leaves: tuple[jax.Array, ...], batch: Batch):
+            learner = cast(LanguageModel, nnx.merge(graphdef, state))
+            return question(self.run, Models(learner, merge(leaves)), batch)
+
+        return jax.jit(program, out_shardings=whole)
+
+    # --- for the loop and the evaluation ---
+
+    def prepare(self, batch: HostBatch) -> Prepared:
+        """Return rows of a generation as inputs, or complete prompts with the present weights."""
+        if isinstance(batch, Mapping):
+            return Inputs(batch, self._axes)
+        return Inputs(self.generate(batch, self.run.weights(), HELD_OUT).rows, self._axes)
+
+    def held_out(self, batches: Iterable[HostBatch], state: EasyDeLState) -> Iterator[Prepared]:
+        """Yield rows of held-out prompts, completed with the evaluated weights."""
+        for batch in batches:
+            weights = Weights(
+                state.graphdef, state.graphstate, state.graphother, version=int(state.step)
+            )
+            try:
+                rows = self.generate(batch, weights, HELD_OUT).rows
+            finally:
+                weights.end()
+            yield Inputs(rows, self._axes)
+
+
+def policy_of(
+    run: MethodRun[A],
+    model: LanguageModel,
+    rows: Batch,
+    key: jax.Array | None = None,
+    *,
+    truncated: bool = False,
+) -> tuple[CausalLMOutput, Policy]:
+    """Return the figures of the tokens of rows [n, s] at the temperature of the sampling.
+
+    Args:
+        run: the run of the method.
+        model: the learner or a frozen model.
+        rows: `input_ids`, `targets` [n, s] and the other inputs of the model.
+        key: dropout key.
+        truncated: also compute `sampled_logps`, if the sampling has filters.
+    """
+    phase = run.part(Phase)
+    options = phase.options
+    truncation = Truncation(options.top_k, options.top_p, options.min_p)
+    return token_policy(
+        model,
+        rows,
+        key,
+        placement=run.placement,
+        temperature=options.temperature,
+        chunk=phase.chunk,
+        truncation=truncation if truncated and truncation.active else None,
+    )
+
+
+class Scores(NamedTuple):
+    """The rewards of completions, float32.
+
+    Attributes:
+        each: [n, k]; NaN where a function does not apply.
+        total: [n], weighted; NaN where no function applies.
+        names: names of the k rewards.
+    """
+
+    each: np.ndarray
+    total: np.ndarray
+    names: tuple[str, ...]
+
+    def figures(self) -> dict[str, float]:
+        """Return the mean and the standard deviation of each reward, with TRL's names."""
+        out = {}
+        for name, own in zip(self.names, self.each.T, strict=True):
+            here = own[np.isfinite(own)]
+            out[f"rewards/{name}/mean"] = float(here.mean()) if here.size else np.nan
+            out[f"rewards/{name}/std"] = float(here.std(ddof=1)) if here.size > 1 else np.nan
+        here = self.total[np.isfinite(self.total)]
+        out["reward_std"] = float(here.std(ddof=1)) if here.size > 1 else np.nan
+        return out
+
+
+class Scorer:
+    """The rewards of a run: functions and a reward model; an object of `Method.parts`.
+
+    The reward model is the frozen model `"reward"`, a `SequenceClassifier` with one label, whose
+    score of the last token counts. It reads the learner's token ids.
+
+    Args:
+        run: the run of the method, with options of `RewardedArguments`.
+        models: the frozen models by role; unchanged.
+
+    Raises:
+        ConfigError: nothing gives rewards, or the number of weights differs from their number.
+    """
+
+    def __init__(self, run: MethodRun[A], models: dict[str, LanguageModel]):
+        options = run.arguments
+        assert isinstance(options, RewardedArguments), "the options of a method with rewards"
+        self._run = run
+        functions = run.reward_functions or options.reward_functions
+        self._functions = Rewards(functions, run.reward_folders)
+        names = self._functions.names
+        self._has_model = REWARD.name in models
+        if self._has_model:
+            names = (*names, REWARD.section)
+            _check_vocabulary(run.learner, models[REWARD.name])
+        if not names:
+            raise ConfigError(
+                f"{run.name} needs rewards, and nothing gives any: set reward_functions, or give "
+                "the frozen model 'reward' (the section reward_model)"
+            )
+        weights = options.reward_weights or (1.0,) * len(names)
+        if len(weights) != len(names):
+            raise ConfigError(
+                f"{len(weights)} reward_weights for {len(names)} rewards ({', '.join(names)}): "
+                "give one for each reward"
+            )
+        self._names, self._weights = names, np.asarray(weights, np.float32)
+
+    def score(
+        self, completions: Completions, rows: Mapping[str, np.ndarray], weights: Weights
+    ) -> Scores:
+        """Return the rewards of completions.
+
+        Args:
+            completions: n completions.
+            rows: `completions.rows(...)`; the rows of the reward model have the same length.
+            weights: the learner's weights, for `Phase.ask`.
+        """
+        parts = [call_once(self._functions, completions)]
+        if self._has_model:
+            asked = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
+            asked["last"] = last_tokens(asked["segment_ids"])
+            axes = dict.fromkeys(asked, TOKENS)
+            found = self._run.part(Phase).ask(_reward_of, asked, weights, axes)
+            parts.append(found[REWARD.name][:, None])
+        each = np.concatenate(parts, axis=1)
+        total = np.nansum(each * self._weights, axis=1)
+        total = np.where(np.isnan(each).all(axis=1), np.nan, total).astype(np.float32)
+        return Scores(each, total, self._names)
+
+
+def call_once(rewards: Rewards, completions: Completions) -> np.ndarray:
+    """Return the values of reward functions, float32 [n, k], called on the first process only.
+
+    A function may call a server or be random, and all processes need the same values.
+    """
+    return distributed.from_main(lambda: rewards(completions))
+
+
+def _reward_of(run: MethodRun, models: Models, rows: Batch) -> dict[str, jax.Array]:
+    """Return the reward model's score of the last token of each row."""
+    del run
+    _, scores = token_scores(models[REWARD.name], rows, None, labels=1)
+    return {REWARD.name: jnp.sum(scores[..., 0] * rows["last"], axis=-1)}
+
+
+def _check_vocabulary(learner: LanguageModel, model: LanguageModel) -> None:
+    sizes = [getattr(each.config, "vocab_size", None) for each in (learner, model)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the reward model has {sizes[1]} tokens, the learner {sizes[0]}: it reads the "
+            "learner's token ids, so use a reward model with the same tokenizer, or score the text "
+            "in a reward function"
+        )
+
+
+class RolloutFeed(Feed):
+    """Rows of generations, by step.
+
+    The first step of a generation completes and scores its prompts, with the weights before that
+    step. The rows are divided into `steps_per_generation` optimizer steps, `num_iterations` times.
+    A checkpoint within a generation contains its rows, because the weights that sampled the
+    completions no longer exist. A checkpoint between two generations does not.
+
+    Args:
+        dataset: prompts of each generation, as for `Feed`.
+        phase: completes and scores the prompts.
+    """
+
+    def __init__(self, dataset: Dataset, phase: Phase):
+        super().__init__(dataset)
+        self._phase, self._options, self._run = phase, phase.options, phase.run
+        self._now: Generation | None = None
+        self._continues = False  # whether the next step uses the present generation
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Number of updates in one pass over the prompts, if the dataset has a length."""
+        generations = super().steps_per_epoch
+        return None if generations is None else generations * self._options.updates_per_generation
+
+    def batch(self, step: int) -> HostBatch:
+        """Return the rows of update `step`; the first update of a generation samples.
+
+        Raises:
+            ConfigError: the number of rows of a generation differs from that of its steps.
+        """
+        options, size = self._options, self._run.arguments.total_batch_size
+        number, within = divmod(step, options.updates_per_generation)
+        if self._now is None or self._now.number != number:
+            self._now = None  # free the memory before the next generation
+            prompts = super().batch(number)
+            made = self._phase.generate(prompts, self._run.weights(), number)
+            self._now = self.checked(made)
+        self._continues = within + 1 < options.updates_per_generation
+        self.figures = self._now.figures
+        begin = within % options.steps_per_generation * size
+        return {name: array[begin : begin + size] for name, array in self._now.rows.items()}
+
+    def checked(self, generation: Generation) -> Generation:
+        """Return a generation with shuffled rows, if it has the right number of rows."""
+        options, arguments = self._options, self._run.arguments
+        wanted = arguments.total_batch_size * options.steps_per_generation
+        rows = len(next(iter(generation.rows.values())))
+        if rows != wanted:
+            raise ConfigError(
+                f"a generation has {rows} rows, but total_batch_size {arguments.total_batch_size} "
+                f"times steps_per_generation {options.steps_per_generation} is {wanted}: let "
+                f"train_dataset give {arguments.loader_batch_size} prompts per batch"
+            )
+        if options.steps_per_generation == 1:
+            return generation
+        # The rows of a group are consecutive: each step should get rows of many groups.
+        order = np.random.default_rng((arguments.seed, generation.number)).permutation(rows)
+        return generation._replace(
+            rows={name: array[order] for name, array in generation.rows.items()}
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the prompts and, within a generation, its rows."""
+        state = super().state_dict()
+        if self._continues and self._now is not None:
+            file = io.BytesIO()
+            np.savez_compressed(file, **self._now.rows)  # type: ignore[arg-type]
+            state[_ROLLOUT] = {
+                "number": self._now.number,
+                "rows": base64.b64encode(file.getvalue()).decode("ascii"),
+                "figures": self._now.figures,
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to a saved position; see `Feed.load_state_dict`."""
+        saved, self._now = state.get(_ROLLOUT), None
+        if saved is not None:
+            rows = io.BytesIO(base64.b64decode(saved["rows"]))
+            arrays = read_npz(rows, "the generation of the checkpoint")
+            self._now = Generation(int(saved["number"]), arrays, dict(saved["figures"]))
+        super().load_state_dict({name: x for name, x in state.items() if name != _ROLLOUT})
+
+    def difference(self, state: Mapping[str, Any]) -> str:
+        """See `Feed.difference`."""
+        return super().difference({name: x for name, x in state.items() if name != _ROLLOUT})
