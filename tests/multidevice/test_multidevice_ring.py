@@ -17,10 +17,10 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_infra.sharding.axes import AXIS_NAMES
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.choose import choose
 from ed_layers.attention.kernel import Projected
 from ed_layers.attention.kernels.online import BlockMask, Recipe
 from ed_layers.attention.kernels.ring_layout import Plan, Side
+from ed_layers.attention.mechanism import choose
 from ed_layers.attention.scoring import Scoring
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P

@@ -120,4 +120,4 @@ def test_a_broken_entry_point_is_named(installed, value, message) -> None:
 
 def test_installed_kernels_precede_built_in_kernels(installed) -> None:
     assert registry.kernels()[: len(toy.KERNELS)] == toy.KERNELS
-    np.testing.assert_equal(registry.kernels()[len(toy.KERNELS) :], registry.BUILT_IN)
+    np.testing.assert_equal(registry.kernels()[len(toy.KERNELS) :], registry.built_in())

@@ -36,6 +36,7 @@ STATE = RecurrentSpec((StateSpec("conv", (3, 2)), StateSpec("ssm", (4,), "bfloat
 VANILLA, DECODE = Mechanism(), Mechanism(decode="autoregressive_decodeattn")
 
 
+@pytest.mark.daily("mechanism0-None")
 @pytest.mark.parametrize(
     ("mechanism", "format"), [(VANILLA, None), (DECODE, None), (VANILLA, "int8")]
 )
@@ -71,6 +72,7 @@ def test_an_encoder_is_written_once_and_then_read(mechanism, format):
         attend(*long, info, cache=cache, group="cross", mechanism=VANILLA)
 
 
+@pytest.mark.nightly
 def test_periods_of_a_scan_find_their_layers():
     """Two windowed layers and a full one, three times: scanned as unrolled, token by token."""
     specs = [NEAR, NEAR, FULL] * 2

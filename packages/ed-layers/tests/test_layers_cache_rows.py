@@ -112,6 +112,7 @@ def test_cache_overflow_raises_value_error(kind, layout):
         jax.eval_shape(lambda cache: cache.begin(jnp.ones((2, 6), jnp.int32)), cache)
 
 
+@pytest.mark.daily("chunk")
 @pytest.mark.parametrize(
     ("features", "mechanism", "format"),
     [({"window": 3}, VANILLA, None), ({"chunk": 3}, DECODE, None), ({}, DECODE, "int8")],

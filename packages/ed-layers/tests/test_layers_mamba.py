@@ -149,6 +149,7 @@ def inputs(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(*SEGMENTS.shape, D)).astype(np.float32)
 
 
+@pytest.mark.daily("mamba-5", "mamba2-5")
 @pytest.mark.parametrize(
     ("name", "chunk"),
     [*((name, 5) for name in MIXERS), *((n, c) for n in ("mamba", "mamba2") for c in (1, 64))],
@@ -169,6 +170,7 @@ def test_chunks_are_a_loop_over_tokens(name: str, chunk: int) -> None:
     np.testing.assert_array_equal(again[0, 18:], out[0, 18:])
 
 
+@pytest.mark.daily("mamba2")
 @pytest.mark.parametrize("name", ["mamba, norms, biases", "mamba2"])
 def test_gradients_of_a_document_are_those_of_a_sequence_alone(name: str) -> None:
     x, weights, segment = inputs(1), inputs(2), (slice(1, 2), slice(6, 21))

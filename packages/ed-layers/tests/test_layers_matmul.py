@@ -73,6 +73,7 @@ def test_stacks_of_matrices_give_float32(m, k, n, transposed) -> None:
     np.testing.assert_allclose(y, exact(a) @ exact(b), atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_another_platform_has_the_plain_product() -> None:
     """A program for a TPU that is compiled on this host has one product, of bfloat16."""
     x, w = drawn(0, 4, 8), drawn(1, 8, 5)

@@ -18,13 +18,13 @@ from ed_infra.logging import forget_said
 from ed_infra.masks import MaskInfo
 from ed_layers import devices
 from ed_layers.attention import MECHANISMS, Mechanism, attend
-from ed_layers.attention.choose import choose
 from ed_layers.attention.kernel import Projected
 from ed_layers.attention.kernels import gpu
 from ed_layers.attention.kernels.flash_tpu import flash_on_tpu
 from ed_layers.attention.kernels.splash import splash_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention
-from ed_layers.attention.registry import BUILT_IN
+from ed_layers.attention.mechanism import choose
+from ed_layers.attention.registry import built_in
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.ragged import RaggedBatch
@@ -82,7 +82,7 @@ def test_mechanism_table_lists_every_mechanism() -> None:
     names = set(get_args(enums.AVAILABLE_ATTENTION_MECHANISMS)) - {"auto"}
     assert set(MECHANISMS) == names
     assert {enums.MECHANISM_ALIASES[x] for x in ("flash", "splash")} <= names
-    everywhere = {(k.mechanism, k.reads) for k in BUILT_IN if k.platform is None}
+    everywhere = {(k.mechanism, k.reads) for k in built_in() if k.platform is None}
     assert {(name, it.reads) for name, it in MECHANISMS.items()} <= everywhere, "plain XLA is last"
 
 
@@ -155,6 +155,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rows", "limits"),
     [("odd", "window"), *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in PAIRS)],

@@ -100,6 +100,7 @@ def test_a_row_does_not_depend_on_its_company(transposed, dtype) -> None:
         np.testing.assert_array_equal(np.asarray(part), whole[first:last])
 
 
+@pytest.mark.daily("int8-32-7-*", "int4-32-18-*")
 @built
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
@@ -141,6 +142,7 @@ def test_model_products_use_native_kernel_and_have_gradients() -> None:
                 np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.daily("int4-float32", "int8-bfloat16")
 @built
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4", "fp8", "mxfp8"])
@@ -189,6 +191,7 @@ def test_activations_in_8_bits_are_exact(n, form, group, groups, o, tied, dtype,
     )
 
 
+@pytest.mark.daily("int4-True", "nf4-False")
 @built
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4", "fp8", "mxfp4"])

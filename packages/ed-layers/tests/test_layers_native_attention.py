@@ -189,6 +189,7 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
     near(native.cache_attention(call), expected)
 
 
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None)
 @given(
     heads=HEADS,

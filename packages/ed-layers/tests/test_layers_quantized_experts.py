@@ -65,6 +65,7 @@ def nightly(*case):
     return pytest.param(*case, marks=pytest.mark.nightly)
 
 
+@pytest.mark.daily("nf4-fused", "int8-standard")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_every_method_gives_the_numbers_of_plain_matrices(name, method):
@@ -80,6 +81,7 @@ def test_quantized_activations_are_the_same_in_every_method():
     assert 1e-3 < error < 0.2, "activations are quantized, and nearly what they were"
 
 
+@pytest.mark.daily("cut-*")
 @pytest.mark.parametrize(
     ("name", "method", "dims", "fields"),
     [
@@ -97,6 +99,7 @@ def test_many_devices_are_as_one(name, method, dims, fields):
     near(outputs(module, placed), reference(name), 3e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "dims"),
     [

@@ -123,7 +123,7 @@ def test_cached_rows_match_separate_sequences(chunk: int) -> None:
         near(out[row, at], alone(x[row, at]))
 
 
-@pytest.mark.daily("4")
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_ragged_server_steps_match_separate_sequences(chunk: int) -> None:
     """Chunks of prompts and single tokens in one step, sequences that wait, and empty slots."""

@@ -51,6 +51,7 @@ def names(of):
     return sorted(name for path, _ in flat for name in parameter_names.canonical(path))
 
 
+@pytest.mark.daily("every other layer")
 @pytest.mark.parametrize(
     ("patterns", "runs"),
     [

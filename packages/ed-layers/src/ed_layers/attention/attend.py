@@ -18,9 +18,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from ed_layers.attention.choose import choose, choose_for_cache
 from ed_layers.attention.kernel import Cached, Paged, Projected
-from ed_layers.attention.mechanism import Mechanism, check
+from ed_layers.attention.mechanism import Mechanism, check, choose, choose_for_cache
 from ed_layers.attention.registry import run
 from ed_layers.attention.scoring import Alibi, Limit, RelativeBias, Scoring
 from ed_layers.cache.protocol import Cache, Layer

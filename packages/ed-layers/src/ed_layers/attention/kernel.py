@@ -3,7 +3,7 @@
 A *mechanism* is what is computed, the same everywhere. A *kernel* computes one mechanism for one
 kind of reading, on one platform or on all: splash attention in Pallas is a kernel of `blocksparse`
 on TPU, plain XLA is its kernel everywhere. To add a kernel, write a file whose `KERNELS` are such
-records, and name the file in `registry.BUILT_IN`; another package names its records under the entry
+records, and name the file in `registry.built_in`; another package names its records under the entry
 point group `easydel.kernels` instead.
 
 Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries

@@ -16,40 +16,12 @@ from ed_infra.logging import get_logger, once
 
 from ed_layers import devices
 from ed_layers.attention.kernel import Cached, Call, Kernel, Reads
-from ed_layers.attention.kernels import (
-    blockwise,
-    decode,
-    flash_tpu,
-    gpu,
-    native,
-    paged,
-    paged_tpu,
-    ring,
-    sdpa,
-    splash,
-    vanilla,
-)
 from ed_layers.attention.scoring import FEATURES
 
 logger = get_logger(__name__)
 
 #: Entry points of this group are kernels of other packages: each names a Kernel, or several.
 GROUP = "easydel.kernels"
-
-#: Kernels of one mechanism are asked in this order, those of a platform before plain XLA.
-BUILT_IN: tuple[Kernel[Any], ...] = (
-    *flash_tpu.KERNELS,
-    *splash.KERNELS,
-    *paged_tpu.KERNELS,
-    *gpu.KERNELS,
-    *native.KERNELS,
-    *vanilla.KERNELS,
-    *blockwise.KERNELS,
-    *ring.KERNELS,
-    *sdpa.KERNELS,
-    *decode.KERNELS,
-    *paged.KERNELS,
-)
 
 ALL = frozenset(FEATURES)
 PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim", "alibi", "relative"})
@@ -123,6 +95,42 @@ MECHANISMS: dict[str, Ability] = {
 
 
 @cache
+def built_in() -> tuple[Kernel[Any], ...]:
+    """Return the kernels of this package: those of a platform before those of plain XLA.
+
+    The kernels of one mechanism are tried in this order. They are imported at the first call,
+    so the import of a model does not import them.
+    """
+    from ed_layers.attention.kernels import (
+        blockwise,
+        decode,
+        flash_tpu,
+        gpu,
+        native,
+        paged,
+        paged_tpu,
+        ring,
+        sdpa,
+        splash,
+        vanilla,
+    )
+
+    return (
+        *flash_tpu.KERNELS,
+        *splash.KERNELS,
+        *paged_tpu.KERNELS,
+        *gpu.KERNELS,
+        *native.KERNELS,
+        *vanilla.KERNELS,
+        *blockwise.KERNELS,
+        *ring.KERNELS,
+        *sdpa.KERNELS,
+        *decode.KERNELS,
+        *paged.KERNELS,
+    )
+
+
+@cache
 def kernels() -> tuple[Kernel[Any], ...]:
     """All kernels: those that were installed, in the order of their entry points, then our own.
 
@@ -131,7 +139,7 @@ def kernels() -> tuple[Kernel[Any], ...]:
             known mechanisms.
     """
     installed = (k for point in entry_points(group=GROUP) for k in kernels_of_entry(point))
-    return (*installed, *BUILT_IN)
+    return (*installed, *built_in())
 
 
 def kernels_of_entry(point: EntryPoint) -> Iterator[Kernel[Any]]:

@@ -25,8 +25,8 @@ from ed_layers.attention.blocks.settings import (
     ScoreRule,
 )
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring
-from ed_layers.cache import Cache, LayerCacheSpec
-from ed_layers.cache.spec import LayerSpecs
+from ed_layers.cache.protocol import Cache
+from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from ed_layers.fused_projections import project
