@@ -45,8 +45,8 @@ LEARNED = {
 }
 #: Examples that are no method of their own.
 MORE = {"chat_lora"}
-#: Examples that run every time: pairs, a reward model, and rows that stand alone.
-DAILY = ("dpo", "kto", "reward")
+#: Examples that run every time: pairs, and a reward model.
+DAILY = ("dpo", "reward")
 #: Examples that begin with the model of the main job.
 TEACHES = ("distillation", "seq_kd", "gkd", "chat_lora")
 

@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily("stacked-None-sizes0-features0")
 @pytest.mark.parametrize(("layout", "format", "sizes", "features"), CASES)
 def test_sharded_cache_slots_match_one_device(layout, format, sizes, features):
     """A prompt over several shards, one across an edge, single tokens on both sides of edges."""

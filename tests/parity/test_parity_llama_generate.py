@@ -75,6 +75,7 @@ def test_greedy_tokens_on_eight_devices_match_torch(references):
     assert_same(got, want, reference)
 
 
+@pytest.mark.nightly
 def test_rows_end_where_torch_ends_them(references):
     reference = references("untied")
     free = torch_greedy(reference, eos_token_id=None)[:, reference.ids.shape[1] :]

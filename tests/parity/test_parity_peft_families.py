@@ -111,7 +111,7 @@ def in_peft(subject: Subject, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(copy.deepcopy(subject.torch_model), folder).eval()
 
 
-@pytest.mark.daily("mixtral: two of eight")
+@pytest.mark.nightly
 @pytest.mark.parametrize("subject", rows(torch=False))
 def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_path: Path) -> None:
     model = trained(subject.model, without(HOMELESS, subject))

@@ -117,7 +117,7 @@ def test_packed_documents_have_factors_of_their_own(pair):
         np.testing.assert_allclose(part, theirs(model, prompt)[0], atol=TOLERANCE)
 
 
-@pytest.mark.daily("longrope")
+@pytest.mark.nightly
 def test_cached_decode_logits_match_torch_across_rope_lengths(pair):
     model, ours = pair
     for prompt in prompts():
@@ -142,7 +142,7 @@ def test_generated_tokens_match_torch_across_rope_lengths(pair):
         np.testing.assert_array_equal(made.sequences[row, ids.shape[1] :], continued(model, prompt))
 
 
-@pytest.mark.daily("dynamic-in chunks")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "budget",
     [

@@ -50,6 +50,7 @@ def torch_model(task: TaskType, subject: Subject, device: str = "cpu") -> Any:
         return auto.from_config(config).eval()
 
 
+@pytest.mark.daily("sequence-classification")
 @pytest.mark.parametrize("task", TASKS)
 def test_names_and_shapes_are_hugging_faces(task: TaskType) -> None:
     from transformers.core_model_loading import revert_weight_conversion

@@ -55,6 +55,7 @@ def config_class(monkeypatch: pytest.MonkeyPatch) -> type:
     return first
 
 
+@pytest.mark.nightly
 def test_custom_model_registers_shards_trains_and_generates(
     config_class: Any, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_invalid_request_options_raise_config_error(surge, options):
     assert not surge.has_unfinished_requests
 
 
+@pytest.mark.nightly
 def test_ends_beyond_the_vocabulary_do_not_matter(make_llama, prompts):
     model = make_llama(eos_token_id=999)
     engine = eSurge(model, max_model_len=64, page_size=8, compile_runner=False, silent_mode=True)

@@ -237,6 +237,7 @@ def test_options_that_a_state_forbids(option):
         engine_of(toy("memory,full"), **option)
 
 
+@pytest.mark.nightly
 def test_a_state_is_pooled_over_chunks():
     model = toy("memory,full")
     engine = engine_of(model)

@@ -208,6 +208,7 @@ def test_requests_are_aborted_and_wait_through_a_pause(pair, prompts):
     assert [[tokens] for tokens in read] == expected[:2]
 
 
+@pytest.mark.nightly
 def test_weights_are_replaced_and_lent_everywhere(one, pair, make_llama, prompts, llama):
     other = make_llama(seed=2, mesh=(2, 1, 1, 1, 1)).to_layout("leaves")
     before = tokens_of(pair.generate(prompts, GREEDY))

@@ -68,6 +68,7 @@ def test_structured_outputs_match_their_grammar(surge, tokenizer, prompts, wante
     assert "stop" in reasons.values()
 
 
+@pytest.mark.nightly
 def test_the_same_after_preemption_and_with_overlap(llama, tokenizer, prompts):
     from ed_esurge import eSurge
 

@@ -32,6 +32,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(scan):
     assert not silent.aux
 
 
+@pytest.mark.nightly
 def test_selection_biases_move_alike_scanned_and_unrolled():
     subject = Subject("glm4_moe", "groups", Glm4MoeForCausalLM)
     moved = []

@@ -60,6 +60,7 @@ def test_bambas_loss_of_normalisers_is_of_tokens_alone() -> None:
     assert not cached.losses
 
 
+@pytest.mark.nightly
 def test_alibi_over_a_cache_whose_heads_and_slots_are_split() -> None:
     config = mpt.MptConfig(
         initializer_range=0.2,

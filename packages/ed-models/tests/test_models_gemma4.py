@@ -22,7 +22,7 @@ def create(**fields):
     return Gemma4TextForCausalLM.create(config, seed=0)
 
 
-@pytest.mark.daily("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_that_share_keep_nothing(scan):
     model = create(scan_layers=scan)

@@ -63,6 +63,7 @@ def prompt():
 LOOKUP = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
 
 
+@pytest.mark.daily("options0")
 @pytest.mark.parametrize(
     "options",
     [

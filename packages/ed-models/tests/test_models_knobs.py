@@ -224,6 +224,7 @@ def test_sharding_options_place_parameters():
     assert found["k_proj", "kernel"] == ()
 
 
+@pytest.mark.nightly
 @proves("use_sharded_kv_caching", "kv_cache_sharding_sequence_axis_name", "sequence_axis_name")
 def test_cache_sharding_options_place_the_cache():
     def cache_spec(**changes: Any) -> Any:

@@ -122,6 +122,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )
 
 
+@pytest.mark.daily("mxfp4-one")
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), (1, 2, 2, 2, 1)], ids=["one", "eight"])
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_loads_as_the_same_numbers_in_float32_would(

@@ -89,6 +89,7 @@ def test_places_for_adapters_over_a_quantized_base():
     assert all(np.abs(value).max() > 0 for value in values)
 
 
+@pytest.mark.nightly
 def test_gradients_are_those_over_plain_matrices():
     quantized = build().quantize({"dtype": "nf4"})
 

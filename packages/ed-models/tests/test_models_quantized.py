@@ -68,7 +68,7 @@ def gradients(model, lower=False):
     return grad.lower(params, other) if lower else grad(params, other)
 
 
-@pytest.mark.daily("dims0")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", MESHES)
 def test_many_devices_are_as_one(dims):
     expected = logits(build(tie_word_embeddings=True).quantize(EVERYTHING))
@@ -88,6 +88,7 @@ def test_adapters_learn_through_codes_and_nothing_else_does():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, of_plain)
 
 
+@pytest.mark.nightly
 def test_the_matrices_of_a_scanned_model_are_decoded_layer_by_layer():
     """Neither forward nor backward holds the plain matrices of two layers."""
     fields = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}

@@ -77,7 +77,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.daily("nf4 twice", "int8", "fp8", "w8a8")
+@pytest.mark.daily("nf4 twice", "w8a8")
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantize_on_load_equals_quantize_after_load(
     name: str, plain: Path, tmp_path: Path
@@ -94,7 +94,7 @@ def test_quantize_on_load_equals_quantize_after_load(
     assert settings["dtype"] == "float32"
 
 
-@pytest.mark.daily("dims0")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", [EIGHT, (8, 1, 1, 1, 1)])
 def test_quantize_on_load_on_mesh_equals_single_device(dims: tuple[int, ...], plain: Path) -> None:
     spec = {"dtype": "nf4", "group_size": 32}

@@ -187,6 +187,7 @@ def test_the_mean_is_that_of_the_parameters_after_each_update(dtype):
     assert averaged(params, other) is params
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("use_ema")
 def test_the_mean_is_evaluated_saved_and_resumed(toy, tmp_path):
     given = {**EVALUATED, "ema_decay": 0.9}

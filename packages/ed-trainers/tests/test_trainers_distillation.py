@@ -73,6 +73,7 @@ def rows():
     return packed([documents(random, 2, good=[True, True]) for _ in range(2)])
 
 
+@pytest.mark.nightly
 def test_hidden_states_are_compared_layer_by_layer():
     batch = rows()
 

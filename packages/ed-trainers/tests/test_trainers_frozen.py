@@ -118,6 +118,7 @@ def test_checkpoint_of_other_base_raises_checkpoint_error(begun, tmp_path):
         train(tmp_path / "run", 4, lora(model))
 
 
+@pytest.mark.nightly
 def test_frozen_parameters_of_a_full_model_are_not_saved_either(tmp_path):
     rules = [["embed_tokens", False], ["", True]]
     _, losses = train(tmp_path / "whole", 4, base(), trainable_rules=rules)

@@ -121,6 +121,7 @@ def test_differences_are_named_and_measured(tmp_path):
     assert "only in" in found["gone"].what
 
 
+@pytest.mark.nightly
 def test_storage_of_layers_and_kind_of_file_do_not_matter(tmp_path):
     manager = CheckpointManager(tmp_path / "m")
     manager.save(llama(scan=True))

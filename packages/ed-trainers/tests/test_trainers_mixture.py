@@ -21,6 +21,7 @@ def models():
     return [LlamaForCausalLM.create(config, seed=seed) for seed in (0, 1)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("coefficient", [0.3, pytest.param(1.0, marks=pytest.mark.nightly)])
 def test_each_token_is_of_the_mixture(models, coefficient):
     mixture = GeometricMixture(*models, coefficient)

@@ -99,7 +99,7 @@ def named(tree):
     return {name: np.asarray(array) for name, array in result.items()}
 
 
-@pytest.mark.daily("muon-sparse")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "make"),
     [

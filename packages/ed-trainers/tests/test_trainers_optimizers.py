@@ -191,6 +191,7 @@ def test_master_weights_accumulate_updates_below_bfloat16_resolution():
     assert np.array_equal(moved, state.masters["kernel"].astype(jnp.bfloat16))
 
 
+@pytest.mark.nightly
 def test_clipping_bounds_the_update_and_adds_no_state():
     tree = params()
     tx = optimizer(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, clip_grad=0.5)
