@@ -335,7 +335,11 @@ class EasyDeLBaseConfig(StoredConfig):
             for name, value in self.__dict__.items()
             if name in FIELDS or isinstance(value, PretrainedConfig)
         }
-        data = {**self.to_dict(), **{name: copy.deepcopy(value) for name, value in kept.items()}}
+        copies = {
+            name: value.replace() if isinstance(value, EasyDeLBaseConfig) else copy.deepcopy(value)
+            for name, value in kept.items()
+        }
+        data = {**self.to_dict(), **copies}
         result = type(self).from_dict(data, **changes)
         if all(getattr(self, name) == getattr(result, name) for name in _MESH_FIELDS):
             result._own.mesh, result._own.custom = self._own.mesh, self._own.custom
