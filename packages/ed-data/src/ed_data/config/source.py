@@ -113,8 +113,8 @@ class Inform(Options):
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
     list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or its
     JSON text) and `chat_template_kwargs` (a mapping), which are arguments of the chat template. The
-    image parts of messages (`{"type": "image"}`) refer to the images in the field `images` or `image`,
-    or in `image_field`, in order.
+    image parts of messages (`{"type": "image"}`) refer to the images in the field `images` or
+    `image`, or in `image_field`, in order.
     """
 
     type: str | None = None

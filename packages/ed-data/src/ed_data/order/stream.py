@@ -247,20 +247,17 @@ class StreamPlan:
         self, sequences: list[SequenceArrays], images: list[tuple[RowImage, ...]], number: int
     ) -> Window:
         lengths = np.fromiter((len(each.tokens) for each in sequences), np.int64, len(sequences))
-        empty = SequenceArrays(*(np.empty(0, np.int32),) * 3)
-        each = [empty, *sequences]
         schema = self._encoder.schema
-        values = np.empty((0, 0), np.float32)
-        if schema.values and sequences:
-            values = np.concatenate([own.values for own in sequences]).astype(np.float32)
+        width = len(schema.values)
+        values = [np.empty((0, width), np.float32), *(own.values for own in sequences if width)]
         mask = None
         if self._encoder.has_loss_mask:
-            mask = np.concatenate([own.mask for own in each]).astype(np.uint8)
+            mask = np.concatenate([np.empty(0, np.uint8), *(own.mask for own in sequences)])
         tokens = TokenArrays(
             np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-            np.concatenate([own.tokens for own in each]),
+            np.concatenate([np.empty(0, np.int32), *(own.tokens for own in sequences)]),
             mask,
-            values,
+            np.concatenate(values),
             len(schema.columns),
             images if any(images) else (),
         )

@@ -31,22 +31,26 @@ log = logging.getLogger("ed_data")
 _VERSION = 2
 
 
+_NO_MASK, _NO_VALUES = np.empty(0, np.uint8), np.empty((0, 0), np.float32)
+
+
 class SequenceArrays(NamedTuple):
-    """The arrays of one sequence; a mask or values that no document has repeat the tokens.
+    """The arrays of one sequence.
 
     Attributes:
-        tokens: [tokens] int32.
-        mask: [tokens] 1 for tokens with loss.
-        values: [tokens, values].
+        tokens: [tokens].
+        mask: [tokens] 1 for tokens with loss; empty if every token has loss.
+        values: [tokens, values]; empty if the schema has no values.
     """
 
     tokens: NDArray[np.int32]
-    mask: NDArray[np.integer]
-    values: NDArray[np.integer] | NDArray[np.float32]
+    mask: NDArray[np.uint8]
+    values: NDArray[np.float32]
 
     def part(self, start: int, stop: int) -> SequenceArrays:
         """Return the tokens `start` to `stop` (exclusive)."""
-        return SequenceArrays(*(array[start:stop] for array in self))
+        part = slice(start, stop)
+        return SequenceArrays(self.tokens[part], self.mask[part], self.values[part])
 
 
 class Encoded(NamedTuple):
@@ -69,9 +73,12 @@ class Encoded(NamedTuple):
 
     def sequences(self) -> list[SequenceArrays]:
         """Return the arrays of each sequence, in the order of `tokens`."""
-        tokens = [ids.astype(np.int32) for ids in self.tokens]
-        arrays = zip(tokens, self.masks or tokens, self.values or tokens, strict=True)
-        return [SequenceArrays(*each) for each in arrays]
+        masks = self.masks or [_NO_MASK] * len(self.tokens)
+        values = self.values or [_NO_VALUES] * len(self.tokens)
+        return [
+            SequenceArrays(ids.astype(np.int32), mask.astype(np.uint8), value)
+            for ids, mask, value in zip(self.tokens, masks, values, strict=True)
+        ]
 
 
 class Skipped(Protocol):
@@ -152,7 +159,8 @@ class Encoder:
                 "assistant_only_loss requires a chat template, but the tokenizer has none",
                 ("tokenization", "assistant_only_loss"),
             )
-        if images is not None and (len(schema.columns) > 1 or schema.columns[0].steps):
+        steps = any(column.steps for column in schema.columns)
+        if images is not None and (len(schema.columns) > 1 or steps):
             raise DataError(
                 "a processor is supported for documents with one sequence of tokens, such as "
                 "messages, or prompt and completion; this schema has the columns "

@@ -104,10 +104,11 @@ class ImageEncoder:
         Raises:
             DataError: the image cannot be read, or the processor splits it into several images.
         """
-        if isinstance(image.source, np.ndarray):
-            height, width = image.source.shape[:2]
+        source = image.source
+        if isinstance(source, np.ndarray):
+            height, width = source.shape[:2]
         else:
-            width, height = _opened(image).size
+            width, height = _opened(source, image.where).size
         found = self.processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
         if found.num_image_patches != [1]:
             raise DataError(
@@ -133,20 +134,20 @@ class ImageEncoder:
         return pixels
 
     def _processed(self, image: RowImage) -> NDArray[np.float32]:
-        decoded: Any = image.source
-        if not isinstance(decoded, np.ndarray):
-            opened = _opened(image)
+        source = image.source
+        if isinstance(source, np.ndarray):
+            decoded = np.repeat(source[..., None], 3, axis=2) if source.ndim == 2 else source
+        else:
+            opened = _opened(source, image.where)
             try:
                 decoded = opened.convert("RGB")
             except (OSError, ValueError) as error:
-                raise _unreadable(image, error) from error
-        elif decoded.ndim == 2:
-            decoded = np.repeat(decoded[..., None], 3, axis=2)
+                raise _unreadable(image.where, error) from error
         output = self.processor.image_processor(images=[decoded], return_tensors="np")
         return np.asarray(output["pixel_values"][0], np.float32)
 
 
-def _opened(image: RowImage) -> PIL.Image.Image:
+def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image:
     """Open an image; its pixels are decoded when they are read."""
     try:
         from PIL import Image, ImageOps
@@ -154,22 +155,20 @@ def _opened(image: RowImage) -> PIL.Image.Image:
         raise DataError(
             "reading images requires the package pillow: install ed-data[images]"
         ) from error
-    source = image.source
-    if isinstance(source, dict):
-        source = source["bytes"]
     try:
         if isinstance(source, str):
-            with fsspec.open(source, "rb") as stream:
-                source = stream.read()
-        opened = Image.open(io.BytesIO(source))
+            fs, path = fsspec.core.url_to_fs(source)
+            raw: bytes = fs.cat_file(path)
+        else:
+            raw = source["bytes"] if isinstance(source, dict) else source
+        opened = Image.open(io.BytesIO(raw))
         ImageOps.exif_transpose(opened, in_place=True)
         return opened
     except (OSError, ValueError) as error:
-        raise _unreadable(image, error) from error
+        raise _unreadable(where, error) from error
 
 
-def _unreadable(image: RowImage, error: Exception) -> DataError:
+def _unreadable(where: str, error: Exception) -> DataError:
     return DataError(
-        f"{image.where}: the image cannot be decoded: {error}; correct the row, or set on_error: "
-        "skip"
+        f"{where}: the image cannot be decoded: {error}; correct the row, or set on_error: skip"
     )
