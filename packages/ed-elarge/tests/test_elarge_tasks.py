@@ -56,6 +56,7 @@ def train(folder: Path, sections: dict[str, Any], actions: list[Any]) -> int:
         "max_training_steps": 2,
         "total_batch_size": 8,
         "learning_rate": 1e-2,
+        "weight_decay": 0.0,
         "save_directory": str(folder / "run"),
         "log_steps": 1,
         "use_tensorboard": False,
@@ -162,3 +163,79 @@ def test_method_rejects_a_task_that_it_does_not_train() -> None:
     }
     with pytest.raises(InputError, match="dpo trains no model for 'sequence-to-sequence'"):
         eLargeModel(sections).validate()
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny T5 with its tokenizer."""
+    path = tmp_path_factory.mktemp("t5")
+    tokens = tokenizer(path)
+    config = registry.get_config("t5")(
+        vocab_size=len(tokens),
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=tokens.pad_token_id,
+        pad_token_id=tokens.pad_token_id,
+        eos_token_id=tokens.eos_token_id,
+    )
+    module = registry.get_module(TaskType.SEQUENCE_TO_SEQUENCE, "t5")
+    module.create(config, seed=0).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_encoder_decoder_trains_on_pairs_of_texts(t5: Path, tmp_path: Path, packed: bool) -> None:
+    rows = [{"prompt": f"a cat {n}", "completion": f"the dog {n}"} for n in range(32)]
+    lengths = {"pack_tokens": True, "pack_seq_length": 64} if packed else {}
+    sections = {
+        "model": {"name_or_path": str(t5), "task": "seq2seq-lm"},
+        "mixture": {
+            "informs": [{"data_files": save_rows(tmp_path / "pairs.jsonl", rows)}],
+            "tokenization": {"max_length": 32},
+            **lengths,
+        },
+        "trainer": {"trainer_type": "sft"},
+    }
+    assert train(tmp_path, sections, ["train"]) == 0
+    saved = tmp_path / "run" / "model"
+    before, after = (
+        arrays(eLargeModel.from_pretrained(str(path), task="seq2seq-lm").build_model())
+        for path in (t5, saved)
+    )
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert any("encoder" in name for name in changed)
+    assert any("decoder" in name for name in changed)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with its tokenizer."""
+    path = tmp_path_factory.mktemp("bert")
+    tokens = tokenizer(path)
+    config = registry.get_config("bert")(
+        vocab_size=len(tokens), **SIZES, max_position_embeddings=64, pad_token_id=0
+    )
+    registry.get_module(TaskType.EMBEDDING, "bert").create(config, seed=0).save_pretrained(path)
+    return path
+
+
+def test_encoder_trains_embeddings_on_pairs_of_texts(bert: Path, tmp_path: Path) -> None:
+    rows = [{"anchor": f"a cat {n}", "positive": f"the dog {n}"} for n in range(32)]
+    sections = {
+        "model": {"name_or_path": str(bert)},
+        "mixture": {
+            "informs": [{"data_files": save_rows(tmp_path / "pairs.jsonl", rows)}],
+            "tokenization": {"max_length": 32},
+        },
+        "trainer": {"trainer_type": "embedding"},
+    }
+    assert train(tmp_path, sections, ["train"]) == 0
+    saved = tmp_path / "run" / "model"
+    before, after = (
+        arrays(eLargeModel.from_pretrained(str(path), task="embedding").build_model())
+        for path in (bert, saved)
+    )
+    assert any(not np.array_equal(before[name], after[name]) for name in before)
