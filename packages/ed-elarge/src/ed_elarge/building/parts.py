@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Mixture
 from ed_infra.config.fields import canonical_field
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
+from ed_trainers.arguments import ROLES, Role
 
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
@@ -195,20 +198,16 @@ def _load(run: RunConfig) -> CausalLM:
         )
 
 
-def reference_model(elm: eLargeModel) -> CausalLM:
-    """Load the model of the section `reference_model`."""
-    return _load_other(elm.config, elm.config.reference_model)
+def _role_model(elm: eLargeModel, role: Role) -> CausalLM:
+    section = elm.config.sections[role.section]
+    assert section is None or isinstance(section, OtherModelSection)
+    return _load_other(elm.config, section, role.task)
 
 
-def teacher_model(elm: eLargeModel) -> CausalLM:
-    """Load the model of the section `teacher_model`."""
-    return _load_other(elm.config, elm.config.teacher_model)
-
-
-def reward_model(elm: eLargeModel) -> CausalLM:
-    """Load the model of the section `reward_model`, which computes a score of a sequence."""
-    task = TaskType.SEQUENCE_CLASSIFICATION
-    return _load_other(elm.config, elm.config.reward_model, task)
+#: Builders of the models beside the trained one, by role.
+ROLE_MODELS = SimpleNamespace(
+    **{name: partial(_role_model, role=role) for name, role in ROLES.items()}
+)
 
 
 def _load_other(
@@ -387,7 +386,8 @@ def trainer(elm: eLargeModel) -> Trainer:
     if run.method_entry.labels is None:
         stop_after_answers(elm.part("model"), elm.part("tokenizer"))
     others = (*run.method_entry.needs, *run.method_entry.may_read)
-    frozen = {name: elm.part(name) for name in others if run.sections[f"{name}_model"] is not None}
+    given = [name for name in others if run.sections.get(f"{name}_model") is not None]
+    frozen = {name: elm.part(name) for name in given}
     benchmark = None
     if arguments.benchmarks and arguments.benchmark_interval is not None:
         from ed_elarge.engine.benchmarks import EngineBenchmark
@@ -425,4 +425,6 @@ def engine(elm: eLargeModel) -> eSurge:
     """Create the engine of the section `esurge` for the model."""
     from ed_esurge.engine import eSurge
 
-    return eSurge(elm.part("model"), elm.part("tokenizer"), elm.config.esurge)
+    run = elm.config
+    processor = elm.part("processor") if run.has_images else None
+    return eSurge(elm.part("model"), elm.part("tokenizer"), run.esurge, processor=processor)

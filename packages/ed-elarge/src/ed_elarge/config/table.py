@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import did_you_mean, unknown_name
 from ed_infra.options import Options
-from ed_trainers.arguments import ARGUMENTS
+from ed_trainers.arguments import ARGUMENTS, ROLES
 
 from ed_elarge.config.action_options import (
     EvalOptions,
@@ -108,24 +109,15 @@ SECTIONS: dict[str, Section] = {
             "model": "ed_elarge.building.parts:model",
         },
     ),
-    "reference_model": Section(
-        OtherModelSection,
-        has_default=False,
-        machine_checks=(machine.reference_model,),
-        builds={"reference": "ed_elarge.building.parts:reference_model"},
-    ),
-    "teacher_model": Section(
-        OtherModelSection,
-        has_default=False,
-        machine_checks=(machine.teacher_model,),
-        builds={"teacher": "ed_elarge.building.parts:teacher_model"},
-    ),
-    "reward_model": Section(
-        OtherModelSection,
-        has_default=False,
-        machine_checks=(machine.reward_model,),
-        builds={"reward": "ed_elarge.building.parts:reward_model"},
-    ),
+    **{
+        role.section: Section(
+            OtherModelSection,
+            has_default=False,
+            machine_checks=(partial(machine.other_model, section=role.section),),
+            builds={role.name: f"ed_elarge.building.parts:ROLE_MODELS.{role.name}"},
+        )
+        for role in ROLES.values()
+    },
     "quantization": Section(
         QuantizationSection,
         has_default=False,

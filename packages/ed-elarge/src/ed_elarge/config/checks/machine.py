@@ -61,19 +61,11 @@ def model(run: RunConfig) -> Iterator[Problem]:
         yield Problem(here, f"in its config.json: {problem}")
 
 
-def reference_model(run: RunConfig) -> Iterator[Problem]:
-    """Check the directory of the reference model."""
-    yield from _other_model("reference_model", run.reference_model)
-
-
-def teacher_model(run: RunConfig) -> Iterator[Problem]:
-    """Check the directory of the teacher model."""
-    yield from _other_model("teacher_model", run.teacher_model)
-
-
-def reward_model(run: RunConfig) -> Iterator[Problem]:
-    """Check the directory of the reward model."""
-    yield from _other_model("reward_model", run.reward_model)
+def other_model(run: RunConfig, section: str) -> Iterator[Problem]:
+    """Check the directory of the model of a role, such as the reference model."""
+    chosen = run.sections[section]
+    assert chosen is None or isinstance(chosen, OtherModelSection)
+    yield from _other_model(section, chosen)
 
 
 def adapter(run: RunConfig) -> Iterator[Problem]:

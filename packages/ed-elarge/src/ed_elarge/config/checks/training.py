@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from ed_data.checks import without_tokens
 from ed_infra.enums import TaskType
 from ed_infra.errors import did_you_mean
+from ed_trainers.arguments import ROLES
 
 from ed_elarge import heldout_tasks
 from ed_elarge.config.checks import architectures
@@ -119,10 +120,13 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
         return
     entry = run.method_entry
     reads = [*entry.needs, *entry.may_read]
-    for name in ("reference", "teacher", "reward"):
-        section = f"{name}_model"
+    for name, role in ROLES.items():
+        section = role.section
         if section in run.written and name not in reads:
-            listing = ", ".join(f"{other}_model" for other in reads) or "no other model"
+            listing = (
+                ", ".join(ROLES[other].section for other in reads if other in ROLES)
+                or "no other model"
+            )
             message = f"{run.method} does not read {section} (it reads {listing}): omit the section"
             yield Problem((section,), message, True)
         if name in entry.needs and section not in run.written:
