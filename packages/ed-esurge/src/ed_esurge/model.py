@@ -16,6 +16,8 @@ from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.classification import SequenceClassifier
+from ed_models.tasks.embedding import Embedder
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -72,6 +74,16 @@ def is_recurrent(model: LanguageModel) -> bool:
     """Return whether a layer is recurrent. Pages do not restore recurrent states."""
     _, groups = grouped(model.cache_specs())
     return len(groups) > len(windows_of(model))
+
+
+def classifies(model: LanguageModel) -> bool:
+    """Return whether the model returns scores of labels."""
+    return isinstance(model, SequenceClassifier)
+
+
+def is_encoder(model: LanguageModel) -> bool:
+    """Return whether the model returns one vector per prompt, and generates no tokens."""
+    return isinstance(model, Embedder | SequenceClassifier)
 
 
 # Arrays of `model.input_names` that describe tokens.

@@ -34,6 +34,8 @@ class Limits:
         policy: order of the queue.
         shapes: (tokens, sequences) shapes that steps with a prompt are padded to, cheapest first,
             if a padding token costs as much as a real token; () otherwise.
+        whole_prompts: whether each prompt is computed in one step. The budget must fit
+            `max_model_len`.
     """
 
     max_num_seqs: int
@@ -42,6 +44,7 @@ class Limits:
     chunk: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     shapes: tuple[tuple[int, int], ...] = ()
+    whole_prompts: bool = False
 
 
 class Scheduler:
@@ -314,6 +317,7 @@ class Scheduler:
         if (
             brought is None
             or not count
+            or (self.limits.whole_prompts and count < missing)
             or not self._worthwhile(request)
             or self.pages.reserve(request, count) is None
         ):

@@ -13,13 +13,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.engine.encoder_setup import EncoderSetup
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.remote import RemoteRunner
 from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import Setup
 from ed_esurge.engine.transport import MultiProcess, SingleProcess, Transport
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import drafting, over_processes, processes_of, served_model, with_places
+from ed_esurge.model import (
+    drafting,
+    is_encoder,
+    over_processes,
+    processes_of,
+    served_model,
+    with_places,
+)
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.tokenizer import Tokenizer
 
@@ -51,7 +59,12 @@ def loop_over(
     shared = over_processes(model)
     transport: Transport = MultiProcess() if shared else SingleProcess()
 
-    def loop(setup: Setup, runner: Runner) -> EngineLoop:
+    def setup_of(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
+        if is_encoder(model):
+            return EncoderSetup.resolve(model, config)
+        return Setup.resolve(with_places(model, config), config, draft)
+
+    def loop(setup: Setup | EncoderSetup, runner: Runner) -> EngineLoop:
         return EngineLoop(
             setup.scheduler(runner),
             runner,
@@ -64,7 +77,7 @@ def loop_over(
         )
 
     if len(meshes) == 1:
-        setup = Setup.resolve(with_places(model, config), config, draft)
+        setup = setup_of(model, config, draft)
         sizes = _agreed(lambda: [setup.pool_sizes()], transport) if shared else None
         return loop(setup, setup.runner(grammars, sizes)), transport
     if shared and draft is not None:
@@ -85,10 +98,7 @@ def loop_over(
         kv_offloading_size=offloaded and offloaded / len(here),
     )
     setups = {
-        mesh: Setup.resolve(
-            with_places(_placed(model, mesh), own), own, draft and _placed(draft, mesh)
-        )
-        for mesh in here
+        mesh: setup_of(_placed(model, mesh), own, draft and _placed(draft, mesh)) for mesh in here
     }
     if not shared:
         loops = [loop(setup, setup.runner(grammars)) for setup in setups.values()]

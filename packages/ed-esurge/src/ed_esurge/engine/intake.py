@@ -226,7 +226,8 @@ class Intake:
         eos_token_ids: tokens that end a completion.
         max_model_len, vocab_size, max_logprobs: the engine's limits.
         prompt_class: function from prompt length to class. Prompts of the same class have the same
-            keys and values for the same tokens.
+            keys and values for the same tokens; None = one class.
+        samples: whether the model generates tokens; False accepts `PoolingParams` only.
         grammars: compiler of structured outputs; None = structured outputs are not supported.
         encoder_names: names of the arrays that the model's encoder accepts; () = no encoder.
         encoder_rows: maximum number of encoder positions of one item.
@@ -242,7 +243,8 @@ class Intake:
         max_model_len: int,
         vocab_size: int,
         max_logprobs: int,
-        prompt_class: Callable[[int], int] = lambda length: 0,
+        prompt_class: Callable[[int], int] | None = None,
+        samples: bool = True,
         grammars: Grammars | None = None,
         encoder_names: Sequence[str] = (),
         encoder_rows: int = 0,
@@ -253,7 +255,8 @@ class Intake:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
         # Reading the rotary settings of a configuration dominates the time of `prepare`.
-        self.prompt_class = lru_cache(4096)(prompt_class)
+        self.prompt_class = lru_cache(4096)(prompt_class or (lambda length: 0))
+        self._samples = samples
         self.grammars = grammars
         self.encoder_names, self.encoder_rows = tuple(encoder_names), encoder_rows
         self.adapters = adapters or AdapterTable(0)
@@ -286,6 +289,11 @@ class Intake:
         adapter = 0 if lora_name is None else self.adapters.find(lora_name).number
         sampling = params if isinstance(params, SamplingParams) else None
         if sampling is not None:
+            if not self._samples:
+                raise ConfigError(
+                    "the model returns one vector per prompt and generates no tokens: use embed() "
+                    "or PoolingParams"
+                )
             self._check(sampling)
         checked = self.check_prompt(prompt, 0 if sampling is None else sampling.max_tokens)
         ids, max_tokens = checked.token_ids, checked.max_tokens

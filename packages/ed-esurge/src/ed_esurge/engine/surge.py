@@ -27,7 +27,7 @@ from ed_esurge.engine.intake import (
     as_prompts,
 )
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import encoder_names, eos_token_ids, vocab_size_of
+from ed_esurge.model import encoder_names, eos_token_ids, is_encoder, vocab_size_of
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -81,6 +81,7 @@ class eSurge(EngineControl):
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size
         encoder = self.loop.scheduler.encoder
+        encodes = is_encoder(runner.model)
         self._intake = Intake(
             config,
             tokenizer,
@@ -88,7 +89,8 @@ class eSurge(EngineControl):
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             max_logprobs=runner.max_logprobs,
-            prompt_class=runner.model.prompt_class,
+            prompt_class=None if encodes else runner.model.prompt_class,
+            samples=not encodes,
             grammars=grammars,
             encoder_names=encoder_names(runner.model),
             encoder_rows=encoder.capacity if encoder is not None else 0,

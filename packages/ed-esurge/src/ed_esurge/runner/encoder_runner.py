@@ -1,0 +1,135 @@
+"""`EncoderRunner`: runs whole prompts through an embedding model or a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_models.adapters.values import Adapter
+from ed_models.protocol import LanguageModel
+from tqdm import tqdm
+
+from ed_esurge.core.plan import NewSequence, StepPlan
+from ed_esurge.core.request import RequestError
+from ed_esurge.model import classifies, vocab_size_of
+from ed_esurge.runner.buckets import geometric
+from ed_esurge.runner.result import StepResult
+from ed_esurge.runner.weights import Weights
+from ed_esurge.sampling import PoolingParams, SamplingParams
+
+#: Length of the shortest bucket in tokens.
+SHORTEST = 16
+
+
+class EncoderRunner:
+    """Implements `Runner` for a model without keys and values, such as BERT.
+
+    Each step runs complete prompts as one padded batch and returns one vector per prompt: the
+    embedding of the model's own pooling, or the logits of a classifier.
+
+    Args:
+        model: the model. Its arrays are not copied.
+        max_num_seqs: maximum number of prompts of a step.
+        max_model_len: maximum number of tokens of a prompt.
+    """
+
+    host = None
+    num_pages: Mapping[str, int] = {}
+    max_logprobs = 0
+
+    def __init__(self, model: LanguageModel, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.weights = Weights(model)
+        self.model = self.weights.model
+        self.vocab_size = vocab_size_of(model)
+        self.allocated = True
+        self.num_traces = 0
+        self._classifies = classifies(model)
+        self._num_slots = max_num_seqs
+        self._seqs = geometric(1, max_num_seqs, 4)
+        self._lengths = geometric(min(SHORTEST, max_model_len), max_model_len, 2)
+        self._started: dict[int, NewSequence] = {}  # by slot
+        self._step = jax.jit(self._vectors)
+
+    def describe(self) -> str:
+        """Return the number of shapes, for the log."""
+        return f"an encoder with {len(self._seqs) * len(self._lengths)} shapes"
+
+    def allocate(self) -> None:
+        """Do nothing: an encoder has no memory of sequences."""
+        self.allocated = True
+
+    def free(self) -> None:
+        """Do nothing: an encoder has no memory of sequences."""
+        self.allocated = False
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile the function for all shapes and update the progress bar."""
+        progress.reset(len(self._seqs) * len(self._lengths))
+        for seqs in self._seqs:
+            for length in self._lengths:
+                self._call(*self._batch(seqs, length))
+                progress.update()
+
+    def hold(self, params: SamplingParams | PoolingParams) -> None:
+        """Return None: an encoder samples no tokens, so requests have no grammar."""
+        return None
+
+    def load_adapter(self, number: int, place: int, adapter: Adapter) -> None:
+        """Raise ConfigError: adapters are not supported."""
+        raise ConfigError("an encoder does not support LoRA adapters: merge the adapter first")
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Start a step and return without waiting for the device; see `Runner.run`."""
+        for new in plan.started:
+            self._started[new.slot] = new
+        longest = max(len(row.token_ids) for row in plan.rows)
+        seqs = next(size for size in self._seqs if size >= len(plan.rows))
+        length = next(size for size in self._lengths if size >= longest)
+        ids, mask, slots, normalize = self._batch(seqs, length)
+        for index, row in enumerate(plan.rows):
+            new = self._started[row.slot]
+            if not isinstance(new.params, PoolingParams):
+                raise RequestError(row.request_id) from ConfigError("an encoder samples no tokens")
+            ids[index, : len(row.token_ids)] = row.token_ids
+            mask[index, : len(row.token_ids)] = 1
+            slots[index] = row.slot
+            normalize[index] = new.params.normalize and not self._classifies
+        vectors = self._call(ids, mask, slots, normalize)
+        nothing = jnp.zeros((1, 3), jnp.int32)  # no row samples
+        return StepResult(plan, nothing, (0,) * len(plan.rows), vectors=vectors)
+
+    def _batch(
+        self, seqs: int, length: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return empty token ids and mask [seqs, length], and slots and flags [seqs]."""
+        ids = np.zeros((seqs, length), np.int32)
+        mask = np.zeros((seqs, length), np.int32)
+        mask[:, 0] = 1  # a row without tokens would divide by zero
+        # Index `num_slots` is out of range, so that writes to it are dropped.
+        return ids, mask, np.full(seqs, self._num_slots, np.int32), np.zeros(seqs, bool)
+
+    def _call(self, *batch: np.ndarray) -> jax.Array:
+        return self._step(self.weights.leaves, *batch)
+
+    def _vectors(
+        self,
+        leaves: list[jax.Array],
+        ids: jax.Array,
+        mask: jax.Array,
+        slots: jax.Array,
+        normalize: jax.Array,
+    ) -> jax.Array:
+        """Return the vector of each slot, float32 [num_slots, d]."""
+        self.num_traces += 1
+        output: Any = self.weights.merged(leaves)(ids, attention_mask=mask)
+        vectors = output.logits if self._classifies else output.embeddings
+        vectors = vectors.astype(jnp.float32)
+        norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+        unit = vectors / jnp.maximum(norm, 1e-12)
+        vectors = jnp.where(normalize[:, None], unit, vectors)
+        empty = jnp.zeros((self._num_slots, vectors.shape[-1]), jnp.float32)
+        return empty.at[slots].set(vectors, mode="drop")

@@ -1,0 +1,77 @@
+"""Embedding models and classifiers: whole prompts, one vector each, equal to the model's output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ed_esurge import PoolingParams, SamplingParams, eSurge
+from ed_infra import registry
+from ed_infra.errors import ConfigError
+
+FIELDS = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "num_labels": 3,
+    "sharding_axis_dims": (1, 1, 1, 1, 1),
+}
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "compile_runner": False,
+    "silent_mode": True,
+}
+PROMPTS = [np.random.default_rng(n).integers(3, 100, n).tolist() for n in (5, 1, 40, 17, 30, 63)]
+
+
+def build(task: str):
+    config = registry.get_config("bert")(**FIELDS)
+    return registry.get_module(task, "bert").create(config, seed=1)
+
+
+@pytest.mark.parametrize("task", ["embedding", "sequence-classification"])
+def test_vectors_equal_those_of_the_model(task):
+    model = build(task)
+    engine = eSurge(model, **OPTIONS)
+    raw = PoolingParams(normalize=False)
+    outputs = engine.embed(PROMPTS, raw)
+    assert engine.stats()["num_steps"] > 1  # a step has fewer tokens than all prompts
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        alone = model(np.array([prompt]))
+        wanted = alone.logits if task != "embedding" else alone.embeddings
+        np.testing.assert_allclose(output.pooled, wanted[0], atol=2e-5)
+        assert output.prompt_token_ids == prompt
+    unit = engine.embed(PROMPTS[:2])
+    lengths = [float(np.linalg.norm(output.pooled)) for output in unit]
+    if task == "embedding":
+        assert lengths == pytest.approx([1.0, 1.0], abs=1e-5)
+    else:  # scores of labels are never normalized
+        np.testing.assert_allclose(unit[0].pooled, outputs[0].pooled, atol=1e-6)
+
+
+def test_encoder_rejects_what_needs_generated_tokens_or_pages():
+    model = build("embedding")
+    engine = eSurge(model, **OPTIONS)
+    with pytest.raises(ConfigError, match="generates no tokens: use embed"):
+        engine.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
+    with pytest.raises(ConfigError, match="max_model_len=64"):
+        engine.embed([[5] * 65])
+    with pytest.raises(ConfigError, match="max_loras is not supported for an encoder"):
+        eSurge(model, **OPTIONS, max_loras=1)
+    assert "an encoder with" in engine.describe()
+
+
+def test_new_weights_change_vectors_and_compile_nothing():
+    model = build("embedding")
+    engine = eSurge(model, **OPTIONS)
+    before = engine.embed(PROMPTS[:2])
+    compiled = engine.stats()["num_compiled"]
+    other = registry.get_module("embedding", "bert").create(model.config, seed=2)
+    engine.update_model_weights(other)
+    after = engine.embed(PROMPTS[:2])
+    assert not np.allclose(before[0].pooled, after[0].pooled)
+    assert engine.stats()["num_compiled"] == compiled
