@@ -26,13 +26,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 _flags = [os.environ.get("XLA_FLAGS", "")]
 if "--xla_force_host_platform_device_count" not in _flags[0]:
     _flags.append("--xla_force_host_platform_device_count=8")
-# Programs run for milliseconds here: how long XLA compiles them is what a run takes.
-# nightly.yml sets the level that users have, and so gets everything else as users have it.
+# Programs run for milliseconds here, so compilation determines how long a run takes.
+# nightly.yml sets the level that users have.
 if "--xla_backend_optimization_level" not in _flags[0]:
     _flags.append("--xla_backend_optimization_level=0")
-    # A quarter of the time of a compilation. jax 0.12 has one way of emitting fusions.
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
 # Threads of XLA; `ed_infra.compilation.cache` says why programs from the cache need so many.
 os.environ.setdefault("NPROC", "64")
@@ -55,6 +52,17 @@ hypothesis.settings.load_profile("default")
 
 #: Resident bytes of a worker above which the programs of the files before are dropped.
 MANY_PROGRAMS = 3 << 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile in a quarter of the time in a default run; a run of everything compiles as users do.
+
+    jax 0.12 has only one way to emit fusions.
+    """
+    flag, flags = "--xla_cpu_use_fusion_emitters=false", os.environ["XLA_FLAGS"]
+    daily = config.option.markexpr == "not nightly" and "optimization_level=0" in flags
+    if daily and flag not in flags and importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}"
 
 
 @pytest.hookimpl(tryfirst=True)

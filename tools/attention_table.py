@@ -12,7 +12,7 @@ from typing import Any
 
 from ed_infra.enums import MECHANISM_ALIASES
 from ed_layers.attention import MECHANISMS, Kernel
-from ed_layers.attention.registry import BUILT_IN
+from ed_layers.attention.registry import built_in
 from ed_layers.attention.scoring import FEATURES
 
 from tools import pages
@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/attention.md"
 BEGIN, END = "<!-- tools/attention_table.py -->\n", "<!-- end -->\n"
 
 
-def tables(kernels: Iterable[Kernel[Any]] = BUILT_IN) -> str:
+def tables(kernels: Iterable[Kernel[Any]] | None = None) -> str:
     """Return the tables of mechanisms, features and kernels."""
     lines = heading("`attn_mechanism`", "reads", "what it is")
     for name, ability in MECHANISMS.items():
@@ -34,7 +34,7 @@ def tables(kernels: Iterable[Kernel[Any]] = BUILT_IN) -> str:
         cells = ("yes" if feature in ability.features else "" for feature in FEATURES)
         lines.append(row(f"`{name}`", *cells))
     lines += ["", *heading("kernel", "of", "platform", "language", "never takes")]
-    for kernel in kernels:
+    for kernel in built_in() if kernels is None else kernels:
         if kernel.platform is not None:
             lacks = ", ".join(feature for feature in FEATURES if feature in kernel.lacks)
             name = f"`{kernel.mechanism}`"

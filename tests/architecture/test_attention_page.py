@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ed_layers.attention import Kernel
 from ed_layers.attention.kernels.vanilla import vanilla_attention
-from ed_layers.attention.registry import BUILT_IN
+from ed_layers.attention.registry import built_in
 
 from tools import attention_table
 
@@ -19,6 +19,6 @@ def test_a_kernel_that_is_added_is_listed() -> None:
     added = Kernel(
         "flash_attn2", "projected", "toy", vanilla_attention, "cpu", "native", lacks=lacks
     )
-    tables = attention_table.tables((*BUILT_IN, added))
+    tables = attention_table.tables((*built_in(), added))
     row = "| toy | `flash_attn2` | cpu | native | chunk, bias |\n"
     assert tables == attention_table.tables() + row

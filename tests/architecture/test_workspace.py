@@ -97,7 +97,12 @@ def workspace(tmp_path: Path) -> Path:
         ("packages/ed-layers/pyproject.toml", "ed-infra>=0.1,<0.2", "ed-infra==0.1.0", "ceiling"),
         ("packages/ed-layers/pyproject.toml", 'jax>=[0-9.]*"', 'jax>=0.1"', "more than one way"),
         ("packages/ed-layers/pyproject.toml", ">=3.11", ">=3.12", "requires-python differs"),
-        ("packages/ed-layers/pyproject.toml", "ed-infra = { workspace = true }", "", "must contain"),
+        (
+            "packages/ed-layers/pyproject.toml",
+            "ed-infra = { workspace = true }",
+            "",
+            "must contain",
+        ),
         ("packages/ed-layers/CHANGELOG.md", "## .*", "", "no entry for"),
         ("packages/ed-layers/LICENSE", "Apache", "Another", "differs from the one"),
         ("uv.lock", 'registry = "https://[^"]*" }', 'registry = "https://x.org" }', "the indexes"),

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ SKIP = "tests/recipes applies this recipe"
 #: The sentence before a block, and the block.
 STEP = re.compile(
     r"^(?P<sentence>(?:Create|In|Check)\b(?:(?!```).)*?):\n\n"
-    rf'```python skip="{SKIP}"\n(?P<body>.*?)^```$',
+    rf'```(?:python skip="{SKIP}"|text)\n(?P<body>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
 
@@ -47,7 +48,7 @@ def copy_of_packages(folder: Path, text: str) -> list[Path]:
 
 
 def apply(folder: Path, sentence: str, body: str) -> None:
-    """Create a file, or insert lines before or after a line that occurs exactly once."""
+    """Create a file, or insert lines next to a line that occurs exactly once, as indented."""
     path, *anchor = re.findall(r"`([^`]+)`", sentence)
     file = folder / path
     if sentence.startswith("Create"):
@@ -55,10 +56,14 @@ def apply(folder: Path, sentence: str, body: str) -> None:
         file.write_text(body, "utf-8")
         return
     lines = file.read_text("utf-8").splitlines(keepends=True)
-    places = [number for number, line in enumerate(lines) if line.rstrip("\n") == anchor[0]]
+    places = [number for number, line in enumerate(lines) if line.strip() == anchor[0]]
     assert len(places) == 1, f"{path} contains {len(places)} lines {anchor[0]!r}"
+    found = lines[places[0]]
+    indented = textwrap.indent(body, found[: len(found) - len(found.lstrip())])
+    if found.rstrip().endswith("{"):  # the first entry of a mapping
+        indented = textwrap.indent(body, "    ")
     place = places[0] + ("after" in sentence)
-    file.write_text("".join([*lines[:place], body, *lines[place:]]), "utf-8")
+    file.write_text("".join([*lines[:place], indented, *lines[place:]]), "utf-8")
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -66,7 +71,7 @@ def test_recipe_works_in_a_copy_of_the_packages(name: str, tmp_path: Path) -> No
     text = recipes()[name]
     sources = copy_of_packages(tmp_path, text)
     steps = list(STEP.finditer(text))
-    assert len(steps) == text.count("```python"), "a block lacks its sentence"
+    assert len(steps) == text.count("```") // 2, "a block lacks its sentence"
     checks = 0
     for step in steps:
         if step["sentence"] != "Check":
@@ -90,6 +95,7 @@ def test_recipe_works_in_a_copy_of_the_packages(name: str, tmp_path: Path) -> No
 
 def test_every_kind_of_part_has_a_recipe() -> None:
     assert [name.lower() for name in recipes()] == [
+        "a method",
         "a data source",
         "a kernel",
         "a quantization format",

@@ -49,6 +49,7 @@ def work(directory: str, options: str) -> dict[str, Any]:
     import ed_models.families.llama  # noqa: F401
     import jax
     from ed_esurge import SamplingParams, eSurge
+    from ed_esurge.runner.model_runner import ModelRunner
     from ed_infra.compilation.cache import keep_compiled_programs
     from ed_models.checkpoints import hub
     from flax import nnx
@@ -65,6 +66,7 @@ def work(directory: str, options: str) -> dict[str, Any]:
     moments.append(time.time())
     processor = time.process_time()
     runner = engine.loop.runner
+    assert isinstance(runner, ModelRunner)
     runner.functions.load_all()
     moments.append(time.time())
     return {

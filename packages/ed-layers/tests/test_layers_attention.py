@@ -279,31 +279,31 @@ def call(name: str = "vanilla", *, options: dict | None = None, **sizes: int) ->
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ({"h": 3}, {}, "3 query heads over 2 key heads.*a multiple of 2"),
-        ({"h": 2, "g": 4}, {}, "2 query heads over 4 key heads"),
-        ({"g": 0}, {}, "needs a head at least"),
-        ({"k": 0}, {}, "a head dim above 0"),
+        ({"h": 3}, {}, "3 query heads and 2 key heads.*a multiple of 2"),
+        ({"h": 2, "g": 4}, {}, "2 query heads and 4 key heads"),
+        ({"g": 0}, {}, "the number of heads and the head dim must be at least 1"),
+        ({"k": 0}, {}, "the head dim must be at least 1"),
         ({}, {"sinks": jnp.zeros(3)}, "one for each of 4 heads"),
         ({}, {"bias": jnp.zeros((1, 3, 8, 8))}, r"\[2 or 1, 4 or 1, 8, 8\]"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_at_the_door(sizes, options, message) -> None:
+def test_attend_rejects_inconsistent_sizes(sizes, options, message) -> None:
     for name in ("vanilla", "blockwise", "sdpa"):
         with pytest.raises(ConfigError, match=message):
             call(name, options=options, **sizes)
 
 
-def test_arrays_that_do_not_fit_each_other_are_refused_at_the_door() -> None:
+def test_attend_rejects_inconsistent_arrays() -> None:
     x, mask = jnp.ones((2, 8, 2, 8)), MaskInfo.full(2, 8)
     for q, k, v, info, message in (
-        (x, x[:1], x[:1], mask, "q with them in batch"),
-        (x, x, x[:, :7], mask, "agree in batch, length and heads"),
+        (x, x[:1], x[:1], mask, "and q the same batch size"),
+        (x, x, x[:, :7], mask, "equal batch size, length and heads"),
         (x, x[..., :4], x, mask, "the same head dim"),
-        (x, x, None, mask, "give both k and v"),
+        (x, x, None, mask, "pass both k and v"),
         (x, None, None, mask, "only a layer that reads a cache"),
         (x[0], x, x, mask, r"\[batch, length, heads, head dim\]"),
-        (x, x, x, None, "only a ragged batch has no mask"),
-        (x, x, x, MaskInfo.full(2, 9), r"the mask is of queries \[2, 9\] and keys \[2, 9\]"),
+        (x, x, x, None, "only a ragged batch may omit the mask"),
+        (x, x, x, MaskInfo.full(2, 9), r"the mask describes queries \[2, 9\] and keys \[2, 9\]"),
     ):
         with pytest.raises(ConfigError, match=message):
             attend(q, k, v, info, mechanism=Mechanism())

@@ -108,8 +108,8 @@ def test_check_language_rejects_missing_native_kernels(installed) -> None:
     [
         ("attention_toy_kernel:KERNEL", "'toy0'.* cannot be loaded.*repair or uninstall"),
         ("no_such_module:KERNELS", "cannot be loaded: No module named"),
-        ("attention_toy_kernel:MISNAMED", "no mechanism; did you mean 'flash_attn2'"),
-        ("attention_toy_kernel:refuses", "it should name a Kernel"),
+        ("attention_toy_kernel:MISNAMED", "not a mechanism; did you mean 'flash_attn2'"),
+        ("attention_toy_kernel:refuses", "it must be a Kernel"),
     ],
 )
 def test_a_broken_entry_point_is_named(installed, value, message) -> None:

@@ -369,6 +369,6 @@ def test_a_model_for_the_engine_trains_by_auto(caplog) -> None:
             chosen = mechanism(attn_mechanism="page_attention")
     assert (chosen.name, chosen.pages) == ("auto", "page_attention")
     (record,) = caplog.records
-    assert "choose for themselves, as with 'auto'" in record.getMessage()
+    assert "training and generate() use 'auto'" in record.getMessage()
     with pytest.raises(ConfigError, match=r"reads cache only.*auto, vanilla"):
         mechanism(attn_mechanism="autoregressive_decodeattn")

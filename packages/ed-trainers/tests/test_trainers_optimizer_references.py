@@ -112,7 +112,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.daily("adamw", "muon", "adafactor")
+@pytest.mark.daily("adamw", "muon", "lion")
 @pytest.mark.proves("optimizer", "optimizer_kwargs")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_stacked_layers_are_single_layers(name):

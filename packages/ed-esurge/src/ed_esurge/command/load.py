@@ -120,7 +120,14 @@ def engine_of(values: argparse.Namespace) -> eSurge:
         apply_quantization=rules is not None,
         revision=values.revision,
     )
-    return eSurge(model, tokenizer_of(values), options, model_name=name_of(values.model))
+    reads_images = "pixel_values" in model.input_names
+    return eSurge(
+        model,
+        tokenizer_of(values),
+        options,
+        model_name=name_of(values.model),
+        processor=_processor_of(values) if reads_images else None,
+    )
 
 
 def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -192,6 +199,15 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
         revision=None if values.tokenizer else values.revision,
         trust_remote_code=values.trust_remote_code,
         chat_template=values.chat_template,
+    )
+
+
+def _processor_of(values: argparse.Namespace) -> Any:
+    """Load the processor of a vision-language model. Raises CheckpointError: it is missing."""
+    from ed_models.checkpoints.tokenizers import load_processor
+
+    return load_processor(
+        values.model, revision=values.revision, trust_remote_code=values.trust_remote_code
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from ed_infra.errors import ConfigError
 from fastapi import FastAPI, Request
@@ -33,6 +33,12 @@ from ed_esurge.server.routing import Endpoint, dispatch
 from ed_esurge.server.stores import BatchStore
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
+if TYPE_CHECKING:
+    from ed_esurge.engine import AsyncEngine, eSurge
+
+Engine: TypeAlias = "ServedEngine | eSurge"
+Engines: TypeAlias = "Engine | Mapping[str, Engine]"
+
 
 class AppOptions(TypedDict, total=False):
     """The keyword arguments of `create_app`."""
@@ -58,7 +64,7 @@ class AppOptions(TypedDict, total=False):
 
 
 def create_app(
-    engine: Any,
+    engine: Engines,
     *,
     served_model_name: str | Sequence[str] | None = None,
     api_key: str | ApiKey | Sequence[str | ApiKey] | None = None,
@@ -123,7 +129,7 @@ def create_app(
     """
     if not isinstance(limits, ServerLimits):
         limits = ServerLimits(**(limits or {}))
-    own: list[Any] = []
+    own: list[AsyncEngine] = []
     tracing = None
     if otlp_traces_endpoint is not None:
         tracing = Tracing(provider_for(otlp_traces_endpoint))
@@ -133,25 +139,27 @@ def create_app(
     )
     metrics = ServerMetrics()
 
-    def model(engine: Any, names: str | Sequence[str] | None) -> ServedModel:
-        if not isinstance(engine, ServedEngine):
+    def model(engine: Engine, names: str | Sequence[str] | None) -> ServedModel:
+        if isinstance(engine, ServedEngine):
+            served: ServedEngine = engine
+        else:
             from ed_esurge.engine import AsyncEngine  # imports jax, which other engines do not need
 
-            engine = AsyncEngine(engine)
-            own.append(engine)
-        prompts = _prompts(engine, chat_template, oai_like_processor, allowed_media_domains)
+            own.append(AsyncEngine(engine))
+            served = own[-1]
+        prompts = _prompts(served, chat_template, oai_like_processor, allowed_media_domains)
         formats = ReplyFormats(
-            engine.tokenizer,
+            served.tokenizer,
             prompts.template_text,
             enable_function_calling=enable_function_calling,
             tool_parser_name=tool_parser_name,
             reasoning_parser=reasoning_parser,
         )
-        known = names or engine.model_name
+        known = names or served.model_name
         known = [known] if isinstance(known, str) else list(known)
-        counted = metrics.of(known[0], engine.replica_stats)
+        counted = metrics.of(known[0], served.replica_stats)
         directory = None if lora_directory is None else Path(lora_directory)
-        return ServedModel(engine, known, prompts, formats, counted, state, directory)
+        return ServedModel(served, known, prompts, formats, counted, state, directory)
 
     if isinstance(engine, Mapping):
         if served_model_name is not None or not engine:

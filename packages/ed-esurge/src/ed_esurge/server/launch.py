@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Unpack
 
 import uvicorn
@@ -19,7 +20,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import FastAPI
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
-from ed_esurge.server.app import AppOptions, create_app
+from ed_esurge.server.app import AppOptions, Engines, create_app
 from ed_esurge.server.http.admission import LOOPBACK
 from ed_esurge.server.http.connections import connection_class
 
@@ -28,7 +29,7 @@ NOTIFY_SECONDS = 30
 
 
 @contextmanager
-def leading(engine: Any) -> Iterator[bool]:
+def leading(engine: Engines) -> Iterator[bool]:
     """Yield whether this process accepts the requests of an engine.
 
     A process that does not accept requests runs the steps of the first process to its end, before
@@ -41,7 +42,9 @@ def leading(engine: Any) -> Iterator[bool]:
         ConfigError: there are several engines, and one uses devices of several processes.
     """
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
-    bare = [getattr(one, "engine", one) for one in engines]  # the engine of an AsyncEngine
+    bare: list[Any] = [
+        getattr(one, "engine", one) for one in engines
+    ]  # the engine of an AsyncEngine
     roles = [getattr(one, "role", "alone") for one in bare]
     if set(roles) == {"alone"}:
         yield True
@@ -126,7 +129,7 @@ class _Server(uvicorn.Server):
         finally:
             timer.cancel()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._app.state.server.state.draining = True
         super().handle_exit(sig, frame)
 
@@ -166,7 +169,7 @@ def _url(host: str, listener: socket.socket, tls: bool) -> str:
 
 
 def serve(
-    engine: Any,
+    engine: Engines,
     host: str = "127.0.0.1",
     port: int = 11556,
     *,
@@ -228,7 +231,7 @@ def serve(
 
 @contextmanager
 def background(
-    engine: Any,
+    engine: Engines,
     host: str = "127.0.0.1",
     port: int = 0,
     *,
@@ -296,7 +299,7 @@ def _logs() -> Iterator[None]:
 
 
 def _prepare(
-    engine: Any,
+    engine: Engines,
     host: str,
     port: int,
     *,

@@ -239,7 +239,7 @@ class BatchStore:
         """Return the oldest unfinished batch."""
         return next((one for one in self._batches.values() if one["status"] in OPEN), None)
 
-    def change(self, batch: Fields, status: str | None = None, **fields: Any) -> None:
+    def change(self, batch: Fields, status: str | None = None, **fields: object) -> None:
         """Change fields of a batch, and set the time of a new status. The file is written first.
 
         Raises:

@@ -8,7 +8,7 @@ the parent of the span. Spans contain neither prompts nor answers.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from ed_infra.errors import ConfigError
 
@@ -23,7 +23,25 @@ _MISSING = (
 _parent: ContextVar[Any] = ContextVar("ed_esurge_trace_parent", default=None)
 
 
-def provider_for(endpoint: str) -> Any:
+class Span(Protocol):
+    """The part of an OpenTelemetry span that the server uses."""
+
+    def set_attribute(self, key: str, value: Any) -> None: ...
+
+    def set_status(self, status: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class TracerProvider(Protocol):
+    """The part of an OpenTelemetry tracer provider that the server uses."""
+
+    def get_tracer(self, name: str, /) -> Any: ...
+
+    def shutdown(self) -> None: ...
+
+
+def provider_for(endpoint: str) -> TracerProvider:
     """Return a tracer provider that sends spans to a collector with OTLP over HTTP.
 
     Args:
@@ -35,12 +53,12 @@ def provider_for(endpoint: str) -> Any:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # pyright: ignore[reportMissingImports]
         from opentelemetry.sdk.resources import Resource  # pyright: ignore[reportMissingImports]
-        from opentelemetry.sdk.trace import TracerProvider  # pyright: ignore[reportMissingImports]
+        from opentelemetry.sdk.trace import TracerProvider as SDKProvider  # pyright: ignore[reportMissingImports]
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from None
     # The variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the name.
-    provider = TracerProvider(resource=Resource.create({"service.name": "ed-esurge"}))
+    provider = SDKProvider(resource=Resource.create({"service.name": "ed-esurge"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
 
@@ -52,7 +70,7 @@ class Tracing:
         provider: an OpenTelemetry tracer provider.
     """
 
-    def __init__(self, provider: Any) -> None:
+    def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("ed_esurge")
 
@@ -95,7 +113,7 @@ class Tracing:
 class RequestSpan:
     """The span of one prompt."""
 
-    def __init__(self, span: Any) -> None:
+    def __init__(self, span: Span) -> None:
         self._span, self._reasons = span, {}
         self._generated = 0
         self._last: RequestOutput | None = None

@@ -1,9 +1,11 @@
 """Attention is one function, `attend`, over a table of mechanisms.
 
-Where things are: `registry` has the two tables, of mechanisms and of kernels; `kernel` says what a
-kernel is; `choose` says what "auto" takes; `mechanism` reads a configuration. Every other file is
-one kernel (`vanilla`, `blockwise`, `splash`, ...) or something that several kernels share:
-`scoring`, `softmax`, `extent`, `online`, `slots`, `ring_layout`, `devices`.
+- `attend` validates a call, and runs the mechanism that `mechanism` chooses;
+- `mechanism` resolves the options of a configuration, and implements "auto";
+- `registry` contains the tables of mechanisms and kernels, and runs a call;
+- `kernel` defines the record of a kernel, and the calls that kernels receive; `scoring` the scores;
+- `kernels` contains the implementations and their shared code;
+- `blocks` contains the attention blocks of models.
 """
 
 from ed_layers.attention.attend import attend as attend

@@ -1,10 +1,10 @@
-"""What a kernel is: one record, and the call that it computes.
+"""The record of a kernel, and the calls that kernels compute.
 
-A *mechanism* is what is computed, the same everywhere. A *kernel* computes one mechanism for one
-kind of reading, on one platform or on all: splash attention in Pallas is a kernel of `blocksparse`
-on TPU, plain XLA is its kernel everywhere. To add a kernel, write a file whose `KERNELS` are such
-records, and name the file in `registry.built_in`; another package names its records under the entry
-point group `easydel.kernels` instead.
+A *mechanism* defines the result of attention, which is the same on every platform. A *kernel*
+computes one mechanism for one source of keys, on one platform or on all platforms. For example,
+`blocksparse` has a Pallas kernel on TPU (splash attention), and a plain XLA kernel everywhere. To
+add a kernel, write a file with a tuple `KERNELS` of records, and add the file to
+`registry.built_in`. Another package lists its records in the entry point group `easydel.kernels`.
 
 Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
 and keys, d head dim of values, T flat tokens.
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: What a call reads: "projected" keys and values of the same call (training, and prompts too), a
-#: contiguous "cache", or the engine's "pages".
+#: Source of keys and values: "projected" in the same call (training, and prompts), a contiguous
+#: "cache", or the "pages" of the engine.
 Reads = Literal["projected", "cache", "pages"]
 
-#: The score matrix is materialised up to this many query tokens: measured on a CPU, blocks are
-#: faster from there on (four times at 512 tokens, ten times at 2048).
+#: Up to this number of queries, the score matrix is materialized. Measured on a CPU, blocks are
+#: faster for more queries (four times at 512 tokens, ten times at 2048).
 FULL_SCORES_LIMIT = 128
 
 
@@ -46,9 +46,9 @@ class Settings:
     """Kernel settings of one mechanism.
 
     Attributes:
-        block_q, block_k: tokens per block; None leaves the choice to the kernel.
-        platform: language of the kernel ("jax", "triton", "pallas"); None = the best there is.
-        own: `operation_configs` has an entry for this mechanism.
+        block_q, block_k: tokens per block; None = the kernel chooses.
+        platform: language of the kernel ("jax", "triton", "pallas"); None = the fastest.
+        own: whether `operation_configs` has an entry for this mechanism.
     """
 
     block_q: int | None = None
@@ -57,24 +57,24 @@ class Settings:
     own: bool = False
 
     def blocks(self, s: int, t: int, default: int = 128) -> tuple[int, int]:
-        """Queries and keys per block, never more than there are."""
+        """Return the queries and keys per block, at most `s` and `t`."""
         return min(self.block_q or default, s), min(self.block_k or default, t)
 
     def allow(self, language: str) -> bool:
-        """Whether a kernel in this language may be used."""
+        """Return whether a kernel in this language may be used."""
         return self.platform in (None, language)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the kernels of every reading are called with.
+    """The arguments that all kernels receive.
 
     Attributes:
         name: the mechanism.
         q: queries.
-        scoring: how scores are made and limited.
-        settings: of the mechanism.
-        config: of the model, for its mesh and for options of single kernels.
+        scoring: the settings of the scores.
+        settings: kernel settings of the mechanism.
+        config: the model's configuration, for its mesh and for options of single kernels.
     """
 
     name: str
@@ -92,15 +92,14 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Projected(Call):
-    """Attention to keys and values of the same call: training, and prompts. Kernels are
-    differentiable.
+    """Attention to keys and values of the same call: training, and prompts.
+
+    A kernel is differentiable. It returns [b, s, h, d], and zeros for a query without visible keys.
 
     Attributes:
         q: [b, s, h, k].
         k, v: [b, t, g, k] and [b, t, g, d].
-        mask_info: who may attend to whom.
-
-    A kernel returns [b, s, h, d], zeros for a query that sees nothing.
+        mask_info: the attention mask.
     """
 
     k: Float[Array, "b t g k"]
@@ -116,13 +115,13 @@ class Projected(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class Cached(Call):
-    """Attention to a contiguous cache. No gradient.
+    """Attention to a contiguous cache, without gradients.
+
+    A kernel returns [b, s, h, d], and zeros for a query without visible keys.
 
     Attributes:
         q: [b, s, h, k].
         stored: keys and values of one layer, and the mask over its slots.
-
-    A kernel returns [b, s, h, d], zeros for a query that sees nothing.
     """
 
     stored: Stored
@@ -135,12 +134,12 @@ class Cached(Call):
         return used | ({"value_dim"} if self.stored.values.shape[-1] != self.q.shape[-1] else set())
 
     def numbers(self) -> tuple[Float[Array, "b g t k"], Float[Array, "b g t d"]]:
-        """Keys and values of the layer as numbers; a quantized cache is copied for that."""
+        """Return keys and values of the layer as numbers; codes are decoded to a copy."""
         if self.stored.quantized:
             once(
                 logger,
-                f"decode_attn_mechanism={self.name!r} reads a copy of the cache that is no longer "
-                "quantized; 'autoregressive_decodeattn' reads the codes",
+                f"decode_attn_mechanism={self.name!r} decodes the quantized cache to a copy; "
+                "'autoregressive_decodeattn' reads the codes without a copy",
             )
         k, v = (
             decode(x, self.q.dtype) if isinstance(x, Codes) else x
@@ -149,7 +148,7 @@ class Cached(Call):
         return k, v
 
     def projected(self) -> Projected:
-        """The same call for a kernel that reads projected keys and values."""
+        """Return the same call for a kernel that reads projected keys and values."""
         k, v = (x.swapaxes(1, 2) for x in self.numbers())
         return Projected(
             name=self.name,
@@ -165,14 +164,14 @@ class Cached(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class Paged(Call):
-    """Causal attention of a flat batch to the engine's pages. No gradient.
+    """Causal attention of a flat batch to the engine's pages, without gradients.
+
+    A kernel returns [T, h, d], and zeros for padding.
 
     Attributes:
         q: [T, h, k].
-        pages: of one layer.
-        ragged: which tokens and pages belong to which sequence.
-
-    A kernel returns [T, h, d], zeros for tokens of padding.
+        pages: the pages of one layer.
+        ragged: the sequences of the tokens and pages.
     """
 
     pages: Pages
@@ -187,7 +186,7 @@ class Paged(Call):
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a value."""
+        """Size of a value."""
         return self.pages.value_dim or self.q.shape[-1]
 
 
@@ -195,33 +194,34 @@ CallT = TypeVar("CallT", bound=Call)
 
 
 def takes_all(call: Call) -> list[str]:
-    """The reasons of a kernel that refuses nothing."""
+    """Return no reasons: the kernel accepts every call."""
     return []
 
 
 def reasons(conditions: dict[str, bool]) -> list[str]:
-    """The reasons whose condition holds."""
+    """Return the reasons whose condition holds."""
     return [reason for reason, holds in conditions.items() if holds]
 
 
 @dataclass(frozen=True)
 class Kernel(Generic[CallT]):
-    """One way to compute one mechanism.
+    """An implementation of a mechanism.
 
     Attributes:
         mechanism: a key of `registry.MECHANISMS`.
-        reads: which kind of call it computes: Projected, Cached or Paged.
-        title: its name in logs, errors and docs.
-        run: the attention of a call; see Projected, Cached and Paged for the shapes.
+        reads: the kind of call that the kernel computes: Projected, Cached or Paged.
+        title: name of the kernel in logs, errors and docs.
+        run: computes a call; Projected, Cached and Paged describe the shapes.
         platform: "cpu", "gpu" or "tpu"; None = all.
-        language: "jax" (plain XLA), "pallas", "triton", "cudnn", "native", ...; users ask for one
-            by the option `platform`.
-        lacks: the names of FEATURES that it never computes.
-        refuses: what else of a call it cannot compute, in words ("a traced window"); the call then
-            goes to the next kernel of the mechanism, plain XLA at the end.
-        available: whether everything that it needs is installed.
-        needs: the name of the package that it needs.
-        auto_from: "auto" takes it for this many queries or more; None = only by name.
+        language: "jax" (plain XLA), "pallas", "triton", "cudnn", "native", ...; the option
+            `platform` selects a language.
+        lacks: names of FEATURES that the kernel does not support.
+        refuses: returns further reasons why the kernel does not support a call, such as "a traced
+            window". The next kernel of the mechanism then computes the call; plain XLA is last.
+        available: returns whether the required packages are installed.
+        needs: name of the required package.
+        auto_from: minimum number of queries for which "auto" uses the kernel; None = "auto" never
+            uses the kernel.
     """
 
     mechanism: str
@@ -237,6 +237,6 @@ class Kernel(Generic[CallT]):
     auto_from: int | None = FULL_SCORES_LIMIT + 1
 
     def refusals(self, call: CallT) -> list[str]:
-        """What the kernel cannot compute of a call, in words; empty if it takes the call."""
+        """Return the reasons why the kernel does not support a call; empty if it does."""
         missing = self.lacks & call.features
         return [words for name, words in FEATURES.items() if name in missing] + self.refuses(call)

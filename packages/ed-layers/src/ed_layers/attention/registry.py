@@ -1,5 +1,8 @@
-"""The table of mechanisms and the table of kernels, from which everything else is derived: what a
-configuration may ask for, what "auto" takes, what runs, and the tables of docs/attention.md."""
+"""The tables of mechanisms and kernels.
+
+The valid values of options, the choice of "auto" and the tables of docs/attention.md follow from
+these tables.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ed_layers.attention.scoring import FEATURES
 
 logger = get_logger(__name__)
 
-#: Entry points of this group are kernels of other packages: each names a Kernel, or several.
+#: Entry point group of the kernels of other packages; an entry point is a Kernel or a tuple.
 GROUP = "easydel.kernels"
 
 ALL = frozenset(FEATURES)
@@ -29,11 +32,11 @@ PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim", "alibi",
 
 @dataclass(frozen=True)
 class Ability:
-    """What a mechanism promises; the same on every platform.
+    """The abilities of a mechanism, which are the same on every platform.
 
     Attributes:
-        features: the names of FEATURES that it computes.
-        reads: where its keys and values are.
+        features: names of the supported FEATURES.
+        reads: source of keys and values.
         doc: one line for generated tables.
     """
 
@@ -53,20 +56,21 @@ MECHANISMS: dict[str, Ability] = {
     "ring": Ability(
         ALL - {"relative"},
         "projected",
-        "context parallelism: keys go round the devices that split the sequence, zig-zag if causal",
+        "context parallelism: keys travel around the devices that split the sequence, in zig-zag "
+        "order if causal",
     ),
     "flash_attn2": Ability(
-        ALL, "projected", "flash attention by the kernel of the platform; elsewhere as blockwise"
+        ALL, "projected", "the platform's flash attention kernel; otherwise equal to blockwise"
     ),
     "blocksparse": Ability(
         ALL - {"bias", "dropout"},
         "projected",
-        "splash attention: blocks outside the mask are skipped; elsewhere as blockwise",
+        "splash attention, which skips blocks outside the mask; otherwise equal to blockwise",
     ),
     "cudnn": Ability(
         ALL - {"soft_cap", "sinks", "dropout"},
         "projected",
-        "cuDNN's flash attention in bfloat16 and float16; elsewhere as blockwise",
+        "cuDNN's flash attention in bfloat16 and float16; otherwise equal to blockwise",
     ),
     "sdpa": Ability(
         ALL - {"soft_cap", "sinks", "dropout"},
@@ -76,7 +80,7 @@ MECHANISMS: dict[str, Ability] = {
     "autoregressive_decodeattn": Ability(
         ALL - {"dropout"},
         "cache",
-        "few queries to a long cache: as much of it as is written, by splits on accelerators",
+        "few queries over the written part of a long cache, in parallel splits on accelerators",
     ),
     "ragged_page_attention_v3": Ability(
         PAGED, "pages", "mixed prefill and decode over pages; the engine's mechanism"
@@ -84,12 +88,12 @@ MECHANISMS: dict[str, Ability] = {
     "ragged_page_attention_v2": Ability(
         PAGED,
         "pages",
-        "another name of ragged_page_attention_v3: jax ships one such kernel",
+        "another name of ragged_page_attention_v3, because jax has one such kernel",
     ),
     "page_attention": Ability(
         PAGED,
         "pages",
-        "another name of ragged_page_attention_v3: decode is the case of one token a sequence",
+        "another name of ragged_page_attention_v3, which includes decoding of single tokens",
     ),
 }
 
@@ -132,18 +136,17 @@ def built_in() -> tuple[Kernel[Any], ...]:
 
 @cache
 def kernels() -> tuple[Kernel[Any], ...]:
-    """All kernels: those that were installed, in the order of their entry points, then our own.
+    """Return the kernels of installed packages in the order of their entry points, then `built_in`.
 
     Raises:
-        ConfigError: an entry point cannot be imported, or names something else than kernels of
-            known mechanisms.
+        ConfigError: an entry point cannot be imported, or is not a kernel of a known mechanism.
     """
     installed = (k for point in entry_points(group=GROUP) for k in kernels_of_entry(point))
     return (*installed, *built_in())
 
 
 def kernels_of_entry(point: EntryPoint) -> Iterator[Kernel[Any]]:
-    """The kernels of one entry point, checked."""
+    """Yield the validated kernels of one entry point."""
     source = f"the entry point {point.name!r} = {point.value!r} of {GROUP}"
     try:
         loaded = point.load()
@@ -154,22 +157,21 @@ def kernels_of_entry(point: EntryPoint) -> Iterator[Kernel[Any]]:
     for kernel in loaded if isinstance(loaded, Iterable) else (loaded,):
         if not isinstance(kernel, Kernel):
             raise ConfigError(
-                f"{source} names {kernel!r}; it should name a Kernel of "
-                "ed_layers.attention.kernel, or a tuple of them"
+                f"{source} is {kernel!r}; it must be a Kernel of ed_layers.attention.kernel, or a "
+                "tuple of kernels"
             )
         if kernel.mechanism not in MECHANISMS:
             raise ConfigError(
-                f"{source} is a kernel of {kernel.mechanism!r}, which is no mechanism"
+                f"{source} is a kernel of {kernel.mechanism!r}, which is not a mechanism"
                 f"{did_you_mean(kernel.mechanism, MECHANISMS)} (known: {', '.join(MECHANISMS)})"
             )
         yield kernel
 
 
 def kernels_here(call: Call) -> list[Kernel[Any]]:
-    """The kernels that read what a call reads, where its model runs; those of the platform first.
+    """Return the available kernels for a call, those of the model's platform before plain XLA.
 
-    Plain XLA is always among them: it is the last resort of every mechanism, whatever language the
-    settings ask for.
+    The result always includes plain XLA, which is the fallback for every setting of the language.
     """
     platform = devices.platform_of(call.config)
     own = [k for k in kernels() if k.reads == call.reads and k.available()]
@@ -177,9 +179,9 @@ def kernels_here(call: Call) -> list[Kernel[Any]]:
 
 
 def run(call: Call) -> jax.Array:
-    """Compute a call by the first kernel of its mechanism that takes it; says once which.
+    """Run the first kernel of the mechanism that supports a call, and log the kernel once.
 
-    What no kernel over a cache takes is read as if it were projected.
+    If no kernel reads the cache, the kernels for projected keys read the stored keys.
     """
     refused: list[str] = []
     for kernel in kernels_here(call):
@@ -193,15 +195,15 @@ def run(call: Call) -> jax.Array:
             if of_platform or refused:
                 tell(call, kernel, refused)
             return kernel.run(call)
-        refused.append(f"{kernel.title} does not take {', '.join(refusals)}")
+        refused.append(f"{kernel.title} does not support {', '.join(refusals)}")
     if isinstance(call, Cached):
         return run(call.projected())
-    raise ConfigError(f"no kernel of {call.name!r} takes the call: {'; '.join(refused)}")
+    raise ConfigError(f"no kernel of {call.name!r} supports the call: {'; '.join(refused)}")
 
 
 def tell(call: Call, kernel: Kernel[Any], refused: list[str]) -> None:
-    """Say once which kernel runs, and why no other."""
-    # Whoever asks for a language is told more loudly that another one runs.
+    """Log once which kernel runs, and why the preceding kernels do not."""
+    # A kernel in another language than the configured one is worth a warning.
     ignored = call.settings.platform not in (None, kernel.language)
     message = f"attention: {call.name!r} runs {kernel.title}"
     level = logging.WARNING if ignored else logging.INFO

@@ -1,4 +1,4 @@
-"""What turns queries and keys into attention weights, besides the mask.
+"""The settings of attention scores: scale, limits, biases, dropout.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head.
 """
@@ -16,8 +16,8 @@ from ed_infra.masks import MaskInfo
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-#: What a layer may ask of attention beyond causal self-attention with grouped heads and segments,
-#: which every mechanism computes; and how a message says it.
+#: Features beyond causal self-attention with grouped heads and segments, which every mechanism
+#: supports: name -> words for messages.
 FEATURES: dict[str, str] = {
     "bidirectional": "attention in both directions",
     "cross": "other lengths of queries and keys",
@@ -37,25 +37,24 @@ Limit = int | Int[Array, ""]
 
 
 def static(limit: Limit | None) -> bool:
-    """Whether a window or chunk is known when the program is traced."""
+    """Return whether a window or chunk is known when the program is traced."""
     return limit is None or isinstance(limit, int)
 
 
 def limit_of(limit: Limit | None) -> int | None:
-    """A static window or chunk without its spelling 0 for "no limit"."""
+    """Return a static window or chunk; None for "no limit", which may also be 0."""
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 @dataclass(frozen=True)
 class Alibi:
-    """A bias by distance instead of positions in queries and keys (Press et al. 2022).
-
-    Every mechanism computes it from the order of queries and keys, block by block.
+    """A bias by distance, without positions in queries and keys (Press et al. 2022).
 
     Attributes:
-        slopes: one per head, by which the score of a key falls with each token in between.
-        factor: on the bias, after rounding.
-        dtype: slope times position of the key is rounded to that (Falcon: "bfloat16"); None = not.
+        slopes: decrease of the score per token of distance, one per head.
+        factor: factor on the bias, after rounding.
+        dtype: dtype to which slope times key position is rounded (Falcon: "bfloat16"); None = no
+            rounding.
     """
 
     slopes: tuple[float, ...]
@@ -65,10 +64,10 @@ class Alibi:
     def bias(
         self, heads: Int[Array, "g r"], q_index: Int[Array, "b s"], k_index: Int[Array, "b t"]
     ) -> Float[Array, "b g r s t"]:
-        """What is added to the scores.
+        """Return the bias of the scores.
 
         Args:
-            heads: numbers of the heads at hand.
+            heads: numbers of the heads.
             q_index, k_index: order of queries and keys within their segments.
         """
         slopes = jnp.asarray(self.slopes, jnp.float32)[heads][None, :, :, None, None]
@@ -125,7 +124,7 @@ def _buckets(count: int, max_distance: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made, limited and normalised; see `attend` for the meaning of each.
+    """The settings of the scores of one call; `attend` describes them.
 
     Attributes:
         scale: factor on q·k.
@@ -154,13 +153,13 @@ class Scoring:
 
     @property
     def asked(self) -> frozenset[str]:
-        """The names of FEATURES that the scoring alone uses."""
+        """The names of FEATURES that these settings use."""
         names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi", "relative")
         used = frozenset(name for name in names if getattr(self, name) is not None)
         return used | {"dropout"} if self.dropout > 0 else used
 
     def features(self, q: jax.Array, v: jax.Array, mask_info: MaskInfo) -> frozenset[str]:
-        """The names of FEATURES that a call uses, from what is known when it is traced.
+        """Return the names of FEATURES that a call uses, as known when the program is traced.
 
         Args:
             q: [b, s, h, k].
@@ -187,7 +186,7 @@ class Scoring:
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def cap(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-        """Scores within the soft cap, and the derivative of capping."""
+        """Return the scores within the soft cap, and the derivative of the cap."""
         if self.soft_cap is None:
             return scores, 1.0
         squashed = jnp.tanh(scores / self.soft_cap)
@@ -195,13 +194,13 @@ class Scoring:
 
 
 def split_heads(x: Float[Array, "b h *rest"], groups: int, repeat: int) -> jax.Array:
-    """[b, h or 1, ...] to [b, g, r, ...] or [b, 1, 1, ...]."""
+    """Reshape [b, h or 1, ...] to [b, g, r, ...] or [b, 1, 1, ...]."""
     lead = (1, 1) if x.shape[1] == 1 else (groups, repeat)
     return x.reshape(x.shape[0], *lead, *x.shape[2:])
 
 
 def heads_of(groups: int, repeat: int) -> Int[Array, "g r"]:
-    """Numbers of all heads, by key heads."""
+    """Return the numbers of all heads, grouped by key head."""
     return jnp.arange(groups * repeat).reshape(groups, repeat)
 
 
@@ -213,13 +212,13 @@ def kept(
     query: Int[Array, ...],
     position: Int[Array, ...],
 ) -> Bool[Array, ...]:
-    """Which attention weights dropout keeps: a function of the key and the weight's coordinates.
+    """Return which attention weights dropout keeps, from the key and the coordinates of a weight.
 
-    No matter in which blocks a mechanism goes over the weights, it drops the same ones. The bits
-    are an integer hash (the finaliser of Wellons' `lowbias32`), much cheaper than a PRNG and good
-    enough for dropout.
+    All mechanisms drop the same weights, whatever their blocks. The bits are an integer hash (the
+    finalizer of Wellons' `lowbias32`), which is cheaper than a PRNG and sufficient for dropout.
 
     Args:
+        key: random key.
         rate: probability of dropping.
         row, head, query, position: coordinates, int arrays that broadcast against each other.
     """
@@ -238,5 +237,5 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def padded(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Zeros behind the end of an axis."""
+    """Append `count` zeros to an axis."""
     return jnp.pad(x, [(0, count if i == axis % x.ndim else 0) for i in range(x.ndim)])

@@ -1,6 +1,6 @@
-"""What a layer's attention compares, and the weights that it gives: for whoever learns from them.
+"""Attention weights of a layer, for losses that compare them.
 
-Mechanisms do not keep weights; here they are computed once more, for some queries at a time.
+Mechanisms do not return weights. `attention_weights` computes them from queries and keys.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, k head dim.
 """
@@ -17,7 +17,7 @@ from ed_layers.attention.scoring import Scoring
 
 
 class Watched(NamedTuple):
-    """Queries and keys of a layer, as they meet, and how they are compared."""
+    """Queries and keys of a layer, after norms and rotary positions, and the score settings."""
 
     q: Float[Array, "b s h k"]
     k: Float[Array, "b t g k"]
@@ -26,7 +26,7 @@ class Watched(NamedTuple):
 
 
 def attention_weights(seen: Watched) -> Float[Array, "b h s t"]:
-    """Weights of each query over the keys, which sum to 1; zeros for padding."""
+    """Return the weights of each query over the keys; they sum to 1, or are 0 for padding."""
     weights = softmax_weights(*seen, "btgk")
     b, groups, repeat, s, t = weights.shape
     return weights.reshape(b, groups * repeat, s, t)

@@ -16,7 +16,7 @@ from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_infra.rope.rotation import sections_of, select_axis
 from ed_infra.sharding.placement import constrain
-from ed_layers.cache import RaggedBatch
+from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.rotary import rope_tables
 from jaxtyping import Array, Int

@@ -18,7 +18,6 @@ from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
-from ed_layers.moe.layer import balance
 from ed_layers.named import named
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.embed import Embed
@@ -139,7 +138,10 @@ class Decoder(EasyDeLBaseModule):
             )
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
-        report = balance(report, self.config)
+        if report.losses or report.metrics:
+            from ed_layers.moe.layer import balance
+
+            report = balance(report, self.config)
         return BaseModelOutput(
             last_hidden_state=named(self.leave(x, ctx), "model_output"),
             past_key_values=cache,

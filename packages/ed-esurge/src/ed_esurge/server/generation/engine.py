@@ -5,13 +5,38 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
-from ed_esurge.engine.intake import CheckedPrompt
+from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+from ed_esurge.tokenizer import Tokenizer
+
+
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary."""
+
+    content: str
+    special: bool
+
+
+class ServedTokenizer(Tokenizer, Protocol):
+    """The interface of a Hugging Face tokenizer that the server uses."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        """The added tokens by id."""
+        ...
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return the ids of all tokens."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """Return the piece of a token id; None outside the vocabulary."""
+        ...
 
 
 @runtime_checkable
@@ -23,11 +48,30 @@ class ServedEngine(Protocol):
     keyword argument `encoder_inputs`.
     """
 
-    tokenizer: Any
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    config: EngineConfig
+    @property
+    def tokenizer(self) -> Any:
+        """A `ServedTokenizer`, or None."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """The default name of the model."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of prompt plus completion."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary."""
+        ...
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options of the engine."""
+        ...
 
     @property
     def is_healthy(self) -> bool:
@@ -56,10 +100,7 @@ class ServedEngine(Protocol):
         prompt_token_ids: CheckedPrompt,
         sampling_params: SamplingParams,
         request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the deltas of one request. Closing the iterator early aborts the request."""
         ...
@@ -69,9 +110,7 @@ class ServedEngine(Protocol):
         prompt_token_ids: CheckedPrompt,
         pooling_params: PoolingParams,
         request_id: str,
-        *,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Return the pooled vector of one prompt. Cancelling aborts the request."""
         ...

@@ -10,9 +10,9 @@ import asyncio
 import base64
 import binascii
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -40,11 +40,17 @@ class ImageTokenCounts(Protocol):
     num_image_patches: list[int]
 
 
+class TokenIds(Protocol):
+    """The part of a tokenizer that finds the placeholder token."""
+
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+
+
 class Processor(Protocol):
     """The processor of a vision-language checkpoint (`transformers.AutoProcessor`)."""
 
-    image_processor: Any
-    tokenizer: Any
+    image_processor: Callable[..., Mapping[str, Sequence[np.ndarray]]]
+    tokenizer: TokenIds
 
     def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> ImageTokenCounts: ...
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ed_esurge.outputs import PositionLogprobs
+from ed_esurge.server.generation.engine import ServedTokenizer
 
 # JSON cannot represent -inf. exp(-9999) is zero in float64.
 FLOOR = -9999.0
@@ -36,7 +37,7 @@ class TokenTexts:
             `ByteLevel` (GPT-2's letters), or SentencePiece's `▁` and `<0x0A>`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: ServedTokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._added = set(added)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
@@ -17,8 +17,7 @@ from fastapi import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter
-from ed_esurge.core.commands import EncoderInput
-from ed_esurge.engine.intake import CheckedPrompt, TokenIdError
+from ed_esurge.engine.intake import CheckedPrompt, RequestOptions, TokenIdError
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
@@ -198,7 +197,7 @@ class ServedModel:
         """Return the lifetime of a request that starts now."""
         return RequestLifetime(request, self.state.stopping, self.state.limits.request_timeout)
 
-    def queue_options(self, request: GenerationRequest) -> dict[str, Any]:
+    def queue_options(self, request: GenerationRequest) -> RequestOptions:
         """Return the keyword arguments of the engine's `generate` that queue a request.
 
         Raises:
@@ -210,27 +209,32 @@ class ServedModel:
                 "omit it, or start the engine with scheduling_policy: priority",
                 param="priority",
             )
-        options = {"priority": request.priority, **self._salt(request.cache_salt)}
-        return {name: value for name, value in options.items() if value}
+        options = self._options(request.cache_salt)
+        if request.priority:
+            options["priority"] = request.priority
+        return options
 
-    def _salt(self, own: str | None = None) -> dict[str, str]:
-        """Return the `cache_salt` of a request as a keyword argument of the engine's methods.
+    def _options(self, salt: str | None = None) -> RequestOptions:
+        """Return the adapter and the `cache_salt` of a request as keyword arguments.
 
         By default, keys do not share cached prefixes. Otherwise `cached_tokens` and the response
         time would reveal that another key sent the same prompt.
         """
+        options = RequestOptions()
         if self.owner and not self.state.share_prefix_cache:
-            return {"cache_salt": f"{self.owner}:{own or ''}"}
-        return {} if own is None else {"cache_salt": own}
+            options["cache_salt"] = f"{self.owner}:{salt or ''}"
+        elif salt:
+            options["cache_salt"] = salt
+        if self.lora_name is not None:
+            options["lora_name"] = self.lora_name
+        return options
 
     async def generate(
         self,
         prompt: CheckedPrompt,
         params: SamplingParams,
         label: str,
-        *,
-        encoder_inputs: Sequence[EncoderInput] = (),
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the deltas of one request, and count its tokens.
 
@@ -239,8 +243,7 @@ class ServedModel:
         Args:
             label: name of the request in the log and in traces. Clients may send equal labels, so
                 the engine receives a unique id.
-            encoder_inputs: images of the prompt.
-            options: see `queue_options`.
+            options: see `queue_options`; and the images of the prompt, `encoder_inputs`.
 
         Raises:
             APIError: 400, the request is invalid; 500, the request failed; 503, the engine does not
@@ -250,10 +253,8 @@ class ServedModel:
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt.token_ids), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
-        if encoder_inputs:
-            options["encoder_inputs"] = encoder_inputs
         with self._translated(timer):
-            deltas = self.engine.generate(prompt, params, request_id, **options, **self._adapter())
+            deltas = self.engine.generate(prompt, params, request_id, **options)
             finished = False
             async with aclosing(deltas) as stream:
                 async for output in stream:
@@ -281,9 +282,6 @@ class ServedModel:
         if tracing is None:
             return None
         return tracing.request(request_id, self.name, len(prompt.token_ids), params)
-
-    def _adapter(self) -> dict[str, Any]:
-        return {} if self.lora_name is None else {"lora_name": self.lora_name}
 
     @contextmanager
     def _translated(self, timer: RequestTimer) -> Iterator[None]:
@@ -322,7 +320,7 @@ class ServedModel:
             timer = self.metrics.request(len(prompt.token_ids), span=span)
             with self._translated(timer):
                 output = await self.engine.embed(
-                    prompt, params, f"{name}-{place}", **self._salt(), **self._adapter()
+                    prompt, params, f"{name}-{place}", **self._options()
                 )
                 timer.observe(output)
                 self._check_ended(output)

@@ -100,24 +100,19 @@ class Generation:
 
         Closing the generator aborts the request.
         """
-        streams = [
-            self.model.generate(
-                task.prompt,
-                task.params,
-                self._label(index),
-                encoder_inputs=task.encoder_inputs,
-                **self._queue,
-            )
-            for index, task in enumerate(self.tasks)
-        ]
+        streams = [self._stream(index, task) for index, task in enumerate(self.tasks)]
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
                 self._cached[index] = delta.metrics.num_cached_tokens
                 self.completion_tokens += sum(len(out.token_ids) for out in delta.outputs)
                 yield index, delta
 
-    def _label(self, index: int) -> str:
-        return f"{self.request_id}-{index}" if self._numbered else self.request_id
+    def _stream(self, index: int, task: PromptTask) -> AsyncGenerator[RequestOutput]:
+        label = f"{self.request_id}-{index}" if self._numbered else self.request_id
+        options = self._queue.copy()
+        if task.encoder_inputs:
+            options["encoder_inputs"] = task.encoder_inputs
+        return self.model.generate(task.prompt, task.params, label, **options)
 
     async def answer(
         self,

@@ -15,6 +15,7 @@ from ed_esurge.engine.intake import (
     check_prompt,
     check_token_ids,
 )
+from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import EncodedPrompt, ImageReader
 from ed_esurge.server.generation.requests import ChatRequest, Message
 from ed_esurge.server.generation.structured import Tool
@@ -45,7 +46,7 @@ class Prompts:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: ServedTokenizer,
         *,
         config: EngineConfig,
         max_model_len: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ed_esurge.replies.forced import LISTED, NamedCall
 from ed_esurge.replies.formats import (
@@ -14,6 +13,7 @@ from ed_esurge.replies.formats import (
     detect,
 )
 from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
@@ -41,7 +41,7 @@ class ReplyFormats:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: ServedTokenizer,
         template: str,
         *,
         enable_function_calling: bool = True,

@@ -394,7 +394,7 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     ] = None
     web_search_options: Annotated[None, unsupported("web search")] = None
     # A hint about the expected answer that only affects the speed.
-    prediction: Any = None
+    prediction: object = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

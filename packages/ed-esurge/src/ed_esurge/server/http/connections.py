@@ -59,7 +59,7 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
             if data and self.cycle is not None and not self.cycle.disconnected:
                 self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if len(self.connections) > most:
                 logger.warning("closed a connection: there are more than %d connections", most)

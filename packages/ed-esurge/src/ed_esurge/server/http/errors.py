@@ -29,7 +29,7 @@ _SPELLED: dict[Part, tuple[str, ...]] = {
 }
 
 
-def in_body(location: Sequence[Part], body: Any, *, missing: bool = False) -> list[Part]:
+def in_body(location: Sequence[Part], body: object, *, missing: bool = False) -> list[Part]:
     """Return the parts of a location that are fields and positions of a body.
 
     A location of pydantic also contains members of unions, tags and validators.
@@ -43,7 +43,7 @@ def in_body(location: Sequence[Part], body: Any, *, missing: bool = False) -> li
     return known
 
 
-def _matched(location: tuple[Part, ...], here: Any, missing: bool) -> tuple[list[Part], bool]:
+def _matched(location: tuple[Part, ...], here: object, missing: bool) -> tuple[list[Part], bool]:
     """Return the longest list of parts that is a path of the body, and whether it has the last
     part."""
     if not location:
@@ -235,7 +235,7 @@ def engine_unavailable(reason: str = "the engine is not running") -> APIError:
     )
 
 
-def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
+def from_validation(errors: Sequence[Any], body: object = None) -> APIError:
     """Return one error that reports up to `MAX_PROBLEMS` problems and names the first field.
 
     Args:
@@ -283,7 +283,7 @@ def _quoted(value: str | int | float | bool) -> str:
     return repr(value)
 
 
-def _path(error: Mapping[str, Any], body: Any) -> str | None:
+def _path(error: Mapping[str, Any], body: object) -> str | None:
     """Return the field of an error in the spelling of the client; None = the body itself."""
     parts: Sequence[str | int] = error["loc"]
     if body is not None:
@@ -318,7 +318,7 @@ def _message(error: Mapping[str, Any]) -> str:
             return str(error["msg"]).removeprefix("Value error, ")
 
 
-def _of_best_branches(errors: Sequence[Any], body: Any) -> list[Any]:
+def _of_best_branches(errors: Sequence[Any], body: object) -> list[Any]:
     """Return the errors of the matching member of each union.
 
     Every member of a union reports a type error for a value of another member. A problem deeper in

@@ -34,7 +34,7 @@ class Chunks:
         self._so_far = so_far
 
     def choice(
-        self, index: int, payload: str, logprobs: Any, finish: str | None, extra: str = ""
+        self, index: int, payload: str, logprobs: object, finish: str | None, extra: str = ""
     ) -> str:
         """Return a chunk with one choice.
 

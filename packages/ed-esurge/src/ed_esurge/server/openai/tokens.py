@@ -74,7 +74,7 @@ def _names_a_place(option: str) -> bool:
     return option.endswith(("_file", "_path", "_dir", "_object"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a value as JSON: added tokens as objects, other values as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -46,7 +46,7 @@ class ResponseAnswer(Answer):
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Any
+    tool_choice: str | dict[str, str]
     tools: list[dict[str, Any]]
     top_p: float
     truncation: str
@@ -149,7 +149,7 @@ class Events:
     def __init__(self) -> None:
         self._number = -1
 
-    def event(self, kind: str, **fields: Any) -> str:
+    def event(self, kind: str, **fields: object) -> str:
         """Return an event."""
         self._number += 1
         return named_event(kind, {"type": kind, "sequence_number": self._number, **fields})

@@ -256,7 +256,7 @@ class ResponseRequest(Body):
             APIError: 400, fields contradict each other.
         """
         system = [] if self.instructions is None else [_system(self.instructions)]
-        choice: Any = self.tool_choice
+        choice: object = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         tools = [

@@ -1,7 +1,7 @@
-"""`blockwise`: attention in memory linear in the length, in plain XLA, with every feature.
+"""`blockwise`: attention in plain XLA with every feature, in memory linear in the length.
 
-The portable default of long sequences (Liu & Abbeel 2023; Dao et al. 2022), and what computes a
-mechanism with native kernels where none of them takes a call.
+This is the portable default for long sequences (Liu & Abbeel 2023; Dao et al. 2022), and the
+fallback of mechanisms with platform kernels.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head, k head dim
 of queries and keys, d head dim of values, i query block, j key block, x, y their sizes.
@@ -24,7 +24,7 @@ CPU_BLOCK = 64
 
 
 def blockwise_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """Softmax attention over blocks; lengths are padded to whole blocks, padding is masked."""
+    """Compute attention over blocks; lengths are padded to whole blocks, and padding is masked."""
     q, k, v, scoring = call.q, call.k, call.v, call.scoring
     s, h, t, groups = *q.shape[1:3], *k.shape[1:3]
     default = CPU_BLOCK if platform_of(call.config) == "cpu" else 128
@@ -45,8 +45,10 @@ def blockwise_attention(call: Projected) -> Float[Array, "b s h d"]:
 
 
 def to_blocks(q, k, v, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[i, b, g, r, x, k], [j, b, g, y, k] and [j, b, g, y, d]: the block axis leads, so that a loop
-    indexes it for free."""
+    """Return [i, b, g, r, x, k], [j, b, g, y, k] and [j, b, g, y, d].
+
+    The block axis leads, so indexing a block in a loop costs nothing.
+    """
     b, s, h, k_dim = q.shape
     groups = k.shape[2]
     grouped = q.reshape(b, s, groups, h // groups, k_dim)
@@ -56,7 +58,7 @@ def to_blocks(q, k, v, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array
 
 
 def from_blocks(out: jax.Array, s: int) -> jax.Array:
-    """[i, b, g, r, x, d] to [b, s, h, d]."""
+    """Reshape [i, b, g, r, x, d] to [b, s, h, d]."""
     _, b, groups, repeat, _, d = out.shape
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(b, -1, groups * repeat, d)[:, :s]
 

@@ -1,8 +1,8 @@
 """`autoregressive_decodeattn`: attention of few queries to a long contiguous cache.
 
-It goes over blocks of slots, from the first that a window lets see to the last written, whatever
-the capacity: an empty cache of any size costs nothing. Quantized storage is read as codes; slots
-that are split over devices are read where they are, and only softmax sums are exchanged.
+The kernel visits the blocks of slots from the first one that is visible in a window to the last
+written one, so the cost does not depend on the capacity. Quantized storage is read as codes. Slots
+that are split over devices stay in place, and only softmax sums are exchanged.
 
 Legend: b batch, s queries, h heads, g kv heads, r heads per kv head, t slots, k key dim, d value
 dim, x queries in a block.
@@ -31,15 +31,15 @@ from ed_layers.devices import platform_of
 
 NAME = "autoregressive_decodeattn"
 
-# Splits of a block that an accelerator computes side by side; a CPU core has nothing to split for.
+# Parallel splits of a block on an accelerator; a CPU does not benefit from splits.
 SPLITS = 16
 
-#: Attention of some of the queries, [b, g, r, x, k], by their mask and bias.
+#: `(queries [b, g, r, x, k], mask, bias) -> output`.
 OfQueries = Callable[[jax.Array, MaskInfo, jax.Array | None], jax.Array]
 
 
 def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
-    """Attention to what a contiguous cache has stored."""
+    """Compute attention to the stored keys of a contiguous cache."""
     q, stored, scoring = call.q, call.stored, call.scoring
     b, s, h, k_dim = q.shape
     groups = stored.keys.shape[-3]
@@ -52,7 +52,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
     by_sum = stored.layout == "leaves" and (b, s) == (1, 1)
 
     def local(q, keys, values, info, bias, sinks, heads, limits, at, axes=None) -> jax.Array:
-        """[b, g, r, s, d] of the slots at hand, merged over the devices along `axes`."""
+        """Return the output [b, g, r, s, d] for local slots, merged over the devices of `axes`."""
         window, chunk, buckets = limits
         relative = scoring.relative and replace(scoring.relative, table=buckets)
         limited = replace(scoring, window=window, chunk=chunk, relative=relative)
@@ -89,7 +89,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
 def by_query_blocks(
     of_queries: OfQueries, q: jax.Array, info: MaskInfo, bias: jax.Array | None, size: int
 ) -> jax.Array:
-    """A prompt goes block by block, so that each visits only the slots that it sees."""
+    """Process a prompt in blocks of queries, each of which visits only its visible slots."""
     s = q.shape[3]
     if s <= size:
         return of_queries(q, info, bias)
@@ -113,7 +113,7 @@ def by_query_blocks(
 def where_slots_lie(
     local: Callable[..., jax.Array], arguments: tuple[Any, ...], sharding: NamedSharding
 ) -> jax.Array:
-    """Run `local` on each device: its rows, heads and slots."""
+    """Run `local` on the rows, heads and slots of each device."""
     q, keys, values, info, bias, sinks, numbers, limits, at = arguments
     rows, heads, axes = sharding.spec[:3]
     lead = len(at)
@@ -132,7 +132,7 @@ def where_slots_lie(
             for axis, size in zip((rows, heads), bias.shape[:2], strict=True)
         )
         bias_spec = P(row, head, None, None, axes)
-    # Plain numbers stay numbers: only what is traced goes in as an argument.
+    # Static limits stay static: only traced limits are arguments.
     traced = [limit for limit in limits if isinstance(limit, jax.Array)]
 
     def body(q, keys, values, info, bias, sinks, numbers, traced, at) -> jax.Array:

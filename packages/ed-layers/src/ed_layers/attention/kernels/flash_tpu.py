@@ -1,7 +1,7 @@
-"""jax's flash attention on TPU (Pallas), the kernel of `flash_attn2` there for plain calls.
+"""jax's flash attention on TPU (Pallas), the kernel of `flash_attn2` for plain calls.
 
-It goes over blocks of rows too (`blocksize_b`), and knows neither windows, soft cap nor grouped
-heads: keys are repeated, and what it cannot do is left to splash attention.
+The kernel also processes blocks of rows (`blocksize_b`). It supports neither windows, soft caps nor
+grouped heads: keys are repeated, and splash attention computes the other calls.
 
 Legend: b batch, s length, h heads, g kv heads, k head dim.
 """
@@ -18,7 +18,7 @@ from ed_layers.attention.kernels import splash
 
 
 def flash_on_tpu(call: Projected) -> Float[Array, "b s h k"]:
-    """The kernel, with `blocksize_b` rows per block."""
+    """Run the kernel with `blocksize_b` rows per block."""
     rows = 1 if call.config is None else call.config.blocksize_b
     return splash.in_whole_blocks(partial(on_one_device, block_b=rows), call)
 
@@ -35,7 +35,7 @@ def on_one_device(
     block_b: int,
     causal: bool,
 ) -> Float[Array, "b s h k"]:
-    """The kernel: it takes [b, h, s, k], and queries that are scaled already."""
+    """Run the kernel, which accepts [b, h, s, k] and scaled queries."""
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
     b, repeat = q.shape[0], q.shape[2] // k.shape[2]

@@ -1,8 +1,9 @@
 """Attention kernels on NVIDIA GPUs: cuDNN through jax, and Triton through tokamax if installed.
 
-They know rows of one length each, or a mask as an array, but no segments. A batch whose rows are
-one segment from the left (padding behind it) goes in by lengths, decided when it runs; any other
-by its mask while that is small, else through the lean XLA core.
+These kernels accept a length for each row, or a mask as an array, but no segments. If every row of
+a batch is one segment at the left with padding at the right, the kernel receives lengths; this is
+decided at run time. Other batches use a mask array if it is small, otherwise the XLA core of
+`blockwise`.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, k head dim of queries and keys,
 d head dim of values.
@@ -25,7 +26,7 @@ from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.scoring import Limit, limit_of, padded, static
 from ed_layers.devices import compute_capability_of, over_devices
 
-#: A mask as an array is used up to so many numbers on a device; beyond, memory counts more.
+#: Maximum size of a mask array on a device; a larger mask would need too much memory.
 MASK_LIMIT = 2**28
 
 #: `(q, k, v, mask=, is_causal=, lengths=, window=) -> out`, as `jax.nn.dot_product_attention`.
@@ -33,12 +34,12 @@ RowKernel = Callable[..., jax.Array]
 
 
 def has_tokamax() -> bool:
-    """Whether tokamax, which has the Triton kernels, is installed; it is optional."""
+    """Return whether tokamax is installed, an optional package with Triton kernels."""
     return find_spec("tokamax") is not None
 
 
 def refusals_of_cudnn(call: Projected) -> list[str]:
-    """What cuDNN cannot do of a call, beside what it lacks."""
+    """Return the reasons why cuDNN does not support a call, besides `lacks`."""
     width = max(call.q.shape[-1], call.v.shape[-1])
     widest = 256 if compute_capability_of(call.config) >= (9, 0) else 128
     unfit = width % 8 != 0 or width > widest
@@ -47,31 +48,31 @@ def refusals_of_cudnn(call: Projected) -> list[str]:
 
 
 def refusals_of_dtype(call: Projected) -> list[str]:
-    """What no kernel here can do of a call, whatever else it lacks."""
+    """Return the reasons that apply to all kernels of this file."""
     dtype = call.q.dtype
     reason = f"{dtype} (it has bfloat16 and float16)"
     return reasons({reason: dtype not in (jnp.bfloat16, jnp.float16)})
 
 
 def cudnn_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """cuDNN's flash attention."""
+    """Compute cuDNN's flash attention."""
     return gpu_attention(partial(by_jax, call.scoring.scale, "cudnn"), call)
 
 
 def triton_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """tokamax's Triton kernel."""
+    """Run tokamax's Triton kernel."""
     return gpu_attention(partial(by_tokamax, call.scoring.scale, call.scoring.soft_cap), call)
 
 
 def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
-    """A kernel, with the backward pass that the config asks for.
+    """Run a kernel with the configured backward pass.
 
-    `flash_attention_backward_pass_impl="triton"` is the kernel's own backward pass. With "xla" the
-    lean core does it, and does not take the kernel's log-sum-exp (which is rounded to the dtype of
-    the inputs) but computes its own: gradients cost one more forward pass. The core also does it
-    where there is a soft cap, of which tokamax's Triton kernel has no backward pass.
+    `flash_attention_backward_pass_impl="triton"` selects the backward pass of the kernel. With
+    "xla", the XLA core computes the gradients, and one more forward pass: the kernel's log-sum-exp
+    is rounded to the dtype of the inputs. A soft cap always uses the core, because tokamax's Triton
+    kernel has no backward pass for a soft cap.
     """
-    # A function with a backward pass of its own takes everything traced as an argument.
+    # A function with a custom backward pass must receive all traced values as arguments.
     traced = tuple(None if static(x) else x for x in (call.scoring.window, call.scoring.chunk))
 
     def call_of(q, k, v, mask_info, limits: tuple[Limit | None, Limit | None]) -> Projected:
@@ -100,7 +101,7 @@ def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]
 def with_backward_of(
     backward: Callable[..., jax.Array], forward: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-    """`forward(q, k, v, *rest)`, with the gradients of `backward(q, k, v, *rest)`."""
+    """Return `forward(q, k, v, *rest)` with the gradients of `backward(q, k, v, *rest)`."""
 
     @jax.custom_vjp
     def attention(q, k, v, *rest):
@@ -119,7 +120,7 @@ def with_backward_of(
 
 
 def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
-    """One device's rows, by lengths where they allow it."""
+    """Compute the rows of one device, by lengths if possible."""
     q, k, v, mask_info, scoring = call.q, call.k, call.v, call.mask_info, call.scoring
     b, s, t = q.shape[0], q.shape[1], k.shape[1]
     if s % 2 or t % 2:  # jax refuses to differentiate odd lengths by cuDNN: one more is padding
@@ -140,7 +141,7 @@ def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
 
     otherwise = by_mask if b * s * t <= MASK_LIMIT else by_blocks
     window = limit_of(scoring.window)
-    # Neither library has a window in both directions.
+    # Neither library supports a bidirectional window.
     plain = static(scoring.window) and (window is None or mask_info.causal)
     if not (plain and mask_info.in_order and scoring.chunk is None):
         return otherwise(q, k, v)
@@ -154,7 +155,7 @@ def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
 
 
 def one_segment(segments: Int[Array, "b s"]) -> tuple[Bool[Array, ""], Int[Array, " b"]]:
-    """Whether each row is one segment from the left, and how long those are."""
+    """Return whether each row is one segment at the left, and the lengths."""
     lengths = jnp.sum(segments > 0, axis=1, dtype=jnp.int32)
     inside = jnp.arange(segments.shape[1]) < lengths[:, None]
     return jnp.all(segments == jnp.where(inside, segments[:, :1], 0)), lengths
@@ -166,7 +167,7 @@ def arguments(
     lengths: jax.Array | None = None,
     window: int | None = None,
 ) -> dict[str, Any]:
-    """The mask as jax and tokamax take it."""
+    """Return the mask in the format of jax and tokamax."""
     return {
         "mask": mask,
         "is_causal": is_causal,
@@ -178,7 +179,7 @@ def arguments(
 
 
 def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Array, "b s h d"]:
-    """jax's own function, with cuDNN's flash attention as implementation "cudnn".
+    """Call `jax.nn.dot_product_attention` with cuDNN's flash attention.
 
     The narrower head dim is padded with zeros.
     """
@@ -199,7 +200,7 @@ def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Arr
 def by_tokamax(
     scale: float, soft_cap: float | None, q, k, v, **mask: Any
 ) -> Float[Array, "b s h d"]:
-    """tokamax's attention in Triton."""
+    """Call tokamax's attention in Triton."""
     from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
     call = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": "triton"}

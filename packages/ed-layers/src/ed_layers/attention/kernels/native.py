@@ -1,4 +1,4 @@
-"""Attention by the native library on a CPU: prompts and training, contiguous caches, and pages.
+"""Attention of the native library on a CPU: prompts and training, contiguous caches, and pages.
 
 Legend: b batch, s query length, h heads, d head dim of values, T flat tokens.
 """
@@ -24,7 +24,7 @@ LACKS = frozenset({"bias", "alibi", "relative", "dropout"})
 
 
 def refusals(call: Call) -> list[str]:
-    """What the library cannot do of any call, beside what it lacks."""
+    """Return the reasons why the library does not support a call, besides `LACKS`."""
     dtype, softmax = call.q.dtype, jnp.dtype(call.scoring.softmax_dtype)
     mesh = mesh_of(call.config)
     return reasons(
@@ -37,18 +37,18 @@ def refusals(call: Call) -> list[str]:
 
 
 def refusals_of_projected(call: Projected) -> list[str]:
-    """What it cannot do of prompts and training."""
+    """Return the reasons for prompts and training."""
     same = call.q.dtype == call.k.dtype == call.v.dtype
     return refusals(call) + reasons({"queries of another dtype than keys and values": not same})
 
 
 def refusals_of_cache(call: Cached) -> list[str]:
-    """What it cannot do of a contiguous cache."""
+    """Return the reasons for a contiguous cache."""
     return refusals(call) + refusals_of_storage(call.stored.keys, call.stored.values)
 
 
 def refusals_of_pages(call: Paged) -> list[str]:
-    """What it cannot do of pages."""
+    """Return the reasons for pages."""
     pool = call.pages.pool
     padded = isinstance(pool, Codes) and {call.q.shape[-1], call.value_dim} != {pool.shape[-1]}
     unfit = reasons({"quantized pages wider than a key or a value": padded})
@@ -56,13 +56,13 @@ def refusals_of_pages(call: Paged) -> list[str]:
 
 
 def refusals_of_storage(*stored: Numbers) -> list[str]:
-    """Formats that it does not read."""
+    """Return the unsupported storage formats."""
     known = (*NUMBERS, jnp.int8, jnp.float8_e4m3fn)
     return reasons({f"a cache of {x.dtype}": x.dtype not in known for x in stored})
 
 
 def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """Attention of prompts and training, with its own backward pass."""
+    """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
     out, lse = native.attention(  # type: ignore[misc]
         scoring.scale,
@@ -80,7 +80,7 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
 
 
 def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
-    """Attention to what a contiguous cache has stored."""
+    """Compute attention to the slots of a contiguous cache."""
     stored, scoring = call.stored, call.scoring
     (keys, key_scale), (values, value_scale) = (arrays(x) for x in (stored.keys, stored.values))
     return native.attention_to_slots(
@@ -99,7 +99,7 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
 
 
 def page_attention(call: Paged) -> Float[Array, "T h d"]:
-    """Attention of a flat batch to pages."""
+    """Compute attention of a flat batch to pages."""
     scoring, ragged = call.scoring, call.ragged
     pool, pool_scale = arrays(call.pages.pool)
     table = ragged.page_table[call.pages.group]
@@ -119,29 +119,29 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
 
 
 def mask_of(info: MaskInfo) -> native.Mask:
-    """A mask as the library reads it."""
+    """Return the mask in the library's format."""
     ids = (info.q_segment_ids, info.q_index, info.kv_segment_ids, info.kv_index)
     return [x.astype(jnp.int32) for x in ids]
 
 
 def limits_of(scoring: Scoring) -> Int[Array, " 2"]:
-    """Window and chunk, 0 = none."""
+    """Return window and chunk; 0 = no limit."""
     limits = (scoring.window, scoring.chunk)
     return jnp.stack([jnp.asarray(0 if x is None else x, jnp.int32) for x in limits])
 
 
 def sinks_of(scoring: Scoring) -> Float[Array, " h"]:
-    """The sinks; none of them where there are none."""
+    """Return the sinks; an empty array if the model has none."""
     return jnp.zeros((0,)) if scoring.sinks is None else scoring.sinks.astype(jnp.float32)
 
 
 def layer_of(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
-    """The index of the layer."""
+    """Return the index of the layer in a stack."""
     return jnp.asarray(at[0] if at else 0, jnp.int32).reshape(1)
 
 
 def arrays(stored: Numbers) -> tuple[jax.Array, jax.Array]:
-    """Numbers, or codes and their scales, as they are stored: XLA would copy what is reshaped."""
+    """Return numbers, or codes and scales, in the stored shape: XLA would copy a reshaped array."""
     if isinstance(stored, Codes):
         return stored.values, stored.scale
     return stored, native.no_scale()

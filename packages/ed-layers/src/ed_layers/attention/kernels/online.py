@@ -1,8 +1,8 @@
-"""Attention block by block, in plain XLA: the core of `blockwise` and of each step of `ring`.
+"""Attention block by block in plain XLA: the core of `blockwise` and of each step of `ring`.
 
-One block of queries after the other goes over the blocks of keys that it can see. Forward and
-backward follow FlashAttention (Dao et al., 2022): no [s, t] array exists, the backward pass
-computes the scores again from the log-sum-exp.
+Each block of queries visits the blocks of its visible keys. Forward and backward pass follow
+FlashAttention (Dao et al., 2022): no [s, t] array exists, and the backward pass recomputes the
+scores from the log-sum-exp.
 
 Legend: b batch, g kv heads, r heads per kv head, k head dim of queries and keys, d head dim of
 values, i query block, j key block, x queries in a block, y keys in a block.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The static part of a call: what both passes need to agree on."""
+    """The static settings of a call, which both passes share."""
 
     scale: float
     soft_cap: float | None
@@ -41,7 +41,7 @@ class Recipe:
 
     @classmethod
     def of(cls, scoring: Scoring, *, causal: bool) -> Recipe:
-        """Take the static part out of a Scoring."""
+        """Return the static settings of a Scoring."""
         dtype = jnp.dtype(scoring.softmax_dtype)
         return cls(scoring.scale, scoring.soft_cap, causal, scoring.dropout, dtype, scoring.alibi)
 
@@ -55,15 +55,15 @@ class Recipe:
 )
 @dataclass(frozen=True)
 class BlockMask:
-    """Who may attend to whom, in blocks. It has no gradient.
+    """The attention mask in blocks, which has no gradient.
 
     Attributes:
         q_segments, q_index: [i, b, x].
         k_segments, k_index: [j, b, y].
         window, chunk: scalars in which 0 = no limit, or None.
-        key: of dropout, or None.
-        places: coordinates for dropout and ALiBi where the blocks are a part of a larger call: rows
-            [b], heads [h], queries [i, x] and keys [j, y] of that call. None counts from 0.
+        key: random key of dropout, or None.
+        places: coordinates for dropout and ALiBi if the blocks are part of a larger call: rows [b],
+            heads [h], queries [i, x] and keys [j, y] of that call. None = count from 0.
     """
 
     q_segments: Int[Array, "i b x"]
@@ -77,7 +77,7 @@ class BlockMask:
 
     @classmethod
     def of(cls, mask_info: MaskInfo, scoring: Scoring, block_q: int, block_k: int) -> BlockMask:
-        """Cut a mask into blocks."""
+        """Split a mask into blocks."""
         return cls(
             row_blocks(mask_info.q_segment_ids, block_q),
             row_blocks(mask_info.q_index, block_q),
@@ -89,7 +89,7 @@ class BlockMask:
         )
 
     def allowed(self, i: jax.Array, j: jax.Array, *, causal: bool) -> jax.Array:
-        """Which pairs of one block may attend: [b, 1, 1, x, y]."""
+        """Return the allowed pairs of one block, [b, 1, 1, x, y]."""
         info = MaskInfo(
             self.q_segments[i], self.k_segments[j], self.q_index[i], self.k_index[j], causal
         )
@@ -102,13 +102,13 @@ class BlockMask:
         return self.places[1].reshape(groups, repeat)
 
     def spans(self, *, causal: bool) -> tuple[jax.Array, jax.Array]:
-        """For each query block the first key block that it can see, and the one after the last."""
+        """Return the visible key blocks of each query block: the first, and one after the last."""
         ids = (self.q_segments, self.q_index, self.k_segments, self.k_index)
         return blocks_seen(*ids, self.window, self.chunk, causal=causal)
 
 
 def row_blocks(x: jax.Array, block: int) -> jax.Array:
-    """[b, n, ...] to [n / block, b, block, ...], padded with zeros (segment 0 is padding)."""
+    """Reshape [b, n, ...] to [n / block, b, block, ...], padded with zeros (segment 0)."""
     x = padded(x, 1, -x.shape[1] % block)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
@@ -124,8 +124,8 @@ def scores_of(
     k_j,
 ) -> tuple[jax.Array, jax.Array | float]:
     """Return the scores of one block [b, g, r, x, y], -inf if masked, and the slope of the cap."""
-    # Half-precision products are summed and kept in the softmax dtype: rounding scores of some tens
-    # to eight bits would shift weights by several per cent.
+    # Half-precision products are summed and kept in the softmax dtype: large scores rounded to
+    # eight bits would shift weights by several percent.
     products = partial(jnp.einsum, preferred_element_type=recipe.softmax_dtype)
     scores = products("bgrxk,bgyk->bgrxy", q_i, k_j) * recipe.scale
     scores, slope = Scoring(recipe.scale, soft_cap=recipe.soft_cap).cap(scores)
@@ -140,14 +140,14 @@ def scores_of(
 
 
 def bias_block(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> jax.Array:
-    """One block of a bias [b, g, r, s, t] whose lengths are padded to whole blocks."""
+    """Return one block of a bias [b, g, r, s, t] whose lengths are padded to whole blocks."""
     zero = jnp.zeros((), i.dtype)
     at = (zero, zero, zero, i * x, j * y)
     return jax.lax.dynamic_slice(bias, at, (*bias.shape[:3], x, y))
 
 
 def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: tuple[int, ...]):
-    """Factor of dropout on the weights of one block [b, g, r, x, y]: 0 or 1 / (1 - rate)."""
+    """Return the dropout factor of each weight of a block [b, g, r, x, y]: 0 or 1 / (1 - rate)."""
     b, groups, repeat, x, y = shape
     if mask.places is None:
         rows, heads = jnp.arange(b), jnp.arange(groups * repeat)
@@ -166,7 +166,7 @@ def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: 
 def attention_of_blocks(
     recipe: Recipe, q, k, v, bias, relative: RelativeBias | None, mask: BlockMask
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of blocks of queries to blocks of keys.
+    """Compute attention of blocks of queries to blocks of keys.
 
     Args:
         q: [i, b, g, r, x, k].
@@ -175,14 +175,14 @@ def attention_of_blocks(
         relative: a bias by distance, whose table has a gradient.
 
     Returns:
-        [i, b, g, r, x, d] in the softmax dtype, zeros for a query that sees nothing, and the
-        log-sum-exp of its scores [i, b, g, r, x, 1], then -inf.
+        The output [i, b, g, r, x, d] in the softmax dtype, and the log-sum-exp of the scores
+        [i, b, g, r, x, 1]. For a query without visible keys, these are 0 and -inf.
     """
     return forward(recipe, q, k, v, bias, mask, normalised, relative)
 
 
 def normalised(part: Part) -> tuple[jax.Array, jax.Array]:
-    """The output of a Part, and its log-sum-exp."""
+    """Return the output of a Part, and its log-sum-exp."""
     return part.out, part.lse
 
 
@@ -196,13 +196,13 @@ def forward(
     finish: Callable[[Part], T],
     relative: RelativeBias | None = None,
 ) -> T:
-    """One query block after the other; each visits the key blocks of its span.
+    """Process the query blocks in order; each visits its visible key blocks.
 
     Args:
-        finish: what becomes of the Part of one query block, [b, g, r, x, ...].
+        finish: maps the Part of one query block, [b, g, r, x, ...], to a result.
 
     Returns:
-        what `finish` gives, stacked over the query blocks.
+        The results of `finish`, stacked over the query blocks.
     """
 
     def query_block(block):
@@ -239,7 +239,7 @@ def forward_and_save(recipe: Recipe, q, k, v, bias, relative, mask: BlockMask):
 def backward_of_call(recipe: Recipe, saved, cotangents):
     q, k, v, bias, relative, mask, out, lse = saved
     d_out, d_lse = cotangents
-    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
+    # The term that all weights of a query share: the mean of the softmax, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True) - d_lse
     grads = backward(recipe, q, k, v, bias, mask, lse, shared, d_out, relative)
     as_given = jax.tree.map(lambda d, x: d.astype(x.dtype), grads, (q, k, v, bias, relative))
@@ -261,10 +261,10 @@ def backward(
     """Return the gradients of q, k, v, bias and relative in the softmax dtype.
 
     Args:
-        lse: log-sum-exp over *all* keys of a query, also of those that are not in `k`.
+        lse: log-sum-exp over all keys of a query, including keys that are not in `k`.
         shared: `sum(d_out * out) - d_lse`, [i, b, g, r, x, 1].
     """
-    # A query that sees nothing: exp(-inf - inf) is the zero that it must be.
+    # A query without visible keys must have weight 0: exp(-inf - inf) is 0.
     lse = jnp.where(jnp.isfinite(lse), lse, jnp.inf)
 
     def query_block(carry, block):

@@ -1,7 +1,7 @@
-"""Attention over pages in plain XLA: decode for all sequences at once, prefill one by one.
+"""Attention over pages in plain XLA: decoding of all sequences together, prefill one by one.
 
-Both go over blocks of pages for as many blocks as the real context has, whatever the page table
-could hold.
+The loops visit as many blocks of pages as the longest context has, not as many as the page table
+could contain.
 
 Legend: T flat tokens, n sequences, p pages per sequence, h heads, g kv heads, r heads per kv head,
 k head dim, d value dim, m sequences at hand, x queries in a block, y keys in a block.
@@ -31,7 +31,7 @@ NAMES = ("ragged_page_attention_v3", "ragged_page_attention_v2", "page_attention
 
 
 def paged_attention(call: Paged) -> Float[Array, "T h d"]:
-    """Causal attention of a flat batch. Padding tokens get zeros."""
+    """Compute causal attention of a flat batch; padding gets zeros."""
     tokens, heads, head_dim = call.q.shape
     reader = PageReader(call)
     q = (call.q * call.scoring.scale).reshape(tokens, reader.groups, -1, head_dim)
@@ -45,7 +45,7 @@ def paged_attention(call: Paged) -> Float[Array, "T h d"]:
 class PageReader:
     """Gathers blocks of pages for the online softmax.
 
-    Pages are as wide as the wider one of a key and a value.
+    The width of a page is the larger of key and value size.
     """
 
     def __init__(self, call: Paged):
@@ -55,8 +55,8 @@ class PageReader:
         self.sinks = None
         if self.scoring.sinks is not None:
             self.sinks = self.scoring.sinks.reshape(self.groups, -1)[:, :, None, None]
-        # Two blocks at least: XLA moves the read of a single one out of the loop, merges it with
-        # the write before it, and then copies the pool (seen on a CPU).
+        # At least two blocks: XLA would move the read of a single block out of the loop, merge it
+        # with the preceding write, and copy the pool (observed on a CPU).
         table = call.ragged.page_table[call.pages.group]
         width = max(table.shape[1], 2)
         self.pages_per_block = max(1, min(KEY_BLOCK // page_size, -(-width // 2)))
@@ -67,9 +67,9 @@ class PageReader:
     def keys_values(
         self, rows: jax.Array, j: jax.Array, dtype: DTypeLike
     ) -> tuple[jax.Array, jax.Array]:
-        """Block j of the sequences with these page-table rows [m, p]: [m, y, g, k], [m, y, g, d].
+        """Return keys [m, y, g, k] and values [m, y, g, d] of block j, for page-table rows [m, p].
 
-        Quantized pages become numbers of `dtype`, a block at a time.
+        Quantized pages are decoded to `dtype`, one block at a time.
         """
         page = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
         kv = jax.tree.map(lambda pages: pages[(*self.at, page)], self.pages)
@@ -81,11 +81,11 @@ class PageReader:
         return kv[..., 0, : self.head_dim], kv[..., -1, : self.value_dim]
 
     def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
-        """Attention of q [m, x, g, r, k], scaled already, to blocks `first_block` to `last_block`.
+        """Compute attention of scaled queries [m, x, g, r, k] to `first_block` to `last_block`.
 
         Args:
             rows: page-table rows, [m, p].
-            position: of each query in its sequence, [m, x].
+            position: position of each query in its sequence, [m, x].
             valid: which queries are real, [m, x].
 
         Returns:
@@ -121,13 +121,13 @@ class PageReader:
         return part.out.transpose(0, 3, 1, 2, 4)
 
     def blocks_seen(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first block that a query at `position` may see, and the one after the last."""
+        """Return the visible blocks of a query: the first, and the one after the last."""
         first, last = visible(position, position, self.scoring.window, self.scoring.chunk)
         return first // self.block, last // self.block + 1
 
 
 def decode_all(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
-    """Sequences with one token in this step, together."""
+    """Process the sequences with one token in this step together."""
     at = jnp.clip(ragged.cu_q_lens[:-1], 0, q.shape[0] - 1)
     single = (ragged.q_lens == 1) & (jnp.arange(at.shape[0]) < ragged.num_seqs)
     position = jnp.where(single, ragged.kv_lens - 1, 0)
@@ -136,12 +136,12 @@ def decode_all(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> ja
     last = jnp.max(jnp.where(single, last, 0))
     rows = reader.table
     result = reader.attend(q[at][:, None], rows, position[:, None], single[:, None], first, last)
-    # Index T is out of range: sequences with more tokens are left to the prefill part.
+    # Index T is out of range: `prefill_each` processes sequences with more tokens.
     return out.at[jnp.where(single, at, q.shape[0])].set(result[:, 0], mode="drop")
 
 
 def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
-    """Sequences with several tokens in this step: one after another, in blocks of queries."""
+    """Process the sequences with several tokens one after another, in blocks of queries."""
     width = min(QUERY_BLOCK, q.shape[0])
     padding = ((0, width), *[(0, 0)] * 3)
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
@@ -159,7 +159,7 @@ def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> 
             first, _ = reader.blocks_seen(position[0])
             _, last = reader.blocks_seen(jnp.max(jnp.where(valid, position, 0)))
             result = reader.attend(q_x[None], row, position[None], valid[None], first, last)[0]
-            # The rows behind a short block belong to the next sequence.
+            # The rows after a short block belong to the next sequence.
             before = jax.lax.dynamic_slice_in_dim(out, at, width, 0)
             kept = jnp.where(valid[:, None, None, None], result, before)
             return jax.lax.dynamic_update_slice_in_dim(out, kept, at, 0)

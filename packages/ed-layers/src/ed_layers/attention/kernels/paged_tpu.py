@@ -1,8 +1,9 @@
-"""Attention over pages on TPU: jax's ragged paged attention, which reads pages where they lie.
+"""Attention over pages on TPU by jax's ragged paged attention, which reads pages in place.
 
-`ragged_page_attention_v3`, `ragged_page_attention_v2` and `page_attention` are one mechanism: jax
-ships one kernel for prompts and decoding, mixed. Our pages [P, page, g, 2, k] are what it reads as
-[P, page, 2g, k], keys and values in turn; layers of a stacked pool are pages behind each other.
+`ragged_page_attention_v3`, `ragged_page_attention_v2` and `page_attention` are one mechanism,
+because jax has one kernel for mixed prompts and decoding. The kernel reads pages [P, page, g, 2, k]
+as [P, page, 2g, k] with alternating keys and values. The layers of a stacked pool are consecutive
+pages.
 
 Legend: T flat tokens, n sequences, p pages per sequence, P pages, h heads, g kv heads, k head dim.
 """
@@ -22,17 +23,17 @@ from ed_layers.attention.kernels.paged import NAMES
 from ed_layers.attention.scoring import limit_of, static
 from ed_layers.devices import Axes, axes_of, mesh_of, ways
 
-#: The head dim that the kernel has: the numbers in a row of a TPU's memory.
+#: The head dim of the kernel: the size of a row of a TPU's memory.
 HEAD_DIM = 128
-#: Queries and keys per block where `operation_configs` says none, and jax's table of tuned sizes
-#: cannot be asked, because the device is not here.
+#: Queries and keys per block without `operation_configs`, if the device is absent and jax's table
+#: of tuned sizes is therefore unavailable.
 BLOCKS = (32, 1024)
 #: Memory for two blocks of keys and values, of the 16 MiB that the smallest TPU has.
 BLOCK_BYTES = 4 * 2**20
 
 
 def refusals(call: Paged) -> list[str]:
-    """What the kernel cannot do of a call, beside what it lacks."""
+    """Return the reasons why the kernel does not support a call, besides `lacks`."""
     q, pool = call.q, call.pages.pool
     if not isinstance(pool, jax.Array):
         return ["quantized pages"]
@@ -51,7 +52,7 @@ def refusals(call: Paged) -> list[str]:
 
 
 def tiled(heads: int, groups: int, dtype: jnp.dtype) -> bool:
-    """Whether the heads of one device fill tiles of a TPU's memory as the kernel cuts them."""
+    """Return whether the heads of one device fill the tiles of the kernel in a TPU's memory."""
     packed = 4 // dtype.itemsize  # numbers in a word
 
     def whole(n: int) -> bool:
@@ -66,7 +67,7 @@ def tiled(heads: int, groups: int, dtype: jnp.dtype) -> bool:
 
 
 def head_axes(call: Paged) -> Axes | None:
-    """The mesh axes that split the heads of queries and of pages alike."""
+    """Return the mesh axes that split the heads of both queries and pages."""
     if call.config is None or call.config.mesh.size == 1:
         return None
     heads = (call.q.shape[0], call.pages.pool.shape[-3])
@@ -74,7 +75,7 @@ def head_axes(call: Paged) -> Axes | None:
 
 
 def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
-    """The kernel, on each device's heads."""
+    """Run the kernel on the heads of each device."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     q, pages, ragged, scoring = call.q, call.pages, call.ragged, call.scoring
@@ -94,7 +95,7 @@ def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
         num_queries_per_block=queries_per_block,
     )
     mesh, heads = mesh_of(call.config), head_axes(call)
-    # On one device, too: from its mesh the kernel learns which TPU it is compiled for.
+    # Also on one device: the kernel derives the type of the TPU from the mesh.
     if mesh is not None:
         specs = (P(None, heads), P(None, None, heads), *[P()] * 4)
         kernel = jax.shard_map(
@@ -106,7 +107,7 @@ def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
 
 
 def page_blocks(settings: Settings, pool: jax.Array, pages: int) -> tuple[int | None, int | None]:
-    """Pages and queries per block: from `operation_configs`, else jax's tuned sizes (None).
+    """Return pages and queries per block from `operation_configs`; None = jax's tuned sizes.
 
     Args:
         pool: [P, page, 2g, k].
@@ -122,7 +123,7 @@ def page_blocks(settings: Settings, pool: jax.Array, pages: int) -> tuple[int | 
 
 
 def row_bytes(pool: jax.Array) -> int:
-    """Bytes of the keys and values of one token."""
+    """Return the number of bytes of the keys and values of one token."""
     return math.prod(pool.shape[2:]) * pool.dtype.itemsize
 
 

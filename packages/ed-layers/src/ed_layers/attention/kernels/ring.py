@@ -34,11 +34,11 @@ Limits = tuple[Limit | None, Limit | None, jax.Array | None]
 
 
 def ring_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """Softmax attention over the mesh axis that splits the sequence; `blockwise` where none does.
+    """Compute attention over the mesh axis of the sequence; `blockwise` without such an axis.
 
-    Lengths that do not divide by the devices are padded, padding is masked. Batch and heads stay
-    split as the config's partition rules say; key heads that do not divide are repeated. Scores
-    exist for one block at a time; a bias is split along the queries, not along the keys.
+    Lengths are padded to a multiple of the devices, and padding is masked. Batch and heads keep the
+    sharding of the partition rules; key heads are repeated if the devices do not divide them.
+    Scores exist for one block at a time. A bias is split along the queries, not along the keys.
     """
     plan = Plan.of(call)
     if plan is None:
@@ -64,7 +64,7 @@ def forward(
     mask_info: MaskInfo,
     limits: Limits,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of a split sequence, on all devices.
+    """Compute attention of a split sequence on all devices.
 
     Args:
         q: [b, s, h, k].
@@ -72,15 +72,15 @@ def forward(
         bias: [b or 1, h or 1, s, t].
 
     Returns:
-        [b, s, h, d] in `plan.out_dtype`, zeros for a query that sees nothing, and the log-sum-exp
-        of its scores [b, s, h], then -inf.
+        The output [b, s, h, d] in `plan.out_dtype`, and the log-sum-exp of the scores [b, s, h].
+        For a query without visible keys, these are 0 and -inf.
     """
     run = plan.on_mesh(forward_here, "tttbmw", "tt")
     return run(q, k, v, bias, mask_info, limits)
 
 
 def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
-    """One round of the ring, on one device."""
+    """Run one round of the ring on one device."""
     here = Here(plan, q, k, bias, mask_info, limits)
     q_blocks, hand = here.query_blocks(q), here.hand(k, v)
 
@@ -97,7 +97,7 @@ def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits)
 
 
 def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
-    # Named in here, so that a remat policy which keeps them need not go round again for them.
+    # Named here, so a remat policy that keeps these arrays does not run the ring again.
     results = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
     return results, (q, k, v, bias, mask_info, limits, *results)
 
@@ -114,10 +114,10 @@ attention_on_ring.defvjp(forward_and_save, backward_of_call)
 
 
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):
-    """The second round, on one device: gradients of q, k, v and bias."""
+    """Run the second round on one device, and return the gradients of q, k, v and bias."""
     here = Here(plan, q, k, bias, mask_info, limits)
     out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
-    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
+    # The term that all weights of a query share: the mean of the softmax, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
     of_queries = (d_out, lse[..., None], shared[..., None])
     d_out, lse, shared = (
@@ -140,16 +140,16 @@ def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out,
         d_k, d_v = plan.pass_on((d_k + d_k_j, d_v + d_v_j))
         return plan.pass_on(hand), d_q + d_q_j, d_k, d_v, d_bias
 
-    # After n steps each device holds its own keys again, and their gradients.
+    # After n steps, each device has its own keys again, with their gradients.
     _, d_q, d_k, d_v, d_bias = plan.steps(step, (hand, *zeros, d_bias))
     d_k, d_v = (here.keys.join(x.transpose(0, 1, 3, 2, 4)) for x in (d_k, d_v))
     return here.tokens(d_q), d_k, d_v, None if d_bias is None else here.whole_bias(d_bias, bias)
 
 
 class Here:
-    """The part of a call on one device: its queries, and the mask and bias of the keys in hand.
+    """The part of a call on one device: its queries, and mask and bias of the visiting keys.
 
-    Made inside `shard_map`; all lengths are those of the device.
+    The object exists inside `shard_map`; all lengths are local.
     """
 
     def __init__(self, plan: Plan, q, k, bias, mask_info: MaskInfo, limits: Limits):
@@ -164,13 +164,13 @@ class Here:
         self.bias = None if bias is None else self.bias_rows(bias)
 
     def hand(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What is passed on: [j, b, g, y, k], [j, b, g, y, d]; segment and index [j, b, y, 2]."""
+        """Return the traveling arrays: [j, b, g, y, k], [j, b, g, y, d], and ids [j, b, y, 2]."""
         ids = jnp.stack([self.mask_info.kv_segment_ids, self.mask_info.kv_index], axis=2)
         k, v = (self.keys.cut(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
         return k, v, self.keys.cut(ids)
 
     def mask(self, device: jax.Array, hand: tuple[jax.Array, ...]) -> BlockMask:
-        """Who may attend to whom while a device's keys are in hand."""
+        """Return the mask for the visiting keys of a device."""
         ids, (window, chunk, key), places = hand[2], self.limits, None
         if key is not None or self.plan.recipe.alibi is not None:
             own = self.queries.places(jax.lax.axis_index(self.plan.sequence))
@@ -198,17 +198,17 @@ class Here:
         return split_heads(rows, self.groups, self.repeat)
 
     def whole_bias(self, d_bias: jax.Array, bias: jax.Array) -> jax.Array:
-        """The inverse of `bias_rows` for a gradient, added up where devices share the bias."""
+        """Invert `bias_rows` for a gradient, and sum over the devices that share the bias."""
         rows = d_bias.reshape(*bias.shape[:2], -1, bias.shape[3]).swapaxes(1, 2)
         blocks = rows.reshape(len(bias), -1, self.queries.block, *rows.shape[2:])
         return self.plan.sum_of_bias(self.queries.join(blocks.swapaxes(0, 1)).swapaxes(1, 2))
 
     def columns(self, device: jax.Array) -> jax.Array:
-        """Which columns of the bias belong to a device's keys, [j * y]; past the end: padding."""
+        """Return the bias columns of a device's keys, [j * y]; columns past the end are padding."""
         return self.keys.places(device).ravel()
 
     def bias_of(self, device: jax.Array) -> jax.Array | None:
-        """The bias of the keys in hand, [b or 1, g or 1, r or 1, i * x, j * y]."""
+        """Return the bias of the visiting keys, [b or 1, g or 1, r or 1, i * x, j * y]."""
         if self.bias is None:
             return None
         return jnp.take(self.bias, self.columns(device), axis=-1, mode="fill", fill_value=0)

@@ -1,11 +1,11 @@
-"""Which device of a ring holds which positions, and in what order.
+"""The positions of each device of a ring, and their order.
 
-Causal attention runs in zig-zag order, in which every device has as much work as the others. Cut
-into 2n chunks, device i of n holds chunks i and 2n - 1 - i: an early chunk sees little, its late
-partner much (Brandon et al. 2023, "Striped Attention", show the imbalance of contiguous parts;
-zig-zag is the layout of Llama 3's context parallelism). Tensors enter and leave the order by two
-permutations of devices each: one for the chunks of even number, one for those of odd number, of
-which each device sends one and receives one.
+Causal attention runs in zig-zag order, which balances the work of the devices. The sequence is cut
+into 2n chunks, and device i of n has chunks i and 2n - 1 - i: an early chunk with few visible keys,
+and a late chunk with many. Brandon et al. 2023, "Striped Attention", show the imbalance of
+contiguous parts; zig-zag is the layout of Llama 3's context parallelism. Two permutations of
+devices convert a tensor to the zig-zag order, and two convert it back: one for chunks with even
+numbers and one for chunks with odd numbers. In each, every device sends and receives one chunk.
 
 Legend: b batch, s query length, t key length, h heads, n devices of the ring, L positions of one
 device, i block, x positions of a block.
@@ -37,14 +37,14 @@ class Plan:
     """The static part of a call.
 
     Attributes:
-        recipe: of the online softmax.
+        recipe: settings of the online softmax.
         mesh: all devices.
         batch, sequence, heads: mesh axes over which each dimension is split.
         bias: how a bias is split.
         zigzag: whether the order is zig-zag.
         scan: loop over the steps instead of unrolling them.
         block_q, block_k: positions per block, at most.
-        out_dtype: of what leaves the ring: that of the queries, unless sinks are still to join.
+        out_dtype: dtype of the output: that of the queries, unless sinks are applied afterwards.
     """
 
     recipe: Recipe
@@ -61,7 +61,7 @@ class Plan:
 
     @classmethod
     def of(cls, call: Projected) -> Plan | None:
-        """Read off the config; None where the mesh does not split the sequence."""
+        """Create a plan from a call; None if the mesh does not split the sequence."""
         config, scoring, sequence = call.config, call.scoring, sequence_axes(call.config)
         if config is None or sequence is None:
             return None

@@ -1,4 +1,4 @@
-"""`sdpa`: `jax.nn.dot_product_attention`, the whole score matrix by XLA.
+"""`sdpa`: `jax.nn.dot_product_attention`, with the whole score matrix in XLA.
 
 Legend: b batch, s query length, h heads, d head dim of values.
 """
@@ -15,17 +15,17 @@ from ed_layers.devices import platform_of
 
 
 def sdpa_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """Softmax attention by jax's own function.
+    """Compute attention with `jax.nn.dot_product_attention`, whose softmax is float32.
 
-    The function takes one head dim: the smaller of the two is padded with zeros, which changes
-    neither scores nor sums. A query that sees nothing would get the mean of all values there, and
-    gets zeros here. Its softmax is computed in float32.
+    That function requires equal head dims of keys and values, so the smaller one is padded with
+    zeros. It returns the mean of all values for a query without visible keys; this function returns
+    zeros instead.
     """
     scoring, d = call.scoring, call.v.shape[-1]
     width = max(call.q.shape[-1], d)
     q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (call.q, call.k, call.v))
     if q.dtype == jnp.float16 and platform_of(call.config) != "gpu":
-        # jax asks for products of float16 summed in float32, which only GPUs have.
+        # jax requests float16 products with float32 sums, which only GPUs support.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     mask = call.mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None]
     bias = scoring.bias

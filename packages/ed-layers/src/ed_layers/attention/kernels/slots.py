@@ -1,7 +1,7 @@
 """Attention to the slots of a contiguous cache, block by block.
 
-A block can be computed as several splits side by side, each with a softmax of its own (flash
-decoding, Dao et al. 2023), so that one query fills an accelerator.
+A block may consist of parallel splits with separate softmax sums (flash decoding, Dao et al. 2023),
+so one query can use a whole accelerator.
 
 Legend: b batch, g kv heads, r heads per kv head, s queries, t slots, k key dim, d value dim,
 n scales of a head, p splits, y slots of a split in one block.
@@ -25,7 +25,7 @@ from ed_layers.projections.matmul import batched
 
 @dataclass(frozen=True)
 class Slots:
-    """Keys and values of one layer, read in blocks: a layer is never taken out of its stack.
+    """Keys and values of one layer, read in blocks without a copy of the layer.
 
     Attributes:
         keys, values: [b, g, t, k] and [b, g, t, d], or with a leading layer axis.
@@ -46,11 +46,11 @@ class Slots:
 
     @property
     def step(self) -> int:
-        """Slots of a block."""
+        """Number of slots in a block."""
         return self.splits * self.block
 
     def read(self, numbers: Numbers, first: jax.Array) -> Numbers:
-        """The block that starts at a slot: [b, g, p, y, k], codes and scales if quantized."""
+        """Return the block at a slot, [b, g, p, y, k]; codes and scales if quantized."""
 
         def one(array: jax.Array, axis: int) -> jax.Array:
             lead = len(self.at)
@@ -70,10 +70,10 @@ class Slots:
 
 
 def at_least_two_blocks(splits: int, block: int, count: int) -> tuple[int, int]:
-    """Splits, and slots of one, such that there are two blocks at least.
+    """Return the number of splits and their slots, such that there are at least two blocks.
 
-    A single block is the same in every turn: XLA moves the read out of the loop and merges it with
-    the write before it, and then copies a stacked cache in every layer (seen on a CPU).
+    XLA would move the read of a single block out of the loop, merge it with the preceding write,
+    and copy a stacked cache in every layer (observed on a CPU).
     """
     half = max(1, -(-count // 2))
     block = min(block, half)
@@ -91,14 +91,17 @@ def attention_to_slots(
     *,
     by_sum: bool = False,
 ) -> Part:
-    """The softmax of queries [b, g, r, s, k] over the slots between two bounds.
+    """Compute the softmax of queries [b, g, r, s, k] over the slots between two bounds.
 
     Args:
-        info: its `kv_segment_ids` and `kv_index` are those of the slots, [b, t].
+        q: queries.
+        slots: the stored keys and values.
+        info: the mask; `kv_segment_ids` and `kv_index` describe the slots, [b, t].
+        scoring: the settings of the scores.
         bias: [b or 1, g or 1, r or 1, s, t] or None.
         bounds: first slot, and the one after the last.
         heads: numbers of the heads, [g, r].
-        by_sum: a single query of a single row; on a CPU it is computed by multiply-and-sum.
+        by_sum: compute a single query of a single row by multiply-and-sum on a CPU.
 
     Returns:
         [b, g, r, s, 1], [b, g, r, s, 1] and [b, g, r, s, d], in the softmax dtype.
@@ -107,7 +110,7 @@ def attention_to_slots(
     lead = (*q.shape[:-1], slots.splits)
 
     def block(j: jax.Array):
-        # The last block is moved back inside the buffer; the slots that it reads again are masked.
+        # The last block starts earlier to stay inside the buffer; slots read twice are masked.
         first = jnp.minimum(j * size, count - size)
         scores = scores_of(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
         scores, _ = scoring.cap(scores)
@@ -134,7 +137,7 @@ def attention_to_slots(
 
 
 def scores_of(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
-    """q·k of one block: [b, g, r, s, p, y]."""
+    """Return q·k of one block, [b, g, r, s, p, y]."""
     keys, scale = scale_apart(k, q.dtype)
 
     def matmul(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -154,7 +157,7 @@ def scores_of(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.A
 
 
 def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
-    """Weighted sum of the values of one block: [b, g, r, s, p, d]."""
+    """Return the weighted sum of the values of one block, [b, g, r, s, p, d]."""
     values, scale = scale_apart(v, dtype)
     scaled = weights if scale is None else weights * scale
 
@@ -173,9 +176,9 @@ def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> j
 
 
 def scale_apart(x: Numbers, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Numbers to multiply by, and the factor [b, g, 1, 1, p, y] that a slot's results still need.
+    """Return the factors of the product, and a scale [b, g, 1, 1, p, y] of its result, or None.
 
-    With one scale per slot the codes themselves go into the product.
+    If a slot has one scale, the product uses the codes directly.
     """
     if not isinstance(x, Codes) or x.scale.shape[-2] > 1:
         return decode(x, dtype), None
@@ -183,7 +186,7 @@ def scale_apart(x: Numbers, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | No
 
 
 def allowed_of(info: MaskInfo, first: jax.Array, size: int, scoring: Scoring) -> jax.Array:
-    """Which queries may attend to which slots of a block: [b, s, size]."""
+    """Return the allowed pairs of queries and slots of a block, [b, s, size]."""
     segments, index = (
         jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
         for x in (info.kv_segment_ids, info.kv_index)

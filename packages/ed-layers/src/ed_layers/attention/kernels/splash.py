@@ -1,8 +1,8 @@
-"""`blocksparse`: jax's splash attention on TPU, which skips the blocks that the mask leaves empty.
+"""`blocksparse`: jax's splash attention on TPU, which skips blocks without allowed pairs.
 
-The kernel knows a static mask over places and segment ids over tokens; both are made here from a
-`MaskInfo` that is in the order of the row. A chunk becomes part of the segment ids, so it may be
-traced. Padding sees other padding inside the kernel, and becomes zeros after it.
+The kernel accepts a static mask over positions, and segment ids. Both follow from a `MaskInfo`
+whose tokens are in the order of the row. A chunk becomes part of the segment ids, so it may be
+traced. Inside the kernel, padding attends to padding; its output is set to zero afterwards.
 
 Legend: b batch, s length, h heads, g kv heads, k head dim of queries and keys, d head dim of
 values, x block of queries, y block of keys.
@@ -28,7 +28,7 @@ LANES = 128
 
 
 def refusals(call: Projected) -> list[str]:
-    """What splash attention cannot do of a call, beside `LACKS`."""
+    """Return the reasons why splash attention does not support a call, besides `LACKS`."""
     dtype = call.q.dtype
     return reasons(
         {
@@ -40,10 +40,11 @@ def refusals(call: Projected) -> list[str]:
 
 
 def splash_attention(call: Projected, *, interpret: bool = False) -> Float[Array, "b s h d"]:
-    """Splash attention on TPU.
+    """Compute splash attention on TPU.
 
     Args:
-        interpret: run the kernel's Python on any device; for tests.
+        call: the call.
+        interpret: interpret the kernel on any device, for tests.
     """
     window, soft_cap = limit_of(call.scoring.window), call.scoring.soft_cap
     kernel = partial(on_one_device, window=window, soft_cap=soft_cap, interpret=interpret)
@@ -53,7 +54,7 @@ def splash_attention(call: Projected, *, interpret: bool = False) -> Float[Array
 def in_whole_blocks(
     kernel: Callable[..., jax.Array], call: Projected, heads: jax.Array | None = None
 ) -> Float[Array, "b s h d"]:
-    """Run a kernel of whole blocks on each device's rows and heads; padding gets zeros.
+    """Run a kernel for whole blocks on the rows and heads of each device; padding gets zeros.
 
     Args:
         kernel: `(q, k, v, segments, heads, block_q=, block_k=, causal=) -> out`; q is scaled.
@@ -83,13 +84,13 @@ def on_one_device(
     soft_cap: float | None,
     interpret: bool,
 ) -> Float[Array, "b s h d"]:
-    """The kernel over rows: it takes [h, s, k], and queries that are scaled already."""
+    """Run the kernel on each row; it accepts [h, s, k], and scaled queries."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     s, h = q.shape[1:3]
     if window is not None:
-        # Splash counts the keys beside a query, a window counts the query too.
+        # Splash counts the keys without the query, a window includes the query.
         mask = masks.LocalMask((s, s), (window - 1, 0 if causal else window - 1), offset=0)
     else:
         mask = masks.CausalMask((s, s)) if causal else masks.FullMask((s, s))
@@ -118,7 +119,7 @@ def on_one_device(
 
 
 def tpu_blocks(settings: Settings, s: int) -> tuple[int, int, int]:
-    """Tokens per block of queries and of keys, and the length that both divide, at least `s`."""
+    """Return tokens per block of queries and of keys, and a length of at least `s` for both."""
     longest = -(-s // LANES) * LANES
     block_q, block_k = (
         min(-(-(size or LANES) // LANES) * LANES, longest)
@@ -129,7 +130,7 @@ def tpu_blocks(settings: Settings, s: int) -> tuple[int, int, int]:
 
 
 def segments_of(mask_info: MaskInfo, chunk: Limit | None) -> Int[Array, "b s"]:
-    """Segment ids in which a chunk of a segment is a segment: the place where it starts, from 1."""
+    """Return segment ids in which each chunk is a segment, numbered by its start position + 1."""
     segments = mask_info.q_segment_ids
     if chunk is None:
         return segments

@@ -1,4 +1,4 @@
-"""Attention with the whole score matrix: the exact reference, and the fast form for short queries.
+"""Attention with the whole score matrix: the exact reference, and fast for few queries.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head, k head dim,
 d head dim of values.
@@ -23,12 +23,12 @@ KVOrder = Literal["btgk", "bgtk"]
 
 
 def vanilla_attention(call: Projected) -> Float[Array, "b s h d"]:
-    """Softmax attention to projected keys and values."""
+    """Compute attention to projected keys and values."""
     return by_matrix(call.q, call.k, call.v, call.mask_info, call.scoring, "btgk")
 
 
 def vanilla_over_cache(call: Cached) -> Float[Array, "b s h d"]:
-    """Softmax attention to all slots of a cache, in the order in which it keeps them."""
+    """Compute attention to all slots of a cache, in their stored order."""
     stored = call.stored
     one_by_sum = stored.layout == "leaves"
     return by_matrix(
@@ -46,15 +46,17 @@ def by_matrix(
     *,
     one_by_sum: bool = False,
 ) -> Float[Array, "b s h d"]:
-    """Softmax attention by one matrix of scores.
+    """Compute attention with one matrix of scores.
 
     Args:
-        kv_order: order of the axes of `k` and `v`: as projected ("btgk") or as the dense cache
-            keeps them ("bgtk").
-        one_by_sum: on a CPU, compute a single query of a single row by multiply-and-sum. A matmul
-            makes XLA:CPU copy the cache of the layer first (39.6 against 27.7 ms a step of a 135M
-            model); on a cache that is stacked and carried by a scan the sum copies, and copies all
-            of it (34 against 1.3 ms for 24 layers of 4096 slots).
+        q, k, v: queries, keys and values.
+        mask_info: the attention mask.
+        scoring: the settings of the scores.
+        kv_order: order of the axes of `k` and `v`: projected ("btgk") or stored ("bgtk").
+        one_by_sum: on a CPU, compute a single query of a single row by multiply-and-sum. For a
+            matmul, XLA:CPU copies the cache of the layer first (39.6 against 27.7 ms per step of a
+            135M model). With a stacked cache that a scan carries, the sum copies the whole cache
+            (34 against 1.3 ms for 24 layers of 4096 slots).
     """
     b, s, h, _ = q.shape
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
@@ -84,7 +86,7 @@ def softmax_weights(
     *,
     one_by_sum: bool = False,
 ) -> Float[Array, "b g r s t"]:
-    """The weights before dropout; see `by_matrix`. A query that may attend to nothing has zeros."""
+    """Return the weights before dropout; see `by_matrix`. Without visible keys, they are zero."""
     b, s, h, _ = q.shape
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
     dtype = scoring.softmax_dtype
@@ -104,7 +106,7 @@ def softmax_weights(
     if scoring.sinks is not None:
         sinks = scoring.sinks.reshape(1, groups, h // groups, 1, 1).astype(dtype)
         top = jnp.maximum(top, sinks)
-    # A row that may attend to nothing has top = -inf; it becomes zeros, not NaN.
+    # Without visible keys, top is -inf; the weights must be 0, not NaN.
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -116,7 +118,7 @@ def softmax_weights(
 def score(
     q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool, dtype: DTypeLike
 ) -> jax.Array:
-    """q·k over the head dim: [b, g, r, s, t], never rounded to less than `dtype`."""
+    """Return q·k over the head dim, [b, g, r, s, t], with at least the precision of `dtype`."""
 
     def by_matmul(q: jax.Array, k: jax.Array) -> jax.Array:
         b, s, groups, repeat, _ = q.shape
@@ -135,7 +137,7 @@ def score(
 
 
 def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: bool) -> jax.Array:
-    """Weighted sum of values: [b, s, g, r, k]."""
+    """Return the weighted sum of values, [b, s, g, r, k]."""
 
     def by_matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
         b, groups, repeat, s, _ = weights.shape
@@ -152,7 +154,7 @@ def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: boo
 
 
 def slots_last(x: jax.Array, kv_order: KVOrder) -> Float[Array, "b g t k"]:
-    """Keys or values with one matrix for each head."""
+    """Return keys or values with one matrix per head."""
     return x if kv_order == "bgtk" else x.swapaxes(1, 2)
 
 

@@ -1,7 +1,7 @@
-"""Which keys a range of queries may see: what blocks, slots and pages are visited at all.
+"""Bounds of the keys that are visible to a range of queries, which limit the visited blocks.
 
-The rule of a single pair is `MaskInfo.allowed`; here are its bounds. Order indices count from 0
-within a segment; windows and chunks are ints or traced scalars, in which 0 = no limit, or None.
+`MaskInfo.allowed` decides for a single pair. Order indices count from 0 within a segment. Windows
+and chunks are None, ints, or traced scalars in which 0 = no limit.
 
 Legend: b batch, s queries, t slots, i query block, j key block, x, y their sizes.
 """
@@ -26,9 +26,10 @@ def visible(
     *,
     causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """The first and the last order index that a query between `low` and `high` may see.
+    """Return the first and the last order index that is visible to queries from `low` to `high`.
 
-    No key that a query may see lies outside; the first may be negative, the last beyond the end.
+    All visible keys are within these bounds. The first index may be negative, and the last may
+    exceed the length.
     """
     first, last = jnp.zeros_like(low), high if causal else jnp.full_like(high, BIG)
     if window is not None:
@@ -48,12 +49,12 @@ def visible(
 def slots_seen(
     info: MaskInfo, window: Limit | None, chunk: Limit | None, count: int, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """The slots that any query may see, where slot i holds the token of order index first + i: the
-    first of them, and the one after the last.
+    """Return the range of slots that some query sees: the first, and the one after the last.
 
     Args:
-        info: causal.
-        count: slots.
+        info: a causal mask.
+        window, chunk: limits.
+        count: number of slots; slot i contains the token with order index `first + i`.
         first: order index of the first slot.
     """
     real = info.q_segment_ids != 0
@@ -73,14 +74,14 @@ def blocks_seen(
     *,
     causal: bool,
 ) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
-    """For each query block the first key block that it can see, and the one after the last.
+    """Return the visible key blocks of each query block: the first, and the one after the last.
 
-    Judged from ranges of segment and order index, for all rows together. The conditions are
-    necessary for a pair, on the bounds of a block: no block is left out that a query needs.
+    The function compares the ranges of segments and order indices of two blocks, for all rows
+    together. These conditions are necessary, so no required block is omitted.
     """
 
     def bounds(segments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Least and greatest value of each block and row among what is no padding."""
+        """Return the smallest and largest value of each block and row, without padding."""
         real = segments > 0
         return jnp.min(jnp.where(real, x, BIG), axis=2), jnp.max(jnp.where(real, x, -1), axis=2)
 
