@@ -25,7 +25,7 @@ BEGIN, END = "<!-- tools/attention_table.py -->\n", "<!-- end -->\n"
 
 def tables(kernels: Iterable[Kernel[Any]] | None = None) -> str:
     """Return the tables of mechanisms, features and kernels."""
-    lines = heading("`attn_mechanism`", "reads", "what it is")
+    lines = heading("`attn_mechanism`", "reads", "description")
     for name, ability in MECHANISMS.items():
         aliases = [alias for alias, of in MECHANISM_ALIASES.items() if of == name]
         lines.append(row(", ".join(f"`{n}`" for n in (name, *aliases)), ability.reads, ability.doc))
@@ -33,7 +33,7 @@ def tables(kernels: Iterable[Kernel[Any]] | None = None) -> str:
     for name, ability in MECHANISMS.items():
         cells = ("yes" if feature in ability.features else "" for feature in FEATURES)
         lines.append(row(f"`{name}`", *cells))
-    lines += ["", *heading("kernel", "of", "platform", "language", "never takes")]
+    lines += ["", *heading("kernel", "of", "platform", "language", "does not support")]
     for kernel in built_in() if kernels is None else kernels:
         if kernel.platform is not None:
             lacks = ", ".join(feature for feature in FEATURES if feature in kernel.lacks)

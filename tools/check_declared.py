@@ -17,7 +17,7 @@ from tools.workspace import Package, packages
 def deptry(package: Package) -> int:
     """Run deptry on one package and return its exit status (1: an undeclared import)."""
     print(f"-- {package.name}", flush=True)
-    # pydantic's own error classes live in pydantic_core, which pydantic pins to one version.
+    # pydantic's own error classes are defined in pydantic_core, which pydantic pins to one version.
     mapping = ["--package-module-name-map", "pydantic=pydantic|pydantic_core"]
     command = [sys.executable, "-m", "deptry", "src", *mapping]
     return subprocess.run(command, cwd=package.folder, check=False).returncode

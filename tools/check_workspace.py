@@ -47,7 +47,7 @@ def sibling_bounds(root: Path, members: list[Package]) -> Iterator[str]:
             if operators != {">=", "<"}:
                 yield (
                     f"{package.name}: {need} must have a floor and a ceiling, "
-                    f"as {need.name}>=0.1,<0.2 (== would force all releases at once)"
+                    f"as {need.name}>=0.1,<0.2 (== would force all releases together)"
                 )
             if not need.specifier.contains(versions[need.name], prereleases=True):
                 yield (
@@ -112,7 +112,7 @@ def same_everywhere(root: Path, members: list[Package]) -> Iterator[str]:
 
 def files(root: Path, members: list[Package]) -> Iterator[str]:
     """Check that each package has a license, a README, a changelog, tests and types."""
-    licence = (root / "LICENSE").read_bytes()
+    license_text = (root / "LICENSE").read_bytes()
     for package in members:
         wanted = ["README.md", "CHANGELOG.md", "LICENSE"]
         wanted += [f"src/{module}/py.typed" for module in package.modules]
@@ -120,9 +120,9 @@ def files(root: Path, members: list[Package]) -> Iterator[str]:
             if not (package.folder / file).is_file():
                 yield f"{package.folder.name}/{file} is missing"
         if not list((package.folder / "tests").glob("test_*.py")):
-            yield f"{package.folder.name}/tests holds no test_*.py"
+            yield f"{package.folder.name}/tests contains no test_*.py"
         own = package.folder / "LICENSE"
-        if own.is_file() and own.read_bytes() != licence:
+        if own.is_file() and own.read_bytes() != license_text:
             yield f"{package.folder.name}/LICENSE differs from the one at the root"
 
 
@@ -131,14 +131,14 @@ def lock(root: Path, members: list[Package]) -> Iterator[str]:
     locked = read_toml(root / "uv.lock")["package"]
     indexes = {entry["source"]["registry"] for entry in locked if "registry" in entry["source"]}
     if len(indexes) != 1:
-        yield f"uv.lock names the indexes {sorted(indexes)}: make it with plain `uv lock`, for one"
+        yield f"uv.lock names the indexes {sorted(indexes)}: create the file with plain `uv lock`"
     by_name = {entry["name"]: entry for entry in locked}
     for package in members:
         entry = by_name.get(package.name, {})
         if (version := entry.get("version")) != package.version:
             yield f"uv.lock has {package.name} {version}, not {package.version}: run `uv lock`"
     for name in sorted(filter(NEVER_LOCKED.match, by_name)):
-        yield f"uv.lock holds {name}: accelerators are the user's choice, and torch is a test's"
+        yield f"uv.lock contains {name}: accelerator packages and torch are never locked"
     for entry in locked:
         if not {"registry", "editable", "virtual"} & set(entry["source"]):
             yield f"uv.lock has {entry['name']} from {entry['source']}: only the index is allowed"
@@ -172,5 +172,5 @@ def problems(root: Path = ROOT) -> list[str]:
 
 if __name__ == "__main__":
     found = problems()
-    print("\n".join(found) or f"{len(packages())} packages fit together")
+    print("\n".join(found) or f"the {len(packages())} packages are compatible")
     sys.exit(bool(found))

@@ -81,17 +81,17 @@ class _Pipe:
 
 
 class Tab:
-    """A page."""
+    """A page of the browser."""
 
     def __init__(self, pipe: _Pipe, session: str) -> None:
         self._pipe, self._session = pipe, session
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol."""
+        """Execute a command of the DevTools protocol."""
         return self._pipe.ask(method, self._session, **params)
 
     def js(self, expression: str) -> Any:
-        """The value of an expression in the page, as JSON; promises are waited for."""
+        """Return the value of an expression in the page as JSON; wait for promises."""
         answer = self.do(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -114,7 +114,7 @@ class Tab:
             time.sleep(0.03)
 
     def click(self, selector: str) -> None:
-        """Click in the middle of an element, as a mouse does."""
+        """Click in the middle of an element."""
         place = self.until(
             f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
             "if (!one) return null; one.scrollIntoView({block: 'nearest'});"
@@ -130,7 +130,7 @@ class Tab:
         self.do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def type(self, text: str) -> None:
-        """Write into what has the focus."""
+        """Type text into the focused element."""
         self.do("Input.insertText", text=text)
 
     def press(self, key: str, code: int = 0, modifiers: int = 0) -> None:
@@ -147,19 +147,19 @@ class Tab:
         self.do("Emulation.setEmulatedMedia", features=[feature])
 
     def failures(self) -> list[str]:
-        """Exceptions and errors of the page so far, and what its policy forbade."""
+        """Return exceptions, errors and policy violations of the page."""
         self.js("0")
-        said = []
+        found = []
         for event in self._pipe.events:
             if event.get("sessionId") != self._session:
                 continue
             params = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
-                said.append(details.get("exception", {}).get("description", details["text"]))
+                found.append(details.get("exception", {}).get("description", details["text"]))
             elif event["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
-                said.append(params["entry"]["text"] + " " + params["entry"].get("url", ""))
-        return said
+                found.append(params["entry"]["text"] + " " + params["entry"].get("url", ""))
+        return found
 
     def picture(self, path: str | Path) -> None:
         """Write a screenshot as PNG."""
@@ -173,7 +173,7 @@ def browser() -> Iterator[Callable[..., Tab]]:
     to_read, to_write = os.pipe()
     back_read, back_write = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # A shell puts the pipe where the protocol wants it.
+        # A shell connects the pipe to the descriptors that the protocol requires.
         line = f'exec chromium "$@" {READS}<&{to_read} {WRITES}>&{back_write}'
         process = subprocess.Popen(
             ["bash", "-c", line, "chromium", *FLAGS, f"--user-data-dir={profile}"],
@@ -187,7 +187,7 @@ def browser() -> Iterator[Callable[..., Tab]]:
         pipe = _Pipe(to_write, back_read)
 
         def open_tab(url: str, *, width: int = 1280, height: int = 800, scale: int = 1) -> Tab:
-            # A context of its own: nothing is remembered from the tab before.
+            # A separate context, so that tabs share no state.
             context = pipe.ask("Target.createBrowserContext")["browserContextId"]
             target = pipe.ask("Target.createTarget", url="about:blank", browserContextId=context)
             attached = pipe.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)

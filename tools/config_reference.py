@@ -113,7 +113,9 @@ def mixture_keys() -> dict[str, FieldInfo]:
         for name, field in model.model_fields.items():
             yield f"{title}.{name}", field
             inside = yaml_reference.nested(field.annotation)
-            if inside is not None and name != "eval_informs":  # they have the keys of informs
+            if (
+                inside is not None and name != "eval_informs"
+            ):  # eval_informs has the keys of informs
                 yield from keys(f"{title}.{name}", inside)
 
     return dict(keys("mixture", Mixture))

@@ -1,8 +1,8 @@
 """Run the conformance suite and store the largest error of each check in docs/conformance.json.
 
     uv run python -m tools.conformance_results                  every registered family
-    uv run python -m tools.conformance_results llama gpt2       these
-    uv run python -m tools.conformance_results --missing        those whose results are incomplete
+    uv run python -m tools.conformance_results llama gpt2       these families
+    uv run python -m tools.conformance_results --missing        families with incomplete results
     uv run python -m tools.conformance_results --checks parity cache
 
 The file is written after each row. An interrupted run continues with `--missing`, and several runs
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 PATH = ROOT / "docs/conformance.json"
 CACHE = ROOT / ".cache/jax"
-#: Checks that a mistake of `transformers` makes impossible: (model type, row, check) -> mistake.
+#: Checks that a bug in `transformers` makes impossible: (model type, row, check) -> bug.
 IMPOSSIBLE = {
     ("longcat_flash", "experts that do nothing", "saved"): (
-        "transformers 5.23 makes matrices for experts that do nothing, and so refuses checkpoints "
-        "in Meituan's layout, which has none"
+        "transformers 5.23 creates matrices for experts without computation, and so rejects "
+        "checkpoints in Meituan's layout, which has none"
     ),
     ("rwkv", "wider time mixing, tied", "generation"): (
-        "transformers 5.23 makes states of the hidden size, whatever attention_hidden_size is"
+        "transformers 5.23 creates states of the hidden size and ignores attention_hidden_size"
     ),
 }
 #: Model type -> row of its `Cases` -> check -> largest error, or why the check failed.
@@ -42,7 +42,7 @@ Results = dict[str, dict[str, dict[str, float | str]]]
 
 
 def checks() -> Mapping[str, Check]:
-    """Every check: those of models, and that of the engine."""
+    """Return all checks: those of the models, and that of the engine."""
     from ed_esurge.conformance import engine
     from ed_models.conformance import CHECKS
 
@@ -50,12 +50,12 @@ def checks() -> Mapping[str, Check]:
 
 
 def read() -> Results:
-    """The results that are kept."""
+    """Return the stored results."""
     return json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
 
 
 def write(results: Results) -> None:
-    """Keep results, families in order."""
+    """Store the results, sorted by family."""
     families = []
     for family, rows in sorted(results.items()):
         lines = [f"  {_json(row)}: {_json(of)}" for row, of in sorted(rows.items())]
@@ -70,13 +70,13 @@ def _json(value: object) -> str:
 
 
 def is_complete(results: Results, subject: Subject) -> bool:
-    """Whether every check that applies to a row has a number."""
+    """Return whether every applicable check of a row has a number."""
     row = results.get(subject.model_type, {}).get(subject.row, {})
     return all(isinstance(row.get(check), float) for check in applicable(subject))
 
 
 def applicable(subject: Subject) -> list[str]:
-    """Names of the checks of a row: without torch's, where transformers has no such model."""
+    """Return the names of the checks that apply to a row."""
     from ed_infra.enums import TaskType
     from ed_models.conformance import AGAINST_TORCH
 
@@ -95,14 +95,14 @@ def run(subject: Subject, names: list[str]) -> dict[str, float | str]:
         began = time.perf_counter()
         try:
             found[name] = float(f"{table[name](subject):.1e}")
-        except Exception as error:  # a failure is a result too
+        except Exception as error:  # a failure is also a result
             found[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"{subject}: {name}: {found[name]} ({time.perf_counter() - began:.1f} s)", flush=True)
     return found
 
 
 def main() -> int:
-    """Parse the command line, run, keep; 1 if a check failed."""
+    """Parse the command line, run the checks, store the results; return 1 if a check failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.conformance_results",
         description=__doc__,
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--checks", nargs="+", help="only these checks")
     parser.add_argument("--missing", action="store_true", help="only rows that are incomplete")
     given = parser.parse_args()
-    _surroundings()
+    _simulate_devices()
 
     import jax
 
@@ -144,7 +144,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _surroundings() -> None:
+def _simulate_devices() -> None:
     """Set up eight simulated devices and the compilation cache of the tests."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:

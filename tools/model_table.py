@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tools import pages
 from tools.conformance_results import Results, read
 from tools.pages import heading, row
 from tools.workspace import ROOT
 
+if TYPE_CHECKING:
+    from ed_infra.enums import TaskType
+
 PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- tools/model_table.py -->\n", "<!-- end -->\n"
 
 
 def special(model_type: str) -> str:
-    """The first sentence of a family's file."""
+    """Return the first sentence of a family's module docstring."""
     from ed_infra import registry
     from ed_infra.enums import TaskType
 
@@ -31,7 +36,7 @@ def special(model_type: str) -> str:
 
 
 def largest(results: Results, model_type: str, check: str) -> str:
-    """The largest error over a family's rows; `0` is equality, to the token or to the bit."""
+    """Return the largest error over a family's rows; `0` means equal tokens or equal bits."""
     values = [of[check] for of in results.get(model_type, {}).values() if check in of]
     if not values:
         return ""
@@ -42,7 +47,7 @@ def largest(results: Results, model_type: str, check: str) -> str:
 
 
 def table(results: Results | None = None) -> str:
-    """A line for each registered family."""
+    """Return the table with one line for each causal language model, and a list of the others."""
     from ed_infra import registry
     from ed_infra.enums import TaskType
 
@@ -50,15 +55,22 @@ def table(results: Results | None = None) -> str:
 
     results = read() if results is None else results
     names = list(checks())
-    lines = heading("`model_type`", "what is special", *names)
-    for model_type in registry.model_types():
-        if TaskType.CAUSAL_LM in registry.tasks_of(model_type):
-            errors = (largest(results, model_type, name) for name in names)
-            lines.append(row(f"`{model_type}`", special(model_type), *errors))
-    tasks = [set(registry.tasks_of(model_type)) for model_type in registry.model_types()]
-    shared = ", ".join(f"`{task}`" for task in sorted(set.intersection(*tasks)))
-    said = f"{len(lines) - 2} families; each has the tasks {shared}."
-    return "\n".join([said, "", *lines]) + "\n"
+    tasks = {name: set(registry.tasks_of(name)) for name in registry.model_types()}
+    causal = [name for name, of in tasks.items() if TaskType.CAUSAL_LM in of]
+    lines = heading("`model_type`", "characteristics", *names)
+    for model_type in causal:
+        errors = (largest(results, model_type, name) for name in names)
+        lines.append(row(f"`{model_type}`", special(model_type), *errors))
+    shared = _listed(set.intersection(*(tasks[name] for name in causal)))
+    others = "; ".join(
+        f"`{name}`: {_listed(of)}" for name, of in tasks.items() if name not in causal
+    )
+    summary = f"{len(causal)} families of causal language models, each with the tasks {shared}."
+    return "\n".join([summary, f"Other families and their tasks: {others}.", "", *lines]) + "\n"
+
+
+def _listed(tasks: Iterable[TaskType]) -> str:
+    return ", ".join(f"`{task}`" for task in sorted(tasks))
 
 
 def page(text: str) -> str:

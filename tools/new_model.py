@@ -109,8 +109,8 @@ class Family:
         is_name = is_name and model_type != "model"
         if not is_name:
             raise WrongName(
-                f"{model_type!r} is no name of a family: use lower-case letters, digits and _, as "
-                "in config.json and for a Python module"
+                f"{model_type!r} is not a valid family name: use lower-case letters, digits and _, "
+                "because it is the name of a Python module"
             )
         there = sorted(f.stem for f in FAMILIES.glob("*.py") if f.stem != "__init__")
         if model_type in there or model_type in registry.model_types():
@@ -191,11 +191,11 @@ def add_to_package(family: Family, folder: Path) -> list[Path]:
     """Add the family to a package, which is created if necessary, and return the written files.
 
     Raises:
-        WrongName: The name of the folder is no package name, or the folder is not a package.
+        WrongName: The name of the folder is not a package name, or the folder is not a package.
     """
     module = folder.name.replace("-", "_")
     if not module.isidentifier():
-        raise WrongName(f"{folder.name!r} is no name of a package: use letters, digits and -")
+        raise WrongName(f"{folder.name!r} is not a valid package name: use letters, digits and -")
     pyproject = folder / "pyproject.toml"
     if folder.exists() and any(folder.iterdir()) and not pyproject.is_file():
         raise WrongName(f"{folder} is not empty and has no pyproject.toml: choose another folder")

@@ -1,4 +1,4 @@
-"""Pages of docs/ that a tool writes completely or in part: tables, rewriting, checking."""
+"""Markdown tables, and the command line of a tool that writes or checks a page of docs/."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from tools.workspace import ROOT
 
 
 def heading(*cells: str) -> list[str]:
-    """The first two lines of a table."""
+    """Return the first two lines of a Markdown table."""
     return [row(*cells), "| --- " * len(cells) + "|"]
 
 
 def row(*cells: str) -> str:
-    """One line of a table."""
+    """Return one line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def main(tool: str, path: Path, page: Callable[[], str]) -> int:
-    """Write or check a page: the function of `python -m tools.<tool> [--check]`.
+    """Write or check a page: the implementation of `python -m tools.<tool> [--check]`.
 
     Args:
         tool: Name of the module in `tools`.
         path: Path of the page.
-        page: Returns the new text.
+        page: Function that returns the new text.
 
     Returns:
         The exit code: 1 if the checked page is outdated.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tools.{tool}")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
     text = page()
     if not parser.parse_args().check:
         path.write_text(text, encoding="utf-8")
@@ -39,5 +39,5 @@ def main(tool: str, path: Path, page: Callable[[], str]) -> int:
     if path.read_text(encoding="utf-8") == text:
         return 0
     name = path.relative_to(ROOT).as_posix()
-    print(f"{name} is out of date: run `uv run python -m tools.{tool}`")
+    print(f"{name} is outdated: run `uv run python -m tools.{tool}`")
     return 1

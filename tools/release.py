@@ -25,10 +25,10 @@ class TagError(ValueError):
 
 
 def package_of(tag: str) -> Package:
-    """The package that a tag releases.
+    """Return the package that a tag releases.
 
     Raises:
-        TagError: the tag is malformed, names no package, or is not the version in the tree.
+        TagError: The tag is malformed, names no package, or differs from the version in the tree.
     """
     match = TAG.match(tag)
     if match is None:
@@ -36,11 +36,11 @@ def package_of(tag: str) -> Package:
     members = {package.name: package for package in packages()}
     package = members.get(match["name"])
     if package is None:
-        raise TagError(f"{tag!r} names no package; there are {', '.join(members)}")
+        raise TagError(f"{tag!r} names no package; the packages are {', '.join(members)}")
     if match["version"] != package.version:
         raise TagError(
             f"{tag!r} does not match {package.name} {package.version}: "
-            f"tag that, or set the version first (uv version --package {package.name})"
+            f"tag that version, or set the version first (uv version --package {package.name})"
         )
     if not changelog_entry(package):
         raise TagError(f"{package.name} has no CHANGELOG entry for {package.version}")
@@ -48,7 +48,7 @@ def package_of(tag: str) -> Package:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.release",
         description=__doc__,
@@ -65,7 +65,7 @@ def main() -> None:
         print(changelog_entry(package))
         return
     if faults := problems():
-        sys.exit("release: the workspace does not fit together:\n" + "\n".join(faults))
+        sys.exit("release: the workspace is inconsistent:\n" + "\n".join(faults))
     facts = f"package={package.name}\nversion={package.version}\n"
     if output := os.environ.get("GITHUB_OUTPUT"):
         with Path(output).open("a", encoding="utf-8") as file:

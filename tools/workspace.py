@@ -36,7 +36,7 @@ class Package:
 
     @property
     def name(self) -> str:
-        """The distribution's name, `ed-infra`."""
+        """The distribution name, for example `ed-infra`."""
         return self.project["name"]
 
     @property
@@ -46,7 +46,7 @@ class Package:
 
     @property
     def modules(self) -> list[str]:
-        """The import names that its wheel installs: `["ed_elarge", "easydel"]`."""
+        """The import names that the wheel installs, for example `["ed_elarge", "easydel"]`."""
         wheel = self.pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
         return [Path(source).name for source in wheel["packages"]]
 
@@ -62,10 +62,10 @@ class Package:
         return self.requirements + [Requirement(text) for group in extras for text in group]
 
     def submodules(self, root: Path | None = None) -> list[str]:
-        """Dotted names of every module under `src`, packages included.
+        """Return the dotted names of all modules under `src`, packages included.
 
         Args:
-            root: the folder that holds the import packages; by default this package's `src`.
+            root: Folder of the import packages; by default this package's `src`.
         """
         root = root or self.folder / "src"
         files = (file for module in self.modules for file in (root / module).rglob("*.py"))

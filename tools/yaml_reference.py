@@ -92,7 +92,7 @@ def known_names(field: FieldInfo) -> str:
     except ValidationError as error:
         names = (problem.get("ctx", {}).get("known") for problem in error.errors())
         return next((str(listed) for listed in names if listed), "")
-    except Exception:  # a field of another kind: it has no list of names
+    except Exception:  # other kinds of fields have no list of names
         return ""
     return ""
 
@@ -134,7 +134,7 @@ def table(
     yield f"{'#' * level} `{title}`\n"
     doc = inspect.cleandoc(model.__doc__ or "").split("\n\nRaises:")[0]
     yield doc + "\n"
-    told, aliases = meanings(model), getattr(model, "ALIASES", {})
+    docs, aliases = meanings(model), getattr(model, "ALIASES", {})
     if not model.model_fields:
         return
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
@@ -142,7 +142,7 @@ def table(
     for name, field in model.model_fields.items():
         if name in known:
             continue
-        words = [told.get(name, "")]
+        words = [docs.get(name, "")]
         if names := known_names(field):
             words.append(f"One of {names}.")
         if others := [other for other, canonical in aliases.items() if canonical == name]:
@@ -182,7 +182,7 @@ def actions() -> Iterator[str]:
     from ed_elarge.config.table import ACTIONS
 
     yield "## `actions`\n"
-    yield "| action | what it does | also spelled |\n| --- | --- | --- |"
+    yield "| action | description | also spelled |\n| --- | --- | --- |"
     for name, kind in ACTIONS.items():
         yield f"| `{name}` | {kind.doc} | {', '.join(f'`{other}`' for other in kind.aliases)} |"
     yield ""

@@ -106,7 +106,7 @@ def workspace(tmp_path: Path) -> Path:
         ("packages/ed-layers/CHANGELOG.md", "## .*", "", "no entry for"),
         ("packages/ed-layers/LICENSE", "Apache", "Another", "differs from the one"),
         ("uv.lock", 'registry = "https://[^"]*" }', 'registry = "https://x.org" }', "the indexes"),
-        ("uv.lock", '\nname = "numpy"', '\nname = "torch"', "uv.lock holds torch"),
+        ("uv.lock", '\nname = "numpy"', '\nname = "torch"', "uv.lock contains torch"),
     ],
 )
 def test_workspace_check_reports_injected_faults(

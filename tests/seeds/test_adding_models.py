@@ -194,11 +194,11 @@ def test_new_family_in_repository_passes_cache_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["My-Model"], "is no name of a family"),
-        (["class"], "is no name of a family"),
+        (["My-Model"], "is not a valid family name"),
+        (["class"], "is not a valid family name"),
         (["llama"], "exists already"),
         (["my_model", "--like", "lama"], "no family 'lama' to copy; did you mean 'llama'"),
-        (["my_model", "--package", "{}/1st"], "is no name of a package"),
+        (["my_model", "--package", "{}/1st"], "is not a valid package name"),
         (["my_model", "--package", "{}"], "is not empty and has no pyproject.toml"),
     ],
 )

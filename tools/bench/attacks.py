@@ -1,12 +1,12 @@
-"""The server under hostile requests: time per byte of every route, and the latency of /health.
+"""Measure the server under hostile requests: time per byte of every route, and /health latency.
 
     python -m tools.bench.attacks
     python -m tools.bench.attacks --only attacks --senders 4
 
-A server in a process of its own answers with a scripted engine: the times are the server's. The
-first table has the milliseconds per megabyte of bodies of growing length. A linear route has the
-same figure in every column. The second table has the worst latency of `GET /health` while several
-clients repeat one attack.
+The server runs in a separate process with a scripted engine, so the times are those of the server.
+The first table contains the milliseconds per megabyte for bodies of growing length. A linear route
+has the same figure in every column. The second table contains the worst latency of `GET /health`
+while several clients repeat one attack.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ed_esurge.testing import ScriptedEngine
 with tempfile.TemporaryDirectory() as folder:
     serve(ScriptedEngine(max_model_len={MAX_MODEL_LEN}), port=0, batch_directory=folder)
 """
-Ask = tuple[str, str, bytes]  # path, content type, body
+Ask = tuple[str, str, bytes]  # Path, content type, body.
 USER = {"role": "user", "content": "hi"}
 #: A small request of each route.
 ROUTES: dict[str, dict[str, object]] = {
@@ -51,19 +51,19 @@ ROUTES: dict[str, dict[str, object]] = {
 
 
 def as_json(path: str, body: object) -> Ask:
-    """A request with a JSON body."""
+    """Return a request with a JSON body."""
     return path, "application/json", json.dumps(body).encode()
 
 
 def long_body(path: str, size: int) -> Ask:
-    """A request of about `size` bytes with an unknown field, so that its cost is the server's."""
+    """Return a request of about `size` bytes with an unknown field that the engine never sees."""
     if path == "/v1/files":
         return upload(b"", b"x" * size)
     return as_json(path, {**ROUTES[path], "padding": ["a" * 60] * (size // 64)})
 
 
 def long_text(path: str, size: int) -> Ask:
-    """A request whose prompt, messages or documents have about `size` bytes."""
+    """Return a request whose prompt, messages or documents have about `size` bytes."""
     text = "word " * (size // 5)
     messages = [{"role": "user", "content": text}]
     fields = {
@@ -77,7 +77,7 @@ def long_text(path: str, size: int) -> Ask:
 
 
 def upload(header: bytes, data: bytes) -> Ask:
-    """A form with a file."""
+    """Return a form upload with a file."""
     body = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n' + header
     body += b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + data
     return "/v1/files", "multipart/form-data; boundary=b", body + b"\r\n--b--\r\n"
@@ -100,7 +100,7 @@ def chained_rules(count: int) -> str:
 
 
 def grammars() -> dict[str, Ask]:
-    """Every attack on the compiler of grammars: a name, and its request."""
+    """Return the attacks on the grammar compiler by name."""
     chat = ROUTES["/v1/chat/completions"]
     schema = {"name": "a", "schema": chained_schema(1000)}
     wide = {"properties": {f"k{place}": {"type": "string"} for place in range(7000)}}
@@ -120,7 +120,7 @@ def grammars() -> dict[str, Ask]:
 
 
 def attacks() -> dict[str, Ask]:
-    """Every attack: a name, and its request."""
+    """Return all attacks by name."""
     chat, anthropic = ROUTES["/v1/chat/completions"], ROUTES["/v1/messages"]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     keys = {f"temperatur{number}": 0 for number in range(30_000)}
@@ -167,13 +167,13 @@ def attacks() -> dict[str, Ask]:
 
 
 class Client:
-    """Sends requests to one server, each over a connection of its own."""
+    """A client that sends each request to one server over a new connection."""
 
     def __init__(self, port: int) -> None:
         self.port = port
 
     def ask(self, request: Ask) -> tuple[int, float, int]:
-        """Return the status, the seconds and the bytes of an answer; status 0: it was cut off."""
+        """Return status, seconds and bytes of a response; status 0 means a cut connection."""
         path, kind, body = request
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         began = time.perf_counter()
@@ -188,7 +188,7 @@ class Client:
             connection.close()
 
     def health(self) -> float:
-        """Return the seconds of `GET /health`."""
+        """Return the seconds of one `GET /health`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         began = time.perf_counter()
         connection.request("GET", "/health")
@@ -199,7 +199,7 @@ class Client:
 
 @contextmanager
 def running() -> Iterator[Client]:
-    """A server in a process of its own."""
+    """Run a server in a separate process and yield a client."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -213,7 +213,7 @@ def running() -> Iterator[Client]:
 
 
 def canary(client: Client, seconds: float, attack: Callable[[], object] | None) -> list[float]:
-    """Return the latencies of `/health` while an attack is repeated, in order of size."""
+    """Return the sorted latencies of `/health` while an attack is repeated."""
     over = threading.Event()
     sender = threading.Thread(target=_repeat, args=(attack, over))
     sender.start()
@@ -233,7 +233,7 @@ def _repeat(attack: Callable[[], object] | None, over: threading.Event) -> None:
 
 
 def routes(client: Client) -> str:
-    """The table of milliseconds per megabyte."""
+    """Return the table of milliseconds per megabyte."""
     rows = []
     for path in (*ROUTES, "/v1/files"):
         shapes = {"unknown field": long_body} | ({"text": long_text} if path in ROUTES else {})
@@ -249,7 +249,7 @@ def routes(client: Client) -> str:
 
 
 def latencies(client: Client, seconds: float, senders: int) -> str:
-    """The table of latencies of `/health`."""
+    """Return the table of latencies of `/health`."""
     idle = canary(client, seconds, None)
     rows = [["none", "", "", "", f"{idle[len(idle) // 2] * 1e3:.0f}", f"{idle[-1] * 1e3:.0f}"]]
     for name, request in attacks().items():

@@ -1,11 +1,11 @@
-"""Attention mechanisms against each other and against torch, in one run: time, memory, error.
+"""Compare attention mechanisms with each other and with torch in one run: time, memory, error.
 
 uv run python -m tools.bench.attention --length 512 2048
 uv run python -m tools.bench.attention --mechanisms vanilla blockwise --forward --window 256
 
-Time is the median of interleaved runs, given as a ratio to torch's scaled_dot_product_attention
-too; memory is the growth of the process's resident memory (each contender in a process of its own);
-the error is the largest difference from vanilla in float64, relative to its largest value.
+Time is the median of interleaved runs, also as a ratio to torch's scaled_dot_product_attention.
+Memory is the growth of the process's resident memory; each contender runs in a separate process.
+The error is the largest difference from vanilla in float64, relative to its largest value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Case:
     forward: bool
 
     def inputs(self) -> list[np.ndarray]:
-        """q, k, v as [b, s, heads, head_dim], and the cotangent of the output."""
+        """Return q, k, v as [b, s, heads, head_dim], and the cotangent of the output."""
         rng = np.random.default_rng(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         shapes = [(self.batch, self.length, h, self.head_dim) for h in heads]
@@ -44,7 +44,7 @@ class Case:
 
 
 def jax_contender(name: str, case: Case, dtype: str = "float32") -> Callable[[], list[np.ndarray]]:
-    """A mechanism of this project; compiled here, not when it is run."""
+    """Compile a mechanism of this project and return a function that runs it."""
     import jax
     import jax.numpy as jnp
     from ed_infra.masks import MaskInfo
@@ -67,7 +67,7 @@ def jax_contender(name: str, case: Case, dtype: str = "float32") -> Callable[[],
 
 
 def torch_contender(case: Case) -> Callable[[], list[np.ndarray]]:
-    """torch's fused attention; a window needs its mask written out."""
+    """Return a function that runs torch's fused attention; a window needs an explicit mask."""
     import torch
 
     q, k, v, d_out = (torch.tensor(x).transpose(1, 2) for x in case.inputs())
@@ -91,12 +91,12 @@ def torch_contender(case: Case) -> Callable[[], list[np.ndarray]]:
 
 
 def contender(name: str, case: Case) -> Callable[[], list[np.ndarray]]:
-    """A contender by its name in the table."""
+    """Return a contender by its name in the table."""
     return torch_contender(case) if name == TORCH else jax_contender(name, case)
 
 
 def exact(case: Case) -> list[np.ndarray]:
-    """What the full score matrix gives in float64."""
+    """Return the result of the full score matrix in float64."""
     import jax
 
     with jax.enable_x64(True):
@@ -104,13 +104,13 @@ def exact(case: Case) -> list[np.ndarray]:
 
 
 def error(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """The largest difference relative to each array's largest value."""
+    """Return the largest difference, relative to the largest value of each array."""
     pairs = zip(found, expected, strict=True)
     return max(float(np.abs(np.asarray(x) - y).max() / np.abs(y).max()) for x, y in pairs)
 
 
 def memory_of(name: str, case: Case) -> int:
-    """`peak_growth` of a contender, in a process of its own."""
+    """Return `peak_growth` of a contender, measured in a separate process."""
     given = [f"--{field.name.replace('_', '-')}" for field in fields(Case)]
     flags: list[str] = []
     for flag, field in zip(given, fields(Case), strict=True):
@@ -123,7 +123,7 @@ def memory_of(name: str, case: Case) -> int:
 
 
 def measure(case: Case, names: list[str], rounds: int) -> str:
-    """The table of one case."""
+    """Return the table of one case."""
     runs = {name: contender(name, case) for name in names}
     expected = exact(case)
     errors = {name: error(run(), expected) for name, run in runs.items()}
@@ -140,12 +140,12 @@ def measure(case: Case, names: list[str], rounds: int) -> str:
         ]
         for name in names
     ]
-    beside = TORCH if TORCH in names else names[0]
-    return table(["mechanism", "ms", f"of {beside}", "peak MB", "error"], rows)
+    baseline = TORCH if TORCH in names else names[0]
+    return table(["mechanism", "ms", f"of {baseline}", "peak MB", "error"], rows)
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.attention",
         description=__doc__,
@@ -172,7 +172,7 @@ def main() -> None:
         return
     names = list(given.mechanisms)
     try:
-        import torch  # noqa: F401 - only whether it is there
+        import torch  # noqa: F401 - checks only that torch is installed
     except ImportError:
         print("torch is not installed: measured without it\n")
     else:

@@ -1,17 +1,17 @@
-"""Tokens a second from text to the cache and from the cache to batches, and what a step waits.
+"""Measure tokens per second from text to the cache and from the cache to batches, and data waits.
 
     python -m tools.bench.data                        tokenizing and loading, against others
     python -m tools.bench.data --documents 4000 --rounds 1
-    python -m tools.bench.data --chats --num-proc 2   chats through a template, in processes too
-    python -m tools.bench.data --wait                 the quickstart: share of a step that waits
-    python -m tools.bench.data --rows 10000000        a stream of so many rows of parquet
+    python -m tools.bench.data --chats --num-proc 2   chats through a template, also in processes
+    python -m tools.bench.data --wait                 the quickstart: share of a step spent waiting
+    python -m tools.bench.data --rows 10000000        a stream of that many rows of parquet
 
-The text is that of `pydoc_data.topics`, cut into paragraphs, with a number before each so that none
-is equal. All contenders have the same tokenizer and take turns. `datasets` is `Dataset.map` in
-batches of 1,000, which writes its cache as this project does; where TRL is installed, its
-`pack_dataset` packs what is loaded. grain takes the texts from memory, in batches of 1,000 too, and
-writes nothing; its rows come with segments and positions, as ours do. Where one of the two is not
-installed, a line says so.
+The text is `pydoc_data.topics`, split into paragraphs. A number before each paragraph makes every
+document unique. All contenders use the same tokenizer; their runs are interleaved. `datasets` is
+`Dataset.map` in batches of 1,000, which writes a cache as this project does. If TRL is installed,
+its `pack_dataset` packs the loaded rows. grain reads the texts from memory, also in batches of
+1,000, and writes nothing; its rows contain segments and positions, as those of this project do. If
+TRL or grain is not installed, a line reports the missing package.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TEMPLATE = (
 
 
 def missing(package: str) -> str | None:
-    """A line about a package that is not installed, or None."""
+    """Return a message about a package that is not installed, or None."""
     if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed: no figures of it"
+        return f"{package} is not installed, so it is not measured"
     return None
 
 
 def paragraphs(count: int) -> list[str]:
-    """So many texts, none of them equal."""
+    """Return `count` texts, all different."""
     from pydoc_data.topics import topics
 
     found = [p for text in topics.values() for p in text.split("\n\n") if len(p) > 80]
@@ -60,13 +60,13 @@ def paragraphs(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as a file, and the tokenizer of all contenders.
+    """Documents as a file, and the tokenizer that all contenders share.
 
     Attributes:
-        folder: of everything that is written.
-        rows: the rows of `folder / "rows.jsonl"`: texts, or chats of two messages.
-        tokenizer: a small byte-level BPE.
-        tokens: of all documents, with what ends them.
+        folder: Folder of all written files.
+        rows: Rows of `folder / "rows.jsonl"`: texts, or chats of two messages.
+        tokenizer: Small byte-level BPE.
+        tokens: Number of tokens of all documents, including the end-of-text tokens.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Corpus:
 
     @classmethod
     def make(cls, folder: Path, documents: int, *, chats: bool) -> Corpus:
-        """Write the rows, and train the tokenizer on some of them."""
+        """Write the rows, and train the tokenizer on some of the rows."""
         texts = paragraphs(documents)
         tokenizer = train_bpe(texts[:2000], 4096)
         tokenizer.chat_template = _TEMPLATE
@@ -93,7 +93,7 @@ class Corpus:
         return cls(folder, rows, tokenizer, made["tokens"])
 
     def mixture(self, cache: str, **options: Any) -> Mixture:
-        """The rows, packed."""
+        """Return a mixture of the rows with packing."""
         return Mixture(
             informs=(Inform(data_files=str(self.folder / "rows.jsonl")),),
             cache_dir=str(self.folder / cache),
@@ -105,7 +105,7 @@ class Corpus:
         )
 
     def ids(self, batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        """Rows to ids, as a function for `datasets.map`."""
+        """Tokenize rows: a function for `datasets.map`."""
         contents = batch["content"]
         if isinstance(contents[0], str):
             return {"input_ids": self.tokenizer(contents)["input_ids"]}
@@ -114,7 +114,7 @@ class Corpus:
 
 
 def tokenizing(corpus: Corpus, num_proc: list[int | None], rounds: int) -> dict[str, float]:
-    """Tokens a second, from the file to the cache."""
+    """Return tokens per second from the file to the cache."""
     import datasets
 
     fresh = itertools.count()
@@ -153,7 +153,7 @@ def tokenizing(corpus: Corpus, num_proc: list[int | None], rounds: int) -> dict[
 
 
 def loading(corpus: Corpus, rounds: int) -> dict[str, float]:
-    """Tokens a second, from the cache to packed batches of numpy arrays."""
+    """Return tokens per second from the cache to packed batches of numpy arrays."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -214,16 +214,16 @@ def _grain_batches(ids: list[np.ndarray]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Large:
-    """A stream of many rows of parquet.
+    """Results of a stream of many rows of parquet.
 
     Attributes:
-        rows: in all files.
-        first: seconds to the first batch.
-        resumed: seconds from a state in the middle to its batch.
-        read: rows that were read for the first batch, and for that of the middle.
-        rate: tokens a second on the way to the middle.
-        growth: bytes by which memory grew from a tenth of the way to its end.
-        same: whether the batch of the middle was the same after the resume.
+        rows: Number of rows in all files.
+        first: Seconds to the first batch.
+        resumed: Seconds from restoring a state in the middle to the next batch.
+        read: Number of rows read for the first batch, and for the batch after the resume.
+        rate: Tokens per second up to the middle.
+        growth: Growth of memory in bytes, from a tenth of the measured part to its end.
+        same: Whether the batch after the resume equals that of the uninterrupted stream.
     """
 
     rows: int
@@ -236,7 +236,7 @@ class Large:
 
 
 def large(folder: Path, rows: int, files: int = 10) -> Large:
-    """Stream to the middle of so many rows, and go on there anew."""
+    """Stream to the middle of `rows` rows, and resume there with a new loader."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -284,7 +284,7 @@ def large(folder: Path, rows: int, files: int = 10) -> Large:
 
 
 def waiting(steps: int) -> tuple[float, float]:
-    """Seconds a step of the quickstart waits for data, and seconds of the step, in medians."""
+    """Return the medians of a quickstart step's wait for data and of its duration, in seconds."""
     import statistics
 
     from ed_elarge import eLargeModel
@@ -312,14 +312,14 @@ def waiting(steps: int) -> tuple[float, float]:
 
 
 def show(title: str, rates: dict[str, float]) -> str:
-    """Rates as a table, with their share of the first."""
+    """Return the rates as a table, with their ratio to the first."""
     first = next(iter(rates.values()))
     rows = [[name, f"{rate / 1e6:.2f}", f"{first / rate:.2f}"] for name, rate in rates.items()]
     return table([title, "million tokens/s", "first / this"], rows)
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.data",
         description=__doc__,

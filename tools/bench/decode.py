@@ -1,4 +1,4 @@
-"""Prefill and decode of a small model against `transformers` on torch, in one run.
+"""Compare prefill and decode of a small model with `transformers` on torch, in one run.
 
 uv run python -m tools.bench.decode                     SmolLM2-135M's shape, random weights
 uv run python -m tools.bench.decode --family qwen3_moe qwen3_next --batch 1 8 --rounds 7
@@ -6,13 +6,14 @@ uv run python -m tools.bench.decode --batch 1 8 --layers 8 --rounds 5
 uv run python -m tools.bench.decode --forms "torch float32" float32 bfloat16 int8 int4
 uv run python -m tools.bench.decode --llama-bin llama.cpp/build/bin --prompt 512 2048
 
-All load the same checkpoint, and their logits are compared first: those of 16 bits and less differ.
-int8 and int4 round activations to 8 bits, too, as llama.cpp's q8_0 and q4_0 do; embedding and head
-are quantized. llama.cpp is left out where `--llama-bin` does not say where its programs are.
-Contenders take turns of 8 steps, of which the mean counts, and begin at `--context` tokens; a cell
-is the least of them and, behind it, the median: other load only adds, and how much there was is
-printed. Where a step reads every weight, its floor is the time to read them once at the bandwidth
-that the same run measures.
+All contenders load the same checkpoint, and the logits are compared first; formats of 16 bits and
+less differ. int8 and int4 round activations to 8 bits, as llama.cpp's q8_0 and q4_0 do; embedding
+and head are quantized. llama.cpp is omitted without `--llama-bin`.
+
+Runs of 8 steps are interleaved, and each contender starts at `--context` tokens. The time of a run
+is the mean of its steps. A cell contains the minimum and, in parentheses, the median, because other
+load only adds time; the load of the machine is printed. If a step reads every weight, its lower
+bound is the time to read all weights once at the bandwidth that the same run measures.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from tools.bench.llama_cpp import PROGRAM, STEPS, LlamaCpp
-from tools.bench.measure import Run, Told, all_turns, machine, read_bandwidth, table
+from tools.bench.measure import Run, Timed, all_turns, machine, read_bandwidth, table
 
 VOCAB = 49152
 SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -62,15 +63,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def mean(steps: Callable[[], None]) -> Told:
-    """Seconds of one of STEPS steps."""
+def mean(steps: Callable[[], None]) -> Timed:
+    """Return the mean seconds of STEPS steps."""
     began = time.perf_counter()
     steps()
-    return Told((time.perf_counter() - began) / STEPS)
+    return Timed((time.perf_counter() - began) / STEPS)
 
 
 class Torch:
-    """`transformers` as it is used: a dynamic cache, no gradients."""
+    """`transformers` in its usual configuration: a dynamic cache, no gradients."""
 
     def __init__(self, directory: Path, dtype: str = "float32"):
         import torch
@@ -83,17 +84,17 @@ class Torch:
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of the last token."""
+        """Return the logits of the last token."""
         with self.torch.inference_mode():
             out = self.model(self.torch.tensor(tokens), use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].float().numpy()
 
     def prefiller(self, tokens: np.ndarray) -> Run:
-        """A run of `prefill`."""
+        """Return a run of `prefill`."""
         return partial(self.prefill, tokens)
 
     def decoder(self, tokens: np.ndarray) -> Run:
-        """A run that decodes STEPS more tokens and tells the seconds of one."""
+        """Return a run that decodes STEPS more tokens and returns the mean seconds of a step."""
         torch = self.torch
         with torch.inference_mode():
             out = self.model(torch.tensor(tokens), use_cache=True, logits_to_keep=1)
@@ -109,10 +110,10 @@ class Torch:
 
 
 class Ours:
-    """This project: unrolled leaves, a dense cache that the step donates.
+    """This project: unrolled layers, and a dense cache that the step donates.
 
     Args:
-        quantized: fields of a quantization configuration, for every matrix; None = as it is.
+        quantized: Fields of a quantization configuration for every matrix; None: not quantized.
     """
 
     def __init__(
@@ -151,16 +152,16 @@ class Ours:
         self.forward = jax.jit(forward, donate_argnums=1)
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of the last token."""
+        """Return the logits of the last token."""
         cache = self.model.init_cache(*tokens.shape)
         return np.asarray(self.forward(self.leaves, cache, tokens)[0])
 
     def prefiller(self, tokens: np.ndarray) -> Run:
-        """A run of `prefill`."""
+        """Return a run of `prefill`."""
         return partial(self.prefill, tokens)
 
     def decoder(self, tokens: np.ndarray) -> Run:
-        """A run that decodes STEPS more tokens and tells the seconds of one."""
+        """Return a run that decodes STEPS more tokens and returns the mean seconds of a step."""
         cache = self.model.init_cache(len(tokens), self.capacity)
         _, token, cache = self.forward(self.leaves, cache, tokens)
         state = {"cache": cache, "token": token}
@@ -175,7 +176,7 @@ class Ours:
 
 
 def save_random(directory: Path, family: str, layers: int | None) -> None:
-    """A checkpoint of the family's shape with random weights, as torch writes it."""
+    """Write a torch checkpoint of the family's shape with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -187,7 +188,7 @@ def save_random(directory: Path, family: str, layers: int | None) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
-#: Row's name -> dtype, and the quantization of every matrix.
+#: Name of a row -> dtype, and the quantization of every matrix.
 OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
@@ -196,13 +197,13 @@ OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
 }
 THEIRS = {"torch float32": "float32", "torch bfloat16": "bfloat16"}
 LLAMA_CPP = {"llama.cpp bf16": "bf16", "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0"}
-#: Slots of the cache.
+#: Slots of the cache per sequence.
 CAPACITY = 512
 Contender = Torch | Ours | LlamaCpp
 
 
 def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str, Contender]:
-    """The contenders by their forms, which all have the checkpoint of the directory."""
+    """Return the contenders by name; all load the checkpoint of the directory."""
     capacity = max(CAPACITY, options.context + options.rounds + 2)
     contenders: dict[str, Contender] = {}
     for form in options.forms:
@@ -216,7 +217,7 @@ def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str,
 
 
 def print_differences(contenders: dict[str, Contender], prompt: np.ndarray) -> None:
-    """How far the logits are from those of the first; llama.cpp's program gives none."""
+    """Print the differences of logits from those of the first; llama.cpp's program returns none."""
     logits = {f: of.prefill(prompt) for f, of in contenders.items() if not isinstance(of, LlamaCpp)}
     first, *others = logits
     apart = (f"{form} {np.abs(logits[form] - logits[first]).max():.1e}" for form in others)
@@ -256,7 +257,7 @@ def measure(family: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.decode",
         description=__doc__,
@@ -276,7 +277,7 @@ def main() -> None:
     options = parser.parse_args()
     print(machine())
     if options.llama_bin is None:
-        print("llama.cpp is left out: --llama-bin says where its programs are")
+        print("llama.cpp is omitted: set --llama-bin to the directory of its programs")
     elif not (options.llama_bin / PROGRAM).exists():
         parser.error(f"--llama-bin: there is no {PROGRAM} in {options.llama_bin}")
     for family in options.family:

@@ -1,14 +1,14 @@
-"""The engine by itself: its own Python, against `generate`, and what its options gain or cost.
+"""Measure the engine: its Python overhead, its rate against `generate`, and its options.
 
     python -m tools.bench.engine                        SmolLM2-135M's shape, random weights
     python -m tools.bench.engine --layers 4 --rounds 2
     python -m tools.bench.engine --only python generate
 
-python      CPU time of a step without the device, which answers at once
-generate    decoded tokens a second, over those of the model's own `generate`
+python      CPU time of a step with a device that returns immediately
+generate    decoded tokens per second, relative to the model's own `generate`
 prefixes    prompts of 448 tokens that share all but 16, alone and after one another
-speculation proposals from the text itself, on greedy output that repeats itself
-invariant   `batch_invariant`, against the same requests without
+speculation n-gram proposals, on greedy output that repeats itself
+invariant   `batch_invariant`, against the same requests without the option
 overlap     `async_scheduling` and `overlap_execution`, against the same requests without both
 """
 
@@ -44,7 +44,7 @@ HEADERS = {
 
 
 def build(name: str, layers: int | None) -> tuple[LanguageModel, Any]:
-    """A model with random weights and its tokenizer."""
+    """Return a model with random weights and its tokenizer."""
     shape, vocab = STREAMED[name]
     if layers is not None:
         shape = {**shape, "num_hidden_layers": layers}
@@ -54,19 +54,19 @@ def build(name: str, layers: int | None) -> tuple[LanguageModel, Any]:
 
 
 def engine(model: LanguageModel, pieces: Any, seqs: int, **options: Any) -> eSurge:
-    """An engine for so many sequences, which compiles what it meets."""
+    """Return an engine for `seqs` sequences that compiles each shape on first use."""
     sizes = {"max_num_seqs": seqs, "max_model_len": MODEL_LEN}
     fields = {"enable_prefix_caching": False, **sizes, **options}
     return eSurge(model, pieces, compile_runner=False, silent_mode=True, **fields)
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """Exactly so many tokens, the most probable ones."""
+    """Return greedy sampling parameters for exactly `tokens` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Random words, the same for the same seed."""
+    """Return prompts of random words, equal for equal seeds."""
     return np.random.default_rng(seed).integers(300, 2000, (count, length)).tolist()
 
 
@@ -74,7 +74,7 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def own_python(options: argparse.Namespace) -> list[list[str]]:
-    """Milliseconds of the scheduler, the batch and the text, at each number of sequences."""
+    """Return the milliseconds of scheduler, batch and text, for each number of sequences."""
     model, pieces = build("quickstart's", 1)
     rows = []
     for seqs in options.python:
@@ -97,7 +97,7 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
 
 
 class Instant:
-    """Functions of the device of which every step gives one token at once."""
+    """Device functions whose steps immediately return one token per sequence."""
 
     def __init__(self, real: Functions) -> None:
         self._real = real
@@ -117,7 +117,7 @@ class Instant:
 
 
 def against_generate(options: argparse.Namespace) -> list[list[str]]:
-    """Engine and `generate` in turns, tokens a second with the prompts' time."""
+    """Return tokens per second of the engine and of `generate`, prompts included."""
     rows = []
     for name in STREAMED:
         model, pieces = build(name, options.layers if name == "135M" else None)
@@ -136,19 +136,19 @@ def against_generate(options: argparse.Namespace) -> list[list[str]]:
 
 
 def answer(made: eSurge, asked: list[list[int]], params: SamplingParams) -> Run:
-    """A run of an engine."""
+    """Return a run that generates with an engine."""
     return lambda: made.generate(asked, params)
 
 
 def _rates(runs: dict[str, Run], seqs: int, options: argparse.Namespace) -> list[str]:
-    """Tokens a second of two contenders, and the first's over the second's."""
+    """Return tokens per second of two contenders, and the ratio of the first to the second."""
     seconds = [*take_turns(runs, rounds=options.rounds).values()]
     first, second = (seqs * options.tokens / value for value in seconds)
     return [f"{first:.1f}", f"{second:.1f}", f"{first / second:.2f}"]
 
 
 def prefixes(options: argparse.Namespace) -> list[list[str]]:
-    """Time to the first token of prompts whose beginning was seen, and was not."""
+    """Return the time to the first token of prompts with cached and with new beginnings."""
     model, pieces = build("135M", options.layers)
     made = engine(model, pieces, 8, enable_prefix_caching=True)
     rows = []
@@ -174,7 +174,7 @@ def _seconds(made: eSurge, asked: list[list[int]]) -> float:
 
 
 def speculation(options: argparse.Namespace) -> list[list[str]]:
-    """With proposals and without, on what this model repeats; the tokens are the same."""
+    """Compare speculation with plain decoding on repeating text; the tokens must be equal."""
     model, pieces = build("135M", options.layers)
     rows = []
     for seqs in (1, 4):
@@ -195,7 +195,7 @@ def speculation(options: argparse.Namespace) -> list[list[str]]:
 
 
 def repeating(made: eSurge, count: int) -> list[list[int]]:
-    """Prompts that end in the cycle that greedy decoding of random weights falls into."""
+    """Return prompts that end in the cycle that greedy decoding of random weights reaches."""
     started = made.generate(prompts(count, 8), greedy(256))
     return [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in started]
 
@@ -203,11 +203,11 @@ def repeating(made: eSurge, count: int) -> list[list[int]]:
 def _check_same(one: Sequence[RequestOutput], other: Sequence[RequestOutput]) -> None:
     for a, b in zip(one, other, strict=True):
         if a.outputs[0].token_ids != b.outputs[0].token_ids:
-            raise RuntimeError("the two engines give different tokens")
+            raise RuntimeError("the two engines return different tokens")
 
 
 def invariant(options: argparse.Namespace) -> list[list[str]]:
-    """With one shape for every step, and with the usual ones."""
+    """Compare one fixed shape for every step with the usual shapes."""
     model, pieces = build("135M", options.layers)
     rows = []
     for seqs in (1, 8):
@@ -230,7 +230,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 
 
 def overlap(options: argparse.Namespace) -> list[list[str]]:
-    """With the next step started before this one is read, before its text is made, and after."""
+    """Compare starting the next step before the text of the current step with starting it after."""
     rows = []
     for name in STREAMED:
         model, pieces = build(name, options.layers if name == "135M" else None)
@@ -258,7 +258,7 @@ MEASURES = {
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.engine",
         description=__doc__,

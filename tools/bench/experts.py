@@ -1,11 +1,11 @@
-"""What a layer of experts costs, against a dense feed-forward layer of the same active parameters.
+"""Compare a layer of experts with a dense feed-forward layer of the same active parameters.
 
 uv run python -m tools.bench.experts
 uv run python -m tools.bench.experts --experts 64 --per-token 8 --rounds 9
 
-Float32, a layer on one device: a step of training (forward and backward, all gradients), a prompt,
-and a step of decoding. The dense layer is as wide as the experts of a token together. The methods
-are compared with each other first; figures are medians of interleaved runs, and their ratios.
+Float32, one layer on one device: a training step (forward and backward, all gradients), a prompt,
+and a decode step. The dense layer is as wide as all experts of a token together. The outputs of the
+methods are compared first. Figures are medians of interleaved runs, and their ratios.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ WORK = {"training": (4, 256, True), "prompt": (4, 256, False), "decoding": (8, 1
 
 
 class Config(EasyDeLBaseConfig):
-    """What families have besides."""
+    """Fields that the families add to the base configuration."""
 
     hidden_act: str = "silu"
     intermediate_size: int = 0
 
 
 def layers(args: argparse.Namespace) -> dict[str, nnx.Module]:
-    """The contenders; those with experts have the same parameters."""
+    """Return the contenders; all layers of experts have the same parameters."""
     size: dict[str, Any] = {
         "hidden_size": args.hidden,
         "num_attention_heads": 1,
@@ -62,7 +62,7 @@ def layers(args: argparse.Namespace) -> dict[str, nnx.Module]:
 
 
 def runner(layer: nnx.Module, x: jax.Array, *, gradients: bool) -> tuple[Run, jax.Array]:
-    """A compiled call of a layer, and its output."""
+    """Return a compiled call of a layer, and its output."""
     graphdef, state = nnx.split(layer)
     positions = jnp.zeros(x.shape[:2], jnp.int32)
     ctx = Ctx(positions, {}, mode="train" if gradients else "prefill")
@@ -80,7 +80,7 @@ def runner(layer: nnx.Module, x: jax.Array, *, gradients: bool) -> tuple[Run, ja
 
 
 def measured(args: argparse.Namespace, work: str) -> list[list[str]]:
-    """The rows of one kind of work: milliseconds, and how many times the dense layer's."""
+    """Return the rows of one kind of work: milliseconds, and the ratio to the dense layer."""
     b, s, gradients = WORK[work]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(b, s, args.hidden)), jnp.float32)
     runs, outputs = {}, {}

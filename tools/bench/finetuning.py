@@ -1,11 +1,11 @@
-"""Memory of fine-tuning: all weights, adapters, and adapters on weights of few bits.
+"""Measure the memory of fine-tuning: all weights, adapters, and adapters on quantized weights.
 
     python -m tools.bench.finetuning
     python -m tools.bench.finetuning --layers 8 --rows 4 --length 512
 
-A train step (AdamW, float32, SmolLM2-135M's shape, every layer rematerialised) is compiled for each
-and not run. What it holds: weights, optimizer state, and the compiled program's memory for
-intermediate results (`memory_analysis`), gradients among them.
+A train step (AdamW, float32, SmolLM2-135M's shape, every layer rematerialized) is compiled for each
+case and not executed. Its memory consists of the weights, the optimizer state, and the compiled
+program's memory for intermediate results (`memory_analysis`), including gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ed_trainers.step import build_train_step
 from tools.bench.decode import SHAPES, VOCAB
 from tools.bench.measure import machine, table
 
-#: Row -> (format of the weights, whether adapters learn).
+#: Row -> (format of the weights, whether only adapters are trained).
 KINDS: dict[str, tuple[str | None, bool]] = {
     "all weights": (None, False),
     "adapters": (None, True),
@@ -37,7 +37,7 @@ MEGABYTE = 2**20
 
 
 def model_of(kind: str, layers: int, rank: int) -> Any:
-    """The model of a row, with random weights."""
+    """Return the model of a row, with random weights."""
     fields = {**SHAPES["llama"], "num_hidden_layers": layers, "vocab_size": VOCAB}
     config = LlamaConfig(
         **fields,
@@ -54,12 +54,12 @@ def model_of(kind: str, layers: int, rank: int) -> Any:
 
 
 def bytes_of(tree: object) -> int:
-    """Of all arrays."""
+    """Return the number of bytes of all arrays."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def measure(kind: str, args: argparse.Namespace) -> list[str]:
-    """A row: parameters that learn, and megabytes of weights, optimizer, temporaries and all."""
+    """Return a row: trained parameters, megabytes of weights, optimizer, temporaries and total."""
     arguments = SFTArguments(total_batch_size=args.rows, max_training_steps=1)
     trainer = SFTTrainer(arguments, model_of(kind, args.layers, args.rank))
     schedule = build_schedule(arguments, 1)
@@ -76,7 +76,7 @@ def measure(kind: str, args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.finetuning",
         description=__doc__,
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
-    header = ["learns", "parameters that learn", "weights, MB", "optimizer", "temporary", "in all"]
+    header = ["trained", "trained parameters", "weights, MB", "optimizer", "temporary", "total"]
     print(machine())
     print(f"{args.layers} layers, rank {args.rank}, {args.rows} rows of {args.length} tokens")
     print(table(header, [measure(kind, args) for kind in KINDS]))

@@ -1,11 +1,11 @@
-"""What an import costs: seconds and memory, each in a process of its own.
+"""Measure the cost of imports: seconds and memory, each in a separate process.
 
-    python -m tools.bench.imports                          the seven packages, and what they begin
+    python -m tools.bench.imports                          the packages and their entry points
     python -m tools.bench.imports "import ed_data" --rounds 9
 
-Seconds are of the clock and of the processor, in medians, without those of Python's own start; peak
-is the growth of resident memory. `torch` is hidden: no package needs it, but `transformers` imports
-it where it is installed.
+Wall and processor seconds are medians and exclude Python's own start. The peak is the growth of
+resident memory. `torch` is hidden: no package needs torch, but `transformers` imports it if it is
+installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(time.perf_counter() - clock, time.process_time() - processor, status("VmHW
 
 
 def cost(statement: str) -> tuple[float, float, int]:
-    """Seconds of the clock, seconds of the processor, and bytes, of a statement."""
+    """Return the wall seconds, the processor seconds and the bytes of a statement."""
     code = _PROGRAM.format(statement=statement)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     clock, processor, size = done.stdout.split()
@@ -44,7 +44,7 @@ def cost(statement: str) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.imports",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""llama.cpp as a contender: its own `llama-batched-bench`, a process for each turn."""
+"""llama.cpp as a contender: its `llama-batched-bench`, one process for each turn."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.bench.measure import Run, Told, cores
+from tools.bench.measure import Run, Timed, cores
 
-#: Steps of decoding of a turn, whose mean it reports.
+#: Number of decode steps of a turn; the program reports their mean.
 STEPS = 8
 PROGRAM = "llama-batched-bench"
 
 
 class LlamaCpp:
-    """A checkpoint of Llama in one of llama.cpp's formats.
+    """A Llama checkpoint in one of llama.cpp's formats.
 
-    A process loads the file, warms up, computes a prompt of random tokens and decodes; it says how
-    long the last two took, so loading costs no contender anything. Its cache is float16, as ever.
+    A process loads the file, warms up, computes a prompt of random tokens and decodes. It reports
+    the duration of the prompt and of the decode, without the loading time. The cache is float16,
+    the default of llama.cpp.
 
     Args:
-        checkpoint: as `to_gguf.write` takes it.
+        checkpoint: Directory that `to_gguf.write` reads.
         dtype: "f32", "bf16", "q8_0" or "q4_0".
-        llama_bin: where llama.cpp's programs are.
+        llama_bin: Directory of llama.cpp's programs.
     """
 
     def __init__(self, checkpoint: Path, dtype: str, llama_bin: Path):
-        from tools.bench import to_gguf  # its package is not everywhere
+        from tools.bench import to_gguf  # the package `gguf` is optional
 
         self.program = llama_bin / PROGRAM
         self.file = checkpoint / f"{dtype}.gguf"
@@ -42,17 +43,17 @@ class LlamaCpp:
         self.weight_bytes = self.file.stat().st_size
 
     def decoder(self, tokens: np.ndarray) -> Run:
-        """A run that tells the seconds of one step of decoding after prompts of that shape."""
+        """Return a run that returns the seconds of one decode step after prompts of that shape."""
         rows, length = tokens.shape
-        return lambda: Told(self.measured(rows, length, STEPS)["t_tg"] / STEPS)
+        return lambda: Timed(self.measured(rows, length, STEPS)["t_tg"] / STEPS)
 
     def prefiller(self, tokens: np.ndarray) -> Run:
-        """A run that tells the seconds of prompts of that shape."""
+        """Return a run that returns the seconds of prompts of that shape."""
         rows, length = tokens.shape
-        return lambda: Told(self.measured(rows, length, 1)["t_pp"])
+        return lambda: Timed(self.measured(rows, length, 1)["t_pp"])
 
     def measured(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """What the program prints of one setting."""
+        """Return the figures that the program prints for one setting."""
         settings = {
             "-m": self.file,
             "-c": rows * (length + steps),

@@ -1,23 +1,24 @@
-"""Loading a large sharded checkpoint: memory of the host, bytes that each device reads, seconds.
+"""Measure the loading of a large sharded checkpoint: host memory, bytes per device, seconds.
 
     python -m tools.bench.loading                         2 GB, bfloat16 and float32
     python -m tools.bench.loading --gigabytes 0.5 --dtype bfloat16 --rounds 1
-    python -m tools.bench.loading --quantize nf4 int8     quantized as it is read, and otherwise
+    python -m tools.bench.loading --quantize nf4 int8     quantized while reading, and otherwise
 
-The checkpoint is a Llama with random weights, made here. Each load runs in a process of its own.
+The script writes a Llama checkpoint with random weights. Each load runs in a separate process.
 
-- host: how far the process's resident memory rises at its peak while loading, less what the devices
-  hold in the end (on a CPU their memory is the process's too), over the checkpoint's size
-- a device of four: bytes of tensors read for it, over the checkpoint's size, least and most
-- seconds: from the directory to a model whose every page was touched, and of these the processor's;
-  `transformers` on torch takes turns with this project, and both have imported their model's code.
-  torch copies nothing where the dtype stays: its tensors are the pages of the mapped file. Here
-  each matrix is transposed into memory of its own
+- host: peak growth of the process's resident memory while loading, minus the final memory of the
+  devices (on a CPU it belongs to the process, too), relative to the checkpoint's size
+- a device of four: bytes of tensors read for the device, relative to the checkpoint's size, minimum
+  and maximum
+- seconds: from the directory to a model with all pages touched, wall time and processor time. Runs
+  of this project and of `transformers` on torch alternate; both have imported the model's code.
+  torch copies nothing if the dtype is unchanged: its tensors are the pages of the mapped file. Here
+  each matrix is transposed into new memory
 
-With `--quantize`: what the model holds in the end, and the peak of the process, over the
-checkpoint's size, of four ways: plain; quantized as it is read; read and then quantized; and from
-the file that the quantized model was saved to. On a CPU the devices' memory is the process's, so
-the peak is that of host and device together.
+With `--quantize`: the final memory of the model and the peak memory of the process, relative to the
+checkpoint's size, for four ways: plain; quantized while reading; read and then quantized; and from
+the file that the quantized model was saved to. On a CPU the peak includes host and device, because
+the memory of the devices belongs to the process.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one dtype.
+    """The measurements of one dtype.
 
     Attributes:
-        dtype: of the checkpoint and of the parameters.
-        size: of the checkpoint, bytes.
-        host: excess of the host's peak on one device and on four, over `size`.
-        shares: what each of four devices read, over `size`.
-        seconds: of this project and of `transformers` (none without torch): by the clock, and of
-            the processor.
+        dtype: Dtype of the checkpoint and of the parameters.
+        size: Size of the checkpoint in bytes.
+        host: Excess of the host's peak over the final memory, on one device and on four, over
+            `size`.
+        shares: Bytes that each of four devices read, over `size`.
+        seconds: Wall and processor seconds of this project and of `transformers` (absent without
+            torch).
     """
 
     dtype: str
@@ -72,7 +74,7 @@ class Result:
 
 
 def make(directory: Path, gigabytes: float, dtype: str) -> int:
-    """Write a sharded checkpoint of about so many GB; returns its bytes."""
+    """Write a sharded checkpoint of about `gigabytes` GB, and return its bytes."""
     import jax
     from ed_models.checkpoints.loading import weight_map
     from ed_models.checkpoints.tensor_writer import TensorSpec, write_tensors
@@ -100,7 +102,7 @@ def make(directory: Path, gigabytes: float, dtype: str) -> int:
 
 
 def measure(gigabytes: float, dtype: str, rounds: int) -> Result:
-    """Make a checkpoint, load it in other processes, and take it away."""
+    """Write a checkpoint, load it in other processes, and delete it."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         size = make(directory, gigabytes, dtype)
@@ -124,17 +126,17 @@ def measure(gigabytes: float, dtype: str, rounds: int) -> Result:
     return Result(dtype, size, (excess[0], excess[1]), shares, seconds)
 
 
-#: Ways to a quantized model: what `from_pretrained` and then `quantize` are told.
+#: Ways to a quantized model: (`from_pretrained` quantizes, `quantize` is called afterwards).
 WAYS: Mapping[str, tuple[bool, bool]] = {
     "plain": (False, False),
-    "quantized as it is read": (True, False),
+    "quantized while reading": (True, False),
     "read, then quantized": (False, True),
     "from its own file": (False, False),
 }
 
 
 def measure_quantized(gigabytes: float, dtype: str, formats: Sequence[str]) -> str:
-    """Load a checkpoint in each way; a table."""
+    """Load a checkpoint in each way and return a table."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
@@ -159,7 +161,7 @@ def measure_quantized(gigabytes: float, dtype: str, formats: Sequence[str]) -> s
 def _worker(
     who: str, directory: Path, dtype: str, dims: tuple[int, ...], *more: str
 ) -> dict[str, Any]:
-    """Load once in a process of its own; what the process says (nothing without torch)."""
+    """Load once in a separate process and return its report (empty without torch)."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={int(np.prod(dims))}"
     words = [who, str(directory), dtype, ",".join(map(str, dims)), *(more or ("plain", "", ""))]
@@ -178,7 +180,7 @@ def _worker(
 def work(
     who: str, directory: str, dtype: str, dims: str, way: str, form: str, saved: str
 ) -> dict[str, object]:
-    """Load in this process; a model that was quantized as it was read is written to `saved`."""
+    """Load in this process; save a model that was quantized while reading to `saved`."""
     if who == "torch":
         return _theirs(directory)
     return _ours(directory, dtype, tuple(int(n) for n in dims.split(",")), way, form, saved)
@@ -187,12 +189,13 @@ def work(
 def _ours(
     directory: str, dtype: str, dims: tuple[int, ...], way: str, form: str, saved: str
 ) -> dict[str, object]:
-    import ed_models.families.llama  # noqa: F401  # only loading counts, for both
+    import ed_models.families.llama  # noqa: F401  # only loading is measured
     import jax
     from ed_models import AutoEasyDeLModelForCausalLM
     from flax import nnx
 
-    jax.block_until_ready(jax.numpy.ones(8) + 1)  # the backend is there before anything counts
+    # Initialize the backend before the measurement.
+    jax.block_until_ready(jax.numpy.ones(8) + 1)
     reads = _count_reads()
     kept: dict[str, Any] = {}
     spec = {"dtype": form} if form else None
@@ -226,7 +229,7 @@ def _ours(
 
 
 def _count_reads() -> Mapping[int, int]:
-    """Count the bytes of tensors that are read for each device, from now on."""
+    """Count the bytes of tensors that are read for each device from now on."""
     import jax
     from ed_models.checkpoints.tensor_files import TensorFiles
 
@@ -242,7 +245,7 @@ def _count_reads() -> Mapping[int, int]:
     def make(shape: Any, sharding: Any, callback: Any, **options: Any) -> jax.Array:
         for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
             before = total[0]
-            callback(index)  # keeps what it read, so nothing is read twice
+            callback(index)  # the callback caches its value, so nothing is read twice
             counts[device.id] += total[0] - before
         return make_array(shape, sharding, callback, **options)
 
@@ -269,13 +272,13 @@ def _theirs(directory: str) -> dict[str, object]:
 
 
 def _touch(arrays: Any) -> None:
-    """Read something of every page, so that no loading is put off."""
+    """Read from every page, so that no loading is deferred."""
     for array in arrays:
         np.asarray(array).reshape(-1).view(np.uint8)[::4096].sum()
 
 
 def show(results: list[Result]) -> str:
-    """The results as a table."""
+    """Return the results as a table."""
     rows = []
     for r in results:
         cells = [f"{r.seconds[who][0]:.2f} ({r.seconds[who][1]:.2f})" for who in r.seconds]
@@ -297,7 +300,7 @@ def show(results: list[Result]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.loading",
         description=__doc__,

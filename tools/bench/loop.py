@@ -1,12 +1,11 @@
-"""What the training loop costs beside the step itself: the host's time, a step, in milliseconds.
+"""Measure the cost of the training loop in addition to the step: host milliseconds per step.
 
     uv run python -m tools.bench.loop
     uv run python -m tools.bench.loop --steps 1000 --log-steps 10
 
-A tiny Llama trains on one batch, over and over, with a row of metrics every `--log-steps` steps.
-The loop's own time is the processor time of its thread between two rows, less that of the bare
-compiled step, which runs on the same thread where it is small. Both are medians over pieces of 50
-steps.
+A tiny Llama trains repeatedly on one batch, with a row of metrics every `--log-steps` steps. The
+cost of the loop is the processor time of its thread between two rows, minus that of the bare
+compiled step. A small step runs on the same thread. Both are medians over periods of 50 steps.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ROWS, LENGTH, PIECE = 8, 32, 50
 
 
 class OneBatch:
-    """The same batch for ever: a loader that costs nothing."""
+    """A loader that always returns the same batch, at no cost."""
 
     steps_per_epoch = 1_000_000
 
@@ -43,28 +42,28 @@ class OneBatch:
         self._batch = {"input_ids": ids, "labels": ids, "segment_ids": np.ones_like(ids)}
 
     def batch_at(self, step: int) -> dict[str, np.ndarray]:
-        """Return it."""
+        """Return the batch."""
         return self._batch
 
 
 class Pieces(Callback):
-    """Notes the thread's processor time every so many steps."""
+    """Records the thread's processor time every PIECE steps."""
 
     def __init__(self) -> None:
         self.seconds: list[tuple[int, float]] = []
 
     def on_log(self, trainer: Any, row: Mapping[str, Any]) -> None:
-        """A row was written."""
+        """Record the processor time if the row ends a period."""
         if row["step"] % PIECE == 0:
             self.seconds.append((row["step"], time.thread_time()))
 
     def milliseconds(self) -> float:
-        """Median, of a step, without the first piece."""
+        """Return the median milliseconds of a step, without the first period."""
         return _median([seconds for _, seconds in self.seconds[1:]])
 
 
 def model() -> LlamaForCausalLM:
-    """A Llama whose step takes about a millisecond."""
+    """Return a Llama whose step has a duration of about a millisecond."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,
@@ -78,7 +77,7 @@ def model() -> LlamaForCausalLM:
 
 
 def arguments(directory: Path, steps: int, log_steps: int, **options: Any) -> SFTArguments:
-    """The options of a run."""
+    """Return the options of a run."""
     return SFTArguments(
         save_directory=str(directory),
         total_batch_size=ROWS,
@@ -90,7 +89,7 @@ def arguments(directory: Path, steps: int, log_steps: int, **options: Any) -> SF
 
 
 def bare(steps: int) -> float:
-    """Milliseconds of processor time of the compiled step alone, its report read one step late."""
+    """Return the processor milliseconds of the compiled step; reports are read one step late."""
     with tempfile.TemporaryDirectory() as folder:
         options = arguments(Path(folder), steps, 1, use_tensorboard=False)
         trainer = SFTTrainer(options, model())
@@ -112,7 +111,7 @@ def bare(steps: int) -> float:
 
 
 def looped(steps: int, log_steps: int, **options: Any) -> float:
-    """Milliseconds of processor time of a step in the loop."""
+    """Return the processor milliseconds of a step in the loop."""
     with tempfile.TemporaryDirectory() as folder:
         pieces = Pieces()
         run = arguments(Path(folder), steps, log_steps, progress_bar_type="none", **options)
@@ -121,7 +120,7 @@ def looped(steps: int, log_steps: int, **options: Any) -> float:
 
 
 def figures(steps: int, log_steps: int) -> dict[str, float]:
-    """Milliseconds of a step: the bare step, and what the loop adds to it with each sink."""
+    """Return the milliseconds of a bare step, and the cost that the loop adds with each sink."""
     runs: dict[str, Callable[[], float]] = {
         "record alone": lambda: looped(steps, log_steps, use_tensorboard=False),
         "record and TensorBoard": lambda: looped(steps, log_steps, use_tensorboard=True),

@@ -1,4 +1,4 @@
-"""Timing that stands noise: contenders take turns, and medians and ratios are what counts."""
+"""Timing that is robust against noise: interleaved runs, compared by medians and ratios."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 Run = Callable[[], object]
 
 
-class Told(float):
-    """What a run returns that measures its seconds itself: it also does what should not count."""
+class Timed(float):
+    """Seconds that a run measured itself, excluding its preparation."""
 
 
 def take_turns(
@@ -25,15 +25,15 @@ def take_turns(
     rounds: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Median seconds of each contender, or another summary `of` its rounds."""
+    """Return the median seconds of each contender, or another summary `of` its rounds."""
     return {name: of(times) for name, times in all_turns(contenders, rounds=rounds).items()}
 
 
 def all_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in every round.
+    """Return the seconds of each contender in every round.
 
-    A round runs each of them once, so that a slow moment of the machine meets all; the first
-    round warms up and does not count. A contender returns when its work is done.
+    A round runs each contender once, so that a slow moment of the machine affects all of them. The
+    first round warms up and is not counted. A run returns when its work is done.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
@@ -43,21 +43,21 @@ def all_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, list[floa
             result = run()
             passed = time.perf_counter() - began
             if turn:
-                seconds[name].append(result if isinstance(result, Told) else passed)
+                seconds[name].append(result if isinstance(result, Timed) else passed)
     return seconds
 
 
 def peak_growth(run: Run) -> int:
-    """Bytes by which the resident memory of this process grows at most during a run (Linux)."""
+    """Return the peak growth of this process's resident memory during a run, in bytes (Linux)."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = status("VmRSS")
     run()
     return max(0, status("VmHWM") - before)
 
 
 def status(field: str) -> int:
-    """A size in bytes from the process's status."""
+    """Return a size in bytes from the process's status."""
     text = Path("/proc/self/status").read_text()
     found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
     assert found is not None
@@ -65,7 +65,7 @@ def status(field: str) -> int:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that a sum over 512 MB of float32 reads: the best of several runs."""
+    """Return the bytes per second that a sum over 512 MB of float32 reads, best of several runs."""
     import jax
     import jax.numpy as jnp
 
@@ -81,7 +81,7 @@ def read_bandwidth() -> float:
 
 
 def machine() -> str:
-    """One line that says what was measured on, and with what."""
+    """Return one line that describes the hardware and the versions of a measurement."""
     import jax
 
     device = jax.devices()[0]
@@ -96,12 +96,12 @@ def machine() -> str:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """The processor's model, and whether it has AVX-512."""
+    """Return the processor's model, with a note if it supports AVX-512."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -112,7 +112,7 @@ def cpu_name() -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, columns aligned."""
+    """Return a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(

@@ -1,10 +1,10 @@
-"""Memory of training against the length of the sequence: blocks and chunks against full scores.
+"""Measure training memory against the sequence length: blocks and chunks against full scores.
 
     python -m tools.bench.memory
     python -m tools.bench.memory --lengths 2048 4096 --layers 8
 
-The gradient of a small Llama's loss is compiled for each length, not run: the figure is the memory
-of the compiled program for intermediate results (`memory_analysis`).
+The gradient of a small Llama's loss is compiled for each length and not executed. The figure is the
+memory of the compiled program for intermediate results (`memory_analysis`).
 
 - blockwise: attn_mechanism="blockwise" with use_scan_mlp, gradient_checkpointing="nothing_saveable"
 - vanilla: full scores and whole MLP, with the same gradient_checkpointing
@@ -22,7 +22,7 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-#: Options by the name of a column.
+#: Options by column name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "blockwise": {"attn_mechanism": "blockwise", "use_scan_mlp": True, "scan_mlp_chunk_size": 1024},
     "vanilla": {"attn_mechanism": "vanilla"},
@@ -39,13 +39,13 @@ class Point:
 
 
 def temp_bytes(length: int, *, layers: int, width: int, batch: int = 1, **options: Any) -> int:
-    """Temporary memory of the compiled gradient of a Llama's loss, in bytes.
+    """Return the temporary memory of the compiled gradient of a Llama's loss, in bytes.
 
     Args:
-        length: tokens of a row.
-        layers, width: depth and hidden size; four heads, an MLP of four times the width.
-        batch: rows.
-        options: fields of the configuration.
+        length: Number of tokens per row.
+        layers, width: Depth and hidden size; four heads, an MLP of four times the width.
+        batch: Number of rows.
+        options: Fields of the configuration.
     """
     config = LlamaConfig(
         vocab_size=512,
@@ -73,7 +73,7 @@ def temp_bytes(length: int, *, layers: int, width: int, batch: int = 1, **option
 
 
 def measure(lengths: tuple[int, ...] = LENGTHS, *, layers: int = 2, width: int = 64) -> list[Point]:
-    """A point for each length."""
+    """Return a point for each length."""
 
     def of(variant: str, length: int) -> int:
         return temp_bytes(length, layers=layers, width=width, **VARIANTS[variant])
@@ -82,7 +82,7 @@ def measure(lengths: tuple[int, ...] = LENGTHS, *, layers: int = 2, width: int =
 
 
 def show(points: list[Point]) -> str:
-    """The points as a table; bytes per token say whether memory is linear in the length."""
+    """Return the points as a table; constant bytes per token mean memory linear in the length."""
     lines = [f"{'tokens':>7} {'blockwise MB':>13} {'kB/token':>9} {'vanilla MB':>11} {'ratio':>7}"]
     for point in points:
         per_token = point.blockwise / point.length / 1e3

@@ -1,15 +1,17 @@
-"""How full rows are, and how fast they are planned: each strategy, streamed and not, and for pairs.
+"""Measure how full packed rows are and how fast they are planned, for each strategy.
 
     uv run python -m tools.bench.packing
     uv run python -m tools.bench.packing --documents 200000 --length 4096
 
-Lengths are those of chats: lognormal, with a median of 350 tokens and a tail to the row length; of
-pairs, two answers of unlike lengths to one prompt. Figures are of one core; strategies take turns,
-and medians count. `bisect` is best-fit decreasing with the rooms of the open rows in a sorted list.
+The lengths resemble chats: lognormal, with a median of 350 tokens and a tail up to the row length.
+Pairs have two answers of different lengths to one prompt. Figures are for one core; runs are
+interleaved, and medians are compared. `bisect` is best-fit decreasing with the free space of the
+open rows in a sorted list.
 
-Where TRL and grain are installed, their own packers run on the first 16,384 of the same lengths.
-They move the tokens (one byte each here) into rows and number their positions, and so does ours
-there; grain makes segment numbers and padding too. grain packs a stream into 64 open rows.
+If TRL and grain are installed, their packers run on the first 16,384 of the same lengths. They move
+the tokens (one byte each) into rows and number their positions, and so does this project's packer
+in that table; grain also creates segment numbers and padding. grain packs a stream into 64 open
+rows.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ from tools.bench.measure import all_turns, table
 IntArray = NDArray[np.int64]
 STREAM_WINDOW = 4096
 WINDOW = 16_384
-COMPARED = 16_384  # documents of which others pack the tokens
+COMPARED = 16_384  # number of documents in the comparison with packers that move tokens
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One way to pack.
+    """The result of one packing strategy.
 
     Attributes:
-        name: the way.
-        length: tokens of a row.
-        fill: share of the positions that hold a token.
-        rate: documents a second, on one core.
+        name: Name of the strategy.
+        length: Number of positions per row.
+        fill: Share of positions that contain a token.
+        rate: Documents per second on one core.
     """
 
     name: str
@@ -53,13 +55,13 @@ class Figure:
 
 
 def chat_lengths(documents: int, limit: int, seed: int = 0) -> IntArray:
-    """Lengths of chats: lognormal, cut at the row length."""
+    """Return lengths of chats: lognormal, clipped at the row length."""
     draws = np.random.default_rng(seed).lognormal(np.log(350), 1.0, documents)
     return np.clip(draws.astype(np.int64), 16, limit)
 
 
 def pair_lengths(documents: int, limit: int, seed: int = 0) -> IntArray:
-    """[2, documents] lengths of both answers, each with its prompt."""
+    """Return the lengths [2, documents] of both answers, each including its prompt."""
     rng = np.random.default_rng(seed)
     prompt = np.clip(rng.lognormal(np.log(120), 0.8, documents), 8, limit // 2)
     answers = rng.lognormal(np.log(230), 0.5, (2, documents))
@@ -67,13 +69,13 @@ def pair_lengths(documents: int, limit: int, seed: int = 0) -> IntArray:
 
 
 def in_windows(lengths: IntArray, capacity: int, strategy: str, window: int) -> list[Packing]:
-    """Pack each window of documents by itself."""
+    """Pack each window of documents separately."""
     starts = range(0, len(lengths), window)
     return [pack(lengths[at : at + window], capacity, strategy) for at in starts]
 
 
 def bisect_rows(lengths: IntArray, capacity: int) -> int:
-    """Best-fit decreasing with a sorted list of rooms, as TRL; returns the number of rows."""
+    """Count the rows of best-fit decreasing with a sorted list of free spaces, as in TRL."""
     rooms: list[tuple[int, int]] = []
     rows: list[list[int]] = []
     for document in np.argsort(-lengths, kind="stable").tolist():
@@ -93,10 +95,10 @@ def bisect_rows(lengths: IntArray, capacity: int) -> int:
 def moved(
     tokens: NDArray[np.uint8], lengths: IntArray, capacity: int
 ) -> tuple[NDArray[np.uint8], IntArray]:
-    """Plan rows, and move the tokens into them.
+    """Plan rows, and move the tokens into the rows.
 
     Returns:
-        [rows, capacity] tokens, and their positions in their documents; 0 where there is none.
+        The tokens [rows, capacity] and their positions in their documents; 0 in free positions.
     """
     packing = pack(lengths, capacity)
     first = (np.cumsum(lengths) - lengths)[packing.document] + packing.start
@@ -118,7 +120,7 @@ def timed(
     capacity: int,
     rounds: int,
 ) -> list[Figure]:
-    """Run the plans in turn."""
+    """Time the plans in interleaved runs."""
     rows: dict[str, int] = {}
 
     def run(name: str) -> Callable[[], None]:
@@ -137,12 +139,12 @@ def timed(
 
 
 def theirs(lengths: IntArray, capacity: int) -> dict[str, Callable[[], int]]:
-    """Packers of other projects that are installed, by name; each returns the number of rows."""
+    """Return the installed packers of other projects by name; each returns the number of rows."""
     tokens = [np.zeros(int(length), np.uint8) for length in lengths]
     found: dict[str, Callable[[], int]] = {}
     if importlib.util.find_spec("trl") is not None:
         import pyarrow as pa
-        from trl.data_utils import _pack_bfd  # pack_dataset adds the map of `datasets` around it
+        from trl.data_utils import _pack_bfd  # pack_dataset wraps this function in `datasets.map`
 
         tokens_of_all = pa.table({"input_ids": pa.array(tokens)})
         found["TRL's bfd"] = lambda: len(_pack_bfd(tokens_of_all, capacity))
@@ -158,7 +160,7 @@ def theirs(lengths: IntArray, capacity: int) -> dict[str, Callable[[], int]]:
 
 
 def figures(documents: int, length: int, rounds: int) -> list[Figure]:
-    """Every way to plan rows, for one row length."""
+    """Measure all planning strategies for one row length."""
     chats = chat_lengths(documents, length)
     pairs = pair_lengths(documents, length).max(axis=0)
 
@@ -185,7 +187,7 @@ def figures(documents: int, length: int, rounds: int) -> list[Figure]:
 
 
 def compared(length: int, rounds: int) -> list[Figure]:
-    """Packers that move the tokens: ours, and those of other projects."""
+    """Measure packers that move the tokens: this project's and those of other projects."""
     lengths = chat_lengths(COMPARED, length)
     tokens = np.zeros(int(lengths.sum()), np.uint8)
     plans = {"bfd": lambda: len(moved(tokens, lengths, length)[0]), **theirs(lengths, length)}
@@ -193,7 +195,7 @@ def compared(length: int, rounds: int) -> list[Figure]:
 
 
 def show(title: str, found: list[Figure]) -> str:
-    """A table."""
+    """Return the figures as a table."""
     rows = [[f.name, str(f.length), f"{f.fill:.3%}", f"{f.rate:,.0f}"] for f in found]
     return table([title, "row", "fill", "documents/s"], rows)
 
@@ -206,10 +208,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, action="append")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for everybody
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for all contenders
     for package in ("trl", "grain"):
         if importlib.util.find_spec(package) is None:
-            print(f"{package} is not installed: no figures of it")
+            print(f"{package} is not installed, so it is not measured")
     for length in options.length or [4096, 8192]:
         print(show("planning", figures(options.documents, length, options.rounds)))
         print(show("with tokens", compared(length, options.rounds)))

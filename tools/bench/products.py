@@ -1,10 +1,9 @@
-"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.projections.matmul` writes, and
-native.
+"""Compare matrix products on a CPU: plain XLA, `ed_layers.projections.matmul`, and native code.
 
 uv run python -m tools.bench.products
 uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
 
-Times are minima over rounds in which all forms take turns: other load on the machine only adds.
+Times are minima over interleaved rounds, because other load on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tools.bench.measure import Run, machine, table, take_turns
 
 
 def attention_forms(rows: int, slots: int) -> dict[str, Run]:
-    """Weights times values of one decode step: 3 key heads of 64, 9 query heads, float32."""
+    """Return runs of weights times values of a decode step: 3 key heads of 64, 9 query heads."""
     import jax
     import jax.numpy as jnp
     from ed_layers.attention.kernels.vanilla import combine
@@ -35,11 +34,10 @@ def attention_forms(rows: int, slots: int) -> dict[str, Run]:
 
 
 def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[str, Run]:
-    """A product as jnp.matmul writes it, as `ed_layers.projections.matmul` writes it for XLA, and
-    native.
+    """Return runs of one product: jnp.matmul, `ed_layers.projections.matmul` on XLA, and native.
 
     Args:
-        tied: the matrix lies transposed, as an embedding does.
+        tied: Whether the matrix is stored transposed, like an embedding.
     """
     import jax
     import jax.numpy as jnp
@@ -76,13 +74,13 @@ def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[s
 
 
 def ready(function, *arguments) -> Run:
-    """A run of a compiled function."""
+    """Compile a function, and return a run of it."""
     function(*arguments).block_until_ready()
     return lambda: function(*arguments).block_until_ready()
 
 
 def measured(cases: dict[str, dict[str, Run]], rounds: int) -> str:
-    """A table of milliseconds: a row for each case, a column for each form."""
+    """Return a table of milliseconds: a row for each case, a column for each form."""
     rows = []
     for label, runs in cases.items():
         seconds = take_turns(runs, rounds=rounds, of=min)
@@ -92,7 +90,7 @@ def measured(cases: dict[str, dict[str, Run]], rounds: int) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     os.environ["ED_LAYERS_NATIVE"] = "1"
     from ed_layers.native import describe
 

@@ -1,12 +1,12 @@
-"""What quantized weights cost and save: memory, files, errors, held-out loss, time of a step.
+"""Measure quantized weights: memory, files, errors, held-out loss, and the time of a step.
 
     python -m tools.bench.quantization              the quickstart's model, and a wider one
     python -m tools.bench.quantization --methods nf4 int8 --layers 8 --rounds 9
 
-Bytes a weight are those of the quantized matrices, scales included, in live arrays and in files.
-The loss is that of the texts which the run holds out; the error is that of its logits, relative.
-A decode step is timed on a model of SmolLM2-135M's shape with random weights, whose head is
-quantized too; contenders take turns.
+Bytes per weight include the scales of the quantized matrices, in live arrays and in files. The loss
+is computed on the held-out texts of the run; the error of the logits is relative. A decode step is
+timed on a model of SmolLM2-135M's shape with random weights and a quantized head; runs are
+interleaved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flax import nnx
 from tools.bench.decode import SHAPES, VOCAB, Ours
 from tools.bench.measure import machine, table, take_turns
 
-#: Row -> fields of the configuration; None = as it is.
+#: Row -> fields of the configuration; None: not quantized.
 METHODS: dict[str, dict[str, Any] | None] = {
     "float32": None,
     "int8": {"dtype": "int8"},
@@ -40,22 +40,22 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "w4a8 (a4q)": {"dtype": "w4a8"},
     "mxfp4": {"dtype": "mxfp4"},
 }
-#: Every matrix, embedding and head too.
+#: A pattern that matches every matrix, including embedding and head.
 EVERYTHING = ""
 
 
 def held_out(run: Path) -> list[Mapping[str, Any]]:
-    """The batches on which a run measures what it has learned."""
+    """Return the held-out batches of a run."""
     from ed_elarge.model import eLargeModel
 
     loader = eLargeModel.from_yaml(str(run)).build_eval_dataset()
-    assert loader is not None, f"{run} holds no texts out"
+    assert loader is not None, f"{run} has no held-out texts"
     keys = ("input_ids", "labels", "segment_ids", "position_ids")
     return [{k: jnp.asarray(v) for k, v in b.items() if k in keys} for b in loader]
 
 
 def loss_and_logits(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float, np.ndarray]:
-    """Nats a token over all batches, and the logits of the first one."""
+    """Return the nats per token over all batches, and the logits of the first batch."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
@@ -75,7 +75,7 @@ def loss_and_logits(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[f
 
 
 def quality(directory: Path, run: Path, methods: Iterable[str]) -> str:
-    """The table of one trained model."""
+    """Return the table of one trained model."""
     from ed_models import AutoEasyDeLModelForCausalLM
 
     ones = (1, 1, 1, 1, 1)
@@ -103,7 +103,7 @@ def quality(directory: Path, run: Path, methods: Iterable[str]) -> str:
 
 
 def times(methods: Iterable[str], layers: int, rounds: int, batch: list[int]) -> str:
-    """Decode steps, of a model whose weights do not fit into caches."""
+    """Return the table of decode times of a model whose weights do not fit into caches."""
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
     fields = {**SHAPES["llama"], "num_hidden_layers": layers, "vocab_size": VOCAB}
@@ -128,7 +128,7 @@ def times(methods: Iterable[str], layers: int, rounds: int, batch: list[int]) ->
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.quantization",
         description=__doc__,
@@ -136,9 +136,11 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--model", type=Path, default=Path("runs/quickstart/model"))
-    add("--run", type=Path, default=Path("examples/quickstart.yaml"), help="what held texts out")
+    add(
+        "--run", type=Path, default=Path("examples/quickstart.yaml"), help="run with held-out texts"
+    )
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    add("--layers", type=int, default=8, help="of the model that is timed; 0 = time nothing")
+    add("--layers", type=int, default=8, help="layers of the timed model; 0 = no timing")
     add("--batch", type=int, nargs="+", default=[1, 8])
     add("--rounds", type=int, default=9)
     options = parser.parse_args()

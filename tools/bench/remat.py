@@ -1,4 +1,4 @@
-"""What each `gradient_checkpointing` policy costs: memory, recomputed flops, and equal gradients.
+"""Measure each `gradient_checkpointing` policy: memory, recomputed flops, and equal gradients.
 
     python -m tools.bench.remat
     python -m tools.bench.remat --sequence 2048 --attention blockwise
@@ -7,8 +7,8 @@ One training step's gradient of a small Llama of scanned layers is compiled for 
 
 - temp MB: the compiled program's memory for intermediate results (`memory_analysis`), and its ratio
   to that of no policy
-- flops of a layer: forward and backward (`cost_analysis`, which counts the body of a loop once: the
-  table is per layer as it stands); the ratio to no policy says what is computed again
+- flops of a layer: forward and backward; `cost_analysis` counts the body of a loop once, so the
+  figures are per layer. The ratio to no policy shows the recomputed share
 - gradient: largest difference to no policy, relative to each parameter's largest gradient
 """
 
@@ -30,7 +30,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Row:
-    """One policy: bytes, flops of a layer's forward and backward pass, error of the gradient."""
+    """Results of one policy: bytes, flops of a layer (forward and backward), gradient error."""
 
     policy: str
     temp: int
@@ -39,7 +39,7 @@ class Row:
 
 
 def llama(policy: str, *, layers: int, width: int, attention: Any, **options: Any) -> LlamaConfig:
-    """A small Llama of that depth and width, with four heads, on one device."""
+    """Return the configuration of a small Llama with four heads, on one device."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -57,7 +57,7 @@ def llama(policy: str, *, layers: int, width: int, attention: Any, **options: An
 
 
 def compiled_gradient(config: LlamaConfig, batch: int, sequence: int) -> tuple[Any, Any]:
-    """The compiled gradient of the loss, `f(params, input_ids)`, and params to call it with."""
+    """Return the compiled gradient of the loss, `f(params, input_ids)`, and its parameters."""
     model = LlamaForCausalLM.create(config, seed=0)
     graphdef, params, other = model.split_module()
 
@@ -71,7 +71,7 @@ def compiled_gradient(config: LlamaConfig, batch: int, sequence: int) -> tuple[A
 def table(
     *, layers: int, width: int, batch: int, sequence: int, attention: str = "vanilla"
 ) -> list[Row]:
-    """A row for each policy; the first is no policy."""
+    """Return a row for each policy; the first row has no policy."""
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (batch, sequence), dtype=np.int32)
     rows: list[Row] = []
     expected: list[Any] = []
@@ -89,7 +89,7 @@ def table(
 
 
 def show(rows: list[Row]) -> str:
-    """The table as text."""
+    """Return the table as text."""
     none = rows[0]
     lines = [f"{'policy':36} {'temp MB':>8} {'ratio':>6} {'flops/layer':>12} {'gradient':>9}"]
     for row in rows:

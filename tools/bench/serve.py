@@ -1,16 +1,18 @@
-"""Servers on the same checkpoint in one run: ours, `transformers serve` on torch, llama.cpp's.
+"""Compare servers on the same checkpoint in one run: ours, `transformers serve`, llama.cpp's.
 
     python -m tools.bench.serve --llama-server build/bin/llama-server
     python -m tools.bench.serve --clients 1 8 --layers 4 --tokens 16 --rounds 1
     python -m tools.bench.serve --only ours --streams
 
-SmolLM2-135M's shape in float32 with random weights, greedy. The servers run at once and take turns;
-clients are one process of plain sockets, so that all servers pay the same for them. A cell is of
-all requests of all rounds. llama.cpp reads GGUF, which `tools.bench.to_gguf` makes of the
-checkpoint; without its server the contender is left out.
+SmolLM2-135M's shape in float32 with random weights, greedy. All servers run during the whole
+comparison, and their loads are interleaved. The clients are one process with plain sockets, so that
+their cost is the same for all servers. A cell summarizes all requests of all rounds. llama.cpp
+reads the GGUF file that `tools.bench.to_gguf` writes from the checkpoint; without its server the
+contender is omitted.
 
 `--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
-prompts, on this shape and on the quickstart's, which shows more of it: a step takes a millisecond.
+prompts, for this shape and for the quickstart's. The quickstart's steps have a duration of about
+one millisecond, so its ratio shows the cost of the server more clearly.
 """
 
 from __future__ import annotations
@@ -48,24 +50,24 @@ QUICKSTART: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 STREAMED = {"135M": ({**SHAPES["llama"]}, VOCAB), "quickstart's": (QUICKSTART, 2048)}
-# Seconds that a server has to read the model and, ours, to compile.
+# Seconds for a server to load the model; our server also compiles it in this time.
 PATIENCE = 600
 
 
 def save(directory: Path, shape: dict[str, Any], vocab: int) -> None:
-    """A checkpoint with random weights and a tokenizer, as torch and `transformers` write it."""
+    """Write a torch checkpoint with random weights and a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    # Nobody stops before the last token that was asked for.
+    # Without an end token, every request generates all requested tokens.
     config = LlamaConfig(**shape, vocab_size=vocab, bos_token_id=None, eos_token_id=None)
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer(vocab).save_pretrained(directory)
 
 
 def tokenizer(vocab: int) -> Any:
-    """The tokenizer that `tools.bench.to_gguf` writes: a text is its bytes, other ids are words."""
+    """Return the tokenizer that `tools.bench.to_gguf` writes: text as bytes, other ids as words."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -84,10 +86,10 @@ def tokenizer(vocab: int) -> Any:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
-    """A server in a process of its own, once it answers; gives its URL.
+    """Run a server in a separate process and yield its URL as soon as the server answers.
 
     Raises:
-        RuntimeError: it does not answer.
+        RuntimeError: The server does not answer.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
     with log.open("wb") as out:
@@ -117,7 +119,7 @@ def _answers(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -126,7 +128,7 @@ def free_port() -> int:
 def commands(
     options: argparse.Namespace, directory: Path, folder: Path
 ) -> dict[str, tuple[list[str], int]]:
-    """The contenders: how each is started, and on which port."""
+    """Return the command and the port of each contender."""
     most, ports = max(options.clients), iter(free_port, None)
     python, found = sys.executable, {}
     local = ["--host", "127.0.0.1", "--port"]
@@ -136,7 +138,7 @@ def commands(
         ours = [python, "-m", "ed_esurge", "serve", str(directory), *local, str(port)]
         found["ours"] = ([*ours, *flags, "--log-level", "warning"], port)
     if "transformers" in options.only:
-        # Each request has the model for itself; or, with the option, all share its steps.
+        # Without the option, requests run one after another; with it, they share steps.
         pages = ["--cb-block-size", "32", "--cb-num-blocks", str(most * MODEL_LEN // 32)]
         batching = ["--continuous-batching", *pages, "--cb-max-batch-tokens", "512"]
         for name, flags in (("", []), (", continuous batching", batching)):
@@ -147,7 +149,7 @@ def commands(
     if "llama.cpp" in options.only:
         server = options.llama_server
         if server is None or not server.exists():
-            print(f"llama.cpp is left out: --llama-server is {server}")
+            print(f"llama.cpp is omitted: --llama-server is {server}")
             return found
         gguf = options.gguf
         if gguf is None:
@@ -166,9 +168,9 @@ def commands(
 def bodies(
     name: str, draw: random.Random, count: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Requests for a contender: prompts of so many bytes that share no beginning."""
+    """Return requests for a contender: prompts of `--prompt` bytes without common prefixes."""
     body = {"max_tokens": options.tokens, "temperature": 0.0, "stream": True}
-    if not name.startswith("transformers"):  # which refuses fields that it does not know
+    if not name.startswith("transformers"):  # transformers rejects unknown fields
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     letters = "abcdefghijklmnopqrstuvwxyz"
     return [
@@ -177,7 +179,7 @@ def bodies(
 
 
 def compare(options: argparse.Namespace) -> str:
-    """All servers under the same loads; a table."""
+    """Run all servers under the same loads, and return a table."""
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -190,10 +192,10 @@ def compare(options: argparse.Namespace) -> str:
             log = folder / f"{len(urls)}.log"
             try:
                 urls[contender] = stack.enter_context(running(command, port, log))
-                load(urls[contender], bodies(contender, random.Random(1), 2, options), 2)  # warm
+                load(urls[contender], bodies(contender, random.Random(1), 2, options), 2)  # warm-up
             except RuntimeError as error:
-                said = log.read_text(errors="replace")[-1500:]
-                print(f"{contender} is left out: {error}\n{said}", file=sys.stderr)
+                tail = log.read_text(errors="replace")[-1500:]
+                print(f"{contender} is omitted: {error}\n{tail}", file=sys.stderr)
                 urls.pop(contender, None)
         for clients in options.clients:
             loads: dict[str, list[Load]] = {contender: [] for contender in urls}
@@ -219,7 +221,7 @@ def _row(contender: str, clients: int, loads: list[Load]) -> list[str]:
 
 
 def streams(options: argparse.Namespace) -> str:
-    """Streamed answers against `eSurge.generate`, in turns; a table."""
+    """Compare streamed answers with `eSurge.generate` in interleaved runs, and return a table."""
     rows = []
     for name, (shape, vocab) in STREAMED.items():
         own, streamed = _streamed(shape, vocab, options)
@@ -230,7 +232,7 @@ def streams(options: argparse.Namespace) -> str:
 
 
 def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) -> list[float]:
-    """Seconds of the engine for some prompts, and of streams of the same: medians."""
+    """Return the median seconds of the engine for prompts, and of streams of the same prompts."""
     from ed_esurge import SamplingParams, eSurge
     from ed_esurge.server import background
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -240,7 +242,7 @@ def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) ->
     layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": False}
     config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None)
     pieces = tokenizer(vocab)
-    # All is compiled before: streams begin one by one, in shapes that `generate` does not meet.
+    # Compile everything first: streams start one by one, in shapes that `generate` never uses.
     engine = eSurge(
         LlamaForCausalLM.create(config, seed=0),
         pieces,
@@ -259,11 +261,13 @@ def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) ->
             engine.generate(prompts, params)
             own.append(time.perf_counter() - began)
             streamed.append(load(url, asked, options.streams).seconds)
-    return [statistics.median(seconds[1:]) for seconds in (own, streamed)]  # the first warms up
+    return [
+        statistics.median(seconds[1:]) for seconds in (own, streamed)
+    ]  # the first round warms up
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.serve",
         description=__doc__,
@@ -272,14 +276,14 @@ def main() -> None:
     add, names = parser.add_argument, ["ours", "transformers", "llama.cpp"]
     add("--only", nargs="+", choices=names, default=names)
     add("--clients", type=int, nargs="+", default=[1, 8, 32])
-    add("--requests", type=int, default=4, help="in a round; each client has one at least")
+    add("--requests", type=int, default=4, help="per round; each client sends at least one")
     add("--rounds", type=int, default=2)
     add("--prompt", type=int, default=64, help="bytes, which are tokens")
     add("--tokens", type=int, default=32)
     add("--layers", type=int, help="default: 30")
     add("--llama-server", type=Path, help="llama.cpp's program")
-    add("--gguf", type=Path, help="the checkpoint for llama.cpp; default: made of it")
-    add("--streams", type=int, nargs="?", const=16, help="so many; instead of the servers")
+    add("--gguf", type=Path, help="the checkpoint for llama.cpp; default: converted")
+    add("--streams", type=int, nargs="?", const=16, help="clients; instead of the servers")
     options = parser.parse_args()
     print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f}\n")
     print(streams(options) if options.streams else compare(options))

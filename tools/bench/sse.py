@@ -1,6 +1,7 @@
-"""A client that costs little: streamed completions over plain sockets, and when each piece came.
+"""A cheap client: streamed completions over plain sockets, with the arrival time of each piece.
 
-What it costs is the same for every server, and is in nobody's process: `load` runs it in its own.
+Its cost is the same for every server and outside the server's process: `load` starts a separate
+process.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Answer:
     """One streamed completion.
 
     Attributes:
-        first: seconds from sending to the first piece of text.
-        between: seconds between pieces that did not come together.
-        tokens: as the server counts them; pieces, where it does not.
+        first: Seconds from sending to the first piece of text.
+        between: Seconds between pieces that arrived separately.
+        tokens: Number of tokens as counted by the server; without a count, the number of pieces.
     """
 
     first: float = 0.0
@@ -38,10 +39,10 @@ class Answer:
 
 @dataclass
 class Load:
-    """What some clients got.
+    """The answers that some clients received.
 
     Attributes:
-        seconds: from the first request to the last byte.
+        seconds: Seconds from the first request to the last byte.
     """
 
     seconds: float
@@ -52,7 +53,7 @@ class Load:
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
     def percentile(self, part: str, share: int) -> float:
-        """Milliseconds of "first" or "between" that so many percent do not exceed; 0 of none."""
+        """Return the percentile of "first" or "between" in milliseconds; 0 without values."""
         if part == "first":
             values = sorted(answer.first for answer in self.answers)
         else:
@@ -61,14 +62,14 @@ class Load:
 
 
 def load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load:
-    """Send completions to a server, so many at a time, from a process of its own.
+    """Send completions to a server, `clients` at a time, from a separate process.
 
     Args:
-        url: with /v1.
-        bodies: of `POST /v1/completions`; with `stream`.
+        url: Base URL, including /v1.
+        bodies: Bodies of `POST /v1/completions`, with `stream`.
 
     Raises:
-        RuntimeError: a request was not answered.
+        RuntimeError: A request was not answered.
     """
     asked = json.dumps({"url": url, "bodies": list(bodies), "clients": clients})
     command = [sys.executable, "-m", "tools.bench.sse"]
@@ -80,7 +81,7 @@ def load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load:
 
 
 async def many(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load:
-    """`load`, in this process."""
+    """Send completions from this process; see `load`."""
     waiting, answers = iter(bodies), []
 
     async def one_client() -> None:
@@ -93,7 +94,7 @@ async def many(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load
 
 
 async def ask(url: str, body: dict[str, Any]) -> Answer:
-    """One completion, read to the end of its connection."""
+    """Send one completion, and read until the connection is closed."""
     parts, data = urlsplit(url), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     head = (
@@ -110,13 +111,13 @@ async def ask(url: str, body: dict[str, Any]) -> Answer:
 
 
 def read(blocks: Sequence[tuple[float, bytes]]) -> Answer:
-    """What came when.
+    """Return the completion in a response.
 
     Args:
-        blocks: seconds, and bytes as they came.
+        blocks: Arrival time in seconds and content of each received block.
 
     Raises:
-        RuntimeError: they are no stream of completions.
+        RuntimeError: The blocks are not a stream of completions.
     """
     whole = b"".join(block for _, block in blocks)
     status = whole.partition(b"\r\n")[0]
@@ -125,15 +126,15 @@ def read(blocks: Sequence[tuple[float, bytes]]) -> Answer:
     counts = [(seconds, len(TEXT.findall(block))) for seconds, block in blocks]
     counts = [(seconds, count) for seconds, count in counts if count]
     if not counts:
-        raise RuntimeError(f"no text came: {whole[-500:].decode(errors='replace')}")
-    told = COUNTED.findall(whole)
-    tokens = int(told[-1]) if told else sum(count for _, count in counts)
+        raise RuntimeError(f"the response has no text: {whole[-500:].decode(errors='replace')}")
+    usage = COUNTED.findall(whole)
+    tokens = int(usage[-1]) if usage else sum(count for _, count in counts)
     between = [later - sooner for (sooner, _), (later, _) in pairwise(counts)]
     return Answer(counts[0][0], between, tokens)
 
 
 def main() -> None:
-    """Read what to ask from standard input, ask, and write what came as JSON."""
+    """Read the requests from standard input, send them, and write the load as JSON."""
     asked = json.load(sys.stdin)
     print(json.dumps(asdict(asyncio.run(many(asked["url"], asked["bodies"], asked["clients"])))))
 

@@ -1,13 +1,13 @@
-"""From the start of a process to the first token of the engine, and the memory that it keeps.
+"""Measure the time from process start to the engine's first token, and the resident memory.
 
     python -m tools.bench.startup                    SmolLM2-135M's shape, random weights
     python -m tools.bench.startup --layers 4 --rounds 1
     python -m tools.bench.startup --max-num-seqs 32
 
-Each start is a process of its own, once with an empty cache of compiled programs ("cold") and then
-with the one that it left ("warm"; the median of the rounds). The parts of a start: importing what
-is needed, reading the checkpoint, building the engine (tracing, and compiling or reading compiled
-programs), the first token. Memory is the process's, against the bytes of weights and pages.
+Each start is a separate process: first with an empty cache of compiled programs ("cold"), then with
+the cache of the first ("warm"; the median of the rounds). The parts of a start: imports, reading
+the checkpoint, building the engine (tracing, and compiling or reading compiled programs), and the
+first token. The memory of the process is compared with the bytes of weights and pages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make(directory: Path, layers: int | None) -> None:
 
 
 def work(directory: str, options: str) -> dict[str, Any]:
-    """Start in this process, and say how long each part took."""
+    """Start the engine in this process, and return the duration of each part."""
     began = time.time() - _age()
     sys.modules["torch"] = None  # type: ignore[assignment]
     import ed_models.families.llama  # noqa: F401
@@ -80,14 +80,14 @@ def work(directory: str, options: str) -> dict[str, Any]:
 
 
 def _age() -> float:
-    """Seconds since this process began."""
+    """Return the seconds since this process began."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     return up - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start(directory: Path, cache: Path, options: str) -> dict[str, Any]:
-    """One start in a process of its own."""
+    """Start the engine once in a separate process."""
     words = ["--worker", str(directory), options]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
@@ -104,7 +104,7 @@ def start(directory: Path, cache: Path, options: str) -> dict[str, Any]:
 
 
 def measure(layers: int | None, rounds: int, options: dict[str, Any]) -> str:
-    """Start cold once and warm some times; a table."""
+    """Start cold once and warm `rounds` times, and return a table."""
     with tempfile.TemporaryDirectory() as folder:
         directory, cache = Path(folder) / "model", Path(folder) / "cache"
         make(directory, layers)
@@ -139,7 +139,7 @@ def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.startup",
         description=__doc__,

@@ -1,10 +1,10 @@
-"""A Llama checkpoint as GGUF, for contenders that read nothing else (llama.cpp).
+"""Convert a Llama checkpoint to GGUF, for contenders that read only GGUF (llama.cpp).
 
     python -m tools.bench.to_gguf CHECKPOINT model.gguf --dtype bf16
     python -m tools.bench.to_gguf CHECKPOINT model.gguf --dtype q8_0 --llama-bin build/bin
 
-A checkpoint with random weights has no tokenizer, and llama.cpp loads no model without one: the
-file's has three special tokens, the bytes, and a piece for each id that remains.
+llama.cpp loads no model without a tokenizer, and a checkpoint with random weights has none. The
+file's tokenizer has three special tokens, the bytes, and one piece for each remaining id.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 from safetensors.numpy import load_file
 
 DTYPES = {"f32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16}
-#: What `llama-quantize` makes of a file in one of DTYPES.
+#: Formats that `llama-quantize` produces from a file in one of DTYPES.
 QUANTIZED = ("q8_0", "q4_0")
 FILE_TYPES = {"f32": gguf.LlamaFileType.ALL_F32, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
 SPECIAL = ("<unk>", "<s>", "</s>")
 
 
 def write(checkpoint: Path, path: Path, dtype: str) -> None:
-    """Write a checkpoint as `transformers` saves it (Llama, float32, one file) as a GGUF file.
+    """Write a Llama checkpoint of `transformers` (float32, one file) as a GGUF file.
 
     Args:
-        checkpoint: the directory with `config.json` and `model.safetensors`.
-        path: of the new file.
-        dtype: of the matrices, "f32" or "bf16"; norms are float32.
+        checkpoint: Directory with `config.json` and `model.safetensors`.
+        path: Path of the new file.
+        dtype: Dtype of the matrices, "f32" or "bf16"; norms are float32.
 
     Raises:
-        ValueError: the checkpoint is no Llama, or its vocabulary too small for the tokenizer.
+        ValueError: The checkpoint is not a Llama, or its vocabulary is too small for the tokenizer.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] != "llama":
@@ -59,9 +59,9 @@ def write(checkpoint: Path, path: Path, dtype: str) -> None:
 
 
 def quantize(source: Path, path: Path, dtype: str, llama_bin: Path) -> None:
-    """Make a file of `write` into one of QUANTIZED, by llama.cpp's own program.
+    """Convert a file of `write` to one of QUANTIZED with llama.cpp's own program.
 
-    llama.cpp leaves the head, or an embedding that is the head, in a format of more bits.
+    llama.cpp keeps the head, or an embedding that is also the head, in a format of more bits.
     """
     command = [str(llama_bin / "llama-quantize"), str(source), str(path), dtype]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -70,7 +70,7 @@ def quantize(source: Path, path: Path, dtype: str, llama_bin: Path) -> None:
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """What llama.cpp asks of `config.json`."""
+    """Write the fields of `config.json` that llama.cpp needs."""
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or width // heads
     writer.add_block_count(config["num_hidden_layers"])
@@ -88,11 +88,11 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
-    """A tokenizer of `vocab` tokens in SentencePiece's manner."""
+    """Write a SentencePiece tokenizer of `vocab` tokens."""
     words = vocab - len(SPECIAL) - 256
     if words < 0:
         raise ValueError(
-            f"a vocabulary of {vocab}: bytes and special tokens are {256 + len(SPECIAL)} already"
+            f"a vocabulary of {vocab} is too small: it needs at least {256 + len(SPECIAL)} tokens"
         )
     in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     types = gguf.TokenType
@@ -108,7 +108,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
 
 
 def as_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """A tensor in llama.cpp's order: its rotary pairs are neighbours, Hugging Face's are halves."""
+    """Return a tensor in llama.cpp's order: rotary pairs are adjacent, not split in halves."""
     array = array.astype(np.float32)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for projection, field in heads.items():
@@ -119,7 +119,7 @@ def as_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> np.nda
 
 
 def main() -> None:
-    """Parse the command line, write the file."""
+    """Parse the command line, and write the file."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.to_gguf",
         description=__doc__,
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("path", type=Path)
     parser.add_argument("--dtype", choices=[*DTYPES, *QUANTIZED], default="bf16")
-    parser.add_argument("--llama-bin", type=Path, help="where llama-quantize is")
+    parser.add_argument("--llama-bin", type=Path, help="directory of llama-quantize")
     args = parser.parse_args()
     if args.dtype in DTYPES:
         return write(args.checkpoint, args.path, args.dtype)

@@ -1,18 +1,20 @@
-"""A step of training against torch: time and memory. `sft` beside `transformers`, `dpo` beside TRL.
+"""Compare a training step with torch in time and memory: `sft` with `transformers`, `dpo` with TRL.
 
     python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
     python -m tools.bench.train --shape 135m --rows 2
-    python -m tools.bench.train --vocab 1000          the layers, not the head, are what counts
+    python -m tools.bench.train --vocab 1000          a small head, to measure the layers
     python -m tools.bench.train --contenders ours "ours bf16" "torch bf16" --rounds 9
-    python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, beside TRL's
+    python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, compared with TRL
 
-Each contender lives in a process of its own, so that its peak memory is its own, and they take
-turns: a slow moment of the machine meets all. A step is forward, backward, clipping to a norm of 1
-and AdamW; of `dpo` also the forward pass of the reference, which is a model of its own on both
-sides. Ratios are of medians. Peaks are of resident memory above that of the same process after two
-steps of a tiny model: of the measured steps, and of the first, which compiles. "bf16" computes in
-bfloat16 over float32 parameters: `dtype` of the configuration, torch's autocast. "unrolled" is
-`scan_layers: false`: each layer is compiled by itself, and its parameters are arrays of their own.
+Each contender runs in a separate process with a separate memory peak. Steps are interleaved, so
+that a slow moment of the machine affects all contenders. A step consists of forward, backward,
+clipping to a norm of 1 and AdamW; for `dpo` also the forward pass of the reference, which is a
+separate model on both sides.
+
+Ratios are of medians. Peaks are resident memory above that of the same process after two steps of a
+tiny model: one peak of the measured steps, and one of the first, which compiles. "bf16" computes in
+bfloat16 with float32 parameters: `dtype` of the configuration, torch's autocast. "unrolled" is
+`scan_layers: false`: each layer is compiled separately and has separate parameter arrays.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-#: Method -> its contenders. `torch` is what ratios are of.
+#: Method -> its contenders. Ratios are relative to `torch`.
 CONTENDERS = {
     "sft": (
         "ours",
@@ -70,12 +72,12 @@ CONTENDERS = {
     "dpo": ("ours", "ours rematerialised", "torch"),
 }
 _RATE = 1e-4
-#: Steps that compile and warm up.
+#: Number of steps that compile and warm up.
 WARM_UP = 2
-#: What a process has done before its memory is taken for idle.
+#: The tiny model that a process trains before its idle memory is measured.
 TINY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
 TINY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-#: Tokens of a pair's prompt.
+#: Number of prompt tokens of a pair.
 PROMPT = 32
 Step = Callable[[], float]
 
@@ -89,7 +91,7 @@ def jax_step(
     dtype: str = "float32",
     scan_layers: bool = True,
 ) -> Step:
-    """A step of a method's trainer, which returns the loss; computed in `dtype`."""
+    """Return a step of a method's trainer; the step computes in `dtype` and returns the loss."""
     import jax
     import jax.numpy as jnp
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -139,13 +141,13 @@ def jax_step(
 
 
 def answers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two answers to the prompts that the rows begin with: the rows themselves, and others."""
+    """Return two answers to each row's prompt: the row itself, and the next row's tokens."""
     other = np.concatenate([ids[:, :PROMPT], np.roll(ids, 1, axis=0)[:, PROMPT:]], axis=1)
     return ids, other
 
 
 def torch_model(fields: dict[str, Any]) -> Any:
-    """The model of `transformers`, training."""
+    """Return the model of `transformers` in training mode."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,7 +157,7 @@ def torch_model(fields: dict[str, Any]) -> Any:
 
 
 def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
-    """A step of a plain loop over a loss, which it returns."""
+    """Return a step of a plain training loop; the step returns the loss."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
@@ -172,7 +174,7 @@ def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
 
 
 def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
-    """A step on the cross-entropy of the next token."""
+    """Return a step on the cross-entropy of the next token."""
     import torch
 
     model = torch_model(fields)
@@ -186,7 +188,7 @@ def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> St
 
 
 def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
-    """A step on the loss of `trl.DPOTrainer`."""
+    """Return a step on the loss of `trl.DPOTrainer`."""
     import copy
     import tempfile
 
@@ -214,7 +216,7 @@ def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
 
 
 def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int) -> None:
-    """Do a step for each line of standard input; print its seconds, loss and the peak so far."""
+    """Execute a step for each line of standard input; print its seconds, its loss and the peak."""
     made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
         "ours": partial(jax_step, method),
         "ours rematerialised": partial(jax_step, method, policy="nothing_saveable"),
@@ -236,24 +238,24 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
         if turn == WARM_UP:
             first = status("VmHWM") - idle
             resident()
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
         began = time.perf_counter()
         loss = step()
-        told = {"seconds": time.perf_counter() - began, "loss": loss}
+        report = {"seconds": time.perf_counter() - began, "loss": loss}
         if turn >= WARM_UP:
-            told |= {"first": first, "peak": status("VmHWM") - idle}
-        print(json.dumps(told), flush=True)
+            report |= {"first": first, "peak": status("VmHWM") - idle}
+        print(json.dumps(report), flush=True)
 
 
 def resident() -> int:
-    """Bytes, after what is free went back to the system."""
+    """Return the resident memory in bytes, after free memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return status("VmRSS")
 
 
 class Worker:
-    """A contender in a process of its own."""
+    """A contender in a separate process."""
 
     def __init__(self, name: str, args: argparse.Namespace):
         words = [
@@ -273,24 +275,24 @@ class Worker:
         )
 
     def step(self) -> dict[str, float]:
-        """One step, while the others wait."""
+        """Execute one step while the other contenders wait."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError("a contender ended; the lines above say why")
+            raise RuntimeError("a contender ended; see the lines above")
         return json.loads(line)
 
 
 def fields_of(shape: str, vocab: int) -> dict[str, Any]:
-    """Of the configuration; with another vocabulary where it is not 0."""
+    """Return the fields of a shape; `vocab` replaces the vocabulary size unless it is 0."""
     return {**SHAPES[shape], **({"vocab_size": vocab} if vocab else {})}
 
 
 def measure(args: argparse.Namespace) -> list[list[str]]:
-    """A row for each contender."""
+    """Return a row for each contender."""
     workers = {name: Worker(name, args) for name in args.contenders}
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for turn in range(args.rounds + WARM_UP):
@@ -324,7 +326,7 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure, and print."""
     if sys.argv[1:2] == ["--worker"]:
         method, name, shape, vocab, rows, length = sys.argv[2:]
         return work(method, name, fields_of(shape, int(vocab)), int(rows), int(length))
@@ -334,7 +336,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=SHAPES, default="15m")
-    parser.add_argument("--vocab", type=int, help="another vocabulary than the shape's")
+    parser.add_argument("--vocab", type=int, help="vocabulary size; default: the shape's")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)

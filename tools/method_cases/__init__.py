@@ -1,9 +1,9 @@
-"""Every loss of ed-trainers beside its reference, on one tiny model and one batch."""
+"""Comparisons of every loss of ed-trainers with a reference, on a tiny model and one batch."""
 
 from tools.method_cases import groups, labelled, others, policies, preference, scores
 from tools.method_cases.harness import Case
 
-#: Comparison by name: the method, and what is set.
+#: Comparison by name: the method and its options.
 CASES: dict[str, Case] = {
     **others.CASES,
     **preference.CASES,

@@ -1,7 +1,7 @@
-"""Methods of groups of completions beside TRL's trainers, from the rewards on.
+"""Compare methods with groups of completions with TRL's trainers, from the rewards to the loss.
 
-The completions are given, so nothing is sampled: TRL's trainer scores them with one model, as ours
-does, and both take the loss of a model that has moved on from it.
+The completions are fixed, so nothing is sampled. Each trainer scores them with one model, and then
+computes the loss of a second model that differs by some noise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUP, PROMPTS, END = 3, 2, 2
 
 
 def completions() -> Any:
-    """Three answers to each of two prompts; two of the six were cut at the longest length."""
+    """Return three answers to each of two prompts; two answers reach the maximum length."""
     from ed_trainers.online.completions import Completions
 
     random = np.random.default_rng(5)
@@ -54,18 +54,18 @@ def completions() -> Any:
 
 
 def remainder(completion_ids: list[list[int]], **fields: Any) -> list[float | None]:
-    """A reward without meaning; None for the shortest completion."""
+    """Return an arbitrary reward; None for the shortest completion."""
     return [None if len(ids) < 3 else sum(ids) % 7 / 3 for ids in completion_ids]
 
 
 def length(completion_ids: list[list[int]], **fields: Any) -> list[float]:
-    """Another one."""
+    """Return a second arbitrary reward."""
     return [len(ids) / 4 for ids in completion_ids]
 
 
 @cache
 def moved(noise: float = 0.01) -> Path:
-    """The folder of a model that some steps have moved on."""
+    """Return the folder of a model with added noise, as after some training steps."""
     import torch
 
     model = hf_model(folder(0))
@@ -78,7 +78,7 @@ def moved(noise: float = 0.01) -> Path:
     return path
 
 
-#: What `checked` completions say, the answer that is wanted, and whether it is right.
+#: Texts of the `checked` completions, the expected answers, and the expected rewards.
 TEXTS: list[tuple[str, str | None, float | None]] = [
     (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
     ("#### 7", "8", 0.0),
@@ -90,15 +90,15 @@ TEXTS: list[tuple[str, str | None, float | None]] = [
 
 
 def checked() -> Any:
-    """The completions, with texts of which some are right."""
+    """Return the completions with texts, some of which are correct."""
     texts, answers, _ = zip(*TEXTS, strict=True)
     return replace(completions(), completions=list(texts), fields={"answer": list(answers)})
 
 
 def math_answer(completion_ids: list[list[int]], **fields: Any) -> list[float | None]:
-    """Whether each completion of `checked` is right, by hand."""
-    said = {tuple(ids): right for ids, (_, _, right) in zip(_ids(), TEXTS, strict=True)}
-    return [said[tuple(ids)] for ids in completion_ids]
+    """Return the expected reward of each `checked` completion, without the rule under test."""
+    expected = {tuple(ids): right for ids, (_, _, right) in zip(_ids(), TEXTS, strict=True)}
+    return [expected[tuple(ids)] for ids in completion_ids]
 
 
 def _ids() -> list[list[int]]:
@@ -106,14 +106,14 @@ def _ids() -> list[list[int]]:
 
 
 def functions_of(options: dict[str, Any]) -> list[Callable[..., Any]]:
-    """As many rewards as there are weights."""
+    """Return one reward function per weight."""
     return [remainder, length][: len(options.get("reward_weights", (1, 1)))]
 
 
 def ours(
     method: str, options: dict[str, Any], functions: list[Callable[..., Any]], given: Any
 ) -> Outcome:
-    """Rows by the first model, loss by the one that has moved."""
+    """Compute rows with the first model, and the loss with the second."""
     from ed_trainers import arguments_class, trainer_class
     from ed_trainers.online.phase import Phase
 
@@ -134,8 +134,9 @@ def ours(
     )
     phase = first.method.part(Phase)
     rows, figures = phase.rows_of(given, first.weights(), 0)
-    said = our_outcome(later, rows)
-    return Outcome(said.loss, {**given.figures(), **figures, **said.metrics}, said.gradients)
+    outcome = our_outcome(later, rows)
+    metrics = {**given.figures(), **figures, **outcome.metrics}
+    return Outcome(outcome.loss, metrics, outcome.gradients)
 
 
 def theirs(
@@ -145,7 +146,7 @@ def theirs(
     functions: list[Callable[..., Any]],
     corrects: str = "",
 ) -> Outcome:
-    """The same by TRL's trainer."""
+    """Compute the same rows and loss with TRL's trainer."""
     import torch
     from datasets import Dataset
 
@@ -194,14 +195,14 @@ def _is_grpo(trainer: Any) -> bool:
 
 
 def _same_forward(model: Any, temperature: float) -> None:
-    """Give a model the forward pass that TRL's trainers give the one that they load."""
+    """Patch the reference's forward pass, as TRL's trainers do for references that they load."""
     from trl.trainer.grpo_trainer import add_fused_lm_head
 
     add_fused_lm_head(model, temperature=temperature)
 
 
 def grpo(loss_type: str, corrects: str = "", **options: Any) -> dict[str, float]:
-    """`grpo` beside `trl.GRPOTrainer`."""
+    """Compare `grpo` with `trl.GRPOTrainer`."""
     from trl import GRPOConfig, GRPOTrainer
 
     own = {"loss_type": loss_type, "beta": 0.04, **options}
@@ -217,7 +218,7 @@ def grpo(loss_type: str, corrects: str = "", **options: Any) -> dict[str, float]
 
 
 def rlvr() -> dict[str, float]:
-    """`rlvr` by its own rule beside `trl.GRPOTrainer` with rewards that were checked by hand."""
+    """Compare `rlvr` and its rule with `trl.GRPOTrainer` and the expected rewards."""
     from trl import GRPOConfig, GRPOTrainer
 
     own = {"loss_type": "dapo", "beta": 0.04}
@@ -228,7 +229,7 @@ def rlvr() -> dict[str, float]:
 
 
 def rloo(**options: Any) -> dict[str, float]:
-    """`rloo` beside `trl.RLOOTrainer`."""
+    """Compare `rloo` with `trl.RLOOTrainer`."""
     from trl import RLOOConfig, RLOOTrainer
 
     own = {"beta": 0.05, **options}
@@ -269,5 +270,5 @@ CASES: dict[str, Case] = {
             rloo, normalize_advantages=True, reward_clip_range=(0.2, 1.5), epsilon=0.02, beta=0.0
         ),
     ),
-    "rlvr": Case("`trl.GRPOTrainer`, answers checked by hand", rlvr),
+    "rlvr": Case("`trl.GRPOTrainer`, expected rewards", rlvr),
 }

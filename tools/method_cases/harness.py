@@ -1,8 +1,8 @@
-"""Every loss of ed-trainers beside its reference, on one tiny model and one batch.
+"""Data, models and comparisons of the method cases, with a tiny model and one batch.
 
-The reference is TRL's own trainer where it has the method; each document has a row of its own
-there, and shares rows with others here, so that packing is in the comparison too. `measure` returns
-the largest relative errors of the loss, of the metrics that both have, and of the gradients.
+The reference is TRL's own trainer if TRL has the method. There each document has a separate row,
+while ours share rows, so the comparison includes packing. `Case.measure` returns the largest
+relative errors of the loss, of the metrics that both sides report, and of the gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one side says: the loss, figures by name, gradients by Hugging Face's names."""
+    """Results of one side: loss, metrics by name, gradients by Hugging Face's parameter names."""
 
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Outcome:
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """The largest relative errors; gradients relative to the largest entry of each."""
+    """Return the largest relative errors; gradients relative to the largest entry of each."""
     shared = sorted({*ours.metrics} & {*theirs.metrics})
-    assert shared or not theirs.metrics, "no figure has the same name"
+    assert shared or not theirs.metrics, "the two sides have no metric in common"
     metrics = [_relative(ours.metrics[name], theirs.metrics[name]) for name in shared]
     assert {*ours.gradients} == {*theirs.gradients}, {*ours.gradients} ^ {*theirs.gradients}
     largest = max(float(np.abs(g).max()) for g in theirs.gradients.values())
@@ -74,11 +74,11 @@ def _relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / max(abs(theirs), 1e-3)
 
 
-# The data: documents of several lengths, packed here.
+# Data: documents of several lengths, packed.
 
 
 def pairs(count: int = 6, seed: int = 0) -> list[tuple[Answer, Answer]]:
-    """Pairs of answers to one prompt each."""
+    """Return pairs of answers to one prompt each."""
     random = np.random.default_rng(seed)
 
     def ids(low: int, high: int) -> list[int]:
@@ -89,7 +89,7 @@ def pairs(count: int = 6, seed: int = 0) -> list[tuple[Answer, Answer]]:
 
 
 def packed(documents: list[Answer], rows: int, lead: str = "", **values: list[float]) -> Arrays:
-    """Documents in a few rows, in turns, as a loader of ed-data gives them."""
+    """Pack documents into `rows` rows in rotation, with the arrays of an ed-data loader."""
     shape = (rows, LENGTH)
     lead = f"{lead}_" if lead else ""
     batch = {f"{lead}{n}": np.zeros(shape, np.int32) for n in ("input_ids", "segment_ids")}
@@ -112,17 +112,17 @@ def packed(documents: list[Answer], rows: int, lead: str = "", **values: list[fl
 
 
 def packed_pairs(rows: int = 2, count: int = 6) -> Arrays:
-    """The pairs, two and two in the same segments."""
+    """Return the packed pairs; the two answers of a pair have the same segment number."""
     chosen, rejected = zip(*pairs(count), strict=True)
     return {**packed(list(chosen), rows, "chosen"), **packed(list(rejected), rows, "rejected")}
 
 
-# Our side.
+# This project's side.
 
 
 @cache
 def folder(seed: int = 0, labels: int | None = None, body: bool = False) -> Path:
-    """A tiny model, made by transformers, on disk: for language, a classifier, or a body alone."""
+    """Save a tiny random model of transformers: a language model, a classifier, or a body."""
     import torch
     import transformers
 
@@ -138,7 +138,7 @@ def folder(seed: int = 0, labels: int | None = None, body: bool = False) -> Path
 
 
 def our_model(path: Path, task: str = "causal-language-model") -> Any:
-    """The model of a folder, in float32."""
+    """Load the model of a folder in float32."""
     import jax.numpy as jnp
     from ed_infra import registry
     from ed_infra.enums import TaskType
@@ -150,7 +150,7 @@ def our_model(path: Path, task: str = "causal-language-model") -> Any:
 
 
 def our_outcome(trainer: Any, batch: Any) -> Outcome:
-    """Loss, metrics and gradients of a trainer's method over one batch."""
+    """Return loss, metrics and gradients of a trainer's method for one batch."""
     from ed_trainers import Models
     from ed_trainers.contract import logged
     from ed_trainers.roles import value_head
@@ -190,7 +190,7 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
 
 
 def trainer_of(method: str, model: Any, frozen: Any = None, **arguments: Any) -> Any:
-    """A trainer without data."""
+    """Return a trainer without data."""
     from ed_trainers import arguments_class, trainer_class
 
     options = arguments_class(method)(total_batch_size=2, **arguments)
@@ -201,7 +201,7 @@ def trainer_of(method: str, model: Any, frozen: Any = None, **arguments: Any) ->
 
 
 def tokenizer() -> Any:
-    """A tokenizer that TRL's trainers are content with; nothing is tokenized by it."""
+    """Return a tokenizer that TRL's trainers accept; it tokenizes nothing."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -215,7 +215,7 @@ def tokenizer() -> Any:
 
 
 def padded(rows: list[list[int]], fill: int) -> Any:
-    """A tensor of rows, padded on the right."""
+    """Return a tensor of rows, padded on the right."""
     import torch
 
     width = max(map(len, rows))
@@ -223,7 +223,7 @@ def padded(rows: list[list[int]], fill: int) -> Any:
 
 
 def answer_tensors(documents: list[Answer]) -> dict[str, Any]:
-    """What TRL's collators make of documents."""
+    """Return the tensors that TRL's collators create from documents."""
     rows = [d.prompt + d.answer for d in documents]
     return {
         "input_ids": padded(rows, 0),
@@ -235,14 +235,14 @@ def answer_tensors(documents: list[Answer]) -> dict[str, Any]:
 
 
 def hf_model(path: Path, kind: str = "CausalLM") -> Any:
-    """The model of a folder, for torch."""
+    """Load the model of a folder with torch."""
     import transformers
 
     return getattr(transformers, f"LlamaFor{kind}").from_pretrained(path)
 
 
 def config_of(cls: Any, directory: str, **options: Any) -> Any:
-    """Arguments of a trainer of TRL's that writes nothing and trains on the CPU."""
+    """Return arguments for a trainer of TRL that writes nothing and trains on the CPU."""
     return cls(
         output_dir=directory,
         report_to=[],
@@ -255,7 +255,7 @@ def config_of(cls: Any, directory: str, **options: Any) -> Any:
 
 
 def their_outcome(model: Any, loss: Any, metrics: Mapping[str, Any]) -> Outcome:
-    """Differentiate, and collect what TRL logged."""
+    """Differentiate the loss, and collect the metrics that TRL logged."""
     loss.backward()
     gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
     figures = {n: float(v[-1]) if isinstance(v, list) else float(v) for n, v in metrics.items()}
@@ -263,7 +263,7 @@ def their_outcome(model: Any, loss: Any, metrics: Mapping[str, Any]) -> Outcome:
 
 
 def text_pairs(count: int = 6) -> list[dict[str, str]]:
-    """The pairs as words of the tokenizer."""
+    """Return the pairs as words of the tokenizer."""
 
     def words(ids: list[int]) -> str:
         return " ".join(f"t{i}" for i in ids)
@@ -276,11 +276,11 @@ def text_pairs(count: int = 6) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A method in one of its variants.
+    """A comparison of one variant of a method.
 
     Attributes:
-        reference: whom it is compared with.
-        measure: returns the errors of `loss`, `metrics` and `gradients`.
+        reference: Name of the reference.
+        measure: Function that returns the errors of `loss`, `metrics` and `gradients`.
     """
 
     reference: str

@@ -1,4 +1,4 @@
-"""Methods of labelled answers beside TRL's trainer, and beside the paper in float64."""
+"""Compare methods of labelled answers with TRL's trainer, and with the paper in float64."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tools.method_cases import harness
 
 
 def documents() -> tuple[list[harness.Answer], list[float]]:
-    """Answers, and whether each is good."""
+    """Return answers, and 1.0 for good and 0.0 for bad answers."""
     answers = [chosen for chosen, _ in harness.pairs()]
     return answers, [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def batch_of_labels() -> Any:
-    """The answers, packed."""
+    """Return the packed answers with their labels."""
     answers, labels = documents()
     return harness.packed(answers, 2, label=labels)
 
 
 def kto(**options: Any) -> dict[str, float]:
-    """`kto` beside `trl.KTOTrainer`."""
+    """Compare `kto` with `trl.KTOTrainer`."""
     import torch
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
@@ -35,7 +35,7 @@ def kto(**options: Any) -> dict[str, float]:
     inputs = harness.answer_tensors(answers)
     inputs["label"] = torch.tensor(labels).bool()
     if options.get("loss_type", "kto") == "kto":
-        # Ours go round within a row, and documents were laid into two rows in turns.
+        # Ours pairs prompts and answers cyclically within a row. Documents alternate between rows.
         other = [
             harness.Answer(a.prompt, answers[(i - 2) % 6].answer) for i, a in enumerate(answers)
         ]
@@ -59,7 +59,7 @@ def kto(**options: Any) -> dict[str, float]:
 
 
 def bco() -> dict[str, float]:
-    """`bco` beside equation 12 of the paper, in float64."""
+    """Compare `bco` with equation 12 of the paper, in float64."""
     import torch
     from torch.nn.functional import logsigmoid
 

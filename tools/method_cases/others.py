@@ -1,4 +1,4 @@
-"""Distillation beside TRL's divergence, embeddings and fine-tuning beside torch in float64."""
+"""Compare distillation with TRL's divergence; embeddings and fine-tuning with torch in float64."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tools.method_cases import harness
 
 
 def shifted(tensors: dict[str, Any]) -> tuple[Any, Any]:
-    """Targets of the answers, -100 elsewhere, and where they count."""
+    """Return the targets of the answers (-100 elsewhere), and the mask of the targets."""
     labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)[:, 1:]
     return labels, labels != -100
 
 
-def beside_cross_entropy(
+def against_cross_entropy(
     documents: list[harness.Answer], trainer: Any, batch: Any
 ) -> dict[str, float]:
-    """A trainer of the first model beside the cross-entropy of torch of the answers."""
+    """Compare a trainer of the first model with torch's cross-entropy on the answers."""
     import torch
 
     tensors = harness.answer_tensors(documents)
@@ -31,22 +31,22 @@ def beside_cross_entropy(
 
 
 def sft() -> dict[str, float]:
-    """`sft` beside the cross-entropy of torch."""
+    """Compare `sft` with the cross-entropy of torch."""
     documents = [chosen for chosen, _ in harness.pairs()]
     trainer = harness.trainer_of("sft", harness.our_model(harness.folder(0)))
-    return beside_cross_entropy(documents, trainer, harness.packed(documents, 2))
+    return against_cross_entropy(documents, trainer, harness.packed(documents, 2))
 
 
 def seq_kd() -> dict[str, float]:
-    """`seq_kd` beside the cross-entropy of what `generate` of transformers answers."""
+    """Compare `seq_kd` with the cross-entropy on answers that transformers' `generate` returns."""
     import torch
 
     prompts = [chosen.prompt for chosen, _ in harness.pairs()]
     teacher = harness.hf_model(harness.folder(1))
     documents = []
     for prompt in prompts:
-        said = teacher.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-        documents.append(harness.Answer(prompt, said[0, len(prompt) :].tolist()))
+        output = teacher.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        documents.append(harness.Answer(prompt, output[0, len(prompt) :].tolist()))
     trainer = harness.trainer_of(
         "seq_kd",
         harness.our_model(harness.folder(0)),
@@ -54,13 +54,13 @@ def seq_kd() -> dict[str, float]:
         max_prompt_length=8,
         max_completion_length=8,
     )
-    return beside_cross_entropy(documents, trainer, SimpleNamespace(input_ids=prompts))
+    return against_cross_entropy(documents, trainer, SimpleNamespace(input_ids=prompts))
 
 
 def distillation(
     alpha: float, beta: float, temperature: float, hidden: float, attention: float = 0.0
 ) -> dict[str, float]:
-    """`distillation` beside `generalized_jsd_loss` of TRL's GKDTrainer, in float64."""
+    """Compare `distillation` with `generalized_jsd_loss` of TRL's GKDTrainer, in float64."""
     import torch
     from trl.experimental.gkd import GKDTrainer
 
@@ -84,7 +84,7 @@ def distillation(
     student, teacher = harness.hf_model(path).double(), harness.hf_model(of_teacher).double()
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
     for model in (student, teacher):
-        model.set_attn_implementation("eager")  # the others keep no weights
+        model.set_attn_implementation("eager")  # only eager attention returns weights
     seen = {"output_hidden_states": True, "output_attentions": True}
     own = student(**inputs, **seen)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def distillation(
 
 
 def embedding(mode: str, **options: Any) -> dict[str, float]:
-    """`embedding` beside InfoNCE in float64, over `LlamaModel`."""
+    """Compare `embedding` with InfoNCE in float64, over `LlamaModel`."""
     import torch
     import transformers
 

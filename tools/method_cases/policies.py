@@ -1,4 +1,4 @@
-"""Methods that learn from completions of their own beside their papers, torch in float64."""
+"""Compare methods that train on sampled completions with their papers, torch in float64."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from tools.method_cases import harness
 
-#: What the completions are said to be worth.
+#: Rewards of the learner's completions.
 SCORES = [1.0, -0.5, 2.0, 0.25, -1.5, 0.75]
-#: Of the other policy's.
+#: Rewards of the other policy's completions.
 OTHER_SCORES = [0.5, 0.5, -1.0, 0.75, -2.0, 1.5]
 PROMPT, COMPLETION = 8, harness.LENGTH - 8
 
 
-class Told:
-    """A rollout that says what it was told; longest completions do not end."""
+class FixedRollout:
+    """A rollout that returns fixed completions; those of the maximum length do not end."""
 
     def __init__(self, answers: list[list[int]]):
         self.answers = answers
@@ -32,20 +32,20 @@ class Told:
         ]
 
 
-def told(side: int) -> list[harness.Answer]:
-    """Prompts with completions, of the learner (0) or of another policy (1)."""
+def completed(side: int) -> list[harness.Answer]:
+    """Return prompts with completions of the learner (0) or of the other policy (1)."""
     return [pair[side] for pair in harness.pairs()]
 
 
 def scores_of(completion_ids: list[list[int]]) -> list[float]:
-    """The scores of both sides, by what was completed."""
-    known = {tuple(a.answer): s for a, s in zip(told(0), SCORES, strict=True)}
-    known |= {tuple(a.answer): s for a, s in zip(told(1), OTHER_SCORES, strict=True)}
+    """Return the scores of completions of both sides."""
+    known = {tuple(a.answer): s for a, s in zip(completed(0), SCORES, strict=True)}
+    known |= {tuple(a.answer): s for a, s in zip(completed(1), OTHER_SCORES, strict=True)}
     return [known[tuple(ids)] for ids in completion_ids]
 
 
 def online(method: str, frozen: Any, **arguments: Any) -> Any:
-    """A trainer whose completions are told, and its prompts."""
+    """Return a trainer with fixed completions, and its prompts."""
     from ed_trainers import arguments_class, trainer_class
 
     made: Any = arguments_class(method)
@@ -56,7 +56,7 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
         **arguments,
     )
     more = {} if method == "gkd" else {"reward_functions": [scores_of]}
-    rollout = Told([a.answer for a in told(0)])
+    rollout = FixedRollout([a.answer for a in completed(0)])
     kind: Any = trainer_class(method)
     trainer = kind(
         options,
@@ -68,12 +68,12 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
     from ed_trainers.online.phase import Phase
 
     phase = trainer.method.part(Phase)
-    phase.rollout_of = lambda make: Told([a.answer for a in told(1)])
-    return trainer, SimpleNamespace(input_ids=[a.prompt for a in told(0)])
+    phase.rollout_of = lambda make: FixedRollout([a.answer for a in completed(1)])
+    return trainer, SimpleNamespace(input_ids=[a.prompt for a in completed(0)])
 
 
 class Side:
-    """Tokens of completions under a model of torch, [n, t] at the positions that predict them."""
+    """Log-probabilities under a torch model, [n, t], at the positions that predict the tokens."""
 
     def __init__(self, model: Any, documents: list[harness.Answer], temperature: float = 1.0):
         tensors = harness.answer_tensors(documents)
@@ -86,24 +86,24 @@ class Side:
 
     @property
     def sums(self) -> Any:
-        """Log-probability of each completion."""
+        """The log-probability of each completion."""
         return self.logps.sum(-1)
 
 
 def models() -> tuple[Any, Any]:
-    """Learner and reference, in float64."""
+    """Return learner and reference in float64."""
     learner, reference = (harness.hf_model(harness.folder(seed)).double() for seed in (0, 1))
     return learner, reference
 
 
 def moved(array: np.ndarray, mask: np.ndarray, seed: int) -> np.ndarray:
-    """Figures of before the updates: as now, and noise."""
+    """Return values with noise, as a policy before the updates would have them."""
     noise = np.random.default_rng(seed).normal(0, 0.3, (6, harness.LENGTH)).astype(np.float32)
     return array + noise[:, : array.shape[1]] * mask
 
 
 def whitened(values: np.ndarray, here: np.ndarray, *, shift: bool = True) -> np.ndarray:
-    """TRL's `masked_whiten`."""
+    """Whiten the masked values as TRL's `masked_whiten` does."""
     own = values[here]
     out = np.zeros_like(values)
     out[here] = (own - own.mean()) / np.sqrt(own.var(ddof=1) + 1e-8) + (0 if shift else own.mean())
@@ -111,7 +111,7 @@ def whitened(values: np.ndarray, here: np.ndarray, *, shift: bool = True) -> np.
 
 
 def ppo(**options: Any) -> dict[str, float]:
-    """`ppo` beside 1707.06347 and TRL's figures, advantages by the definition of 1506.02438."""
+    """Compare `ppo` with 1707.06347 and TRL's metrics; advantages follow 1506.02438."""
     import jax.numpy as jnp
     import torch
     from ed_trainers.roles.value_head import value_head
@@ -141,7 +141,7 @@ def ppo(**options: Any) -> dict[str, float]:
     with torch.no_grad():
         model.value_head.weight.copy_(torch.tensor(kernel.T))
         model.value_head.bias.copy_(torch.tensor(bias))
-    documents = told(0)
+    documents = completed(0)
     now = Side(model, documents, temperature)
     values = model.value_head(now.hidden)[..., 0] * now.mask
     with torch.no_grad():
@@ -205,12 +205,12 @@ def ppo(**options: Any) -> dict[str, float]:
 
 
 def gkd(beta: float) -> dict[str, float]:
-    """`gkd` on completions of its own beside `compute_loss` of TRL's GKDTrainer."""
+    """Compare `gkd` on sampled completions with `compute_loss` of TRL's GKDTrainer."""
     import torch
     from trl.experimental.gkd import GKDTrainer
 
     trainer, prompts = online("gkd", {"teacher": harness.folder(1)}, beta=beta, lmbda=1.0)
-    tensors = harness.answer_tensors(told(0))
+    tensors = harness.answer_tensors(completed(0))
     model, teacher = models()
     labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)
     theirs: Any = SimpleNamespace(
@@ -220,7 +220,7 @@ def gkd(beta: float) -> dict[str, float]:
     )
     loss = GKDTrainer.compute_loss(theirs, model, {**tensors, "labels": labels})
     with torch.no_grad():
-        own = Side(model, told(0))
+        own = Side(model, completed(0))
     metrics = {"nll_loss": -own.logps.sum() / own.mask.sum()}
     return harness.errors(
         harness.our_outcome(trainer, prompts), harness.their_outcome(model, loss, metrics)
@@ -228,7 +228,7 @@ def gkd(beta: float) -> dict[str, float]:
 
 
 def xpo(loss_type: str) -> dict[str, float]:
-    """`xpo` beside algorithm 1 of 2405.21046."""
+    """Compare `xpo` with algorithm 1 of 2405.21046."""
     import torch
     from torch.nn.functional import logsigmoid
 
@@ -237,9 +237,9 @@ def xpo(loss_type: str) -> dict[str, float]:
         "xpo", {"reference": harness.folder(1)}, alpha=alpha, beta=beta, loss_type=loss_type
     )
     model, reference = models()
-    own, other = Side(model, told(0)), Side(model, told(1))
+    own, other = Side(model, completed(0)), Side(model, completed(1))
     with torch.no_grad():
-        base = [Side(reference, told(side)).sums for side in (0, 1)]
+        base = [Side(reference, completed(side)).sums for side in (0, 1)]
     ratios = own.sums - base[0], other.sums - base[1]
     won = torch.tensor(SCORES) >= torch.tensor(OTHER_SCORES)
     chosen, rejected = torch.where(won, *ratios), torch.where(won, *reversed(ratios))
@@ -264,15 +264,15 @@ def xpo(loss_type: str) -> dict[str, float]:
 
 
 def nash_md() -> dict[str, float]:
-    """`nash_md` beside the gradient of section 8 of 2312.00886."""
+    """Compare `nash_md` with the gradient of section 8 of 2312.00886."""
     import torch
 
     beta = 0.2
     trainer, prompts = online("nash_md", {"reference": harness.folder(1)}, beta=beta)
     model, reference = models()
-    own = Side(model, told(0)).sums
+    own = Side(model, completed(0)).sums
     with torch.no_grad():
-        ratio = own - Side(reference, told(0)).sums
+        ratio = own - Side(reference, completed(0)).sums
     wins = torch.sigmoid(torch.tensor(SCORES) - torch.tensor(OTHER_SCORES)).double()
     score, divergence = (wins - 0.5) * own, beta * ratio * own
     metrics = {

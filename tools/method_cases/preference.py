@@ -1,4 +1,4 @@
-"""Methods of pairs beside TRL's trainers."""
+"""Compare methods of preference pairs with TRL's trainers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.method_cases import harness
 
 
 def dpo(loss_type: str, **options: Any) -> dict[str, float]:
-    """`dpo` beside `trl.DPOTrainer`."""
+    """Compare `dpo` with `trl.DPOTrainer`."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -45,7 +45,7 @@ def dpo(loss_type: str, **options: Any) -> dict[str, float]:
 
 
 def answer_sides() -> dict[str, Any]:
-    """What the collators of `trl.experimental` make of the pairs."""
+    """Return the tensors that the collators of `trl.experimental` create from the pairs."""
     batch = {}
     for side, documents in zip(
         ("chosen", "rejected"), zip(*harness.pairs(), strict=True), strict=True
@@ -58,21 +58,21 @@ def answer_sides() -> dict[str, Any]:
 
 
 def orpo(beta: float) -> dict[str, float]:
-    """`orpo` beside `trl.experimental.orpo.ORPOTrainer`."""
+    """Compare `orpo` with `trl.experimental.orpo.ORPOTrainer`."""
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     return experimental(ORPOTrainer, ORPOConfig, "orpo", {"beta": beta}, {"beta": beta})
 
 
 def cpo(**options: Any) -> dict[str, float]:
-    """`cpo` beside `trl.experimental.cpo.CPOTrainer`."""
+    """Compare `cpo` with `trl.experimental.cpo.CPOTrainer`."""
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     return experimental(CPOTrainer, CPOConfig, "cpo", options, options)
 
 
 def simpo(**options: Any) -> dict[str, float]:
-    """`simpo` beside `trl.experimental.cpo.CPOTrainer` with its settings for SimPO."""
+    """Compare `simpo` with `trl.experimental.cpo.CPOTrainer` and its settings for SimPO."""
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     theirs = {**options, "loss_type": "simpo", "cpo_alpha": 0.0}
@@ -82,7 +82,7 @@ def simpo(**options: Any) -> dict[str, float]:
 def experimental(
     trainer_class: Any, config_class: Any, method: str, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> dict[str, float]:
-    """A method of pairs without a reference beside a trainer of `trl.experimental`."""
+    """Compare a method of pairs without a reference with a trainer of `trl.experimental`."""
     from datasets import Dataset
 
     path = harness.folder(0)

@@ -1,4 +1,4 @@
-"""Methods that train a scorer beside TRL's trainer, and beside torch in float64."""
+"""Compare methods that train a scorer with TRL's trainer, and with torch in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARGINS = [0.0, 0.5, 1.0, 0.0, 2.0, 0.25]
 
 
 def reward(coefficient: float | None, margins: bool) -> dict[str, float]:
-    """`reward` beside `trl.RewardTrainer`."""
+    """Compare `reward` with `trl.RewardTrainer`."""
     import torch
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
@@ -50,7 +50,7 @@ def reward(coefficient: float | None, margins: bool) -> dict[str, float]:
 
 
 def prm() -> dict[str, float]:
-    """`prm` beside the cross-entropy of torch, in float64, with each document in a row."""
+    """Compare `prm` with torch's cross-entropy in float64, with each document in a separate row."""
     import torch
 
     path = harness.folder(0, labels=2)
@@ -58,7 +58,7 @@ def prm() -> dict[str, float]:
     documents = [chosen for chosen, _ in harness.pairs()]
     labels = [float(i % 2) for i in range(len(documents))]
     batch = dict(harness.packed(documents, 2, step_labels=labels))
-    # A step ends at the last token, and another one two tokens before it.
+    # One step ends at the last token, and another one two tokens earlier.
     segments, wanted = batch["segment_ids"], np.full(batch["step_labels"].shape, -100.0)
     for row, column in zip(*np.nonzero(segments), strict=True):
         here = np.flatnonzero(segments[row] == segments[row, column])

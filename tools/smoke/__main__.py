@@ -21,7 +21,7 @@ THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     names = [package.name for package in packages()]
     parser = argparse.ArgumentParser(
         prog="python -m tools.smoke",
@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--package", action="append", choices=names, help="only this one; may be repeated"
+        "--package", action="append", choices=names, help="only this package; may be repeated"
     )
     parser.add_argument(
         "--resolution",
@@ -40,9 +40,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--python", default=THIS_PYTHON, help="Python version (default: %(default)s)"
     )
-    parser.add_argument("--dist", type=Path, help="use the wheels of this folder: build none")
+    parser.add_argument("--dist", type=Path, help="use the wheels of this folder; build none")
     parser.add_argument(
-        "--tests", action="store_true", help="also run each package's own tests from its wheel"
+        "--tests", action="store_true", help="also run each package's tests with its wheel"
     )
     parser.add_argument("--no-imports", action="store_true", help="skip the import of every module")
     parser.add_argument("--no-serve", action="store_true", help="skip the environment for serving")
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the chosen checks; stop at the first that fails."""
+    """Run the chosen checks, and stop at the first failure."""
     options = arguments()
     chosen = [p for p in packages() if not options.package or p.name in options.package]
     with tempfile.TemporaryDirectory(prefix="smoke-") as scratch_name:

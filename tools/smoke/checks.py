@@ -27,7 +27,7 @@ class Plan:
     resolution: str = "highest"
 
     def fresh(self, label: str) -> Environment:
-        """Yield an empty environment in a temporary folder."""
+        """Create an empty environment in a temporary folder."""
         return Environment.create(self.scratch / label, self.python)
 
 
@@ -48,13 +48,13 @@ def imports(package: Package, plan: Plan) -> None:
         ours = {module for member in packages() for module in member.modules}
         for failure in failed.values():
             if not failure["missing"] or failure["missing"].split(".")[0] in ours:
-                raise SmokeError(_told(package, failed))
+                raise SmokeError(_summary(package, failed))
         print(f"   with its extras only: {', '.join(failed)}", flush=True)
         extra = plan.fresh(f"{package.name}-extras")
         extra.install([package], plan.dist, resolution=plan.resolution, extras=True)
         failed = _failures(extra, list(failed))
     if failed:
-        raise SmokeError(_told(package, failed))
+        raise SmokeError(_summary(package, failed))
     jax = plain.installed().get("jax", "none")
     seconds = time.monotonic() - began
     print(
@@ -68,14 +68,14 @@ def _failures(environment: Environment, modules: list[str]) -> dict[str, dict[st
     return json.loads(environment.inside("import_modules.py", *modules))
 
 
-def _told(package: Package, failed: dict[str, dict[str, str]]) -> str:
+def _summary(package: Package, failed: dict[str, dict[str, str]]) -> str:
     """Return one line for each module, and the traceback of the first module."""
     tracebacks = [failure["traceback"].rstrip() for failure in failed.values()]
     lines = [
         f"{name}: {text.splitlines()[-1]}" for name, text in zip(failed, tracebacks, strict=True)
     ]
-    told = "\n".join([*lines, "", tracebacks[0]])
-    return f"{package.name}: modules that do not import with the declared dependencies:\n{told}"
+    text = "\n".join([*lines, "", tracebacks[0]])
+    return f"{package.name}: modules that do not import with the declared dependencies:\n{text}"
 
 
 def serves(plan: Plan) -> None:
@@ -106,10 +106,10 @@ def both_kinds(plan: Plan) -> None:
             if path == wheel or not path.name.startswith(wheel.name.split("-")[0] + "-"):
                 shutil.copy(path, alone)
         environment.install([package], alone, resolution=plan.resolution)
-        said = environment.inside("native.py", env={"JAX_PLATFORMS": "cpu"}).strip()
-        if pure != ("not built" in said):
-            raise SmokeError(f"{wheel.name} prints {said!r}")
-        print(f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB; {said}", flush=True)
+        output = environment.inside("native.py", env={"JAX_PLATFORMS": "cpu"}).strip()
+        if pure != ("not built" in output):
+            raise SmokeError(f"{wheel.name} prints {output!r}")
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB; {output}", flush=True)
 
 
 def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
@@ -121,9 +121,9 @@ def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
         plan.dist,
         resolution=plan.resolution,
         extras=True,
-        beside=tools["dependency-groups"]["test"],
+        requirements=tools["dependency-groups"]["test"],
     )
-    # Laid out as in the repository, where tests find the examples, but without any source.
+    # The same layout as in the repository, because tests use the examples, but without any sources.
     here = environment.folder
     own = Path("packages", package.folder.name)
     shutil.copytree(package.folder / "tests", here / own / "tests")
@@ -136,7 +136,7 @@ def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
 
 
 def _pytest_settings() -> str:
-    """The workspace's pytest settings, as an ini file without its paths."""
+    """Return the workspace's pytest settings as an ini file without paths."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     settings = tomllib.loads(text)["tool"]["pytest"]["ini_options"]
     lines = ["[pytest]"]

@@ -34,15 +34,15 @@ def run(
     """Run a command; raise `SmokeError` with its output if it fails.
 
     Args:
-        command: the program and its arguments.
-        cwd: where it runs; a folder outside the workspace.
-        env: added to the environment.
-        show: let its output through as it comes, instead of returning it.
+        command: Program and arguments.
+        cwd: Working directory, outside the workspace.
+        env: Additional environment variables.
+        show: Whether to show the output immediately instead of returning it.
 
     Returns:
-        Its standard output.
+        The standard output.
     """
-    # The workspace's own settings must not reach the fresh environment.
+    # The settings of the workspace must not affect the fresh environment.
     kept = {k: v for k, v in os.environ.items() if k not in {"VIRTUAL_ENV", "UV_LOCKED"}}
     done = subprocess.run(
         [str(part) for part in command],
@@ -66,7 +66,7 @@ PURE = "-py3-none-any.whl"
 
 
 def build_wheels(dist: Path) -> None:
-    """Build the wheels of every package into `dist`, through its sdist as a release does."""
+    """Build the wheels of every package into `dist`, each from its sdist as in a release."""
     began = time.monotonic()
     run("uv", "build", "--all-packages", "--out-dir", dist, cwd=ROOT)
     without = {"ED_LAYERS_NATIVE": "0"}
@@ -77,7 +77,7 @@ def build_wheels(dist: Path) -> None:
 
 
 def wheels_of(package: Package, dist: Path) -> list[Path]:
-    """The wheels of this version of a package that fit here: that of the platform, the pure one."""
+    """Return this version's wheels for this machine: the platform's, then the pure one."""
     pattern = f"{package.name.replace('-', '_')}-{package.version}-*.whl"
     system = {"darwin": "macosx", "win32": "win"}.get(sys.platform, sys.platform)
     found = list(dist.glob(pattern))
@@ -85,7 +85,7 @@ def wheels_of(package: Package, dist: Path) -> list[Path]:
     pure = [p for p in found if p.name.endswith(PURE)]
     if len(own) > 1 or len(pure) > 1 or not own + pure:
         names = ", ".join(p.name for p in found) or "none"
-        raise SmokeError(f"{dist} holds {names} of {pattern}: build into an empty folder")
+        raise SmokeError(f"{dist} contains {names} of {pattern}: build into an empty folder")
     return own + pure
 
 
@@ -102,14 +102,14 @@ class Environment:
 
     @classmethod
     def create(cls, folder: Path, python: str) -> Environment:
-        """Make an empty environment for a Python version such as `"3.11"`."""
+        """Create an empty environment for a Python version such as `"3.11"`."""
         folder.mkdir(parents=True)
         run("uv", "venv", "--quiet", "--no-project", "--python", python, "venv", cwd=folder)
         return cls(folder)
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Path of the interpreter."""
         scripts = "Scripts" if sys.platform == "win32" else "bin"
         return self.folder / "venv" / scripts / "python"
 
@@ -120,16 +120,16 @@ class Environment:
         *,
         resolution: str = "highest",
         extras: bool = False,
-        beside: Sequence[str] = (),
+        requirements: Sequence[str] = (),
     ) -> None:
-        """Install packages from their wheels; siblings too come from `dist`.
+        """Install packages from their wheels; sibling packages also come from `dist`.
 
         Args:
-            chosen: the packages.
-            dist: the folder of wheels.
-            resolution: `"highest"`, or `"lowest-direct"` for the floors that the packages declare.
-            extras: with every extra of the packages.
-            beside: Further requirements, in the same resolution.
+            chosen: Packages to install.
+            dist: Folder of the wheels.
+            resolution: `"highest"`, or `"lowest-direct"` for the lower bounds of the packages.
+            extras: Whether to install every extra of the packages.
+            requirements: Further requirements, in the same resolution.
         """
         wheels = [f"{p.name}{_extras(p) if extras else ''} @ {_uri(p, dist)}" for p in chosen]
         install = ("uv", "pip", "install", "--quiet", "--python", self.python)
@@ -139,11 +139,11 @@ class Environment:
             floors = self.folder / "floors.txt"
             floors.write_text(self._floors(chosen, dist, extras), encoding="utf-8")
             constraints = ("--constraints", str(floors))
-        run(*install, *links, *constraints, *wheels, *beside, cwd=self.folder)
+        run(*install, *links, *constraints, *wheels, *requirements, cwd=self.folder)
 
     def _floors(self, chosen: Sequence[Package], dist: Path, extras: bool) -> str:
-        # `uv pip install --resolution lowest-direct WHEEL` lowers nothing: only the wheel itself
-        # is direct there. Compiling the pyproject files makes their bounds the direct ones.
+        # `uv pip install --resolution lowest-direct WHEEL` treats only the wheel itself as direct.
+        # Compiling the pyproject files treats their requirements as direct.
         copies = []
         for package in chosen:
             copy = self.folder / "projects" / package.name / "pyproject.toml"
@@ -164,24 +164,24 @@ class Environment:
         )
 
     def inside(self, script: str, *arguments: str | Path, env: dict[str, str] | None = None) -> str:
-        """Run one of the scripts of `tools/smoke/inside` here; returns its standard output."""
-        # -P: the script's folder must not lend its modules to the environment under test.
+        """Run a script of `tools/smoke/inside` in the environment, and return its output."""
+        # -P: modules in the script's folder must not be importable in the environment under test.
         command = (self.python, "-P", INSIDE / script, *arguments)
         return run(*command, cwd=self.folder, env=env)
 
     def installed(self) -> dict[str, str]:
-        """Distribution name -> version of all that is installed."""
+        """Return distribution name -> version of all installed distributions."""
         listing = ("uv", "pip", "list", "--quiet", "--format", "json", "--python", self.python)
         rows = json.loads(run(*listing, cwd=self.folder))
         return {row["name"]: row["version"] for row in rows}
 
     def site_packages(self) -> Path:
-        """The folder of its installed packages."""
-        asks = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        return Path(run(self.python, "-c", asks, cwd=self.folder).strip())
+        """Return the folder of the installed packages."""
+        program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        return Path(run(self.python, "-c", program, cwd=self.folder).strip())
 
     def size(self) -> int:
-        """Bytes of the installed files, compiled byte code not counted."""
+        """Return the bytes of the installed files, without compiled byte code."""
         files = self.site_packages().rglob("*")
         return sum(f.stat().st_size for f in files if f.is_file() and f.suffix != ".pyc")
 
