@@ -6,8 +6,8 @@ Two families by default, one with a fused projection and one with latents and ex
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ed_layers.lora.slots import LoRASlots, SlotParam, written
 from ed_models.adapters.lora import apply_lora, lora_layers
 from ed_models.adapters.slots import slot_values, with_slots
 from ed_models.adapters.values import adapter_of
-from ed_models.conformance import Subject, forward
+from ed_models.conformance import Subject, checks, forward
 from flax import nnx
 
 from tests.conformance.cases import subjects
@@ -81,6 +81,7 @@ def test_sequences_of_a_batch_have_adapters_of_their_own(
     assert np.abs(expected[2] - expected[0]).max() > 1e-3
     mixed = np.stack([expected[place][row] for row, place in enumerate(PLACES)])
     ids = jnp.asarray(PLACES, jnp.int32)
-    monkeypatch.setattr(conformance, "RaggedBatch", partial(RaggedBatch, adapter_ids=ids))
-    case: Any = SimpleNamespace(model=served, ids=subject.ids, logits=mixed)
-    conformance.pages(case)
+    monkeypatch.setattr(checks, "RaggedBatch", partial(RaggedBatch, adapter_ids=ids))
+    case = copy(subject)
+    case.model, case.logits = served, mixed
+    checks.pages(case)

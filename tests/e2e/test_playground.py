@@ -132,7 +132,7 @@ def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
     generate = engine.generate
 
     def noted(prompt, *rest, **options):
-        prompts.append(engine.tokenizer.decode(prompt))
+        prompts.append(engine.tokenizer.decode(prompt.token_ids))
         return generate(prompt, *rest, **options)
 
     engine.generate = noted

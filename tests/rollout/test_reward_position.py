@@ -1,4 +1,4 @@
-"""A reward model is trained and asked at the same token of a chat."""
+"""Training and scoring read a reward model at the same token of a chat."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ed_infra.enums import TaskType
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
+from ed_trainers.online.phase import Phase, Scorer
 from ed_trainers.rollout import Sampled
 
 from tests.parity.chat_families import ANSWER, FAMILIES, USER
@@ -21,7 +22,7 @@ WRONG = {"role": "assistant", "content": "Five, I think."}
 LENGTH = 64
 QUIET = {"use_tensorboard": False, "progress_bar_type": "none", "save_directory": "run"}
 
-
+class FixedAnswers:
 class Said:
     """Completes every prompt with the same two answers in turn, each with an end token."""
 
@@ -77,13 +78,14 @@ def test_scores_of_training_pairs_are_those_of_sampled_answers(tmp_path, monkeyp
         LlamaForCausalLM.create(LlamaConfig(**config), seed=0),
         prompts,
         None,
-        tokenizer,
+        rollout=FixedAnswers(tokenizer, [ANSWER["content"], WRONG["content"]], end),
         rollout=Said(tokenizer, [ANSWER["content"], WRONG["content"]], end),
         frozen={"reward": reward},
     )
     weights = sampler.weights()
-    completions = sampler.complete(prompts.batch_at(0), weights, number=0)
-    scores = sampler.score(completions, completions.rows(LENGTH), weights)
+    phase, scorer = sampler.method.part(Phase), sampler.method.part(Scorer)
+    completions = phase.complete(prompts.batch_at(0), weights, number=0)
+    scores = scorer.score(completions, completions.rows(LENGTH), weights)
     np.testing.assert_allclose(scores.each[:, 0], trained, atol=1e-5)
     assert abs(trained[0] - trained[1]) > 1e-4
 
@@ -92,6 +94,6 @@ def test_scores_of_training_pairs_are_those_of_sampled_answers(tmp_path, monkeyp
     cut = tokenizer.apply_chat_template(
         [USER], add_generation_prompt=True, truncation=True, max_length=6
     )["input_ids"]
-    sampler.arguments = arguments.replace(max_prompt_length=6)
-    completions = sampler.complete(prompts.batch_at(0), weights, number=0)
+    phase.options = arguments.replace(max_prompt_length=6)
+    completions = phase.complete(prompts.batch_at(0), weights, number=0)
     assert completions.prompt_ids == [cut, cut]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ed_data import train_bpe
 from ed_elarge.building.end_tokens import stop_after_answers
+from ed_models.families.llama import LlamaConfig
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -24,7 +25,8 @@ def tokenizer():
 
 def ends_of(tokenizer, settings, **config):
     text = None if settings is None else json.dumps(settings)
-    given = SimpleNamespace(**{"vocab_size": len(tokenizer), "eos_token_id": 1, **config})
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1}
+    given = LlamaConfig(**{**tokens, **config})
     model = SimpleNamespace(generation_json=text, config=given)
     stop_after_answers(model, tokenizer)
     return model.generation_json

@@ -199,7 +199,7 @@ def test_unsupported_adapters_raise_config_error(llama, make_llama, engine, tmp_
     refused(LoraSpec(rank=3, targets="q_proj"), "layers.0.self_attn.q_proj: rank 3 is above 2")
     refused(LoraSpec(rank=2, targets="q_proj", dora=True), "q_proj: DoRA", "merge it")
     refused(LoraSpec(rank=2, targets=("up_proj", "embed")), "a layer that serves no", "embedding")
-    with pytest.raises(ConfigError, match="has none on its layers"):
+    with pytest.raises(ConfigError, match="has no active adapter: select one"):
         loading.load_lora_adapter("x", llama)
     broken = adapted(llama, "x", LoraSpec(rank=2, targets="q_proj"))
     next(lora_layers(broken))[1].lora_b.set_value(np.full((1, 2, 32), np.nan)[0])

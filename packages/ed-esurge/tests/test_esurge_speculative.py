@@ -183,9 +183,9 @@ def test_draft_models_that_cannot_be(llama, make_llama, tmp_path):
         return eSurge(llama, max_model_len=64, max_num_seqs=2, silent_mode=True, **options)
 
     asked = {"method": "draft_model"}
-    with pytest.raises(ConfigError, match="needs a model: name its directory"):
+    with pytest.raises(ConfigError, match="requires a model: set `model` to its directory"):
         engine(speculative_config=asked)
-    with pytest.raises(ConfigError, match="proposes nothing without the method"):
+    with pytest.raises(ConfigError, match="a draft_model has no effect without its method"):
         engine(draft_model=llama)
     with pytest.raises(ConfigError, match="vocabulary of 300 tokens and the model one of 260"):
         engine(draft_model=make_llama(vocab_size=300), speculative_config=asked)

@@ -13,6 +13,7 @@ from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import byte_tokenizer
 from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids
 from ed_infra.errors import ConfigError
+from ed_models.families.llama import LlamaConfig
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -236,7 +237,7 @@ def test_engines_that_cannot_be_are_refused(options):
 def test_tokens_beyond_the_vocabulary_end_and_ban_nothing():
     """A tokenizer may know more tokens than the model: no step can sample them."""
     model = SimpleNamespace(
-        config=SimpleNamespace(vocab_size=100, eos_token_id=[2, 100]),
+        config=LlamaConfig(vocab_size=100, eos_token_id=[2, 100]),
         generation_json='{"eos_token_id": 99}',
     )
     assert TOKENIZER.eos_token_id >= 100

@@ -65,7 +65,7 @@ def test_rejected_kernel_call_logs_reasons_and_falls_back_to_xla(installed, capl
     (said,) = [r.getMessage() for r in caplog.records if "toy" in r.getMessage()]
     assert said == (
         "attention: 'flash_attn2' runs plain XLA, block by block; toy projected kernel does not "
-        "take a soft cap, sinks, a head dim of 12 (it has multiples of 8)"
+        "support a soft cap, sinks, a head dim of 12 (it has multiples of 8)"
     )
 
 

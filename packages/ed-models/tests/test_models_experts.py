@@ -11,12 +11,14 @@ from ed_models.families.llama4_text import Llama4TextForCausalLM
 from ed_models.families.mixtral import MixtralForCausalLM
 from flax import nnx
 
+from tests.conformance.cases import cases
+
 
 @pytest.mark.daily("True")
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_auxiliary_loss_is_that_of_transformers(scan):
     torch = require_torch()
-    subject = Subject("mixtral", "two of eight", MixtralForCausalLM)
+    subject = Subject("mixtral", "two of eight", MixtralForCausalLM, cases("mixtral")["mixtral"])
     theirs = subject.torch_model(
         input_ids=torch.tensor(subject.ids, dtype=torch.long),
         attention_mask=torch.tensor(subject.mask),
@@ -34,7 +36,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(scan):
 
 @pytest.mark.nightly
 def test_selection_biases_move_alike_scanned_and_unrolled():
-    subject = Subject("glm4_moe", "groups", Glm4MoeForCausalLM)
+    subject = Subject("glm4_moe", "groups", Glm4MoeForCausalLM, cases("glm4_moe")["glm4_moe"])
     moved = []
     for scan in (True, False):
         model = subject.load(scan_layers=scan, router_bias_rate=0.01)
@@ -65,7 +67,9 @@ def biases(state):
 def test_queries_of_llama4_grow_with_their_place():
     """transformers counts padding as places, so that only whole rows can be compared."""
     torch = require_torch()
-    subject = Subject("llama4_text", "chunks", Llama4TextForCausalLM)
+    subject = Subject(
+        "llama4_text", "chunks", Llama4TextForCausalLM, cases("llama4_text")["llama4_text"]
+    )
     subject.fields |= {"floor_scale": 4, "attn_scale": 0.5}
     with torch.no_grad():
         theirs = subject.torch_model(torch.tensor(subject.ids, dtype=torch.long)).logits

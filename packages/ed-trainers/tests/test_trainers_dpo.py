@@ -164,7 +164,7 @@ def test_log_probabilities_of_the_reference_ahead(toy, tmp_path):
     assert np.array_equal(np.load(tmp_path / "ahead" / FILE)["values"], kept)
     assert again[0]["loss"] == ahead[0]["loss"]
     stranger = Pairs(seed=77).batch_at(0)
-    with pytest.raises(ConfigError, match="answers are of other data"):
+    with pytest.raises(ConfigError, match="these answers are not in the data of the run"):
         trainer.prepare(stranger)
 
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 _NAMES = {
     "int": "integer",
     "float": "number",
@@ -135,7 +142,20 @@ def _default(value: ast.expr | None) -> Any:
         value = next((k.value for k in value.keywords if k.arg == "default"), None)
     if value is None:
         return None
-    try:  # `4096 * 32`, `(0.0, float("inf"))`
-        return eval(ast.unparse(value), {"__builtins__": {}, "float": float})
-    except Exception:  # the class computes the default
+    try:
+        return _constant(value)
+    except ValueError:  # the class computes the default
         return None
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return the value of a literal, of arithmetic such as `4096 * 32`, or of `float("inf")`."""
+    match node:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_constant(left), _constant(right))
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))]):
+            return float(text)
+        case ast.Tuple(elts=parts):
+            return tuple(_constant(part) for part in parts)
+        case _:
+            return ast.literal_eval(node)
