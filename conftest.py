@@ -1,7 +1,7 @@
-"""Settings of every test run; they must be in the environment before jax is imported.
+"""Settings of every test run. They must be in the environment before jax is imported.
 
-Tests see eight simulated CPU devices, no network, and a compilation cache that all workers of a run
-and all later runs share.
+Tests have eight simulated CPU devices, no network, and a compilation cache that all workers of a
+run and all later runs share.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 _flags = [os.environ.get("XLA_FLAGS", "")]
 if "--xla_force_host_platform_device_count" not in _flags[0]:
     _flags.append("--xla_force_host_platform_device_count=8")
-# Programs run for milliseconds here, so compilation determines how long a run takes.
-# nightly.yml sets the level that users have.
+# Test programs run for milliseconds, so compilation determines the duration of a run. nightly.yml
+# sets the optimization level that users have.
 if "--xla_backend_optimization_level" not in _flags[0]:
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
-# Threads of XLA; `ed_infra.compilation.cache` says why programs from the cache need so many.
+# Number of XLA threads; `ed_infra.compilation.cache` explains the number.
 os.environ.setdefault("NPROC", "64")
-# Workers share the folder. An entry that is read while it is written does not decompress; jax then
-# warns and compiles.
+# Workers share the folder. If an entry is read while another worker writes it, jax warns and
+# compiles again.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
@@ -46,18 +46,18 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
-# The same examples on each run, and no limit on a call that may compile.
+# Each run uses the same examples, and a call that compiles has no time limit.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("default")
 
-#: Resident bytes of a worker above which the programs of the files before are dropped.
+#: Resident bytes of a worker above which its compiled programs are dropped after a test file.
 MANY_PROGRAMS = 3 << 30
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile in a quarter of the time in a default run; a run of everything compiles as users do.
+    """Select faster compilation for a default run; a run of all tests compiles as users do.
 
-    jax 0.12 has only one way to emit fusions.
+    The flag exists only in jaxlib 0.10: later versions have one way to emit fusions.
     """
     flag, flags = "--xla_cpu_use_fusion_emitters=false", os.environ["XLA_FLAGS"]
     daily = config.option.markexpr == "not nightly" and "optimization_level=0" in flags
@@ -67,9 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, so that no model of theirs is compiled twice.
+    """Keep the tests of a file on one worker, so that each model is compiled once.
 
-    Families and the like have groups of their own. Whole products come first: they take longest.
+    Tests with an `xdist_group` mark keep it. Tests of several packages start first, because
+    they have the longest durations.
     """
     mark_nightly_cases(config, items)
     for item in items:
@@ -79,12 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_nightly_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each case that its test does not list in `@pytest.mark.daily("case", ...)` as nightly.
+    """Mark each case that `@pytest.mark.daily("case", ...)` does not list as nightly.
 
-    A name is the id between the brackets; `*` stands for any text.
+    A case is the id between the brackets; `*` matches any text.
 
     Raises:
-        pytest.UsageError: a listed name is no case.
+        pytest.UsageError: A listed case does not exist.
     """
     unlisted: dict[str, set[str]] = {}
     for item in items:
@@ -98,21 +99,21 @@ def mark_nightly_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
         unlisted[name] = unlisted.get(name, set(mark.args)) - fitting
     wrong = [f"{name}: {sorted(listed)}" for name, listed in unlisted.items() if listed]
-    # A command that names one case collects only that one.
+    # A command that selects one case collects only that case.
     if wrong and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("daily lists cases that do not exist: " + ", ".join(wrong))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def processes_without_torch() -> None:
-    """Let processes that tests start begin in half the time: see the file in that folder."""
+    """Hide torch from processes that tests start; see `tests/subprocesses/sitecustomize.py`."""
     path = [str(ROOT / "tests" / "subprocesses"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """Drop compiled programs after a file, where a worker holds many."""
+    """Drop the compiled programs of a worker after a test file if they need much memory."""
     yield
     jax = sys.modules.get("jax")
     if jax is not None and resident_bytes() > MANY_PROGRAMS:
@@ -121,6 +122,6 @@ def bounded_memory() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 on a system without /proc."""
+    """Return the resident bytes of this process; 0 on a system without /proc."""
     statm = pathlib.Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

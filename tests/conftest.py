@@ -1,4 +1,4 @@
-"""Figures that a test records as the property `summary` are printed at the end of the run."""
+"""Print the figures that tests record as the property `summary` at the end of the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the recorded figures, in the order in which the tests ended."""
+    """Print the recorded figures in the order in which the tests finished."""
     passed = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     figures = [
         str(value) for report in passed for key, value in report.user_properties if key == "summary"

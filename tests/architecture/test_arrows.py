@@ -1,4 +1,4 @@
-"""The arrows between the packages hold, and each contract would notice if one did not."""
+"""The import contracts between packages hold, and each contract detects a violation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lint_imports(source: Path | None = None) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The import packages of the workspace, side by side in one folder."""
+    """Copy the import packages of the workspace into one folder."""
     folder = tmp_path_factory.mktemp("arrows")
     for package in packages():
         for module in package.modules:
@@ -63,8 +63,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_module_is_looked_at() -> None:
-    """A folder without `__init__.py` would be invisible to the contracts."""
+def test_import_contracts_cover_every_module() -> None:
+    """The contracts would ignore a folder without `__init__.py`."""
     seen = grimp.build_graph(*(m for p in packages() for m in p.modules), cache_dir=None).modules
     assert set().union(*(package.submodules() for package in packages())) <= seen
 
@@ -76,7 +76,7 @@ def test_import_contracts_hold_between_packages() -> None:
 
 
 @pytest.mark.parametrize(("contract", "file", "text"), VIOLATIONS)
-def test_a_forbidden_import_breaks_its_contract(
+def test_forbidden_import_breaks_its_contract(
     copy: Path, contract: str, file: str, text: str
 ) -> None:
     target = copy / file
@@ -93,5 +93,5 @@ def test_a_forbidden_import_breaks_its_contract(
     assert f"{CONTRACTS[contract]} BROKEN" in result.stdout, result.stdout
 
 
-def test_every_contract_has_its_violation() -> None:
+def test_every_contract_has_a_violation_case() -> None:
     assert {contract for contract, _, _ in VIOLATIONS} == set(CONTRACTS)

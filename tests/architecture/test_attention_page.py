@@ -1,4 +1,4 @@
-"""docs/attention.md: its tables are those of the code."""
+"""The tables of docs/attention.md equal those generated from the code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ed_layers.attention.registry import built_in
 from tools import attention_table
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_attention_page_is_up_to_date() -> None:
     text = attention_table.PAGE.read_text(encoding="utf-8")
     assert text == attention_table.page(text), "run: uv run python -m tools.attention_table"
 
 
-def test_a_kernel_that_is_added_is_listed() -> None:
+def test_added_kernel_is_listed_in_attention_table() -> None:
     lacks = frozenset({"bias", "chunk"})
     added = Kernel(
         "flash_attn2", "projected", "toy", vanilla_attention, "cpu", "native", lacks=lacks

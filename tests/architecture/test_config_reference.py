@@ -1,6 +1,6 @@
-"""docs/config_reference.md: every documented name has a test that proves its effect.
+"""Every name in docs/config_reference.md has a test that proves its effect, or is in `LATER`.
 
-A name without one fails, unless it is on the list of `later` below, which is strict both ways.
+A name in `LATER` must not have such a test.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ed_infra.config.files import StoredConfig
 
 from tools import config_reference, yaml_reference
 
-# Shrink it: whoever gives a name its effect takes it off here, in tools/config_reference.py and,
-# for a field, in ed_infra.config.fields.WITHOUT_EFFECT.
+# When a name gets an effect, remove it here, in tools/config_reference.py and, if it is a field, in
+# ed_infra.config.fields.WITHOUT_EFFECT.
 LATER = {
     "hardware_abstraction",
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
 }
-# Our own, beside what EasyDeL documents.
+# Names of this project that EasyDeL does not document.
 OWN_FIELDS = {
     *("sharding_rules", "freq_max_position_embeddings", "mask_max_position_embeddings"),
     *("router_z_loss_coef", "router_bias_rate", "expert_capacity_factor", "native_kernels"),
@@ -31,21 +31,21 @@ OWN_METHODS = {"from_dict", "from_json_file", "get_config_dict", "own_partition_
 OWN_KEYWORDS = {"layer_type"}
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_config_reference_page_is_up_to_date() -> None:
     written = config_reference.PAGE.read_text(encoding="utf-8")
     assert written == config_reference.page(), "run: uv run python -m tools.config_reference"
     assert "**missing**" not in written
 
 
-def test_every_name_is_proven_or_waits_for_a_part(record_property) -> None:
+def test_every_documented_name_has_a_test_or_is_listed_as_later(record_property) -> None:
     names, proven = config_reference.names(), config_reference.proofs()
     assert len(names) == len(set(names))
-    assert set(config_reference.LATER) == LATER, "the list is strict"
+    assert set(config_reference.LATER) == LATER, "the two lists must be equal"
     missing = set(names) - set(proven) - LATER
     assert not missing, f"no test proves {sorted(missing)}: mark one with pytest.mark.proves"
-    assert not LATER & set(proven), "proven, so take it off the list"
+    assert not LATER & set(proven), "these names have a test: remove them from the list"
     assert set(names) >= LATER
-    # The keys of a run file have a page of their own.
+    # The keys of a run file have a separate page.
     keys = set(re.findall(r"^\| `(\w+)`", yaml_reference.PAGE.read_text("utf-8"), re.MULTILINE))
     unknown = {name for name in proven if name not in names and name not in keys}
     assert not unknown, f"proven, but not documented: {sorted(unknown)}"
@@ -53,11 +53,11 @@ def test_every_name_is_proven_or_waits_for_a_part(record_property) -> None:
         "summary",
         f"configuration reference: {len(names)} documented names, {len(names) - len(LATER)} proven "
         f"by {len({test for tests in proven.values() for test in tests})} tests, "
-        f"{len(LATER)} wait for a later part",
+        f"{len(LATER)} without an effect yet",
     )
 
 
-def test_fields_without_effect_are_those_that_warn() -> None:
+def test_later_fields_are_the_fields_without_effect() -> None:
     assert {name for name in LATER if name in FIELDS} == WITHOUT_EFFECT
 
 

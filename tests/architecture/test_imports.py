@@ -1,4 +1,4 @@
-"""Importing costs little and changes nothing: no jax until it is used, no side effects ever."""
+"""Imports are cheap and have no side effects; jax is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAVY = {
 CONTRACTS = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]
 JAX_FREE = next(c["source_modules"] for c in CONTRACTS if c["id"] == "options")
 
-# What a program can notice of an import: everything here must be equal before and after.
+# Observable state of a process: an import of this project must not change any of it.
 OBSERVE = """
 import gc, json, logging, os, signal, sys, threading, warnings
 
@@ -50,8 +50,8 @@ def observe():
 
 
 def python(code: str) -> str:
-    """Run code in a fresh interpreter; returns what it prints."""
-    # By standard input: a list of all modules is longer than an argument may be.
+    """Run code in a fresh interpreter and return its standard output."""
+    # The code is passed through standard input: a list of all modules exceeds the argument limit.
     done = subprocess.run(
         [sys.executable, "-"],
         input=textwrap.dedent(code),
@@ -65,21 +65,21 @@ def python(code: str) -> str:
 
 
 def loaded_after(*names: str) -> set[str]:
-    """Top-level names in `sys.modules` after importing the modules."""
+    """Return the top-level names in `sys.modules` after importing the modules."""
     code = f"import sys, {', '.join(names)}; print(*{{m.split('.')[0] for m in sys.modules}})"
     return set(python(code).split())
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_importing_a_package_loads_nothing_heavy(module: str) -> None:
+def test_importing_a_package_loads_no_heavy_dependency(module: str) -> None:
     assert not loaded_after(module) & HEAVY
 
 
-def test_options_are_validated_without_jax() -> None:
+def test_option_modules_import_without_jax() -> None:
     assert not loaded_after(*JAX_FREE) & {"jax", "jaxlib", "flax", "transformers", "torch"}
 
 
-def test_the_scheduler_runs_without_jax() -> None:
+def test_scheduler_modules_import_without_jax() -> None:
     esurge = next(p for p in packages() if p.name == "ed-esurge")
     core = [m for m in esurge.submodules() if m.startswith("ed_esurge.core")]
     assert core
@@ -89,7 +89,7 @@ def test_the_scheduler_runs_without_jax() -> None:
 def test_importing_all_modules_does_not_change_the_process(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Import every module; compare the process with one where only third parties were imported."""
+    """Compare the process before and after importing every module; third parties come first."""
     ours = tuple(MODULES)
     modules = [name for p in packages() for name in p.submodules() if "__main__" not in name]
     first = python(f"""
@@ -117,7 +117,7 @@ def test_importing_all_modules_does_not_change_the_process(
     assert not changed, f"changed by importing {len(modules)} modules"
 
 
-def test_the_observer_sees_a_change() -> None:
+def test_process_observer_detects_changes() -> None:
     seen = python(f"""
         OURS = {tuple(MODULES)!r}
         {textwrap.indent(OBSERVE, " " * 8).lstrip()}

@@ -1,4 +1,4 @@
-"""docs/models.md: its table is that of the registry and of the kept results."""
+"""The table of docs/models.md equals the one generated from the registry and the stored results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.conformance.cases import subjects
 from tools import conformance_results, model_table
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_model_page_is_up_to_date() -> None:
     text = model_table.PAGE.read_text(encoding="utf-8")
     assert text == model_table.page(text), "run: uv run python -m tools.model_table"
 
 
-def test_results_are_of_rows_that_are_there() -> None:
+def test_stored_conformance_results_belong_to_existing_cases() -> None:
     there = {(row.model_type, row.row) for row in subjects()}
     results = conformance_results.read()
     gone = {(family, row) for family, of in results.items() for row in of} - there
@@ -29,8 +29,8 @@ def test_results_are_of_rows_that_are_there() -> None:
 
 
 @pytest.mark.nightly
-def test_every_row_of_every_family_has_its_results() -> None:
-    """They take minutes a family, so a new one may come without; the release may not."""
+def test_every_conformance_case_has_complete_results() -> None:
+    """The checks of a family need minutes, so a change may add a family without results."""
     results = conformance_results.read()
     rows = subjects()
     incomplete = [str(row) for row in rows if not conformance_results.is_complete(results, row)]

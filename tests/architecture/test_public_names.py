@@ -1,4 +1,4 @@
-"""The public names of each package exist, are documented, and are what type checkers are told."""
+"""The public names of each package exist, have docstrings, and are visible to type checkers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from tools.workspace import packages
 
-# The umbrella's table is EasyDeL's: tests of ed-elarge go through it.
+# ed-elarge's module `easydel` repeats EasyDeL's names; tests of ed-elarge check it.
 MODULES = [m for p in packages() for m in p.modules if m.startswith("ed_")]
 
 
-def told_to_type_checkers(init: Path) -> set[str]:
-    """Names imported under `if TYPE_CHECKING:`."""
+def imported_for_type_checkers(init: Path) -> set[str]:
+    """Return the names imported under `if TYPE_CHECKING:`."""
     tree = ast.parse(init.read_text(encoding="utf-8"))
     guarded = (
         node
@@ -34,7 +34,7 @@ def told_to_type_checkers(init: Path) -> set[str]:
 @pytest.mark.parametrize("module", MODULES)
 def test_public_names_are_documented_and_exported(module: str) -> None:
     package = importlib.import_module(module)
-    assert package.__all__, "a package says what is public"
+    assert package.__all__, "__all__ must list the public names"
     assert sorted(set(package.__all__)) == sorted(package.__all__)
     assert set(package.__all__) <= set(dir(package))
     for name in package.__all__:
@@ -45,6 +45,6 @@ def test_public_names_are_documented_and_exported(module: str) -> None:
         if callable(value := getattr(package, name)) and not getattr(value, "__doc__", None)
     ]
     assert not mute, "public classes and functions have docstrings"
-    assert told_to_type_checkers(Path(str(package.__file__))) == set(package.__all__)
+    assert imported_for_type_checkers(Path(str(package.__file__))) == set(package.__all__)
     with pytest.raises(AttributeError, match=f"did you mean '{package.__all__[0]}'"):
         getattr(package, package.__all__[0] + "x")

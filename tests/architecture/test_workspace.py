@@ -1,4 +1,4 @@
-"""The workspace fits together, its tools notice when it does not, and the tree is clean."""
+"""The workspace is consistent, its tools detect faults, and no tracked file names a machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import yaml
 from tools import check_workspace, release
 from tools.workspace import ROOT, packages
 
-# In pieces, so that this file does not find itself.
+# In pieces, so that the patterns do not match this file.
 HOSTS = re.compile("|".join(["pypi" + r"\.org", "python" + "hosted", "registry" + r"\.npmjs"]))
 MACHINE_PATHS = re.compile(r"(^|[^A-Za-z0-9_.~-])/(work|root|" + r"tmp)/[A-Za-z0-9_.]")
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Tracked text files; an untracked copy of the tree has none, and skips."""
+    """Return the tracked text files, or skip the test outside a git checkout."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--", *patterns],
         cwd=ROOT,
@@ -30,12 +30,12 @@ def tracked(*patterns: str) -> list[Path]:
         check=False,
     )
     if listing.returncode:
-        pytest.skip("not a git checkout: there is no list of tracked files")
+        pytest.skip("not a git checkout: the tracked files are unknown")
     paths = (ROOT / name for name in listing.stdout.split("\0") if name)
     return [path for path in paths if path.is_file() and path.name != "uv.lock"]
 
 
-#: What tools compare with, and no lock contains; pyright accepts a tool without them.
+#: Packages that tools only compare with. They are not in the lock, and pyright ignores them.
 OPTIONAL = {"grain", "torch", "trl"}
 
 
@@ -66,7 +66,7 @@ def test_workspace_metadata_is_consistent() -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A copy of what the check reads, to be broken."""
+    """Copy the files that the check reads, so that a test can break them."""
     for name in ("pyproject.toml", "uv.lock", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     for package in packages():
@@ -120,7 +120,7 @@ def test_workspace_check_reports_injected_faults(
     assert any(complaint in line for line in check_workspace.problems(workspace))
 
 
-def test_a_tag_names_package_version_and_changelog() -> None:
+def test_release_tag_requires_package_version_and_changelog() -> None:
     package = packages()[0]
     assert release.package_of(f"{package.name}-v{package.version}").name == package.name
     for tag, complaint in [
@@ -132,7 +132,7 @@ def test_a_tag_names_package_version_and_changelog() -> None:
             release.package_of(tag)
 
 
-def test_only_publishing_may_ask_for_an_identity() -> None:
+def test_only_publish_job_has_id_token_permission() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
     assert workflow["permissions"] == {}
     holders = [n for n, job in workflow["jobs"].items() if "id-token" in job.get("permissions", {})]
@@ -140,14 +140,14 @@ def test_only_publishing_may_ask_for_an_identity() -> None:
     assert set(workflow["jobs"]["publish"]["needs"]) == {"build", "verify"}
 
 
-def test_every_hook_runs_the_locked_tool() -> None:
+def test_every_pre_commit_hook_runs_a_locked_tool() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     (local,) = config["repos"]
     assert local["repo"] == "local"
     assert all(hook["entry"].startswith("uv run ") for hook in local["hooks"])
 
 
-def test_no_registry_and_no_machine_in_tracked_files() -> None:
+def test_tracked_files_name_no_registry_and_no_machine_path() -> None:
     found = []
     for path in tracked():
         try:
@@ -160,7 +160,7 @@ def test_no_registry_and_no_machine_in_tracked_files() -> None:
     assert not found
 
 
-def test_the_readme_has_the_two_commands() -> None:
+def test_readme_contains_quickstart_and_test_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^(?:pip install uv && )?uv run .*$", readme, flags=re.MULTILINE)
     assert "pip install uv && uv run elarge examples/quickstart.yaml" in commands

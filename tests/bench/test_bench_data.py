@@ -1,4 +1,4 @@
-"""Ten million rows of parquet as a stream: flat memory, and nothing is read over to go on."""
+"""A stream of ten million parquet rows needs constant memory and resumes without reading again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.bench import data
 
 def check(found: data.Large) -> None:
     assert found.same
-    # The first window, and the next, which is made meanwhile: as many in the middle.
+    # The first window and the prefetched second window; after the resume as many.
     assert max(found.read) <= 2 * 4096
     assert found.growth < 64 * 2**20
 
@@ -34,7 +34,7 @@ def test_ten_million_row_stream_stays_within_limits(
 
 @pytest.mark.nightly
 def test_data_benchmark_contenders_run(tmp_path: Path) -> None:
-    """On a few documents: the figures are for a quiet machine."""
+    """Run the contenders on a few documents; the figures need an otherwise idle machine."""
     corpus = data.Corpus.make(tmp_path, 300, chats=False)
     rates = data.tokenizing(corpus, [None], rounds=1)
     assert {"ed-data", "datasets.map"} <= rates.keys()

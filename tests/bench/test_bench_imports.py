@@ -1,4 +1,4 @@
-"""Memory of an import; seconds are for a quiet machine."""
+"""Memory limits of imports. Durations are not tested, because other load affects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of 2 GB is streamed: little host memory, and each device reads its own part."""
+"""Loading streams a 2 GB checkpoint: little host memory, and each device reads its own part."""
 
 from __future__ import annotations
 

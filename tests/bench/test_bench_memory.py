@@ -1,4 +1,4 @@
-"""What saves memory does so, at no cost in accuracy: the tables of `tools.bench`."""
+"""Options that save memory do so without loss of accuracy: the tables of `tools.bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.bench import memory, remat
 pytestmark = pytest.mark.nightly
 
 
-def test_every_policy_gives_the_same_gradients_at_its_price(
+def test_every_remat_policy_has_equal_gradients_and_bounded_cost(
     record_property: Callable[[str, object], None],
 ) -> None:
     rows = remat.table(layers=8, width=64, batch=2, sequence=512)
@@ -22,14 +22,14 @@ def test_every_policy_gives_the_same_gradients_at_its_price(
     least = "nothing_saveable"
     assert temp[least] == min(temp.values())
     assert temp[least] < 0.25 * temp[""]
-    # A forward pass again, at most; and nothing for free.
+    # At most the forward pass is recomputed, and saving memory costs flops.
     assert 1.2 * flops[""] < flops[least] == max(flops.values()) < 4 / 3 * flops[""]
     assert temp[least] < temp["save_only_these_names"] < temp["checkpoint_dots"] < temp[""]
     assert flops["checkpoint_dots"] < flops["save_from_both_policies"]
     assert flops["save_from_both_policies"] < flops["save_only_these_names"] < flops[least]
 
 
-def test_memory_of_blocks_and_chunks_is_linear_in_the_sequence(
+def test_blockwise_memory_is_linear_in_sequence_length(
     record_property: Callable[[str, object], None],
 ) -> None:
     points = memory.measure()
@@ -37,6 +37,6 @@ def test_memory_of_blocks_and_chunks_is_linear_in_the_sequence(
     by_length = {point.length: point for point in points}
     short, long = by_length[4096], by_length[32768]
     assert long.blockwise / long.length < 1.3 * short.blockwise / short.length
-    # Full scores are quadratic, so this is no property of the measure.
+    # Full scores are quadratic, so the linear growth is not an artifact of the measurement.
     assert long.vanilla / long.length > 6 * short.vanilla / short.length
     assert long.blockwise < long.vanilla / 100

@@ -1,4 +1,4 @@
-"""How full rows are: the table of `tools.bench.packing`, on lengths like those of chats."""
+"""Packed rows of chats are nearly full: the table of `tools.bench.packing`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_packed_rows_reach_fill_targets(
     assert best > fill["first_fit"] > fill["greedy"]
 
 
-def test_nothing_is_lost_on_the_way() -> None:
+def test_packing_plans_contain_every_token() -> None:
     lengths = packing.chat_lengths(5000, 4096)
     plans = packing.in_windows(lengths, 4096, "bfd", 1000)
     assert sum(plan.tokens for plan in plans) == lengths.sum()
     assert packing.bisect_rows(lengths[:1000], 4096) == plans[0].rows
 
 
-def test_tokens_are_moved_with_their_positions() -> None:
+def test_packed_tokens_keep_their_positions() -> None:
     lengths = packing.chat_lengths(300, 512)
     ends = np.cumsum(lengths)
     documents = np.repeat(np.arange(300), lengths)

@@ -1,4 +1,4 @@
-"""The client of `tools.bench.serve`, and that the bench of the engine runs."""
+"""The client of `tools.bench.serve` reads streams correctly, and the engine benchmark runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ed_esurge.testing import ScriptedEngine
 from tools.bench import engine, sse
 
 
-def test_arrivals_are_those_of_text() -> None:
+def test_stream_reader_measures_arrival_of_text() -> None:
     head = b"HTTP/1.1 200 OK\r\n\r\n"
     blocks = [
         (0.5, head + b'data: {"choices":[{"text":""}]}\n\n'),
@@ -42,8 +42,8 @@ def test_serve_benchmark_load_reads_whole_streams() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_the_bench_of_the_engine_runs() -> None:
-    """On two layers: the figures are for a quiet machine."""
+def test_engine_benchmark_runs() -> None:
+    """Run on two layers; the figures need an otherwise idle machine."""
     options = argparse.Namespace(python=[2], sequences=[2], tokens=8, layers=2, rounds=1)
     for name, measure in engine.MEASURES.items():
         rows = measure(options)

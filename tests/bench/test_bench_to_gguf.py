@@ -1,4 +1,4 @@
-"""The GGUF file of a checkpoint is the same model."""
+"""The GGUF file of a checkpoint contains the same model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(checkpoint: Path, dtype: str) -> tuple[GGUFReader, dict[str, np.ndarray
 
 
 def turned(x: np.ndarray, position: float, frequencies: np.ndarray, pairs: slice) -> np.ndarray:
-    """The rotation of the two numbers of every pair; `pairs` says which are first."""
+    """Rotate the two numbers of every pair; `pairs` selects the first number of each pair."""
     angle = position * frequencies
     other = slice(1, None, 2) if pairs.step else slice(len(x) // 2, None)
     out = x.copy()
@@ -60,7 +60,7 @@ def turned(x: np.ndarray, position: float, frequencies: np.ndarray, pairs: slice
     return out
 
 
-def test_scores_are_the_same_after_either_rotation(checkpoint: Path) -> None:
+def test_converted_projections_have_same_scores_after_rotation(checkpoint: Path) -> None:
     before = load_file(checkpoint / "model.safetensors")
     _, after = read(checkpoint, "f32")
     x, frequencies = np.random.default_rng(1).normal(size=8), np.array([1.0, 0.1])

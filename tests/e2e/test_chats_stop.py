@@ -1,4 +1,4 @@
-"""A model that is trained on chats stops by itself, with every chat template."""
+"""A model that was trained on chats ends its answers, with every chat template."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ed_elarge import eLargeModel
 from tests.parity.chat_families import AGAIN, ANSWER, FAMILIES, SIX, USER
 
 STEPS = 150
-#: Runs by default: the template without an end token.
+#: The template that is not nightly: it has no end token.
 DEFAULT = "without_end"
 
 
 def trained_prompt(tokenizer, question, chat) -> list[int]:
-    """The prompt for an answer; without the thought that some templates begin and do not keep."""
-    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    """Return the prompt of an answer, without a thought that only this prompt contains."""
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
     whole = tokenizer.apply_chat_template(chat)["input_ids"]
-    shared = zip(asked, whole, strict=False)
-    return asked[: next((i for i, (a, b) in enumerate(shared) if a != b), len(asked))]
+    shared = zip(prompt, whole, strict=False)
+    return prompt[: next((i for i, (a, b) in enumerate(shared) if a != b), len(prompt))]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == DEFAULT else pytest.mark.nightly) for n in FAMILIES]
 )
-def test_a_model_trained_on_chats_stops_by_itself(tmp_path, monkeypatch, name):
-    """With the loss on the answers alone, the model writes the answer and its end token."""
+def test_model_trained_on_chats_generates_end_token(tmp_path, monkeypatch, name):
+    """With the loss only on answers, the model generates the answer and its end token."""
     monkeypatch.chdir(tmp_path)
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
@@ -72,10 +72,10 @@ def test_a_model_trained_on_chats_stops_by_itself(tmp_path, monkeypatch, name):
     for question, answer in chats:
         prompt = trained_prompt(tokenizer, [question], [question, answer])
         output = model.generate(np.asarray([prompt]), max_new_tokens=30, do_sample=False)
-        said = output.sequences[0, len(prompt) :].tolist()
+        answered = output.sequences[0, len(prompt) :].tolist()
         end = tokenizer.convert_tokens_to_ids(family.end or family.eos)
-        assert end in said, f"no end within 30 tokens: {tokenizer.decode(said)!r}"
-        text = tokenizer.decode(said[: said.index(end)])
+        assert end in answered, f"no end within 30 tokens: {tokenizer.decode(answered)!r}"
+        text = tokenizer.decode(answered[: answered.index(end)])
         assert text.strip().endswith(answer["content"])
-        rest = set(said[said.index(end) + 1 :])
-        assert len(rest) <= 1, "tokens behind the end are padding"
+        rest = set(answered[answered.index(end) + 1 :])
+        assert len(rest) <= 1, "the tokens after the end must be padding"

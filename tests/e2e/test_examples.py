@@ -1,4 +1,4 @@
-"""The examples that train in seconds: each file as it is, from the root of a copy."""
+"""Each example that trains in seconds runs unchanged, from the root of a copy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from ed_trainers.arguments import METHODS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-#: The main job and its server have tests of their own, beside this one.
+#: Examples with separate tests: the quickstart and its server.
 ELSEWHERE = {"quickstart", "serve"}
-#: What a method is seen to have learned in its example: a figure of the last evaluation, and
-#: between which values it is.
+#: Name -> a metric of the last evaluation, and its bounds.
 LEARNED = {
     "sft": ("eval_loss", 0, 1.4),
     "dpo": ("eval_rewards/accuracies", 0.9, 1),
@@ -43,11 +42,11 @@ LEARNED = {
     "nash_md": ("eval_reward", 3.5, 4),
     "chat_lora": ("eval_loss", 0, 3.0),
 }
-#: Examples that are no method of their own.
+#: Further examples of a method.
 MORE = {"chat_lora"}
-#: Examples that run every time: pairs, and a reward model.
+#: Examples that run by default: pairs, and a reward model.
 DAILY = ("dpo", "reward")
-#: Examples that begin with the model of the main job.
+#: Examples that start with the model of the quickstart.
 TEACHES = ("distillation", "seq_kd", "gkd", "chat_lora")
 
 
@@ -58,7 +57,7 @@ def test_every_method_has_an_example() -> None:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart, made small: the folder of its model."""
+    """Train a small version of the quickstart, and return the folder of its model."""
     folder = tmp_path_factory.mktemp("teacher")
     run: dict[str, Any] = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
     run["model"]["config"] |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -1,6 +1,6 @@
-"""The main job as a stranger runs it: train, evaluate, generate; then Hugging Face and a client.
+"""The quickstart as a user runs it: train, evaluate, generate, load with torch, serve.
 
-Minutes of CPU, so nightly.
+The tests need minutes of CPU time, so they are nightly.
 """
 
 import json
@@ -35,14 +35,14 @@ pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("main_job"), pytest.m
 
 
 def environment():
-    """What a shell of one's own has: none of the settings of the tests."""
+    """Return the environment of a user's shell, without the settings of the tests."""
     dropped = {"XLA_FLAGS"}
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder in which the quickstart ran, and what it printed."""
+    """Run the quickstart; return its folder and its output."""
     folder = tmp_path_factory.mktemp("main_job")
     done = subprocess.run(
         [ELARGE, QUICKSTART],
@@ -73,7 +73,7 @@ def tokenizer(run):
 
 @pytest.fixture(scope="module")
 def heldout(run):
-    """Some held-out documents, as evaluation saw them."""
+    """Return the held-out documents that the evaluation used."""
     (path,) = (run[0]).rglob("heldout_perplexity.jsonl")
     return [next(iter(json.loads(line).values())) for line in path.read_text().splitlines()]
 
@@ -90,7 +90,9 @@ def test_quickstart_model_learns_beyond_token_statistics(run, record_property):
     assert learned["one_token"] - learned["cross_entropy"] >= 0.3
 
 
-def test_torch_reads_the_saved_model_and_agrees(run, ours, tokenizer, heldout, record_property):
+def test_torch_loads_saved_model_with_equal_logits_and_tokens(
+    run, ours, tokenizer, heldout, record_property
+):
     torch = require_torch()
     from transformers import AutoModelForCausalLM
 
@@ -118,14 +120,14 @@ def test_torch_reads_the_saved_model_and_agrees(run, ours, tokenizer, heldout, r
                 logits = theirs(torch.tensor(b[None, : different[0]])).logits[0, -1]
             first, second = torch.topk(logits, 2).values.tolist()
             record_property(
-                "summary", f"{prompt!r}: a tie of {first - second:.1e} at {different[0]}"
+                "summary", f"{prompt!r}: a difference of {first - second:.1e} at {different[0]}"
             )
             assert first - second <= 1e-4
 
 
 @pytest.fixture(scope="module")
 def server(run):
-    """`elarge examples/serve.yaml` beside the quickstart's folder, on a free port."""
+    """Run `elarge examples/serve.yaml` in the quickstart's folder on a free port; yield the URL."""
     import socket
 
     with socket.socket() as probe:
@@ -153,7 +155,7 @@ def server(run):
     assert process.wait(60) == 0
 
 
-def test_the_openai_client_is_not_surprised(server, ours, tokenizer):
+def test_openai_client_receives_tokens_of_generate(server, ours, tokenizer):
     from openai import OpenAI
 
     client = OpenAI(base_url=server + "/v1", api_key="unused")
@@ -162,7 +164,7 @@ def test_the_openai_client_is_not_surprised(server, ours, tokenizer):
     def complete(prompt):
         return client.completions.create(model=name, prompt=prompt, max_tokens=32, temperature=0)
 
-    # Eight at once, of different lengths: each says what generate() says.
+    # Eight concurrent requests of different lengths: each has the text of generate().
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(complete, PROMPTS))
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -73,7 +73,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     for process, _ in running.values():
         process.terminate()
     for process, _ in running.values():
-        assert process.wait(60) == 0, "the server did not end well"
+        assert process.wait(60) == 0, "the server exited with an error"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_official_clients_complete_documented_flows(
     flows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     failed = [one for one in flows if one["error"]]
     record_property("summary", f"{client}: {len(flows) - len(failed)} of {len(flows)} flows")
-    said = "\n".join(f"{one['server']} {one['flow']}:\n{one['error']}" for one in failed)
-    assert not failed, said
+    errors = "\n".join(f"{one['server']} {one['flow']}:\n{one['error']}" for one in failed)
+    assert not failed, errors
     assert done.returncode == 0 and flows, done.stderr

@@ -1,6 +1,7 @@
-"""`elarge run.yaml`, killed and typed again: no step lost or repeated, every loss bit for bit.
+"""A killed and restarted `elarge run.yaml` repeats no step and has bitwise equal losses.
 
-Shuffled, packed data, in mid-epoch; SIGKILL at random steps, and while a checkpoint is written.
+The data is shuffled and packed. SIGKILL arrives within an epoch, at random steps, and while a
+checkpoint is written.
 """
 
 import itertools
@@ -43,7 +44,7 @@ trainer:
   save_directory: run
 actions: [train]
 """
-#: The same with adapters on a base of four bits, which is the model of a run before it.
+#: The same run with adapters on a 4-bit base, which is the model of an earlier run.
 NEW, QUANTIZED = (
     "  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,\n"
     "           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128}\n"
@@ -52,7 +53,7 @@ NEW, QUANTIZED = (
     "quantization: {model: {quantization_method: nf4, group_size: 32}}\n"
     "lora: {rank: 4, dropout: 0.1}\n",
 )
-#: Learning from completions of its own: checkpoints fall into generations of six steps.
+#: Online methods: some checkpoints are within a generation of six steps.
 GIVEN = RUN[RUN.index("mixture:") : RUN.index("  max_training_steps")]
 SAMPLED = """mixture:
   informs: [{type: python, data_files: "pydoc_data.topics:topics", num_rows: 12,
@@ -69,7 +70,7 @@ trainer:
   steps_per_generation: 2
   num_iterations: 3
 """
-#: The method -> the part of its run file that is not `RUN`'s; ppo has a value head to restore.
+#: Method -> the part of its run file that differs from `RUN`; ppo also restores a value head.
 ONLINE = {
     "grpo": SAMPLED,
     "ppo": SAMPLED.replace("grpo", "ppo").replace("  num_return_sequences: 2\n", ""),
@@ -91,7 +92,7 @@ def start(folder, text=RUN):
 
 
 def rows_of(folder):
-    """The record without its clocks; a line that the kill cut off is no row."""
+    """Return the metrics without clock times; an incomplete last line is not a row."""
     path = folder / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -99,7 +100,7 @@ def rows_of(folder):
 
 
 def different(rows, expected):
-    """The places where two records part: (line, got, expected), None beyond the end of one."""
+    """Return the differences of two records: (line, found, expected), None after the end of one."""
     pairs = enumerate(itertools.zip_longest(rows, expected), 1)
     return [(line, *pair) for line, pair in pairs if pair[0] != pair[1]]
 
@@ -111,7 +112,7 @@ def saved(folder):
 
 
 def kill_when(folder, process, condition):
-    """SIGKILL as soon as the condition holds."""
+    """Send SIGKILL as soon as the condition holds."""
     for _ in range(60_000):
         assert process.poll() is None, process.communicate()[0]
         if condition():
@@ -140,7 +141,7 @@ def a_checkpoint_is_being_written(folder):
 
 @pytest.fixture(scope="module", params=["new", "quantized", "grpo"])
 def run(request, tmp_path_factory):
-    """A run file, and its record without a kill."""
+    """Return a run file, and the record of an uninterrupted run."""
     folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN
     if request.param == "quantized":
         base = tmp_path_factory.mktemp("base")
@@ -157,7 +158,9 @@ def run(request, tmp_path_factory):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
+def test_run_killed_three_times_and_while_saving_equals_uninterrupted_run(
+    run, tmp_path, record_property
+):
     text, uninterrupted = run
     seed = time.time_ns() % 10_000
     kills = sorted(random.Random(seed).sample(range(SAVE_EVERY + 1, STEPS - SAVE_EVERY), 3))
@@ -166,7 +169,7 @@ def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
         kill_when(
             tmp_path,
             process,
-            # Writing goes on behind the steps: the first checkpoint may be complete after its step.
+            # Checkpoints are written asynchronously: the first may be complete some steps later.
             lambda step=step: saved(tmp_path) and rows_of(tmp_path)[-1]["step"] >= step,
         )
     process = start(tmp_path, text)
@@ -183,7 +186,7 @@ def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("run", "times"), [("grpo", 20), ("ppo", 6)], indirect=["run"])
 def test_killed_online_run_equals_uninterrupted_run(run, times, tmp_path, record_property):
-    """Every second kill comes while a checkpoint is written, the others after a random step."""
+    """Every second kill happens while a checkpoint is written, the others after a random step."""
     text, uninterrupted = run
     chance, kills = random.Random(time.time_ns()), []
     for count in range(times):
@@ -194,14 +197,14 @@ def test_killed_online_run_equals_uninterrupted_run(run, times, tmp_path, record
             kills.append(f"saving after {reached}")
             continue
         step = min(reached + chance.randint(1, SAVE_EVERY + 5), STEPS - 3)
-        # Some kills wait for a checkpoint that is complete, or every start were from the beginning.
+        # Some kills wait for a complete checkpoint, so that not every start is at step 0.
         least = reached + 1 if count % 4 == 2 and reached < STEPS - 2 * SAVE_EVERY else 0
         began = (tmp_path / "run" / "metrics.jsonl").is_file()
         before = len(rows_of(tmp_path)) if began else 0
         kill_when(
             tmp_path,
             process,
-            # The record is cut back to the checkpoint before it grows again.
+            # The record is truncated to the checkpoint before it grows again.
             lambda step=step, before=before, least=least: (
                 len(rows := rows_of(tmp_path)) != before
                 and rows

@@ -1,5 +1,8 @@
-"""A server under clients of every kind, in a process of its own: who behaves gets the right answer,
-who does not gets an error, and afterwards nothing is left of either."""
+"""A server process survives clients of every kind.
+
+Well-behaved clients receive correct responses, the others receive errors, and afterwards the
+server holds no request and no page.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tools.bench.attacks import Ask, attacks
 
 TOKENS, CLIENTS = 12, 24
 LIMITS = {"max_body_bytes": 4096, "body_timeout": 2.0}
-# Fewer pages than eight sequences want: some are preempted.
+# Fewer pages than eight sequences need, so that some sequences are preempted.
 FLAGS = """
 --dtype float32 --sharding-axis-dims 1,1,1,1,1 --max-model-len 128 --max-num-batched-tokens 64
 --max-num-seqs 8 --max-num-seq-buckets 8 --page-size 16 --num-pages 12
@@ -35,7 +38,7 @@ FLAGS = """
 """
 PROMPTS = ["a", "the cat", "x" * 40, "once upon a time there was"]
 JSON = {"Content-Type": "application/json"}
-#: What clients do, and how often.
+#: Kinds of client behavior, and their weights.
 KINDS = {"whole": 4, "stream": 4, "slow": 1, "cut": 3, "gone": 2, "half": 1, "wrong": 4}
 WRONG = {
     b'{"prompt": "\xff\xfe"}': 400,
@@ -48,7 +51,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama whose tokens are bytes."""
+    """Save a tiny Llama whose tokens are bytes."""
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("served")
@@ -65,7 +68,7 @@ Server = tuple["subprocess.Popen[str]", str]
 
 @contextmanager
 def serving(directory: Path, *flags: str) -> Iterator[Server]:
-    """A server process, and its address."""
+    """Start a server process, and yield it with its URL."""
     command = [sys.executable, "-m", "ed_esurge", "serve", str(directory), "--port", "0"]
     process = subprocess.Popen(
         [*command, *shlex.split(FLAGS), *flags], stdout=subprocess.PIPE, text=True
@@ -81,7 +84,7 @@ def serving(directory: Path, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
-    """The server of the short requests; the last test ends the process."""
+    """Start the server for short requests; the last test ends the process."""
     with serving(directory, "--limits", json.dumps(LIMITS)) as running:
         yield running
 
@@ -92,13 +95,13 @@ def body(prompt: str, **more: object) -> bytes:
 
 
 class Client:
-    """Requests over plain sockets, so that they can end anywhere.
+    """A client that uses plain sockets, so that a request can end at any byte.
 
     Args:
-        url: address of the server.
-        expected: the text after each prompt.
-        seed: of the choice of requests.
-        hostile: attacks, of which one in ten requests is one.
+        url: Base URL of the server.
+        expected: Expected text for each prompt.
+        seed: Seed for the choice of requests.
+        hostile: Attacks; if given, one in ten requests is an attack.
     """
 
     def __init__(
@@ -127,10 +130,10 @@ class Client:
         await asyncio.gather(*(one() for _ in range(CLIENTS)))
 
     async def attack(self) -> None:
-        """Send one attack; the server answers it, refuses it, or closes the connection early."""
+        """Send one attack; the server answers, rejects it, or closes the connection early."""
         name, (path, kind, content) = self.draw.choice(self.hostile)
         reader, writer = await asyncio.open_connection(self.place.hostname, self.place.port)
-        said = b""
+        response = b""
         with suppress(ConnectionError):
             writer.write(
                 f"POST {path} HTTP/1.1\r\nHost: {self.place.netloc}\r\nContent-Type: {kind}\r\n"
@@ -138,19 +141,19 @@ class Client:
             )
             writer.write(content)
             await writer.drain()
-            said = await self.read(reader, slowly=False)
+            response = await self.read(reader, slowly=False)
         writer.close()
-        status = said.split(b" ", 2)[1] if said else b"closed"
-        assert status in (b"closed", b"200", b"400", b"404", b"413", b"503"), (name, said[:300])
+        status = response.split(b" ", 2)[1] if response else b"closed"
+        assert status in (b"closed", b"200", b"400", b"404", b"413", b"503"), (name, response[:300])
         self.seen[f"attack {status.decode()}"] += 1
 
     async def request(self, kind: str) -> None:
         prompt = self.draw.choice(PROMPTS)
         content, status = body(prompt, stream=kind in ("stream", "slow", "cut")), 200
         if kind == "wrong":
-            # With attacks the server has its own limits, which the longest body does not exceed.
+            # With attacks the server has its default limits, which allow the longest body.
             known = [
-                (body, said) for body, said in WRONG.items() if not self.hostile or said == 400
+                (body, code) for body, code in WRONG.items() if not self.hostile or code == 400
             ]
             content, status = self.draw.choice(known)
         reader, writer = await asyncio.open_connection(self.place.hostname, self.place.port)
@@ -165,41 +168,43 @@ class Client:
             elif kind == "cut":
                 await reader.read(self.draw.randint(1, 2000))
             else:
-                said = await self.read(reader, slowly=kind == "slow")
-                assert said.split(b" ", 2)[1] == str(status).encode(), (kind, said)
-                self.check(kind, prompt, said)
+                response = await self.read(reader, slowly=kind == "slow")
+                assert response.split(b" ", 2)[1] == str(status).encode(), (kind, response)
+                self.check(kind, prompt, response)
         finally:
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
 
     async def read(self, reader: asyncio.StreamReader, *, slowly: bool) -> bytes:
-        said = b""
+        response = b""
         while part := await reader.read(200 if slowly else 65536):
-            said += part
+            response += part
             if slowly:
                 await asyncio.sleep(0.01)
-        return said
+        return response
 
-    def check(self, kind: str, prompt: str, said: bytes) -> None:
+    def check(self, kind: str, prompt: str, response: bytes) -> None:
         if kind == "wrong":
-            assert b'"error"' in said
+            assert b'"error"' in response
         elif kind == "whole":
-            text = json.loads(said[said.index(b"{") :].split(b"\r\n")[0])["choices"][0]["text"]
+            text = json.loads(response[response.index(b"{") :].split(b"\r\n")[0])["choices"][0][
+                "text"
+            ]
             assert text == self.expected[prompt]
         else:
-            assert text_of(said) == self.expected[prompt]
+            assert text_of(response) == self.expected[prompt]
 
 
 def text_of(stream: bytes) -> str:
-    """The text of a stream that came to its end."""
+    """Return the text of a complete stream."""
     assert b"data: [DONE]" in stream, stream
     chunks = re.findall(rb"data: (\{.*?\})\r?\n", stream)
     return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
 
 
 def resident(pid: int) -> float:
-    """MiB."""
+    """Return the resident memory of a process in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
@@ -225,20 +230,20 @@ def test_server_survives_clients_of_every_kind(server: Server, count: int, recor
         answer = httpx.post(f"{url}/completions", content=body(prompt), headers=JSON, timeout=60)
         expected[prompt] = answer.json()["choices"][0]["text"]
     client = Client(url, expected, seed=count)
-    asyncio.run(client.run(count // 4))  # buffers grow to what they need
+    asyncio.run(client.run(count // 4))  # grow the buffers to their final size
     before, began = resident(process.pid), time.perf_counter()
     asyncio.run(client.run(count - count // 4))
     seconds = time.perf_counter() - began
     until = time.monotonic() + 30
     while not at_rest(url) and time.monotonic() < until:
         time.sleep(0.1)
-    assert at_rest(url), "requests or pages are left"
+    assert at_rest(url), "the server still holds requests or pages"
     grown = resident(process.pid) - before
     assert grown < 40, f"the server has grown by {grown:.0f} MiB"
     assert set(client.seen) == set(KINDS)
     assert httpx.get(url.replace("/v1", "/health/decode"), timeout=60).status_code == 200
     assert metric(url, "esurge:recompiles_total") == 0
-    if count >= 1000:  # fewer may all find pages
+    if count >= 1000:  # with fewer requests there may be enough pages
         assert metric(url, "vllm:num_preemptions_total") > 0
     left = sum(client.seen[kind] for kind in ("cut", "gone", "half"))
     text = f"{count} requests, of which {left} were left: {grown:+.0f} MiB"
@@ -258,17 +263,17 @@ def test_a_server_under_every_attack_answers_all_other_clients(
             answer = httpx.post(f"{url}/completions", content=body(prompt), headers=JSON)
             expected[prompt] = answer.json()["choices"][0]["text"]
         client = Client(url, expected, seed=count, hostile=attacks())
-        asyncio.run(client.run(count // 4))  # buffers and caches grow to what they need
+        asyncio.run(client.run(count // 4))  # grow buffers and caches to their final size
         before, began = resident(process.pid), time.perf_counter()
         asyncio.run(client.run(count - count // 4))
         seconds = time.perf_counter() - began
         until = time.monotonic() + 60
         while not at_rest(url) and time.monotonic() < until:
             time.sleep(0.1)
-        assert at_rest(url), "requests or pages are left"
+        assert at_rest(url), "the server still holds requests or pages"
         assert process.poll() is None, "the server has ended"
         grown = resident(process.pid) - before
-        # Bodies of 8 MB leave free memory in the allocator; a leak of each would be 6 GB.
+        # The allocator keeps memory of bodies of 8 MB; a leak of each body would be 6 GB.
         assert grown < 512, f"the server has grown by {grown:.0f} MiB"
         assert httpx.get(url.replace("/v1", "/health"), timeout=60).json()["status"] == "ok"
         seen = {kind: number for kind, number in client.seen.items() if kind.startswith("attack")}
@@ -279,7 +284,7 @@ def test_a_server_under_every_attack_answers_all_other_clients(
 
 
 def test_sigterm_lets_running_streams_finish(server: Server) -> None:
-    """Streams that run come to their end, and so does the process."""
+    """Running streams complete, and then the process exits."""
     process, url = server
 
     async def streams() -> list[str]:
@@ -287,15 +292,15 @@ def test_sigterm_lets_running_streams_finish(server: Server) -> None:
         content = body("a", stream=True, max_tokens=40)
 
         async def one(http: httpx.AsyncClient) -> str:
-            said = b""
+            response = b""
             async with http.stream(
                 "POST", f"{url}/completions", content=content, headers=JSON
             ) as answer:
                 async for part in answer.aiter_bytes():
-                    if not said:
+                    if not response:
                         begun.release()
-                    said += part
-            return text_of(said)
+                    response += part
+            return text_of(response)
 
         async with httpx.AsyncClient(timeout=60) as http:
             tasks = [asyncio.create_task(one(http)) for _ in range(16)]

@@ -1,7 +1,7 @@
-"""One small Llama, one packed batch, and everything that is compared between meshes.
+"""A small Llama and a packed batch, and the values that are compared between meshes.
 
-The sizes are chosen to be told apart in compiled programs, and to be awkward: the vocabulary does
-not divide by 8, and there are fewer key heads than devices.
+All sizes differ, so that they can be recognized in compiled programs. Some sizes are awkward: the
+vocabulary is not divisible by 8, and there are fewer key heads than devices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Dims = tuple[int, int, int, int, int]
 
 ONE: Dims = (1, 1, 1, 1, 1)
 B, S, MLP = 8, 24, 160
-#: Every way to write 8 as a product of five sizes, in order.
+#: Every ordered product of five sizes that equals 8.
 ALL: list[Dims] = [d for d in itertools.product((1, 2, 4, 8), repeat=5) if np.prod(d) == 8]
-#: Each axis is split at least once, each kind of activation too.
+#: Meshes that together split each axis and each kind of activation at least once.
 USUAL: list[Dims] = [
     (1, 8, 1, 1, 1),
     (2, 2, 1, 2, 1),
@@ -36,7 +36,7 @@ USUAL: list[Dims] = [
 
 
 def config(dims: Dims, **changes: Any) -> LlamaConfig:
-    """The Llama of these tests, on a mesh."""
+    """Return the configuration of the Llama on a mesh."""
     fields = tiny_llama(
         vocab_size=252,
         intermediate_size=MLP,
@@ -49,38 +49,38 @@ def config(dims: Dims, **changes: Any) -> LlamaConfig:
 
 
 def batch() -> dict[str, np.ndarray]:
-    """Packed rows: three documents of unequal lengths and two tokens of padding."""
+    """Return packed rows: three documents of different lengths and two tokens of padding."""
     ids = np.random.default_rng(0).integers(3, 252, (B, S))
     segments = [np.repeat([1, 2, 3, 0], [7 + i % 3, 9, 6 - i % 3, 2]) for i in range(B)]
     return {"input_ids": ids.astype(np.int32), "segment_ids": np.stack(segments).astype(np.int32)}
 
 
 def rows_sharding(config: LlamaConfig) -> jax.sharding.NamedSharding:
-    """Where a batch [b, s] lives."""
+    """Return the sharding of a batch [b, s]."""
     spec = config.partition_manager.resolve(("batch", "sequence"), "train", (B, S), config.mesh)
     return jax.sharding.NamedSharding(config.mesh, spec)
 
 
 def abstract(config: LlamaConfig) -> LlamaForCausalLM:
-    """The model without arrays."""
+    """Return the model without arrays."""
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(1)))
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Canonical name of a leaf, the layers that it stores left open."""
+    """Return the canonical name of a parameter, with a placeholder for the layer number."""
     first = parameter_names.canonical(path)[0]
     return first.replace("layers.0.", "layers.*.") if parameter_names.is_stacked(path) else first
 
 
 class Placed:
-    """The case on one mesh: parameters, and the compiled forward and gradient.
+    """Values of the case on one mesh, with the compiled forward pass and gradient.
 
     Attributes:
-        params: name -> parameter, sharded.
-        program: text of the compiled program.
-        loss, logits, hidden: of the batch.
-        gradients: name -> gradient of the loss.
+        params: Name -> sharded parameter.
+        program: Text of the compiled program.
+        loss, logits, hidden: Results for the batch.
+        gradients: Name -> gradient of the loss.
     """
 
     def __init__(self, model: LlamaForCausalLM, inputs: dict[str, jax.Array]):
@@ -107,13 +107,13 @@ class Placed:
 
 @cache
 def weights() -> Any:
-    """The parameters of one device, as numpy."""
+    """Return the parameters of one device as numpy arrays."""
     model = LlamaForCausalLM.create(config(ONE), seed=1)
     return jax.tree.map(np.asarray, nnx.state(model))
 
 
 def place(dims: Dims, **changes: Any) -> Placed:
-    """The case on a mesh, with the weights of one device."""
+    """Compute the case on a mesh with the weights of one device."""
     own = config(dims, **changes).seal()
     graphdef, state = nnx.split(abstract(own))
     where = nnx.to_flat_state(placement.shardings(state, own))
@@ -125,5 +125,5 @@ def place(dims: Dims, **changes: Any) -> Placed:
 
 @cache
 def on_one_device() -> Placed:
-    """What every mesh must reproduce; compiled once for all."""
+    """Compute the values that every mesh must reproduce, compiled once."""
     return place(ONE)

@@ -1,8 +1,8 @@
-"""The golden table: how each parameter and activation of a Llama is split on each mesh.
+"""The golden table of partition specs: each parameter and activation of a Llama on each mesh.
 
-    uv run python -m tests.multidevice.llama_specs      writes it anew
+    uv run python -m tests.multidevice.llama_specs      rewrite the table
 
-Needs no devices: the meshes are abstract.
+The meshes are abstract, so the command needs no devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.multidevice import llama_case as case
 
 FILE = Path(__file__).with_name("llama_specs.txt")
 
-#: Activations: name -> (mode, logical axes, shape). Eight key heads less than devices: 4.
+#: Activations: name -> (mode, logical axes, shape). There are 4 key heads, fewer than devices.
 ACTIVATIONS = {
     "tokens": ("train", ("batch", "sequence"), (case.B, case.S)),
     "stream": ("train", ("batch", "sequence", "hidden"), (case.B, case.S, 64)),
@@ -31,13 +31,13 @@ ACTIVATIONS = {
 
 
 def shown(spec: PartitionSpec) -> str:
-    """A spec as the table writes it: `fsdp,tp`; `-` = whole; `dp+fsdp` = over both."""
+    """Return a spec as in the table: `fsdp,tp`; `-` = replicated; `dp+fsdp` = over both."""
     parts = ["+".join((e,) if isinstance(e, str) else e or ("-",)) for e in spec]
     return ",".join(parts) or "-"
 
 
 def table() -> str:
-    """One row a mesh, one column a parameter or activation."""
+    """Return the table with a row for each mesh and a column for each parameter or activation."""
     config = case.config(case.ONE)
     state = nnx.state(case.abstract(config))
     names = [case.leaf_name(path) for path, _ in nnx.to_flat_state(state)]
@@ -54,7 +54,7 @@ def table() -> str:
 
 
 def recorded(dims: case.Dims) -> dict[str, str]:
-    """A row of the file: name -> spec."""
+    """Parse a row of the file: name -> spec."""
     header, *rows = (line.split("  ") for line in FILE.read_text(encoding="utf-8").splitlines())
     cells = [[cell.strip() for cell in row if cell.strip()] for row in (header, *rows)]
     wanted = "/".join(map(str, dims))

@@ -1,7 +1,7 @@
-"""GRPO with the real engine, as `test_multidevice_online` runs it: in one process, or in two.
+"""Train GRPO with the real engine for `test_multidevice_online`, in one process or in two.
 
-Arguments: the folder of the run, how many steps it goes, and in which call the reward fails (0:
-never). A process that fails writes what it says to `<folder>/said_<process>.txt`.
+Arguments: the folder of the run, the number of steps, and the call in which the reward fails (0:
+never). A failing process writes its error to `<folder>/said_<process>.txt`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Prompts:
 
 
 class Reward:
-    """The share of small tokens; another process than the first would say something else."""
+    """Return the share of small tokens; only the first process returns the correct values."""
 
     def __init__(self, fails_in: int):
         self.fails_in, self.calls = fails_in, 0
@@ -51,7 +51,7 @@ class Reward:
 
 
 def train(folder: Path, steps: int, fails_in: int = 0) -> Reward:
-    """Go on to a step; each generation lasts two."""
+    """Train up to a step; each generation is used for two steps."""
     config = tiny_llama(num_hidden_layers=2, sharding_axis_dims=(1, 4, 1, 2, 1))
     del config["model_type"]
     model = LlamaForCausalLM.create(LlamaConfig(**config), seed=0)

@@ -1,8 +1,8 @@
-"""A run over a packed mixture, on any mesh. Run by `test_multidevice_resume`.
+"""Train on a packed mixture on any mesh, for `test_multidevice_resume`.
 
-Arguments: the folder of the data and of what is made of them, the directory of the run, how many
-steps it goes, and the five sizes of the mesh. Each process writes which rows of each batch it has
-made to `read_PROCESS.json` in the directory of the run.
+Arguments: the folder of the data and its cache, the directory of the run, the number of steps, and
+the five sizes of the mesh. Each process writes the rows of each batch that it has prepared to
+`read_PROCESS.json` in the directory of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS, LENGTH = 8, 64
 
 
 def write(folder: Path) -> None:
-    """Write two sources, of short and of long documents."""
+    """Write two sources: short documents and long documents."""
     random = np.random.default_rng(0)
     words = ["sheep", "goats", "graze", "under", "old", "trees", "and", "wait", "for", "rain"]
     for name, count, longest in (("short", 120, 12), ("long", 40, 90)):
@@ -38,7 +38,7 @@ def write(folder: Path) -> None:
 
 
 def train(folder: Path, directory: Path, steps: int, dims: case.Dims) -> None:
-    """Go on with a run up to a step, from its last checkpoint if there is one."""
+    """Resume a run from its last checkpoint, if any, and train up to a step."""
     texts = [
         json.loads(line)["content"]
         for name in ("short", "long")

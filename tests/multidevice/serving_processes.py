@@ -1,6 +1,7 @@
-"""What each process of `test_multidevice_serving` runs: an engine over the devices of all.
+"""Run an engine over the devices of all processes, for `test_multidevice_serving`.
 
-The first one's tokens go to `<folder>/tokens.json`, each one's sizes to `<folder>/sizes_<i>.json`.
+The first process writes the tokens to `<folder>/tokens.json`. Each process writes its sizes to
+`<folder>/sizes_<i>.json`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROMPTS = [np.random.default_rng(0).integers(3, 128, n).tolist() for n in (1, 19
 
 
 def engine(dims: tuple[int, ...], **options: Any) -> eSurge:
-    """A tiny one whose pages do not hold all requests at once."""
+    """Return a tiny engine whose pages do not suffice for all requests at the same time."""
     fields = tiny_llama(vocab_size=128, num_hidden_layers=2, initializer_range=0.2)
     fields.pop("model_type")
     config = LlamaConfig(**fields, sharding_axis_dims=dims, scan_layers=False)
@@ -43,10 +44,10 @@ def engine(dims: tuple[int, ...], **options: Any) -> eSurge:
 
 
 def break_requests(engine: eSurge) -> None:
-    """Let the runner fail on sequences whose request is called `bad`."""
+    """Let the runner fail on sequences of the request `bad`."""
     for loop in getattr(engine.loop, "loops", (engine.loop,)):
         if type(loop.runner) is not ModelRunner:
-            continue  # it is in another process
+            continue  # the sequence is in another process
         run = loop.runner.run
 
         def fail(plan: Any, run: Any = run) -> Any:
@@ -59,12 +60,12 @@ def break_requests(engine: eSurge) -> None:
 
 
 def served(engine: eSurge) -> list[Any]:
-    """Tokens of greedy and of random requests; one was aborted, one refused, some have failed."""
+    """Return tokens of greedy and random requests; one is aborted, one rejected, some fail."""
     params = [
         SamplingParams(temperature=i % 2, seed=i, max_tokens=9, ignore_eos=True)
         for i in range(len(PROMPTS))
     ]
-    for _ in range(2):  # the id is in use the second time
+    for _ in range(2):  # the id is already in use
         try:
             engine.add_request("gone", PROMPTS[0], params[0])
         except ConfigError:
@@ -84,7 +85,7 @@ def served(engine: eSurge) -> list[Any]:
 
 
 def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
-    """Pages of engines where the second process has room for fewer, and for none."""
+    """Return the pages of engines whose second process has little or no memory."""
     made: dict[str, Any] = {}
     for name, pages in (("fewer", 12), ("none", 0)):
         room = 1000 if distributed.is_main() else pages

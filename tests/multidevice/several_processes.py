@@ -1,6 +1,7 @@
-"""What each process of `test_multidevice_processes` runs: a folder and sizes of mesh axes.
+"""Compute values in one or several processes for `test_multidevice_processes`.
 
-Results go to files: `<folder>/values.npz` from process 0, `<folder>/said_<process>.txt` from each.
+Arguments: a folder and the sizes of the mesh axes. Process 0 writes `<folder>/values.npz`, and each
+process writes `<folder>/said_<process>.txt`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.multidevice import llama_case as case
 
 
 def whole(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """The arrays on the host, on every process."""
+    """Return the arrays on the host, on every process."""
     everywhere = NamedSharding(next(iter(tree.values())).sharding.mesh, PartitionSpec())
     gathered = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
     return {name: np.asarray(array) for name, array in gathered.items()}
@@ -36,12 +37,12 @@ def named(model: nnx.Module) -> dict[str, jax.Array]:
 
 
 def on_mesh(dims: case.Dims) -> dict[str, np.ndarray]:
-    """Create, shard, gather, forward, gradient."""
+    """Create, shard and gather a model, and compute its forward pass and gradient."""
     config = case.config(dims).seal()
     created = case.LlamaForCausalLM.create(config, seed=1)
     gathered = created.gather_model()
     result = {f"created {name}": np.asarray(array) for name, array in named(gathered).items()}
-    # A host description, equal on all processes, is placed again.
+    # A description on the host, equal on all processes, is placed on the devices again.
     graphdef, state = nnx.split(gathered)
     again = nnx.merge(graphdef, jax.tree.map(np.asarray, state)).shard_model()
     for name, array in named(again).items():

@@ -1,4 +1,4 @@
-"""A cache whose slots are split over devices: written and read where they are."""
+"""A cache with slots sharded over devices is written and read on the devices of the slots."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CASES = [
 @pytest.mark.daily("stacked-None-sizes0-features0")
 @pytest.mark.parametrize(("layout", "format", "sizes", "features"), CASES)
 def test_sharded_cache_slots_match_one_device(layout, format, sizes, features):
-    """A prompt over several shards, one across an edge, single tokens on both sides of edges."""
+    """Write a prompt over several shards and across an edge, and single tokens next to edges."""
     mesh = mesh_of(**sizes)
     qkv = inputs(21)
 
@@ -104,8 +104,8 @@ def test_sharded_cache_slots_match_one_device(layout, format, sizes, features):
         pytest.param("leaves", "int8", "sp", marks=pytest.mark.nightly),
     ],
 )
-def test_a_step_sends_sums_only_and_copies_nothing(layout, format, slots):
-    """Rows and heads on several devices, and slots too, or not."""
+def test_decode_step_communicates_only_sums_and_copies_no_cache(layout, format, slots):
+    """Rows and heads are on several devices; slots are sharded or not."""
     sharding = NamedSharding(mesh_of(fsdp=2, tp=2, sp=2), P("fsdp", "tp", slots, None))
     cache = cache_of(sharding, layout, format, capacity=2048)
     run = jax.jit(partial(step, features={}, layout=layout), donate_argnums=0)
@@ -133,14 +133,14 @@ def test_a_step_sends_sums_only_and_copies_nothing(layout, format, slots):
     assert memory.alias_size_in_bytes >= held
 
 
-def test_every_device_holds_its_part():
+def test_every_device_stores_its_cache_shard():
     sharding = NamedSharding(mesh_of(fsdp=2, tp=2, sp=2), P("fsdp", "tp", "sp", None))
     cache: Any = cache_of(sharding, "stacked", "int8")
     assert cache.keys.values.addressable_shards[0].data.shape == (LAYERS, 1, 1, CAPACITY // 2, K)
     assert cache.keys.scale.addressable_shards[0].data.shape == (LAYERS, 1, 1, 1, CAPACITY // 2)
 
 
-def test_bias_and_padding_over_split_slots():
+def test_bias_and_padding_work_with_sharded_slots():
     sharding = NamedSharding(mesh_of(fsdp=2, tp=2, sp=2), P("fsdp", "tp", "sp", None))
     q, k, v = inputs(6)
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, H, 6, CAPACITY)), jnp.float32)

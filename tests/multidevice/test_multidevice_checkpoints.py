@@ -1,4 +1,4 @@
-"""Two processes, each with two devices, load one model, run it, and save it again together."""
+"""Two processes with two devices each load a model, generate, and save the model together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama on every five-axis mesh of eight devices: the numbers of one device, and nothing whole.
+"""Llama on every five-axis mesh of eight devices has the values of one device and stays sharded.
 
 Six meshes run by default, all 35 nightly.
 """
@@ -17,7 +17,7 @@ from ed_models.body import context as model_inputs
 from tests.multidevice import llama_case as case
 from tests.multidevice import llama_specs
 
-# One worker has the reference compiled.
+# All tests in one group, so that one worker compiles the reference once.
 pytestmark = pytest.mark.xdist_group("llama_meshes")
 
 MESHES = [
@@ -40,7 +40,7 @@ def assert_close(name: str, got: jax.Array, want: jax.Array) -> None:
 
 @pytest.mark.daily("(1, 1, 2, 1, 4)", "(1, 2, 1, 2, 2)", "(2, 2, 1, 2, 1)")
 @pytest.mark.parametrize("dims", MESHES)
-def test_forward_and_gradients_equal_one_devices(dims: case.Dims) -> None:
+def test_forward_and_gradients_match_one_device(dims: case.Dims) -> None:
     got, want = placed(dims), case.on_one_device()
     assert_close("loss", got.loss, want.loss)
     assert_close("logits", got.logits, want.logits)
@@ -50,13 +50,13 @@ def test_forward_and_gradients_equal_one_devices(dims: case.Dims) -> None:
 
 
 def ways(size: int, *counts: int) -> int:
-    """In how many parts a dimension is split: all, or none where it does not divide."""
+    """Return the number of parts of a dimension: the axis size, or 1 if it does not divide."""
     return math.prod(counts) if size % math.prod(counts) == 0 else 1
 
 
 @pytest.mark.parametrize("dims", MESHES)
-def test_nothing_is_whole_that_can_be_split(dims: case.Dims) -> None:
-    """Said again here, by name, apart from the rules: matrices over fsdp and tp, norms whole."""
+def test_splittable_arrays_are_never_replicated(dims: case.Dims) -> None:
+    """Matrices are split over fsdp and tp; the shardings are listed independent of the rules."""
     dp, fsdp, _, tp, sp = dims
     one = placed(dims)
     for name, array in {**one.params, **one.gradients}.items():
@@ -71,7 +71,7 @@ def test_nothing_is_whole_that_can_be_split(dims: case.Dims) -> None:
     for name, array in [("hidden", one.hidden), ("logits", one.logits)]:
         split = array.size // array.addressable_shards[0].data.size
         assert split == tokens * (ways(252, tp) if name == "logits" else 1), name
-    # Nor does the compiled program gather the largest activation, b × s × mlp, on the way.
+    # The compiled program never gathers the largest activation, b × s × mlp.
     widths = "|".join(str(case.MLP // n) for n in (1, 2, 4, 8))
     largest = re.findall(rf"f32\[((?:\d+,)*(?:{widths}))\]", one.program)
     activations = [shape for shape in largest if elements(shape) % (3 * case.B) == 0]
@@ -83,7 +83,7 @@ def elements(shape: str) -> int:
     return math.prod(int(n) for n in shape.split(","))
 
 
-def test_partition_specs_are_those_of_the_table() -> None:
+def test_partition_specs_match_golden_table() -> None:
     assert llama_specs.table() == llama_specs.FILE.read_text(encoding="utf-8"), (
         "if the change is meant: uv run python -m tests.multidevice.llama_specs"
     )
@@ -98,8 +98,8 @@ def test_recorded_specs_match_array_sharding() -> None:
 
 @pytest.mark.parametrize("dims", [dims for dims in case.USUAL if dims[4] > 1], ids=str)
 @pytest.mark.parametrize("given", ["segment_ids", "attention_mask", "nothing"])
-def test_positions_are_counted_right_over_a_split_sequence(dims: case.Dims, given: str) -> None:
-    """XLA's partitioner was seen to miscount a cumulative sum whose axis is split over sp."""
+def test_positions_are_correct_on_split_sequence(dims: case.Dims, given: str) -> None:
+    """XLA's partitioner once computed a wrong cumulative sum along an axis split over sp."""
     config = case.config(dims).seal()
     segments = case.batch()["segment_ids"]
     real = segments != 0 if given == "attention_mask" else np.ones_like(segments)
@@ -113,7 +113,7 @@ def test_positions_are_counted_right_over_a_split_sequence(dims: case.Dims, give
     def positions(segments: jax.Array) -> jax.Array:
         mask = {} if given == "nothing" else {given: segments}
         ctx, _ = model_inputs.layer_context(config, segments.shape, **mask)
-        # As the layers use them: split along the sequence.
+        # Split along the sequence, as in the layers.
         return jax.lax.with_sharding_constraint(ctx.position_ids, sharding)
 
     np.testing.assert_array_equal(positions(jax.device_put(segments, sharding)), want)

@@ -1,4 +1,4 @@
-"""Two processes complete prompts by one engine and learn from them, as one process does."""
+"""Two processes complete prompts with one engine and train on them, as one process does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULE = ["-m", "tests.multidevice.online_processes"]
 
 
 def test_two_process_online_training_matches_one_process(tmp_path: Path, record_property) -> None:
-    """The first run ends within a generation, whose completions the second one goes on with."""
+    """The first run ends within a generation; the second run continues with its completions."""
     one, two = tmp_path / "one", tmp_path / "two"
     for steps in (3, 6):
         command = [*MODULE, two, str(steps), "0"]
@@ -38,7 +38,7 @@ def test_two_process_online_training_matches_one_process(tmp_path: Path, record_
     record_property("summary", f"grpo on two processes: losses within {worst:.1e} of one's")
 
 
-def test_a_reward_that_fails_ends_all_processes(tmp_path: Path) -> None:
+def test_failing_reward_ends_all_processes(tmp_path: Path) -> None:
     run_processes([*MODULE, tmp_path, "6", "2"], tmp_path / "logs", processes=2, devices=4)
     said = [(tmp_path / f"said_{i}.txt").read_text() for i in range(2)]
     assert said[0].startswith("reward function 'Reward' raised ValueError: the judge is away")

@@ -1,4 +1,4 @@
-"""Two processes of four devices compute what one process of eight does."""
+"""Two processes of four devices compute the same values as one process of eight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.multidevice.several_processes import on_mesh
 
 pytestmark = pytest.mark.xdist_group("several_processes")
 
-# What is equal to the last bit: weights, always; the forward pass where nothing is summed over
-# devices; all of it where the sums over devices are made in the same order.
+# Bitwise equal: weights always, the forward pass if no sum crosses devices, and everything if the
+# sums over devices have the same order.
 EVERYTHING = ("created", "sharded", "logits", "loss", "gradient")
 MESHES = [
     pytest.param((1, 2, 1, 2, 2), EVERYTHING, id="model_and_rows_over_processes"),
@@ -34,7 +34,7 @@ def test_two_processes_compute_same_values_as_one(
         "an event of the whole run",
         "an error of process 0",
     ]
-    assert said[1] == ["an error of process 1"]  # one line for an event, not one for each process
+    assert said[1] == ["an error of process 1"]  # one line per event, not one per process
 
     one = on_mesh(dims)
     with np.load(tmp_path / "values.npz") as two:

@@ -1,4 +1,4 @@
-"""One run over a packed mixture, moved from mesh to mesh: the batches and losses of one place."""
+"""A run over a packed mixture that moves between meshes has the batches and losses of one mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 8
 
 
 @pytest.mark.timeout(1200)
-def test_a_run_moves_between_meshes_and_numbers_of_hosts(tmp_path: Path, record_property) -> None:
+def test_run_resumes_on_other_meshes_and_host_counts(tmp_path: Path, record_property) -> None:
     write(tmp_path)
     one, moved = tmp_path / "one", tmp_path / "moved"
     train(tmp_path, one, STEPS, (1, 1, 1, 1, 1))
@@ -28,7 +28,7 @@ def test_a_run_moves_between_meshes_and_numbers_of_hosts(tmp_path: Path, record_
     module = ["-m", "tests.multidevice.resuming_processes"]
     command = [*module, tmp_path, moved, str(STEPS), "1", "4", "1", "2", "1"]
     run_processes(command, tmp_path / "logs", processes=2, devices=4)
-    # Of two microbatches of four rows: each process makes those of its devices.
+    # Two microbatches of four rows: each process prepares those of its devices.
     read = [json.loads((moved / f"read_{i}.json").read_text()) for i in range(2)]
     assert read == [[[0, 1, 4, 5]] * 2, [[2, 3, 6, 7]] * 2]
     rows = [read_rows(folder / "metrics.jsonl") for folder in (one, moved)]

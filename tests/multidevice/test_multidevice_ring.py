@@ -1,4 +1,4 @@
-"""Ring attention on simulated devices: the numbers of one device, permutes only, memory that falls.
+"""Ring attention on simulated devices: values of one device, only permutes, decreasing memory.
 
 Legend: b batch, s sequence, h heads, g kv heads, k head dim, n devices of the ring.
 """
@@ -30,7 +30,7 @@ from tests.multidevice import llama_case
 Dims = llama_case.Dims
 ONE: Dims = (1, 1, 1, 1, 1)
 B, S, H, G, K = 2, 61, 4, 2, 8
-#: Two rows, packed in different ways; 61 divides by nothing, and neither do halves of 62 / 2.
+#: Two rows with different packing; 61 is prime, and halves of 62 / 2 are not divisible either.
 SEGMENTS = np.stack([np.repeat([1, 2, 0, 3, 0], [20, 17, 3, 16, 5]), np.repeat([1, 2], [33, 28])])
 COLLECTIVES = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\b"
@@ -82,7 +82,7 @@ class Call:
         self.compiled = gradient.lower(self.tensors, self.d_out, self.mask_info).compile()
 
     def run(self, **changed: Any) -> dict[str, np.ndarray]:
-        """The output, and gradients by name; `changed` replaces inputs."""
+        """Return the output, and gradients by name; `changed` replaces inputs."""
         tensors = {
             name: jax.device_put(changed.get(name, x), getattr(x, "sharding", None))
             for name, x in self.tensors.items()
@@ -92,12 +92,12 @@ class Call:
 
     @property
     def collectives(self) -> set[str]:
-        """Kinds of collectives in the compiled program."""
+        """Return the kinds of collectives in the compiled program."""
         return set(COLLECTIVES.findall(self.compiled.as_text()))
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Arguments and temporary memory of a device, in bytes."""
+        """Return the bytes of arguments and temporaries of one device."""
         found = self.compiled.memory_analysis()
         return found.argument_size_in_bytes, found.temp_size_in_bytes
 
@@ -110,7 +110,7 @@ def inputs_of(s: int = S, t: int = S, *, g: int = G, d: int = K, more: str = "")
 
 
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
-    """Largest error of each tensor, relative to its largest value."""
+    """Return the largest error of each tensor, relative to its largest value."""
     assert got.keys() == want.keys()
     return {
         n: float(np.abs(got[n].astype(np.float64) - x).max() / np.abs(x).max())
@@ -126,7 +126,7 @@ def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dic
 
 
 packed = partial(MaskInfo.from_segments, jnp.asarray(SEGMENTS, jnp.int32))
-#: Queries behind a prefix of 20 keys.
+#: Queries after a prefix of 20 keys.
 CROSS = MaskInfo(
     *(packed().q_segment_ids[:, 20:], packed().kv_segment_ids),
     *(packed().q_index[:, 20:], packed().kv_index),
@@ -150,7 +150,7 @@ MESHES: list[Dims] = [
     *((1, 1, 1, 1, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 8)),
     *((1, 2, 1, 2, 2), (1, 1, 1, 4, 2), (2, 1, 1, 1, 3), (1, 1, 2, 1, 4)),
 ]
-#: What the default run takes: each case once, each length of ring, a mesh of three kinds.
+#: Combinations of the default run: each case once, each ring length, meshes of three kinds.
 USUAL = {
     "packed": (1, 1, 1, 1, 8),
     "traced_window_and_cap": (1, 1, 1, 1, 4),
@@ -180,13 +180,13 @@ def test_ring_attention_matches_single_device_attention(case: str, dims: Dims) -
 
 @cache
 def on_four(scan: bool) -> Call:
-    """Packed rows of a length that divides, batch and heads whole."""
+    """Return packed rows of a divisible length, with batch and heads not sharded."""
     inputs, info = inputs_of(64, 64), MaskInfo.from_segments(np.pad(SEGMENTS, ((0, 0), (0, 3))))
     fields = {"scan_ring_attention": scan}
     return Call("ring", (1, 1, 1, 1, 4), inputs, info, config=fields)
 
 
-def test_a_segment_never_sees_another() -> None:
+def test_ring_attention_never_crosses_segments() -> None:
     call = on_four(True)
     own = (np.asarray(call.mask_info.q_segment_ids) == 2)[:, :, None, None]
     changed = {n: np.where(own, np.asarray(x) + 3, x) for n, x in call.tensors.items()}
@@ -202,7 +202,7 @@ def test_ring_attention_uses_only_collective_permutes() -> None:
 
 
 @pytest.mark.proves("scan_ring_attention")
-def test_unrolled_steps_give_the_same_and_another_program() -> None:
+def test_unrolled_ring_steps_have_same_values_and_other_program() -> None:
     scanned, unrolled = on_four(True), on_four(False)
     for name, error in worst(unrolled.run(), scanned.run()).items():
         assert error <= 1e-6, name
@@ -210,12 +210,12 @@ def test_unrolled_steps_give_the_same_and_another_program() -> None:
     assert sent[1] > sent[0], sent
 
 
-def test_zigzag_gives_each_device_the_same_work() -> None:
+def test_zigzag_balances_work_over_devices() -> None:
     n, length, block = 4, 64, 8
     mesh = AbstractMesh((1, 1, 1, 1, n), AXIS_NAMES)
 
     def visited(zigzag: bool) -> np.ndarray:
-        """Blocks that each device visits at each step, [n, n]."""
+        """Count the blocks that each device visits at each step, [n, n]."""
         recipe = Recipe.of(Scoring(1.0), causal=True)
         plan = Plan(recipe, mesh, None, "sp", None, P(), zigzag, True, block, block, None)
         index = [Side(plan, length, block).places(i)[:, None] for i in range(n)]
@@ -234,7 +234,7 @@ def test_zigzag_gives_each_device_the_same_work() -> None:
     assert contiguous.sum(1).max() > 1.7 * balanced.sum(1).max()
 
 
-def test_one_device_is_blockwise_with_the_blocks_of_ring() -> None:
+def test_ring_on_one_device_equals_blockwise() -> None:
     blocks = {"operation_configs": {"ring": {"block_q": 16, "block_k": 4}}}
     call = Call("ring", ONE, inputs_of(), packed(), config=blocks)
     assert call.collectives == set()
@@ -272,7 +272,7 @@ LLAMA: list[Dims] = [(1, 2, 1, 2, 2), (1, 1, 1, 1, 8), (1, 1, 1, 2, 4), (1, 1, 1
 @pytest.mark.parametrize(
     "dims", [pytest.param(d, marks=pytest.mark.nightly if i else ()) for i, d in enumerate(LLAMA)]
 )
-def test_a_llama_has_the_logits_and_gradients_of_vanilla_on_one_device(dims: Dims) -> None:
+def test_ring_llama_matches_vanilla_logits_and_gradients(dims: Dims) -> None:
     got = llama_case.place(dims, attn_mechanism="ring", blocksize_q=4, blocksize_k=4)
     want = llama_case.on_one_device()
     pairs = {"loss": (got.loss, want.loss), "logits": (got.logits, want.logits)}
@@ -314,8 +314,8 @@ def test_ring_attention_generates_same_tokens(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.nightly
-def test_long_sequence_equals_one_device_and_memory_falls(record_property: Any) -> None:
-    """Sequence 8192 against float64 on one device."""
+def test_long_sequence_matches_one_device_with_less_memory(record_property: Any) -> None:
+    """Compare sequence length 8192 with float64 on one device."""
     s, heads, groups, dim = 8192, 4, 2, 32
     draw = np.random.default_rng(0)
     shapes = {"q": (1, s, heads, dim), "k": (1, s, groups, dim), "v": (1, s, groups, dim)}

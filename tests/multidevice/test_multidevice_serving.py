@@ -1,4 +1,4 @@
-"""An engine over the devices of two processes gives what one of a single process gives."""
+"""An engine over the devices of two processes returns the tokens of a single process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.xdist_group("several_processes"), pytest.mark.nightly]
         pytest.param((4, 1, 1, 1, 1), [], id="two_replicas_in_each"),
     ],
 )
-def test_two_processes_take_the_same_steps(
+def test_two_processes_execute_same_engine_steps(
     tmp_path: Path, dims: tuple[int, ...], more: list[str]
 ) -> None:
     arguments = [str(tmp_path), *map(str, dims), *more]
@@ -38,12 +38,12 @@ def test_two_processes_take_the_same_steps(
     alone = engine((1, 1, 1, 1, 1))
     break_requests(alone)
     expected = served(alone)
-    assert len(expected[0]) == 4  # requests that failed
+    assert len(expected[0]) == 4  # failed requests
     assert json.loads((tmp_path / "tokens.json").read_text()) == expected
     assert alone.stats()["num_preemptions"] > 0
     with pytest.raises(ConfigError, match="no leader to follow"):
         alone.follow()
-    # Pages are as many as the process with the least room has, in both.
+    # Both processes have the number of pages that the process with the least memory allows.
     first, second = (json.loads((tmp_path / f"sizes_{i}.json").read_text()) for i in range(2))
     assert first == second
     assert first["fewer"] == 12
@@ -80,7 +80,7 @@ def test_first_process_serves_and_others_exit_with_it(tmp_path: Path, dims: str)
             body = {"model": "model", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
             reply = httpx.post(f"{url[1]}/completions", json=body, timeout=300)
             assert reply.json()["usage"]["completion_tokens"] == 3, reply.text
-        both[1].send_signal(signal.SIGTERM)  # who stops a run signals all of it, in some order
+        both[1].send_signal(signal.SIGTERM)  # a signal reaches the processes in any order
         time.sleep(1)
         assert both[1].poll() is None
         assert httpx.post(f"{url[1]}/completions", json=body, timeout=300).status_code == 200

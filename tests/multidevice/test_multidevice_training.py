@@ -1,4 +1,4 @@
-"""Two processes train, save, and go on from what they saved, as one process does."""
+"""Two processes train, save and resume as one process does."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_two_processes_train_and_resume(tmp_path: Path) -> None:
     weights, resumed = (load_file(run / "model/model.safetensors") for run in (one, two))
     assert weights.keys() == resumed.keys()
     for name, value in weights.items():
-        # Adam divides by the root of squares: the last bits of a small gradient show.
+        # Adam divides by the root of squares, which amplifies the last bits of small gradients.
         worst = np.abs(resumed[name] - value).max() / np.abs(value).max()
         assert worst <= 1e-4, (name, worst)

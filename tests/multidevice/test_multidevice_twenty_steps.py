@@ -1,4 +1,4 @@
-"""Twenty steps of `sft` and of `dpo` in float32: the losses of one device on every mesh."""
+"""Twenty float32 steps of `sft` and `dpo` have the losses of one device on every mesh."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ MESHES: dict[str, case.Dims] = {
 
 
 class PairsOfRows(Rows):
-    """Packed pairs: in each segment a row against the same prompts with other answers."""
+    """Return packed pairs: in each segment two answers to the same prompt."""
 
     def batch_at(self, step: int) -> dict[str, np.ndarray]:
         chosen = super().batch_at(step)
         segments = chosen["segment_ids"]
         begins = np.diff(segments, axis=1, prepend=0) != 0
-        prompt = begins | np.roll(begins, 1, axis=1)  # two tokens of each segment
+        prompt = begins | np.roll(
+            begins, 1, axis=1
+        )  # the first two tokens of each segment are the prompt
         labels = np.where(prompt, -100, chosen["labels"]).astype(np.int32)
         others = np.where(prompt, chosen["input_ids"], 3 + (chosen["input_ids"] * 7 + step) % 249)
         rejected = {
@@ -61,7 +63,9 @@ def losses(method: str, folder: Path, dims: case.Dims) -> np.ndarray:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_every_mesh_trains_as_one_device(tmp_path: Path, method: str, record_property) -> None:
+def test_losses_on_every_mesh_match_one_device(
+    tmp_path: Path, method: str, record_property
+) -> None:
     one = losses(method, tmp_path / "one", case.ONE)
     assert len(one) == STEPS and one[-1] < 0.9 * one[0], "or nothing is learned"
     worst = {}
@@ -70,4 +74,4 @@ def test_every_mesh_trains_as_one_device(tmp_path: Path, method: str, record_pro
         np.testing.assert_allclose(found, one, rtol=1e-5, err_msg=name)
         worst[name] = np.abs(found / one - 1).max()
     figures = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
-    record_property("summary", f"{STEPS} steps of {method} beside one device: {figures}")
+    record_property("summary", f"{STEPS} steps of {method} against one device: {figures}")

@@ -1,6 +1,6 @@
-"""Training as `test_multidevice_training` runs it: in one process of eight devices, or in two.
+"""Train for `test_multidevice_training`, in one process of eight devices or in two processes.
 
-Arguments: the directory of the run, and how many steps it goes.
+Arguments: the directory of the run, and the number of steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.multidevice import llama_case as case
 
 
 class Rows:
-    """The same rows at each step, in another order; the same on every process."""
+    """Return the same rows in another order at each step, equal on every process."""
 
     steps_per_epoch = 4
     fingerprint = "rows"
@@ -31,7 +31,7 @@ class Rows:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Train to a step, from the last checkpoint in the folder if there is one."""
+    """Train up to a step, from the last checkpoint in the folder if it exists."""
     model = case.LlamaForCausalLM.create(case.config((1, 2, 1, 2, 2)), seed=1)
     arguments = SFTArguments(
         save_directory=str(folder),

@@ -41,7 +41,7 @@ CALL = {
 }
 RESULT = {"role": "tool", "name": "add", "content": "4"}
 
-#: Rows by what they show; the columns beside `messages` go to the template.
+#: Rows by feature; columns other than `messages` are arguments of the template.
 ROWS: dict[str, dict[str, Any]] = {
     "one turn": {"messages": [USER, ANSWER]},
     "several turns": {"messages": [USER, ANSWER, AGAIN, SIX]},
@@ -61,16 +61,16 @@ class Family:
     """A chat template and the tokens of its models.
 
     Attributes:
-        name: the file of the template.
-        eos: the end-of-text token.
-        special: other special tokens.
-        bos: the beginning-of-text token, if there is one.
-        plain: added tokens that are not special.
-        shows: the rows of `ROWS` that the template accepts beside chats of users and assistants.
-        has_end: whether the template ends an answer with an end token.
-        end: the token that a model writes after an answer, if that is not `eos`.
-        reference: the file of TRL with the same template and marked answers, if there is one.
-        marked_header: the beginning of an answer that TRL's marks include.
+        name: File of the template.
+        eos: End-of-text token.
+        special: Other special tokens.
+        bos: Beginning-of-text token, if any.
+        plain: Added tokens that are not special.
+        shows: Rows of `ROWS` that the template accepts in addition to plain chats.
+        has_end: Whether the template ends an answer with an end token.
+        end: Token that a model generates after an answer, if it is not `eos`.
+        reference: File of TRL with the same template and marked answers, if any.
+        marked_header: Beginning of an answer that TRL's marks include.
     """
 
     name: str
@@ -86,16 +86,16 @@ class Family:
 
     @property
     def template(self) -> str:
-        """The Jinja text."""
+        """Return the Jinja text."""
         return (TEMPLATES / f"{self.name}.jinja").read_text("utf-8")
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """The rows that the template accepts."""
+        """Return the rows that the template accepts."""
         always = ("one turn", "several turns", "user last", "thinking off")
         return {name: row for name, row in ROWS.items() if name in (*always, *self.shows)}
 
     def tokenizer(self) -> Any:
-        """A byte-level tokenizer with the tokens of the family."""
+        """Return a byte-level tokenizer with the tokens of the family."""
         from tokenizers import AddedToken, Tokenizer
         from transformers import PreTrainedTokenizerFast
 
@@ -204,7 +204,7 @@ FAMILIES = {
 
 @cache
 def _bytes() -> str:
-    """A byte-level tokenizer that merges some pairs, as JSON."""
+    """Return a byte-level tokenizer with some merges, as JSON."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

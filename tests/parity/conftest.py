@@ -1,4 +1,4 @@
-"""Torch models are made once for each module of tests."""
+"""Torch models are created once for each module of tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory):
-    """Case name -> `llama_cases.Reference`, made on first use."""
+    """Return case name -> `llama_cases.Reference`, created on first use."""
     pytest.importorskip("torch")
     from tests.parity import llama_cases
 

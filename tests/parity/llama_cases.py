@@ -1,7 +1,7 @@
-"""Tiny random Llamas made and run by torch `transformers`: what ours are compared with.
+"""Tiny random Llamas that torch `transformers` creates and evaluates as references.
 
-Every parameter is random, norms and biases too: a tensor that is loaded to the wrong place, or not
-at all, then shows in the logits.
+Every parameter is random, including norms and biases, so that a tensor that is loaded to a wrong
+place, or not loaded, changes the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,  # short, so that positions in the test lie beyond it
+    "original_max_position_embeddings": 32,  # short: the tests contain later positions
 }
 CASES: dict[str, dict[str, Any]] = {
     # Grouped queries, head_dim other than hidden / heads, biases, llama3 frequencies, many files.
@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "save": {"max_shard_size": "20KB"},
     },
-    # Head tied to the embedding, everything else as in small Llamas, one file.
+    # Tied head, otherwise like small Llamas, one file.
     "tied": {"config": {"tie_word_embeddings": True}, "save": {}},
     # The file is bfloat16; both sides compute its values in float32.
     "bf16": {"config": {"tie_word_embeddings": False}, "save": {}, "dtype": "bfloat16"},
@@ -52,13 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A saved model, and what torch says about it.
+    """A saved model, and the results of torch.
 
     Attributes:
-        directory: as torch saved it.
-        ids, mask, position_ids: a batch [b, s], two rows with padding on the left.
+        directory: Directory that torch saved.
+        ids, mask, position_ids: Batch [b, s], two rows with padding on the left.
         logits: float32 [b, s, v].
-        model: the torch module, float32.
+        model: Torch module in float32.
     """
 
     directory: Path
@@ -70,7 +70,7 @@ class Reference:
 
 
 def make(name: str, directory: Path) -> Reference:
-    """Make one case with torch, save it and run it."""
+    """Create one case with torch, save it and evaluate it."""
     import torch
     import transformers
 
@@ -83,7 +83,7 @@ def make(name: str, directory: Path) -> Reference:
     model.to(getattr(torch, case.get("dtype", "float32"))).save_pretrained(
         directory, **case["save"]
     )
-    # Loaded again, because the cast above rounds the rotary frequencies of the module too.
+    # Loaded again, because the cast above also rounds the rotary frequencies of the module.
     model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     rng = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def make(name: str, directory: Path) -> Reference:
 
 
 def run(model: Any, ids: np.ndarray, mask: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
-    """Logits of a torch model, float32 [b, s, v]."""
+    """Return the logits of a torch model, float32 [b, s, v]."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the comparisons with PEFT share: adapters that change something, and our logits."""
+"""Common parts of the comparisons with PEFT: adapters with an effect, and our logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ed_models.conformance import forward
 
 
 def trained(model: Any, spec: LoraSpec) -> Any:
-    """A model with adapters that change something."""
+    """Return a model with adapters that change the logits."""
     model = apply_lora(model, spec, key=jax.random.key(1))
     for i, (_, layer) in enumerate(lora_layers(model)):
         for name in ("lora_a", "lora_b"):

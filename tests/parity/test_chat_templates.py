@@ -1,4 +1,4 @@
-"""Tokens and masks of chats beside transformers and TRL, for public template families."""
+"""Tokens and masks of chats equal those of transformers and TRL, for public template families."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encoded(tmp_path):
 
 
 def rendered(tokenizer, row, **options) -> dict[str, Any]:
-    """The tokens of transformers."""
+    """Return the tokens of transformers."""
     kwargs = row.get("chat_template_kwargs", {})
     return tokenizer.apply_chat_template(
         row["messages"], tools=row.get("tools"), return_dict=True, **kwargs, **options
@@ -81,7 +81,7 @@ MARKED = [family for family in FAMILIES.values() if family.reference]
 
 
 def marked(family: Family) -> Any:
-    """The tokenizer with TRL's template, which marks the answers."""
+    """Return the tokenizer with TRL's template, which marks the answers."""
     folder = Path(pytest.importorskip("trl.chat_template_utils").__file__).parent
     tokenizer = family.tokenizer()
     template = folder / "chat_templates" / f"{family.reference}.jinja"
@@ -93,7 +93,7 @@ def marked(family: Family) -> Any:
     ("family", "name"), [(f, n) for f in MARKED for n in f.rows() if n != "thinking"], ids=case_id
 )
 def test_marked_answers_have_the_mask_of_transformers(encoded, family, name):
-    """The templates of TRL that mark the answers, as SFT with `assistant_only_loss` uses them."""
+    """TRL's templates mark the answers, as SFT with `assistant_only_loss` uses them."""
     tokenizer, row = marked(family), family.rows()[name]
     expected = rendered(tokenizer, row, return_assistant_tokens_mask=True)
     ((ids, mask),) = encoded(tokenizer, [row], assistant_only_loss=True)
@@ -104,8 +104,8 @@ def test_marked_answers_have_the_mask_of_transformers(encoded, family, name):
 @pytest.mark.parametrize(
     ("family", "name"), [(f, n) for f in MARKED for n in f.rows()], ids=case_id
 )
-def test_answers_that_are_not_marked_are_found(encoded, family, name):
-    """The same tokens as TRL's marks, but for white space and the header of an answer."""
+def test_unmarked_answers_are_detected(encoded, family, name):
+    """The tokens equal TRL's marks, except white space and the header of an answer."""
     row = family.rows()[name]
     expected = rendered(marked(family), row, return_assistant_tokens_mask=True)
     tokenizer = family.tokenizer()
@@ -130,7 +130,7 @@ THINKING = [USER, THOUGHT, AGAIN, {**SIX, "reasoning_content": "Three and three.
         ("deepseek_r1_distill", "It is four.<｜end▁of▁sentence｜>Six.<｜end▁of▁sentence｜>"),
     ],
 )
-def test_answers_are_found_where_the_template_drops_earlier_thoughts(encoded, name, answers):
+def test_answers_are_detected_if_template_drops_earlier_thoughts(encoded, name, answers):
     tokenizer, row = FAMILIES[name].tokenizer(), {"messages": THINKING}
     ((ids, mask),) = encoded(tokenizer, [row], assistant_only_loss=True)
     assert ids == rendered(tokenizer, row)["input_ids"]
@@ -138,7 +138,7 @@ def test_answers_are_found_where_the_template_drops_earlier_thoughts(encoded, na
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "gptoss"])
-def test_answers_that_the_template_rewrites_inside_must_be_marked(encoded, name):
+def test_answers_rewritten_by_template_require_marks(encoded, name):
     tokenizer, row = FAMILIES[name].tokenizer(), {"messages": THINKING}
     with pytest.raises(DataError, match=r"message 1 differently.*\{% generation %\}"):
         encoded(tokenizer, [row], assistant_only_loss=True)
@@ -149,8 +149,8 @@ def test_answers_that_the_template_rewrites_inside_must_be_marked(encoded, name)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
-def test_the_end_of_an_answer_is_always_learned(encoded, family):
-    """The last token that is no white space ends the answer, and has loss."""
+def test_end_of_answer_always_has_loss(encoded, family):
+    """The last token other than white space ends the answer and has a loss."""
     tokenizer = family.tokenizer()
     for row in family.rows().values():
         if row["messages"][-1]["role"] != "assistant":
@@ -164,7 +164,7 @@ def test_the_end_of_an_answer_is_always_learned(encoded, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
-def test_the_token_that_ends_an_answer_is_known(family):
+def test_end_token_of_answers_is_detected(family):
     tokenizer = family.tokenizer()
     end = end_of_answer(tokenizer)
     assert tokenizer.convert_ids_to_tokens(end) == (family.end or family.eos)
@@ -174,7 +174,7 @@ def test_the_token_that_ends_an_answer_is_known(family):
 
 
 def prepared(trainer: str, tokenizer, rows, **options) -> list[dict[str, Any]]:
-    """What a trainer of TRL makes of rows, without a model."""
+    """Return the rows that a trainer of TRL prepares, without a model."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     kind, config = getattr(trl, f"{trainer}Trainer"), getattr(trl, f"{trainer}Config")
@@ -217,12 +217,12 @@ PAIR_CASES = [
 
 
 def with_end(family: Family, tokenizer, ids: list[int]) -> list[int]:
-    """TRL leaves an answer without an end where the template has none."""
+    """TRL adds no end to an answer if the template has none."""
     return ids if family.has_end else [*ids, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(("family", "name"), PAIR_CASES, ids=case_id)
-def test_pairs_are_those_of_trl(encoded, family, name):
+def test_preference_pairs_match_trl(encoded, family, name):
     tokenizer, row = family.tokenizer(), PAIRS[name]
     (theirs,) = prepared("DPO", tokenizer, [row])
     chosen, rejected = encoded(tokenizer, [row], PREFERENCE)
@@ -233,7 +233,7 @@ def test_pairs_are_those_of_trl(encoded, family, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
-def test_scored_answers_are_those_of_trl(encoded, family):
+def test_scored_answers_match_trl(encoded, family):
     tokenizer, row = family.tokenizer(), PAIRS["one turn"]
     (theirs,) = prepared("Reward", tokenizer, [row])
     (chosen, _), (rejected, _) = encoded(tokenizer, [row], REWARD)
@@ -242,7 +242,7 @@ def test_scored_answers_are_those_of_trl(encoded, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
-def test_completions_are_those_of_trl(encoded, family):
+def test_completions_match_trl(encoded, family):
     tokenizer = family.tokenizer()
     row = {"prompt": [USER, ANSWER, AGAIN], "completion": [SIX]}
     (theirs,) = prepared("SFT", tokenizer, [row])
@@ -269,7 +269,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("row", TEXTS, ids=range(len(TEXTS)))
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_pairs_of_texts_are_those_of_trl(encoded, name, row):
+def test_text_pairs_match_trl(encoded, name, row):
     tokenizer = FAMILIES[name].tokenizer()
     (theirs,) = prepared("DPO", tokenizer, [row])
     sides = encoded(tokenizer, [row], PREFERENCE)
@@ -280,7 +280,7 @@ def test_pairs_of_texts_are_those_of_trl(encoded, name, row):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
 def test_reward_scoring_uses_same_tokens_as_training(encoded, tmp_path, family):
-    """Pairs for training, and a prompt with a sampled answer for scoring."""
+    """Compare training pairs with a prompt and a sampled answer for scoring."""
     tokenizer = family.tokenizer()
     for name in ("one turn", "several turns", "tools"):
         if name not in family.rows():
@@ -296,7 +296,7 @@ def test_reward_scoring_uses_same_tokens_as_training(encoded, tmp_path, family):
 # --- truncation ---
 
 
-def test_long_pairs_are_cut_as_by_the_collator_of_trl(tmp_path):
+def test_long_pairs_are_truncated_as_in_trl(tmp_path):
     """Both sides of a pair keep their start."""
     collators = pytest.importorskip("trl.trainer.dpo_trainer")
     tokenizer, row = FAMILIES["chatml"].tokenizer(), PAIRS["several turns"]
@@ -320,7 +320,7 @@ def test_long_pairs_are_cut_as_by_the_collator_of_trl(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
-def test_long_chats_are_cut_as_by_trl(tmp_path, family):
+def test_long_chats_are_truncated_as_in_trl(tmp_path, family):
     """The start is kept, with the mask of the kept tokens."""
     tokenizer = family.tokenizer()
     row = {"prompt": [USER, ANSWER, AGAIN], "completion": [SIX]}

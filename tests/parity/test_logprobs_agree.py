@@ -1,4 +1,4 @@
-"""The engine, the trainer's loss and lm-eval's adapter give a token the same log-probability."""
+"""Engine, trainer and lm-eval's adapter compute the same log-probability of a token."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_engine_trainer_and_lm_eval_agree_on_every_token(parts, record_property)
     entries = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
     served = np.asarray([entry[token].logprob for token, entry in entries])
 
-    # The loss function and lm-eval give sums: ask for one token at a time.
+    # The loss function and lm-eval return sums, so each call has one token.
     graphdef, state = nnx.split(model)
 
     @jax.jit

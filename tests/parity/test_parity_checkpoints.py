@@ -1,4 +1,4 @@
-"""What the files hold decides, as in `transformers`: heads that are tied or not, bodies alone."""
+"""The tensors of the files determine the model, as in `transformers`: tied heads, bodies alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tied_config_follows_checkpoint_files(references, tmp_path, change, tied
     real = reference.mask != 0
     np.testing.assert_allclose(np.asarray(got)[real], want[real], atol=2e-5, rtol=0)
 
-    # What is saved again is what transformers loads, without a word about tied weights.
+    # transformers loads the saved files without a message about tied weights.
     model.save_pretrained(tmp_path / "again")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert again.config.tie_word_embeddings == tied

@@ -1,4 +1,4 @@
-"""Greedy `generate` says what torch `transformers` says, token for token."""
+"""Greedy `generate` returns the same tokens as torch `transformers`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ours(reference, *, scan_layers, dims=(1, 1, 1, 1, 1), **options):
 
 
 def assert_same(got, want, reference):
-    """Equal, but for rows that part where torch's two best logits are within TIE of each other."""
+    """Check equality, except after a tie: torch's two best logits differ by less than TIE."""
     assert got.shape == want.shape
     for row, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         different = np.flatnonzero(mine != theirs)
@@ -76,7 +76,7 @@ def test_greedy_tokens_on_eight_devices_match_torch(references):
 
 
 @pytest.mark.nightly
-def test_rows_end_where_torch_ends_them(references):
+def test_rows_end_at_same_token_as_torch(references):
     reference = references("untied")
     free = torch_greedy(reference, eos_token_id=None)[:, reference.ids.shape[1] :]
     ends = [int(free[0, 5]), int(free[2, 20])]
@@ -87,7 +87,7 @@ def test_rows_end_where_torch_ends_them(references):
 
 @pytest.mark.nightly
 def test_repetition_penalty_tokens_match_torch(references):
-    # Torch penalises padding tokens too; a batch without padding is what can be compared.
+    # Torch also penalizes padding tokens, so only a batch without padding is comparable.
     reference = references("untied")
     rows = [0, 2]
     ids = reference.ids[rows]

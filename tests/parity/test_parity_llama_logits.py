@@ -1,4 +1,4 @@
-"""A Llama that torch `transformers` saved gives the same logits here, and the other way round."""
+"""A Llama that torch `transformers` saved has the same logits here, and vice versa."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity import llama_cases
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("parity")]
 torch = pytest.importorskip("torch")
 
-TOLERANCE = 2e-5  # logits reach 4.8; required is 1e-4, measured are differences up to 7.4e-6
+TOLERANCE = 2e-5  # logits reach 4.8; the limit is 1e-4, measured differences reach 7.4e-6
 ONE = (1, 1, 1, 1, 1)
 MESHES = [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 1, 8, 1), (1, 2, 1, 2, 2)]
 
@@ -35,7 +35,7 @@ def logits_of(model, reference):
 
 
 def difference(got, reference):
-    """Largest difference at real tokens; padding has no meaning."""
+    """Return the largest difference at real tokens; values at padding are undefined."""
     return float(np.abs(got - reference.logits)[reference.mask != 0].max())
 
 
@@ -60,13 +60,13 @@ def test_eight_device_logits_match_torch(references, record_property, dims):
     assert error < TOLERANCE
 
 
-def test_eight_devices_unrolled_and_tied(references):
+def test_unrolled_tied_model_on_eight_devices_matches_torch(references):
     reference = references("tied")
     model = load(reference.directory, (2, 2, 1, 2, 1), scan_layers=False)
     assert difference(logits_of(model, reference), reference) < TOLERANCE
 
 
-def test_the_dtype_of_the_file_does_not_matter(references):
+def test_bfloat16_checkpoint_matches_torch_in_float32(references):
     reference = references("bf16")
     model = load(reference.directory)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
@@ -98,7 +98,7 @@ def test_torch_loads_saved_model(references, tmp_path, case, dims, scan_layers):
         np.testing.assert_array_equal(again.state_dict()[name].numpy(), value.numpy())
 
 
-def test_torch_loads_bfloat16_that_we_save(references, tmp_path):
+def test_torch_loads_saved_bfloat16_model(references, tmp_path):
     import transformers
 
     reference = references("bf16")

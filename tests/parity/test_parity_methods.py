@@ -1,4 +1,4 @@
-"""Loss, figures and gradients of each method beside TRL's trainers, or its paper in float64."""
+"""Loss, metrics and gradients of each method equal those of TRL's trainers, or of its paper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ for needed in ("trl", "datasets"):
 
 from tools.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
 
-#: Compared in every run; the others are variants, nightly.
+#: Methods that every run compares; the others are variants, nightly.
 FIRST = {
     next(case for case in CASES if case.split()[0] == method): method
     for method in METHODS
@@ -38,11 +38,11 @@ def test_method_losses_match_reference(name: str, record_property) -> None:
         warnings.simplefilter("ignore")
         found = CASES[name].measure()
     shown = ", ".join(f"{figure} {error:.1e}" for figure, error in found.items())
-    record_property("summary", f"{name} beside {CASES[name].reference}: {shown}")
+    record_property("summary", f"{name} against {CASES[name].reference}: {shown}")
     assert all(error <= method_table.LIMIT for error in found.values()), shown
 
 
-def test_the_page_has_a_row_for_each_of_them() -> None:
+def test_methods_page_has_row_for_each_comparison() -> None:
     results = json.loads(method_table.RESULTS.read_text(encoding="utf-8"))
     assert {*results} == {*CASES}
     assert all(value <= method_table.LIMIT for of in results.values() for value in of.values())

@@ -1,5 +1,7 @@
-"""Adapter files: ours in PEFT, PEFT's in ours, for matrices that lie in a checkpoint as ours do, in
-one, in turns, and transposed."""
+"""Adapter files work in both directions between this project and PEFT, for all storage layouts.
+
+The layouts: matrices stored as here, joined in one matrix, interleaved, and transposed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ CASES = {
 
 
 class Small(Subject):
-    """Weights as a model begins with them: its logits, and so their rounding, are small."""
+    """Return initial weights of usual size: the logits, and so their rounding errors, are small."""
 
     @functools.cached_property
     def torch_model(self) -> Any:
@@ -54,7 +56,7 @@ def subject_of(family: str) -> Subject:
 
 
 def base_of(subject: Subject) -> Any:
-    """A model of torch that an adapter may change."""
+    """Return a torch model for an adapter to change."""
     return copy.deepcopy(subject.torch_model)
 
 
@@ -75,10 +77,12 @@ def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path)
     save_adapter(model, tmp_path, base="base")
     theirs = peft.PeftModel.from_pretrained(base_of(subject), tmp_path).eval()
     np.testing.assert_allclose(logits_of(theirs, subject.ids), ours, atol=BOUND)
-    # Read again, merged, and taken off.
+    # Loaded again, merged, and removed.
     again = load_adapter(subject.model, tmp_path)
     np.testing.assert_allclose(our_logits(again, subject.ids), ours, atol=BOUND)
-    if family == "gemma2":  # tied: the head has no adapter, so the two cannot be one matrix
+    if (
+        family == "gemma2"
+    ):  # Tied weights: the head has no adapter, so head and embedding can no longer be one matrix.
         with pytest.raises(ConfigError, match="merged they would be two"):
             merge_lora(model)
         return
@@ -118,8 +122,8 @@ def test_peft_adapter_produces_same_logits_when_loaded(family: str, tmp_path: Pa
     )
 
 
-def test_an_adapter_for_another_model(tmp_path: Path) -> None:
-    """All that does not fit is listed, with the nearest names."""
+def test_adapter_for_another_model_is_rejected_with_all_mismatches(tmp_path: Path) -> None:
+    """The error lists all mismatches with the nearest names."""
     save_adapter(trained(subject_of("llama").model, LoraSpec(rank=2)), tmp_path)
     with pytest.raises(
         CheckpointError,
@@ -132,7 +136,7 @@ def test_an_adapter_for_another_model(tmp_path: Path) -> None:
         apply_lora(subject_of("llama").model, LoraSpec(targets="qproj"))
 
 
-def test_a_model_with_adapters_saves_them(tmp_path: Path) -> None:
+def test_model_with_adapters_saves_adapters(tmp_path: Path) -> None:
     model = trained(subject_of("llama").model, LoraSpec(rank=2))
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {

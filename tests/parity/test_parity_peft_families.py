@@ -1,6 +1,6 @@
-"""Adapters of every family: saved in PEFT's layout and read again; ours in PEFT, PEFT's in ours.
+"""Adapters of every family in PEFT's layout: saved and loaded here, and exchanged with PEFT.
 
-One configuration of a few families by default; nightly all configurations of all model types.
+One configuration of a few families runs by default; nightly all configurations of all model types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.parity.peft_cases import our_logits, trained
 pytest.importorskip("torch")
 
 BOUND = 1e-5
-#: What a default run looks at: a plain family, a fused projection, experts, a tied head.
+#: Default run: a plain family, a fused projection, experts, a tied head.
 BY_DEFAULT = (
     "llama: tied",
     "phi3: window",
@@ -35,22 +35,22 @@ BY_DEFAULT = (
 EVERYTHING = LoraSpec(rank=2, alpha=3.0, targets=r"^(?!lm_head$|score$)(?!.*embed)")
 #: Layers of dense and shared networks.
 DENSE = r"(?<![./]experts)[./](gate|up|down)_proj$"
-#: PEFT's layout has no place: the experts are one matrix, along its inputs or its outputs.
+#: PEFT's layout has no adapters for experts that are one matrix along inputs or outputs.
 HOMELESS: dict[str, tuple[str, ...]] = {r"[./]experts[./]": ("dbrx",)}
-#: What PEFT 0.21 does not adapt, or transformers 5.23 computes without the adapter.
+#: Layers that PEFT 0.21 does not adapt, or that transformers 5.23 computes without the adapter.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     **HOMELESS,
-    # PEFT refuses the name in these families.
+    # PEFT rejects the name in these families.
     r"[./]out_proj$": ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
-    # transformers multiplies by the weight of this layer, whatever PEFT put round the layer.
+    # transformers multiplies by the weight of this layer and ignores PEFT's wrapper.
     r"[./]dt_proj$": ("falcon_mamba", "jamba", "mamba"),
-    # transformers makes matrices for these experts too, so PEFT's are larger than any checkpoint's.
+    # transformers creates matrices for these experts, so PEFT's are larger than a checkpoint's.
     r"[./]experts[./].*": ("longcat_flash: experts that do nothing",),
 }
 
 
 class Small(Subject):
-    """Weights as a model begins with them: its logits, and so their rounding, are small."""
+    """Return initial weights of usual size: the logits, and so their rounding errors, are small."""
 
     @functools.cached_property
     def torch_model(self) -> Any:
@@ -77,20 +77,20 @@ def rows(*, torch: bool) -> list[Any]:
 
 
 def spec_in_peft(subject: Subject) -> LoraSpec:
-    """All layers that have an adapter in PEFT."""
+    """Return all layers that have an adapter in PEFT."""
     from peft.utils import transformers_weight_conversion as conversion
 
     kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(subject.model_type)
     left_out = dict(LEFT_OUT)
     if kind in conversion._MOE_TARGET_MODULE_MAPPING:
-        # PEFT takes these names for those of experts, wherever they are in such a family: no layer
-        # of a dense or shared network can have an adapter there.
+        # PEFT treats these names as experts everywhere in such a family, so no layer of a dense or
+        # shared network can have an adapter there.
         left_out[DENSE] = (subject.model_type,)
     return without(left_out, subject)
 
 
 def without(left_out: dict[str, tuple[str, ...]], subject: Subject) -> LoraSpec:
-    """All layers but those of this family, or of this configuration."""
+    """Return all layers except those of this family, or of this configuration."""
     names = {subject.model_type, str(subject)}
     out = [pattern for pattern, left in left_out.items() if names.intersection(left)]
     none = "".join(f"(?!.*{pattern})" for pattern in out)
@@ -127,7 +127,7 @@ def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_
 @pytest.mark.daily("mixtral: two of eight")
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", rows(torch=True))
-def test_ours_in_peft_and_pefts_in_ours(subject: Subject, tmp_path: Path) -> None:
+def test_adapters_are_interchangeable_with_peft(subject: Subject, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     import torch
 

@@ -1,7 +1,7 @@
-"""Rotary factors that depend on length follow each sequence, and never what shares its batch.
+"""Rotary factors that depend on length follow each sequence, independent of the rest of the batch.
 
-transformers works them out for a whole batch, so each row is given to it alone.
-A sequence that grows beyond the original maximum keeps the keys that it has stored, as there.
+transformers computes the factors for a whole batch, so the reference evaluates each row alone. A
+sequence that grows beyond the original maximum keeps its stored keys, as in transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROPES = {
     },
 }
 NEW = 12
-SHORT, CROSSING, LONG = 18, 27, 45  # the second grows beyond the original maximum
+SHORT, CROSSING, LONG = 18, 27, 45  # the second sequence grows beyond the original maximum
 TOLERANCE = (
     5e-5  # logits reach 3; measured up to 2.4e-5, and 0.6 to 2 with the factor of another length
 )
@@ -38,7 +38,7 @@ TOLERANCE = (
 
 @pytest.fixture(scope="module", params=list(ROPES))
 def pair(request, tmp_path_factory):
-    """Hugging Face's model, and ours."""
+    """Return Hugging Face's model and ours."""
     name = request.param
     positions = ORIGINAL if name == "dynamic" else 4 * ORIGINAL
     fields = tiny_llama(rope_parameters=ROPES[name], max_position_embeddings=positions)
@@ -62,7 +62,7 @@ def prompts() -> list[np.ndarray]:
 
 
 def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows against the right edge, and which entries are tokens."""
+    """Return right-aligned rows, and the mask of the tokens."""
     width = max(map(len, rows))
     ids, mask = np.zeros((2, len(rows), width), np.int32)
     for row, values in enumerate(rows):
@@ -78,12 +78,12 @@ def theirs(model, ids: np.ndarray, cache=None) -> tuple[np.ndarray, object]:
 
 
 def reset(model) -> None:
-    """transformers remembers the longest sequence until it sees a short one."""
+    """Reset transformers' longest sequence, which it keeps until a short sequence."""
     theirs(model, np.arange(3, 8))
 
 
 def continued(model, prompt: np.ndarray) -> np.ndarray:
-    """Greedy tokens of transformers with a cache, the row alone."""
+    """Return the greedy tokens of transformers with a cache, for the row alone."""
     reset(model)
     logits, cache = theirs(model, prompt)
     tokens = [int(logits[-1].argmax())]
@@ -104,7 +104,7 @@ def test_forward_logits_match_torch_across_rope_lengths(pair):
         )
 
 
-def test_packed_documents_have_factors_of_their_own(pair):
+def test_packed_documents_have_separate_rope_factors(pair):
     model, ours = pair
     rows = prompts()
     ids = np.concatenate(rows)[None]
@@ -151,7 +151,7 @@ def test_generated_tokens_match_torch_across_rope_lengths(pair):
     ],
 )
 def test_engine_tokens_match_torch_across_rope_lengths(pair, budget):
-    """Prompts of all lengths share steps; a small budget computes the longest in chunks."""
+    """Prompts of all lengths share steps; a small budget splits the longest into chunks."""
     model, ours = pair
     params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     with eSurge(
@@ -163,15 +163,15 @@ def test_engine_tokens_match_torch_across_rope_lengths(pair, budget):
         compile_runner=False,
         silent_mode=True,
     ) as engine:
-        for _ in range(2):  # the second time prompts are in the prefix cache
+        for _ in range(2):  # the second time the prompts are in the prefix cache
             outputs = engine.generate([list(map(int, p)) for p in prompts()], params)
             for out, prompt in zip(outputs, prompts(), strict=True):
                 assert out.outputs[0].token_ids == continued(model, prompt).tolist()
 
 
 @pytest.mark.daily("longrope")
-def test_equal_prefixes_of_other_lengths_share_no_page(pair):
-    """The first tokens of a long prompt have other keys than those of a short one."""
+def test_prefixes_with_other_rope_factors_share_no_page(pair):
+    """The first tokens of a long prompt have other keys than those of a short prompt."""
     model, ours = pair
     whole = prompts()[2]
     params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A reference that follows the learner, beside the callback of TRL that moves one."""
+"""A reference that follows the learner has the weights of TRL's synchronization callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other tasks of every family: names, shapes and numbers are those of transformers."""
+"""Other tasks of every family have the names, shapes and values of transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("tasks")]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# Families whose tensors transformers cannot save as their authors publish them.
+# Families whose published tensor names transformers cannot save.
 DIFFERENT = {model_type for model_type, _, check in IMPOSSIBLE if check == "saved"}
 SHORT = ("llama", "qwen3", "gemma")
 TASKS = (TaskType.BASE_MODULE, TaskType.SEQUENCE_CLASSIFICATION)
@@ -52,7 +52,7 @@ def torch_model(task: TaskType, subject: Subject, device: str = "cpu") -> Any:
 
 @pytest.mark.daily("sequence-classification")
 @pytest.mark.parametrize("task", TASKS)
-def test_names_and_shapes_are_hugging_faces(task: TaskType) -> None:
+def test_names_and_shapes_match_hugging_face(task: TaskType) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
     compared, wrong = [], []
@@ -87,7 +87,7 @@ def both(task: TaskType, model_type: str, directory: Any) -> tuple[Any, Any, Sub
 
 
 def padded(subject: Subject) -> tuple[np.ndarray, np.ndarray]:
-    """Rows with padding on either side."""
+    """Return rows with padding on either side."""
     mask = np.stack(
         [np.roll(row, shift) for row, shift in zip(subject.mask, (0, 0, 0, 7), strict=True)]
     )
@@ -96,7 +96,7 @@ def padded(subject: Subject) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nothing_but_buffers(report: dict[str, Any], model: Any) -> bool:
-    """Whether only values that follow from the configuration are missing from files."""
+    """Return whether the files lack only values that follow from the configuration."""
     missing = {*report.pop("missing_keys")}
     return not any(report.values()) and missing <= {name for name, _ in model.named_buffers()}
 

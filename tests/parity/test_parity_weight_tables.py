@@ -1,6 +1,6 @@
-"""Tables for layouts that `transformers` saves: its names, its shapes, its queries, keys, values.
+"""Weight tables for the layouts that `transformers` saves: names, shapes, queries, keys and values.
 
-Each family is sketched by its table and by the shapes of the parameters that ours would have.
+Each family is represented by its table and the shapes of the parameters of our model.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ GPT_2_LIKE = {"vocab_size": V, "hidden_size": D, "n_layer": 1, "n_head": H}
 
 @dataclass
 class Family:
-    """How `transformers` makes it, our table, and the shapes of ours."""
+    """How `transformers` creates the model, our table, and the shapes of our parameters."""
 
     config: str
     options: dict[str, Any]
     table: tuple[Rule, ...]
     keys: int = 2
     mlp: dict[str, Shape] = field(default_factory=lambda: swiglu(F))
-    biased: tuple[str, ...] = ()  # beginnings of names of layers with biases
+    biased: tuple[str, ...] = ()  # prefixes of layers with biases
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     more: dict[str, Shape] = field(default_factory=dict)
     head: bool = True
@@ -319,7 +319,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def saved(request, tmp_path_factory):
-    """The family, its torch model, and the tensors that torch saved."""
+    """Return the family, its torch model, and the tensors that torch saved."""
     family = FAMILIES[request.param]
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.options)
@@ -332,14 +332,14 @@ def saved(request, tmp_path_factory):
     return family, model, load_file(directory / "model.safetensors")
 
 
-def test_names_and_shapes_are_those_of_the_file(saved):
+def test_names_and_shapes_match_saved_file(saved):
     family, model, stored = saved
     weights = WeightMap(family.table, family.shapes(), model.config)
     assert weights.hf_shapes == {name: value.shape for name, value in stored.items()}
 
 
 @pytest.mark.parametrize("saved", [n for n, f in FAMILIES.items() if f.fused], indirect=True)
-def test_queries_keys_and_values_are_those_of_transformers(saved):
+def test_queries_keys_and_values_match_transformers(saved):
     family, model, stored = saved
     theirs = parts_of_torch(model, family.fused)
     weights = WeightMap(family.table, family.shapes(), model.config)
@@ -354,14 +354,14 @@ def test_queries_keys_and_values_are_those_of_transformers(saved):
                 weights.load(full, window, lambda n, index: stored[n][index], out)
                 ours[kind] = out
         got = x @ ours["kernel"] + ours.get("bias", 0)
-        if name != "q_proj":  # some repeat the keys and values of a group
+        if name != "q_proj":  # some families repeat the keys and values of a group
             repeats = theirs[name].size // got.size
             got = np.repeat(got.reshape(-1, K), repeats, axis=0).reshape(-1)
         np.testing.assert_allclose(got, theirs[name], atol=1e-5, rtol=0)
 
 
 def parts_of_torch(model, fused_name):
-    """Input, queries, keys, values of one token; rotary positions start at 0 and turn nothing."""
+    """Return input, queries, keys and values of a token at position 0, which is not rotated."""
     seen = {}
 
     def attention(module, query, key, value, *args, **kwargs):

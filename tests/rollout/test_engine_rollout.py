@@ -1,4 +1,4 @@
-"""A real engine completes prompts between steps of training, with the learner's weights."""
+"""A real engine completes prompts between training steps with the learner's weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW = 5
 
 
 class Rows:
-    """The same rows at each step."""
+    """A loader that returns the same rows at each step."""
 
     steps_per_epoch = 3
 
@@ -31,8 +31,8 @@ class Rows:
         return {"input_ids": ids, "labels": ids, "segment_ids": one, "position_ids": places}
 
 
-class Asks(Callback):
-    """Completes the prompts after each step, and works the answer out by the model itself."""
+class CheckedCompletions(Callback):
+    """Completes prompts after each step, and compares the completions with the model itself."""
 
     def __init__(self, rollout: Rollout):
         self.rollout = rollout
@@ -57,8 +57,8 @@ class Asks(Callback):
 
 @pytest.mark.daily("borrowed")
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["copied", "borrowed"])
-def test_completions_follow_the_weights_of_each_step(tmp_path, scan_layers):
-    """On a CPU the engine has its layers unrolled: a scanned learner's are copied for each call."""
+def test_completions_use_current_weights_of_each_step(tmp_path, scan_layers):
+    """On a CPU the engine has unrolled layers, so a scanned learner is copied for each call."""
     fields = tiny_llama(num_hidden_layers=2, scan_layers=scan_layers, sharding_axis_dims=ONE)
     del fields["model_type"]
     model = LlamaForCausalLM.create(LlamaConfig(**fields), seed=0)
@@ -72,7 +72,7 @@ def test_completions_follow_the_weights_of_each_step(tmp_path, scan_layers):
     )
     rollout = EngineRollout(engine)
     assert isinstance(rollout, Rollout)
-    asks = Asks(rollout)
+    checked = CheckedCompletions(rollout)
     arguments = SFTArguments(
         save_directory=str(tmp_path),
         total_batch_size=4,
@@ -82,8 +82,8 @@ def test_completions_follow_the_weights_of_each_step(tmp_path, scan_layers):
         use_tensorboard=False,
         do_last_save=False,
     )
-    SFTTrainer(arguments, model=model, train_dataset=Rows(), callbacks=[asks]).train()
-    assert len(asks.answers) == 3
-    assert asks.answers[0] != asks.answers[2], "the weights did not move: nothing is tested"
+    SFTTrainer(arguments, model=model, train_dataset=Rows(), callbacks=[checked]).train()
+    assert len(checked.answers) == 3
+    assert checked.answers[0] != checked.answers[2], "the weights did not change"
     with pytest.raises(EasyDeLError, match="weights"):
         engine.generate(PROMPTS)

@@ -1,4 +1,4 @@
-"""Methods that learn from completions of their own, with the real engine."""
+"""Online methods train on completions of the real engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(**fields) -> LlamaConfig:
 
 
 def train(directory, model, method="grpo", frozen=None, **given):
-    """Three steps; the trainer and the rows of the record."""
+    """Train for three steps; return the trainer, its output and the rows of the record."""
     arguments = arguments_class(method)(
         save_directory=str(directory),
         total_batch_size=8,
@@ -77,14 +77,14 @@ def train(directory, model, method="grpo", frozen=None, **given):
 
 
 def checked(rows):
-    """The engine's log-probabilities are the trainer's, at each step."""
+    """Check that the engine's log-probabilities equal the trainer's at each step."""
     assert len(rows) == 3 and rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[2]["kl"] > 1e-6
     for row in rows:
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["rollout_tokens"] > 0
 
 
-def test_adapters_learn_and_the_base_under_them_is_the_reference(tmp_path):
+def test_adapter_training_uses_base_model_as_reference(tmp_path):
     model = LlamaForCausalLM.create(config(scan_layers=True), seed=0)
     model = model.apply_lora(LoraSpec(rank=4), seed=1)
     trainer, _, rows = train(tmp_path, model)
@@ -103,9 +103,7 @@ SAMPLINGS = [
 
 @pytest.mark.daily("*min_p*")
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_engine_and_the_trainer_agree_on_the_distribution_that_was_sampled_from(
-    tmp_path, sampling
-):
+def test_engine_and_trainer_compute_same_sampling_logprobs(tmp_path, sampling):
     model = LlamaForCausalLM.create(config(initializer_range=0.3), seed=0)
     rows = train(tmp_path, model, beta=0.0, **sampling)[2]
     for row in rows:
@@ -115,7 +113,7 @@ def test_the_engine_and_the_trainer_agree_on_the_distribution_that_was_sampled_f
 
 
 @pytest.mark.nightly
-def test_adapters_on_quantized_weights_learn(tmp_path):
+def test_adapters_on_quantized_weights_train_online(tmp_path):
     model = LlamaForCausalLM.create(config(scan_layers=True), seed=0)
     model = model.quantize(EasyDeLQuantizationConfig("nf4", group_size=32))
     trainer, _, rows = train(tmp_path, model.apply_lora(LoraSpec(rank=4), seed=1))
@@ -136,7 +134,7 @@ def test_online_training_on_every_mesh_matches_one_device(on_one_device, tmp_pat
     rows = train(tmp_path, model)[2]
     checked(rows)
     for own, other in zip(rows, on_one_device, strict=True):
-        # One other token would move the mean of 48 by two hundredths.
+        # One different token would change the mean of 48 tokens by two hundredths.
         assert own["reward"] == pytest.approx(other["reward"], abs=1e-6)
         assert own["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
@@ -176,7 +174,7 @@ def test_a_reward_model_scores_the_last_token(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_reward_model_of_another_vocabulary_and_a_context_that_is_too_short(tmp_path):
+def test_reward_model_with_other_vocabulary_or_short_context_is_rejected(tmp_path):
     model = LlamaForCausalLM.create(config(), seed=0)
     module = registry.get_module(TaskType.SEQUENCE_CLASSIFICATION, "llama")
     other = module.create(config(num_labels=1, vocab_size=64), seed=5)

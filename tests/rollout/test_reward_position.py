@@ -22,9 +22,9 @@ WRONG = {"role": "assistant", "content": "Five, I think."}
 LENGTH = 64
 QUIET = {"use_tensorboard": False, "progress_bar_type": "none", "save_directory": "run"}
 
+
 class FixedAnswers:
-class Said:
-    """Completes every prompt with the same two answers in turn, each with an end token."""
+    """A rollout that completes prompts with two alternating answers, each with an end token."""
 
     def __init__(self, tokenizer, answers, end):
         self.ids = [
@@ -38,7 +38,7 @@ class Said:
 
 @pytest.mark.daily("chatml")
 @pytest.mark.parametrize("name", ["chatml", "without_end"])
-def test_scores_of_training_pairs_are_those_of_sampled_answers(tmp_path, monkeypatch, name):
+def test_training_pairs_and_sampled_answers_have_equal_scores(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
@@ -78,8 +78,8 @@ def test_scores_of_training_pairs_are_those_of_sampled_answers(tmp_path, monkeyp
         LlamaForCausalLM.create(LlamaConfig(**config), seed=0),
         prompts,
         None,
+        tokenizer,
         rollout=FixedAnswers(tokenizer, [ANSWER["content"], WRONG["content"]], end),
-        rollout=Said(tokenizer, [ANSWER["content"], WRONG["content"]], end),
         frozen={"reward": reward},
     )
     weights = sampler.weights()

@@ -1,4 +1,4 @@
-"""A tiny model where the quickstart leaves its own, so that every page can start from it."""
+"""A tiny model in the folder of the quickstart's model, as a starting point for every page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in Hugging Face layout: a random two-layer Llama, and a trained tokenizer."""
+    """Save a random two-layer Llama and a trained tokenizer in Hugging Face layout."""
     import jax.numpy as jnp
     from ed_data.tokens.bpe import train_bpe
     from ed_models.auto import AutoEasyDeLModelForCausalLM

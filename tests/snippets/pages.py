@@ -1,15 +1,15 @@
-"""Code blocks of the documentation: what is run, and how a block says that it is not.
+"""Code blocks of the documentation, and the markers that exclude a block from the tests.
 
-The fence's info string says it, where GitHub shows nothing of it:
+The fence's info string contains the markers; GitHub does not display them:
 
-    ```python                        run
-    ```python nightly                run by the nightly suite only
-    ```bash skip="needs a TPU"       not run; the reason is shown with the skipped test
+    ```python                        executed
+    ```python nightly                executed by the nightly suite only
+    ```bash skip="needs a TPU"       not executed; the skipped test shows the reason
     ```yaml                          validated as a run file; `actions` may be absent
     ```text                          any other language is not code
 
-The python blocks of one page run in one process from top to bottom, as one reads them; so do its
-bash blocks, in the same folder.
+The python blocks of one page run in one process from top to bottom. The bash blocks of a page run
+in one shell, in the same folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Block:
     """One fenced block.
 
     Attributes:
-        page: file it stands in.
-        line: number of its first line of code.
-        language: first word of the info string.
-        body: the code.
-        flags: bare words of the info string.
-        skip: why it is not run (None: it is).
+        page: File of the block.
+        line: Line number of the first line of code.
+        language: First word of the info string.
+        body: The code.
+        flags: Words of the info string without a value.
+        skip: Reason why the block is not executed, or None.
     """
 
     page: Path
@@ -49,10 +49,10 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The runnable blocks of a markdown file.
+    """Return the runnable blocks of a markdown file.
 
     Raises:
-        ValueError: an info string has a word that means nothing, or a skip without a reason.
+        ValueError: An info string has an unknown word, or a skip without a reason.
     """
     text = page.read_text(encoding="utf-8")
     found = []
@@ -73,7 +73,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def joined(chosen: list[Block]) -> str:
-    """Blocks of one page as one program whose line numbers are the page's."""
+    """Join the blocks of one page into one program that keeps the line numbers of the page."""
     rows: list[str] = []
     for block in chosen:
         rows += [""] * (block.line - 1 - len(rows))

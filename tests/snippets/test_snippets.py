@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs, in a folder like the one its reader has."""
+"""Every code block of the documentation runs in a folder like that of a reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = [
 
 
 def cases() -> Iterator[pytest.ParameterSet]:
-    """One case per page and language; each YAML block and each skipped block is its own."""
+    """Yield one case per page and language; each YAML block and each skipped block is a case."""
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         found = blocks(page)
@@ -52,7 +52,7 @@ def cases() -> Iterator[pytest.ParameterSet]:
 
 @pytest.fixture
 def reader(tmp_path: Path, quickstart_model: Path) -> Path:
-    """The folder of someone who cloned the project and ran the quickstart (on a tiny model)."""
+    """Return a folder with the examples and the quickstart's model (a tiny one)."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     target = tmp_path / "runs/quickstart/model"
     shutil.copytree(quickstart_model, target)
@@ -76,7 +76,7 @@ def test_documentation_block_runs_without_error(chosen: list[Block], reader: Pat
     done = subprocess.run(
         [*program, script.name],
         cwd=reader,
-        # `uv run X` in a block means X of this environment, with the versions under test.
+        # `uv run X` in a block uses this environment, with the versions under test.
         env={**os.environ, "PATH": path, "UV_NO_SYNC": "1", "UV_PROJECT": str(ROOT)},
         capture_output=True,
         text=True,
@@ -86,7 +86,7 @@ def test_documentation_block_runs_without_error(chosen: list[Block], reader: Pat
 
 
 def validate(block: Block, folder: Path) -> None:
-    """A YAML block is read as `elarge --dry-run` reads it, errors at the page's own lines."""
+    """Validate a YAML block as `elarge --dry-run` does; errors have the page's line numbers."""
     from ed_elarge.config import nodes
     from ed_elarge.config.normalize import normalize
 
@@ -95,7 +95,7 @@ def validate(block: Block, folder: Path) -> None:
     normalize(nodes.read(str(file)), require_actions="actions:" in block.body)
 
 
-def test_blocks_are_found_with_their_lines(tmp_path: Path) -> None:
+def test_documentation_blocks_have_their_line_numbers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# x\n\n```python\nx = 1\n```\n\n- item\n\n  ```bash nightly\n  ls\n  ```\n"
@@ -112,7 +112,7 @@ def test_blocks_are_found_with_their_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("info", ["python nightl", 'bash skip=""', "yaml only=1"])
-def test_a_wrong_marker_is_an_error(tmp_path: Path, info: str) -> None:
+def test_unknown_block_marker_raises(tmp_path: Path, info: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"```{info}\nx\n```\n", encoding="utf-8")
     with pytest.raises(ValueError, match="unknown"):

@@ -1,4 +1,4 @@
-"""docs/yaml.md says what the option classes say."""
+"""docs/yaml.md equals the page generated from the option classes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tools import yaml_reference
 from tools.workspace import ROOT
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_yaml_page_is_up_to_date() -> None:
     assert yaml_reference.page() == yaml_reference.PAGE.read_text(encoding="utf-8"), (
         "run: uv run python -m tools.yaml_reference"
     )
 
 
-def test_every_section_and_action_is_on_the_page() -> None:
+def test_yaml_page_lists_every_section_and_action() -> None:
     from ed_elarge.config.table import ACTIONS, SECTIONS
 
     text = yaml_reference.PAGE.read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def test_every_section_and_action_is_on_the_page() -> None:
         assert f"| `{name}` |" in text
 
 
-def test_the_reference_is_made_without_jax() -> None:
+def test_yaml_reference_does_not_import_jax() -> None:
     code = "import sys, tools.yaml_reference as r; r.reference(); print('jax' in sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

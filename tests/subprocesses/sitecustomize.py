@@ -1,7 +1,7 @@
-"""Python runs this in every process that a test starts: transformers does not find torch there.
+"""Hide torch from transformers. Python runs this file in every process that a test starts.
 
-transformers imports torch with its own modules wherever torch is installed, which is half of the
-start of a process. No package imports torch, and a process that does so itself still can.
+If torch is installed, transformers imports it, which is half of the start time of a process. No
+package of this project imports torch; a process can still import torch explicitly.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def tools_agent_loop(url: str) -> None:
 def tool_runner(url: str) -> None:
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
-        """The weather in a city.
+        """Return the weather in a city.
 
         Args:
-            city: its name.
+            city: Name of the city.
         """
         return weather(city)
 

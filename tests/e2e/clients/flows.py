@@ -1,8 +1,8 @@
-"""What the flows of all clients share: a list of them, and a command that runs them.
+"""Common parts of the client flows: the list of flows, and the command that runs them.
 
-A flow is a documented use of a client. `python CLIENT_flows.py SCRIPTED_URL [TINY_URL]` runs those
-whose servers are given, and prints a line of JSON for each. It needs the client alone, so that its
-interpreter may lack this project's packages.
+A flow is a documented use of a client. `python CLIENT_flows.py SCRIPTED_URL [TINY_URL]` runs the
+flows whose servers are given, and prints a line of JSON for each. The command needs only the
+client, so it also runs in an interpreter without this project's packages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def raises(kind: type[Exception], check: Callable[[Any], bool] = bool) -> Iterat
 
 
 def weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return f"12 degrees in {city}"
 
 

@@ -16,7 +16,7 @@ OPTIONS: dict[str, Any] = {"model": MODEL, "max_tokens": 200}
 
 
 class Report(BaseModel):
-    """A structured answer. Without `extra` the schema would allow any number of other keys."""
+    """A structured answer. Without `extra` the schema would allow additional keys."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,7 @@ attempts: list[str] = []
 
 
 class Once(BaseModel):
-    """An answer whose first attempt is refused."""
+    """An answer whose first attempt is rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -84,7 +84,7 @@ def create_with_completion(url: str) -> None:
 
 @flow("tiny")
 def reask_after_a_refused_answer(url: str) -> None:
-    """The refused answer and its error are appended to the conversation."""
+    """The rejected answer and its error are appended to the conversation."""
     for client in clients(url):
         attempts.clear()
         answer = client.chat.completions.create(

@@ -25,7 +25,7 @@ class Report(BaseModel):
 
 @tool
 def get_weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return weather(city)
 
 
@@ -72,7 +72,7 @@ def agent(url: str) -> None:
         worker = create_agent(model, [get_weather], system_prompt="Be kind.")
         state = worker.invoke({"messages": [{"role": "user", "content": ASK}]})
         assert state["messages"][-1].text == "It is 12 degrees in Bern."
-        # The whole history of the agent goes into the next turn.
+        # The next turn contains the whole history of the agent.
         more = [*state["messages"], HumanMessage(CAPITAL)]
         state = worker.invoke({"messages": more})
         assert state["messages"][-1].text == "The capital is Bern."
@@ -112,7 +112,7 @@ def completions(url: str) -> None:
 
 @flow("tiny")
 def embeddings(url: str) -> None:
-    # Token ids of another tokenizer would mean something else: texts are sent.
+    # Texts are sent, because token ids of another tokenizer would have another meaning.
     model = OpenAIEmbeddings(
         model=MODEL, base_url=url, api_key=KEY, check_embedding_ctx_length=False
     )

@@ -43,7 +43,7 @@ def completion(url: str) -> None:
         answer = litellm.completion(messages=[CAPITAL], **provider)
         message = answer.choices[0].message
         assert message.content == "The capital is Bern.", provider
-        # The message goes back as litellm's own object.
+        # The message is sent back as litellm's own object.
         again = litellm.completion(messages=[CAPITAL, message, CAPITAL], **provider)
         assert again.choices[0].message.content == "The capital is Bern."
 

@@ -173,7 +173,7 @@ def parse(url: str) -> None:
     answer = ai.chat.completions.parse(model=MODEL, messages=messages, response_format=Report)
     message = answer.choices[0].message
     assert isinstance(message.parsed, Report)
-    # The parsed message goes back into the conversation as it is.
+    # The parsed message is added to the conversation unchanged.
     messages += [message, {"role": "user", "content": "Again."}]
     again = ai.chat.completions.parse(model=MODEL, messages=messages, response_format=Report)
     assert isinstance(again.choices[0].message.parsed, Report)

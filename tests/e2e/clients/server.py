@@ -1,7 +1,7 @@
 """Serve an engine for the flows of the clients: `python server.py scripted|tiny BATCH_DIRECTORY`.
 
-`scripted` answers as an agent would: it calls a tool that is offered, and reports the result.
-`tiny` is a random Llama of two layers: what it writes is noise, but grammars hold.
+`scripted` acts like an agent: it calls an offered tool and reports the result. `tiny` is a random
+Llama of two layers: its text is noise, but grammars apply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def reply(prompt: str) -> str:
-    """What an agent says next."""
+    """Return the next reply of an agent."""
     last = prompt.rpartition("<|end|>")[0].rpartition("<|")[2]
     role, _, content = last.partition("|>")
     if role == "tool":
@@ -37,7 +37,7 @@ def reply(prompt: str) -> str:
 
 
 def scripted() -> Any:
-    """An engine that follows a script."""
+    """Return an engine that follows a script."""
     tokenizer = byte_tokenizer(TEMPLATE)
     engine = ScriptedEngine(
         lambda tokens, _: reply(tokenizer.decode(tokens)), tokenizer=tokenizer, max_model_len=16384
@@ -47,7 +47,7 @@ def scripted() -> Any:
 
 
 def tiny() -> Any:
-    """An engine with a random model."""
+    """Return an engine with a random model."""
     from ed_esurge import eSurge
     from ed_infra.testing import tiny_llama
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM

@@ -1,6 +1,6 @@
-"""The Python blocks of EasyDeL's infrastructure and configuration guides run as they stand.
+"""The Python blocks of EasyDeL's infrastructure and configuration guides run unchanged.
 
-The blocks of a page run from top to bottom in one namespace. Only what `STAND_INS` names is
+The blocks of a page run from top to bottom in one namespace. Only the names in `STAND_INS` are
 replaced: names on the hub, the backend, and families that are not part of the packages.
 """
 
@@ -22,7 +22,7 @@ from tests.snippets.pages import Block, blocks
 
 HERE = Path(__file__).parent
 
-#: What stands in a block -> what it is replaced by; a folder of the test under `{}`.
+#: Text in a block -> its replacement; `{}` is the folder of the test.
 STAND_INS = {
     '"organization/model-name"': '"{}/mine"',
     '"meta-llama/Llama-2-7b-hf"': '"{}/llama"',
@@ -43,7 +43,7 @@ def run(block: Block, names: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with what stands for repositories on the hub."""
+    """Change to a folder with local models that replace repositories on the hub."""
     fields = tiny_llama(num_hidden_layers=1)
     del fields["model_type"]
     LlamaForCausalLM.create(LlamaConfig(**fields)).save_pretrained(tmp_path / "llama")
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Hub:
-    """Records what would be uploaded."""
+    """A hub client that records the uploads."""
 
     uploads: list[tuple[str, list[str]]]
 
@@ -97,7 +97,7 @@ def test_overview_blocks_run_as_documented(folder: Path, monkeypatch: pytest.Mon
 
 
 class Checks:
-    """What is true after a block of the configuration guide; a method a heading."""
+    """Assertions after the blocks of the configuration guide, one method per heading."""
 
     @staticmethod
     def easydel_specific_parameters(config: Any, **_: Any) -> None:
@@ -156,7 +156,7 @@ class Checks:
 
 
 def heading(block: Block) -> str:
-    """The heading over a block, as the name of a check."""
+    """Return the heading over a block as the name of a check."""
     rows = block.page.read_text(encoding="utf-8").splitlines()[: block.line]
     title = next(row for row in reversed(rows) if row.startswith("## "))[3:].split("(")[0]
     words = "".join(c if c.isalnum() else " " for c in title.lower().replace("-", " ")).split()
@@ -167,7 +167,7 @@ def test_configuration_guide_blocks_run_as_documented(folder: Path) -> None:
     page = {heading(block): block for block in blocks(HERE / "base_config.md")}
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "PartitionSpec": PartitionSpec}
     names |= {"LlamaConfig": LlamaConfig, "batch_size": 4, "seq_len": 64}
-    # Used one block before it is defined; and the family of the last example is not here yet.
+    # The guide uses a name one block before its definition. The last example's family is replaced.
     run(page["basic_structure"], names, folder)
     ahead = dict(names)
     run(page["partition_rules"], ahead, folder)

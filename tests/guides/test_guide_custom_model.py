@@ -1,4 +1,4 @@
-"""The guides' custom model registers, creates, shards, trains, generates, saves and loads."""
+"""The guide's custom model can be registered, sharded, trained, saved, loaded and sampled from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.figures.metrics import read_rows
 from jax.sharding import PartitionSpec
 
-from tests.seeds.my_model import register
+from tests.guides.my_model import register
 from tests.snippets.pages import blocks
 
 PAGE = Path(__file__).parent / "base_config.md"
@@ -30,7 +30,7 @@ SIZES = {
 
 
 class Rows:
-    """The same rows at each step."""
+    """A loader that returns the same rows at each step."""
 
     steps_per_epoch = 4
 
@@ -43,7 +43,7 @@ class Rows:
 
 @pytest.fixture
 def config_class(monkeypatch: pytest.MonkeyPatch) -> type:
-    """`MyModelConfig` of the guide's first block, with the rules of a later one."""
+    """Return `MyModelConfig` of the guide's first block with the rules of a later block."""
     monkeypatch.setattr(registry, "_configs", dict(registry._configs))
     monkeypatch.setattr(registry, "_modules", dict(registry._modules))
     found = list(blocks(PAGE))
@@ -66,7 +66,7 @@ def test_custom_model_registers_shards_trains_and_generates(
         config, dtype=jnp.float32, param_dtype=jnp.float32
     )
     layers = model.model.layers.run_0_2_1[0]
-    # The rules of the guide, to the letter.
+    # The partition rules of the guide apply exactly.
     down = layers.mlp.down_proj.kernel.get_value()
     assert down.sharding.spec == PartitionSpec(None, "tp", "fsdp")
     assert layers.norm.weight.get_value().sharding.spec == PartitionSpec()
@@ -84,12 +84,12 @@ def test_custom_model_registers_shards_trains_and_generates(
     assert len(losses) == 4 and losses[-1] < losses[0]
 
     prompt = np.arange(3, 9)[None]
-    said = model.generate(prompt, max_new_tokens=4, eos_token_id=[]).sequences
-    assert said.shape == (1, 10)
+    output = model.generate(prompt, max_new_tokens=4, eos_token_id=[]).sequences
+    assert output.shape == (1, 10)
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoEasyDeLModelForCausalLM.from_pretrained(
         tmp_path / "saved", sharding_axis_dims=(1, 1, 1, 1, 1)
     )
     assert type(loaded.config) is config_class and loaded.config.hidden_size == 32
     again = loaded.generate(prompt, max_new_tokens=4, eos_token_id=[]).sequences
-    np.testing.assert_array_equal(again, said)
+    np.testing.assert_array_equal(again, output)

@@ -1,4 +1,4 @@
-"""A package that nobody here knows adds a family by an entry point, and checks it as we do."""
+"""A third-party package adds a family by an entry point and passes the conformance suite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.workspace import ROOT
 
 MODULE = """
 from ed_infra.config import EasyDeLBaseConfig
-from tests.seeds.my_model import register
+from tests.guides.my_model import register
 
 class ThirdConfig(EasyDeLBaseConfig):
     model_type = "third"
@@ -41,13 +41,13 @@ except registry.RegistryError as error:
 config = registry.get_config("third")(hidden_size=16, num_attention_heads=2, rope_theta=1e4)
 model = AutoEasyDeLModelForCausalLM.from_config(config)
 assert type(model).__name__ == "MyModel" and model.model_type == "third"
-said = model.generate(np.asarray([[3, 4]]), max_new_tokens=2, eos_token_id=[]).sequences
-assert said.shape == (1, 4)
+output = model.generate(np.asarray([[3, 4]]), max_new_tokens=2, eos_token_id=[]).sequences
+assert output.shape == (1, 4)
 model.save_pretrained(sys.argv[1])
 
 from ed_models.conformance import AGAINST_TORCH, CHECKS, Cases, subjects
 # The configuration has no number of key heads.
-(subject,) = subjects({"third": Cases({"as in the guide": {"num_key_value_heads": None}})})
+(subject,) = subjects({"third": Cases({"guide": {"num_key_value_heads": None}})})
 for name in CHECKS.keys() - AGAINST_TORCH.keys():
     CHECKS[name](subject)
 """
@@ -55,7 +55,7 @@ for name in CHECKS.keys() - AGAINST_TORCH.keys():
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A directory on the path that holds a module, and says that it is installed."""
+    """Create a directory with a module and the metadata of an installed package."""
     site = tmp_path / "site"
     metadata = site / "third_family-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -65,7 +65,7 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
-def test_an_installed_package_adds_a_family(
+def test_installed_package_adds_a_family(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))

@@ -1,4 +1,4 @@
-"""docs/adding_models.md, followed to the letter: a package of one's own, and a family in here."""
+"""Each step of docs/adding_models.md works: in a separate package, and in this repository."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tools.new_model import Family, main, next_steps
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/adding_models.md"
-HERE = "tests/seeds/test_adding_models.py follows this page"
+HERE = "tests/guides/test_adding_models.py follows this page"
 
 
 def commands() -> list[str]:
-    """Every line of the page's bash blocks, in order."""
+    """Return every line of the page's bash blocks, in order."""
     return [row for b in blocks(PAGE) if b.language == "bash" for row in b.body.splitlines()]
 
 
 def edited(source: str) -> str:
-    """The family after step 2: its first line, and each class that a block replaces."""
+    """Return the family after step 2: a new first line, and the classes that the blocks replace."""
     text = PAGE.read_text(encoding="utf-8")
     first = next(row for row in text.splitlines() if row.startswith("MyModel: "))
     source = re.sub(r'^"""[^\n]*', f'"""{first}', source)
@@ -45,7 +45,7 @@ def edited(source: str) -> str:
 
 
 def run(command: str, folder: Path, path: list[Path]) -> subprocess.CompletedProcess[str]:
-    """Run a command of the page in this environment; `path` stands before everything installed."""
+    """Run a command of the page in this environment; `path` precedes all installed packages."""
     words = re.sub(r"^uv run (--no-sync )?", "", command).split()
     words = [sys.executable, *words[1:]] if words[0] == "python" else words
     if words[0] in ("pytest", "elarge"):
@@ -58,12 +58,12 @@ def run(command: str, folder: Path, path: list[Path]) -> subprocess.CompletedPro
 
 
 def python_path() -> list[str]:
-    """What this process adds to Python's path."""
+    """Return the entries that this process adds to Python's path."""
     return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
 
 
 def install(folder: Path, source: Path) -> Path:
-    """What installing does, without an index: a folder on the path that names the entry points."""
+    """Simulate an installation without an index: write metadata with the entry points."""
     import tomllib
 
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
@@ -79,7 +79,7 @@ def install(folder: Path, source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """Steps 1 to 3: the package, and what the path has once it is installed."""
+    """Execute steps 1 to 3; return the package's folder and the path after installation."""
     home = tmp_path_factory.mktemp("home")
     folder, clone = home / "my-models", home / "clone"
     clone.mkdir()
@@ -101,7 +101,7 @@ def test_adding_models_page_has_only_followed_blocks() -> None:
     assert found and all(b.skip == HERE for b in found)
 
 
-def test_the_tool_prints_the_commands_of_the_page() -> None:
+def test_new_model_command_prints_commands_of_the_page() -> None:
     family = Family("my_model", "llama", known=False, stem="My")
     printed = next_steps(family, Path("../my-models"))
     for command in [c for c in commands() if "../my-models" in c and "new_model" not in c]:
@@ -214,7 +214,7 @@ def test_new_model_command_rejects_invalid_names(
 
 
 @pytest.mark.parametrize("like", ["llama", "gpt2", "mixtral", "falcon"])
-def test_any_family_can_be_the_beginning(like: str, tmp_path: Path) -> None:
+def test_new_model_can_copy_any_family(like: str, tmp_path: Path) -> None:
     assert main(["brand_new", "--like", like, "--package", str(tmp_path / "pack")]) == 0
     text = (tmp_path / "pack/src/pack/brand_new.py").read_text()
     compile(text, "brand_new.py", "exec")

@@ -1,4 +1,4 @@
-"""The custom model of the guides: its own configuration class, a module with the mixins."""
+"""The custom model of EasyDeL's guides: a configuration class, and a module with the mixins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flax import nnx
 
 
 def register(config_class: type, model_type: str = "my_model") -> type[CausalLM]:
-    """Register a configuration of the guide with the model below; returns the model's class."""
+    """Register a configuration of the guide with the model below, and return the model's class."""
 
     class MyModel(CausalLM, EasyGenerationMixin, EasyBridgeMixin):
         body_class = MyBody
@@ -26,7 +26,7 @@ def register(config_class: type, model_type: str = "my_model") -> type[CausalLM]
 
 
 class MyLayer(DecoderLayer):
-    """Attention and feed-forward behind one norm."""
+    """A layer that applies attention and feed-forward after the same norm."""
 
     def __init__(self, parts: Parts, index: int):
         self.norm = parts.norm(parts.config.hidden_size, eps=1e-6)
@@ -40,7 +40,7 @@ class MyLayer(DecoderLayer):
 
 
 class MyBody(Decoder):
-    """Embedding, layers, norm."""
+    """A decoder of embedding, layers and norm."""
 
     layer_class = MyLayer
 
