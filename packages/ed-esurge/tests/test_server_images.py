@@ -1,17 +1,20 @@
-"""Images in chat requests: decoding, limits, placeholder tokens, and the errors of each part."""
+"""Images in chat requests: decoding, limits, placeholder tokens, errors, and replies of a model."""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from ed_esurge.command.load import add_model_arguments, engine_of
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
 from ed_esurge.server.launch import background
@@ -224,3 +227,82 @@ def test_conversation_with_images_is_never_truncated(engine, client):
     with pytest.raises(openai.BadRequestError) as info:
         client.chat.completions.create(model="scripted", messages=conversation(part(wide)))
     assert info.value.code == "context_length_exceeded"
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory) -> Path:
+    """Directory of a tiny random LLaVA with its processor."""
+    from ed_models.families.llava import LlavaConfig, LlavaForConditionalGeneration
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    tokens = tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    random = {"num_hidden_layers": 2, "initializer_range": 0.3}
+    config = LlavaConfig(
+        text_config={"model_type": "llama", "vocab_size": len(tokens), **sizes, **random},
+        vision_config={"image_size": 28, "patch_size": 14, **sizes, **random},
+        image_token_index=tokens.convert_tokens_to_ids("<image>"),
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    path = tmp_path_factory.mktemp("llava")
+    LlavaForConditionalGeneration.create(config, seed=5).save_pretrained(path)
+    square = {"height": 28, "width": 28}
+    LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square),
+        tokens,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llava_engine(llava):
+    """The engine that `python -m ed_esurge serve` creates from the directory."""
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    flags = "--max-model-len 64 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
+    flags += " --max-num-batched-tokens 16 --compile-runner false --silent-mode true"
+    return engine_of(parser.parse_args([str(llava), *flags.split()]))
+
+
+def test_reply_to_two_images_equals_generate_of_the_model(llava, llava_engine):
+    from ed_models.auto import AutoEasyDeLModelForImageTextToText
+    from transformers import LlavaProcessor
+
+    model = AutoEasyDeLModelForImageTextToText.from_pretrained(llava)
+    processor = LlavaProcessor.from_pretrained(llava)
+    text = {"type": "text", "text": "and"}
+    with background(llava_engine) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+        def reply(first: bytes, second: bytes) -> tuple[list[int], list[int], str]:
+            answer = client.chat.completions.create(
+                model=llava_engine.model_name,
+                messages=conversation(part(first), text, part(second)),
+                max_tokens=12,
+                temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            choice = answer.choices[0]
+            return answer.prompt_token_ids, choice.token_ids, choice.message.content
+
+        def expected(first: bytes, second: bytes) -> tuple[list[int], list[int], str]:
+            image = {"type": "image"}
+            inputs = processor(
+                text=processor.apply_chat_template(conversation(image, text, image)),
+                images=[Image.open(io.BytesIO(data)) for data in (first, second)],
+                add_special_tokens=False,
+                return_tensors="np",
+            )
+            ids, pixels = inputs["input_ids"], inputs["pixel_values"]
+            out = model.generate(ids, pixel_values=pixels[None], max_new_tokens=12, eos_token_id=[])
+            tokens = out.sequences[0, ids.shape[1] :].tolist()
+            decoded = processor.tokenizer.decode(tokens, skip_special_tokens=True)
+            return ids[0].tolist(), tokens, decoded
+
+        replies = [reply(RED, BLUE), reply(BLUE, RED), reply(RED, RED)]
+        assert replies == [expected(RED, BLUE), expected(BLUE, RED), expected(RED, RED)]
+        assert len({tuple(tokens) for _, tokens, _ in replies}) == 3, "the images have no effect"
