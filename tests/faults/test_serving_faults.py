@@ -246,7 +246,7 @@ def test_server_survives_clients_of_every_kind(server: Server, count: int, recor
     if count >= 1000:  # with fewer requests there may be enough pages
         assert metric(url, "vllm:num_preemptions_total") > 0
     left = sum(client.seen[kind] for kind in ("cut", "gone", "half"))
-    text = f"{count} requests, of which {left} were left: {grown:+.0f} MiB"
+    text = f"{count} requests, {left} of them abandoned: {grown:+.0f} MiB"
     record_property("summary", f"{text}, {(count - count // 4) / seconds:.0f} requests/s")
 
 

@@ -1,7 +1,7 @@
 """Train GRPO with the real engine for `test_multidevice_online`, in one process or in two.
 
 Arguments: the folder of the run, the number of steps, and the call in which the reward fails (0:
-never). A failing process writes its error to `<folder>/said_<process>.txt`.
+never). A failing process writes its error to `<folder>/messages_<process>.txt`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reward:
     def __call__(self, completion_ids: list[list[int]]) -> list[float]:
         self.calls += 1
         if self.calls == self.fails_in:
-            raise ValueError("the judge is away")
+            raise ValueError("the judge is unavailable")
         other = 10.0 * jax.process_index()
         return [other + float(np.mean([t < 128 for t in ids])) for ids in completion_ids]
 
@@ -84,7 +84,7 @@ def main(folder: Path, steps: int, fails_in: int) -> None:
     try:
         reward = train(folder, steps, fails_in)
     except EasyDeLError as error:
-        (folder / f"said_{jax.process_index()}.txt").write_text(str(error))
+        (folder / f"messages_{jax.process_index()}.txt").write_text(str(error))
         return
     assert distributed.is_main() or reward.calls == 0
 

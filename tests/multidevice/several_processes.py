@@ -1,7 +1,7 @@
 """Compute values in one or several processes for `test_multidevice_processes`.
 
 Arguments: a folder and the sizes of the mesh axes. Process 0 writes `<folder>/values.npz`, and each
-process writes `<folder>/said_<process>.txt`.
+process writes `<folder>/messages_<process>.txt`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def on_mesh(dims: case.Dims) -> dict[str, np.ndarray]:
 
 def main(folder: Path, dims: case.Dims) -> None:
     process = os.environ["JAX_PROCESS_ID"]
-    said = logging.FileHandler(folder / f"said_{process}.txt")
-    logging.getLogger("easydel").addHandler(said)
+    messages = logging.FileHandler(folder / f"messages_{process}.txt")
+    logging.getLogger("easydel").addHandler(messages)
     logging.getLogger("easydel").setLevel(logging.INFO)
     assert distributed.initialize() and jax.device_count() == 8
     distributed.barrier("start")

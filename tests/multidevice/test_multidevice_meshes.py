@@ -85,7 +85,7 @@ def elements(shape: str) -> int:
 
 def test_partition_specs_match_golden_table() -> None:
     assert llama_specs.table() == llama_specs.FILE.read_text(encoding="utf-8"), (
-        "if the change is meant: uv run python -m tests.multidevice.llama_specs"
+        "if the change is intended, run: uv run python -m tests.multidevice.llama_specs"
     )
 
 

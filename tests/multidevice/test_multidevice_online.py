@@ -29,7 +29,7 @@ def test_two_process_online_training_matches_one_process(tmp_path: Path, record_
         np.testing.assert_allclose(
             [row[name] for row in together], [row[name] for row in alone], rtol=1e-6
         )
-    assert len({row["reward"] for row in alone}) == 3, "the weights did not move"
+    assert len({row["reward"] for row in alone}) == 3, "the weights did not change"
     for row in together:
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
     losses = np.array([[row["loss"] for row in rows] for rows in (alone, together)])
@@ -40,6 +40,8 @@ def test_two_process_online_training_matches_one_process(tmp_path: Path, record_
 
 def test_failing_reward_ends_all_processes(tmp_path: Path) -> None:
     run_processes([*MODULE, tmp_path, "6", "2"], tmp_path / "logs", processes=2, devices=4)
-    said = [(tmp_path / f"said_{i}.txt").read_text() for i in range(2)]
-    assert said[0].startswith("reward function 'Reward' raised ValueError: the judge is away")
-    assert said[1] == f"process 0 failed, so this process ends too: RewardError: {said[0]}"
+    messages = [(tmp_path / f"messages_{i}.txt").read_text() for i in range(2)]
+    assert messages[0].startswith(
+        "reward function 'Reward' raised ValueError: the judge is unavailable"
+    )
+    assert messages[1] == f"process 0 failed, so this process ends too: RewardError: {messages[0]}"

@@ -28,13 +28,13 @@ def test_two_processes_compute_same_values_as_one(
 ) -> None:
     command = ["-m", "tests.multidevice.several_processes", str(tmp_path), *map(str, dims)]
     run_processes(command, tmp_path, processes=2, devices=4)
-    said = [(tmp_path / f"said_{i}.txt").read_text().splitlines() for i in range(2)]
-    assert said[0][:3] == [
+    messages = [(tmp_path / f"messages_{i}.txt").read_text().splitlines() for i in range(2)]
+    assert messages[0][:3] == [
         "2 processes, 8 devices (4 here)",
         "an event of the whole run",
         "an error of process 0",
     ]
-    assert said[1] == ["an error of process 1"]  # one line per event, not one per process
+    assert messages[1] == ["an error of process 1"]  # one line per event, not one per process
 
     one = on_mesh(dims)
     with np.load(tmp_path / "values.npz") as two:

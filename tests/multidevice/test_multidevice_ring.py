@@ -304,13 +304,13 @@ def test_ring_attention_generates_same_tokens(fields: dict[str, Any]) -> None:
     mask = np.ones_like(ids)
     mask[0, :5] = 0
 
-    def said(dims: Dims, **fields: Any) -> Any:
+    def generated(dims: Dims, **fields: Any) -> Any:
         config = llama_case.config(dims, eos_token_id=None, **fields).seal()
         model = llama_case.LlamaForCausalLM.create(config, seed=1)
         return model.generate(ids, attention_mask=mask, max_new_tokens=6).sequences
 
-    ring = said((1, 1, 1, 2, 4), attn_mechanism="ring", **fields)
-    np.testing.assert_array_equal(ring, said(ONE))
+    ring = generated((1, 1, 1, 2, 4), attn_mechanism="ring", **fields)
+    np.testing.assert_array_equal(ring, generated(ONE))
 
 
 @pytest.mark.nightly

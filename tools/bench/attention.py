@@ -174,7 +174,7 @@ def main() -> None:
     try:
         import torch  # noqa: F401 - checks only that torch is installed
     except ImportError:
-        print("torch is not installed: measured without it\n")
+        print("torch is not installed, so it is not measured\n")
     else:
         names.append(TORCH)
     print(machine())

@@ -270,8 +270,8 @@ def main() -> None:
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--context", type=int, default=32)
     add("--prompt", type=int, nargs="+", default=[512])
-    add("--layers", type=int, help="default: those of the family's shape")
-    add("--mechanism", default="auto", help="attn_mechanism of the prompt")
+    add("--layers", type=int, help="number of layers; default: the family's")
+    add("--mechanism", default="auto", help="attn_mechanism for the prompt")
     add("--rounds", type=int, default=15)
     add("--llama-bin", type=Path, help="directory of llama.cpp's programs")
     options = parser.parse_args()
@@ -279,7 +279,7 @@ def main() -> None:
     if options.llama_bin is None:
         print("llama.cpp is omitted: set --llama-bin to the directory of its programs")
     elif not (options.llama_bin / PROGRAM).exists():
-        parser.error(f"--llama-bin: there is no {PROGRAM} in {options.llama_bin}")
+        parser.error(f"--llama-bin: {options.llama_bin} does not contain {PROGRAM}")
     for family in options.family:
         measure(family, options)
 

@@ -39,7 +39,7 @@ HEADERS = {
     "prefixes": ["prompts", "cold, ms", "warm, ms", "speed-up"],
     "speculation": ["sequences", "without, tokens/s", "with, tokens/s", "speed-up", "accepted"],
     "invariant": ["sequences", "without, tokens/s", "with, tokens/s", "cost"],
-    "overlap": ["model", "sequences", "options", "tokens/s", "over those of neither"],
+    "overlap": ["model", "sequences", "options", "tokens/s", "relative to neither"],
 }
 
 
@@ -267,9 +267,15 @@ def main() -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
     add("--python", type=int, nargs="+", default=[1, 8, 32, 64], metavar="SEQUENCES")
-    add("--sequences", type=int, nargs="+", default=[1, 8, 32], help="of `generate`")
+    add(
+        "--sequences",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        help="sequences in the comparison with `generate`",
+    )
     add("--tokens", type=int, default=64)
-    add("--layers", type=int, help="of the 135M; default: 30")
+    add("--layers", type=int, help="layers of the 135M model; default: 30")
     add("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(machine())

@@ -99,7 +99,7 @@ def main() -> None:
     """Print the machine and the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--width", type=int, default=256, help="of one expert")
+    parser.add_argument("--width", type=int, default=256, help="width of one expert")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--per-token", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)

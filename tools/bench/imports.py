@@ -60,7 +60,7 @@ def main() -> None:
         clock, processor, size = (statistics.median(each) for each in found)
         figures = [f"{clock * 1e3:.0f}", f"{processor * 1e3:.0f}", f"{size / 2**20:.1f}"]
         rows.append([f"`{statement}`", *figures])
-    print(table(["", "ms", "ms of the processor", "peak, MiB"], rows))
+    print(table(["", "ms", "processor ms", "peak, MiB"], rows))
 
 
 if __name__ == "__main__":

@@ -309,7 +309,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quantize", nargs="+", metavar="FORMAT", help="such as nf4 int8")
+    parser.add_argument(
+        "--quantize", nargs="+", metavar="FORMAT", help="formats, for example nf4 int8"
+    )
     parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:

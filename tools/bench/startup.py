@@ -114,8 +114,8 @@ def measure(layers: int | None, rounds: int, options: dict[str, Any]) -> str:
     names = [
         "",
         *PARTS,
-        "all",
-        "of the processor",
+        "total",
+        "processor time",
         REST,
         "shapes",
         "weights + pages",
@@ -145,7 +145,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, help="of the model; default: 30")
+    parser.add_argument("--layers", type=int, help="layers of the model; default: 30")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
