@@ -265,6 +265,7 @@ def llava_engine(llava):
     add_model_arguments(parser)
     flags = "--max-model-len 64 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
     flags += " --max-num-batched-tokens 16 --compile-runner false --silent-mode true"
+    flags += " --auto-truncate-prompt true"
     return engine_of(parser.parse_args([str(llava), *flags.split()]))
 
 
@@ -306,3 +307,20 @@ def test_reply_to_two_images_equals_generate_of_the_model(llava, llava_engine):
         replies = [reply(RED, BLUE), reply(BLUE, RED), reply(RED, RED)]
         assert replies == [expected(RED, BLUE), expected(BLUE, RED), expected(RED, RED)]
         assert len({tuple(tokens) for _, tokens, _ in replies}) == 3, "the images have no effect"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("length", "last"), [(80, None), (30, 20)])
+def test_truncation_that_would_move_an_image_returns_400(llava_engine, stream, length, last):
+    assert llava_engine.config.auto_truncate_prompt
+    text = {"type": "text", "text": "a" * length}
+    with background(llava_engine) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="are not truncated") as info:
+            client.chat.completions.create(
+                model=llava_engine.model_name,
+                messages=conversation(part(RED), text),
+                stream=stream,
+                extra_body={"truncate_prompt_tokens": last},
+            )
+    assert (info.value.code, info.value.param) == ("context_length_exceeded", "messages")

@@ -123,6 +123,11 @@ class RequestOutput:
     error: str | None = None
     seed: int | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens in `outputs`."""
+        return sum([len(out.token_ids) for out in self.outputs])
+
     def add(self, new: RequestOutput) -> None:
         """Append a later delta to this output, in place."""
         mine = {out.index: out for out in self.outputs}

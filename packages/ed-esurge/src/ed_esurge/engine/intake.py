@@ -73,6 +73,9 @@ class CheckedPrompt:
     removed: int = 0
     text: str | None = None
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
 
 Prompt = str | Sequence[int] | CheckedPrompt
 Params = SamplingParams | PoolingParams
@@ -335,9 +338,12 @@ class Intake:
         if not items:
             return
         if checked.removed:
-            raise ConfigError(
+            raise ContextLengthError(
                 f"the prompt is {checked.removed} tokens too long, and prompts with encoder inputs "
-                "are not truncated: send fewer inputs or less text"
+                "(images) are not truncated: send fewer inputs or less text",
+                len(checked) + checked.removed,
+                checked.max_tokens,
+                self.max_model_len,
             )
         free = 0
         for number, item in enumerate(items):

@@ -289,13 +289,11 @@ class EngineLoop:
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
         """Return the sampled tokens of a step. End the requests without a token: their logits are
         not finite, or their grammars allow no token."""
-        tokens = result.tokens()
         for name, error in result.failures.items():
             self._fail(name, error)
-        for name, sampled in tokens.items():
-            if sampled[0] < 0:
-                self._fail(name, NotFinite())
-        return tokens
+        for name in result.not_finite():
+            self._fail(name, NotFinite())
+        return result.tokens()
 
     def _deliver(self, result: StepResult, taken: dict[str, int]) -> None:
         self.backlog += self.ledger.take(result, taken, self._fail)

@@ -103,6 +103,10 @@ class StepResult:
             if row.samples
         }
 
+    def not_finite(self) -> list[str]:
+        """Return the ids of the requests whose logits are not finite."""
+        return [name for name, tokens in self.tokens().items() if tokens[0] < 0]
+
     def sampled(self, index: int, many: int, count: int | None) -> list[TokenScores]:
         """Return the first tokens that row `index` of the plan sampled.
 

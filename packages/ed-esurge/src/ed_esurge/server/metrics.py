@@ -172,9 +172,8 @@ class RequestTimer:
         metrics = self._metrics
         if self._span is not None:
             self._span.observe(delta)
-        new = 0
+        new = delta.num_tokens
         for out in delta.outputs:
-            new += len(out.token_ids)
             if out.finish_reason is not None:
                 self._open -= 1
                 metrics.success[out.finish_reason].inc()

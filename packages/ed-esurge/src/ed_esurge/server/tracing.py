@@ -121,8 +121,8 @@ class RequestSpan:
     def observe(self, delta: RequestOutput) -> None:
         """Record a delta of the engine."""
         self._last = delta
+        self._generated += delta.num_tokens
         for out in delta.outputs:
-            self._generated += len(out.token_ids)
             if out.finish_reason is not None:
                 self._reasons[out.index] = out.finish_reason
 

@@ -56,14 +56,6 @@ class Processor(Protocol):
 
 
 @dataclass(frozen=True)
-class EncodedPrompt:
-    """The token ids of a prompt, and the inputs of the model's encoder: images in order."""
-
-    tokens: list[int]
-    encoder_inputs: tuple[EncoderInput, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Source:
     """The encoded bytes of an image, and the field of the request."""
 
@@ -158,17 +150,18 @@ class ImageReader:
             _refuse(f"the download failed ({type(error).__name__})", param)
         return bytes(data)
 
-    def encode(self, tokens: Sequence[int], sources: Sequence[_Source]) -> EncodedPrompt:
+    def encode(
+        self, tokens: Sequence[int], sources: Sequence[_Source]
+    ) -> tuple[list[int], tuple[EncoderInput, ...]]:
         """Process the images, and repeat each placeholder token for the features of its image.
 
         Args:
             tokens: token ids of the rendered conversation, with one placeholder per image.
+            sources: at least one image, see `sources`.
 
         Raises:
             APIError: 400, an image is invalid, or the template has no placeholder for it.
         """
-        if not sources:
-            return EncodedPrompt(list(tokens))
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
         if tokens.count(self._token) != len(sources):
@@ -187,7 +180,7 @@ class ImageReader:
             arrays = {"pixel_values": pixels}
             inputs.append(EncoderInput.of(arrays, start=len(expanded), length=count))
             expanded += [token] * count
-        return EncodedPrompt(expanded, tuple(inputs))
+        return expanded, tuple(inputs)
 
 
 def _image_token(processor: Processor) -> int | None:

@@ -17,7 +17,12 @@ from fastapi import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter
-from ed_esurge.engine.intake import CheckedPrompt, RequestOptions, TokenIdError
+from ed_esurge.engine.intake import (
+    CheckedPrompt,
+    ContextLengthError,
+    RequestOptions,
+    TokenIdError,
+)
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
@@ -251,7 +256,7 @@ class ServedModel:
         """
         self._check_running()
         span = self._span(label, prompt, params)
-        timer = self.metrics.request(len(prompt.token_ids), params.n, span)
+        timer = self.metrics.request(len(prompt), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
         with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options)
@@ -281,7 +286,7 @@ class ServedModel:
         tracing = self.state.tracing
         if tracing is None:
             return None
-        return tracing.request(request_id, self.name, len(prompt.token_ids), params)
+        return tracing.request(request_id, self.name, len(prompt), params)
 
     @contextmanager
     def _translated(self, timer: RequestTimer) -> Iterator[None]:
@@ -290,6 +295,8 @@ class ServedModel:
             yield
         except TokenIdError as error:
             raise invalid_token(error, error.field) from None
+        except ContextLengthError as error:  # a truncated conversation with images
+            raise APIError(str(error), param="messages", code="context_length_exceeded") from None
         except ConfigError as error:
             raise APIError(str(error)) from error
         except EasyDeLError as error:
@@ -317,7 +324,7 @@ class ServedModel:
 
         async def one(place: int, prompt: CheckedPrompt) -> np.ndarray:
             span = self._span(f"{name}-{place}", prompt, params)
-            timer = self.metrics.request(len(prompt.token_ids), span=span)
+            timer = self.metrics.request(len(prompt), span=span)
             with self._translated(timer):
                 output = await self.engine.embed(
                     prompt, params, f"{name}-{place}", **self._options()

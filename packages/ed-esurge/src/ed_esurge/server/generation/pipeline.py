@@ -39,14 +39,12 @@ class PromptTask:
 
     Attributes:
         prompt: the checked prompt.
-        truncated_tokens: number of tokens that were removed from the prompt.
         echo: text of the prompt, for answers that repeat the prompt.
         encoder_inputs: images of the prompt.
     """
 
     prompt: CheckedPrompt
     params: SamplingParams
-    truncated_tokens: int = 0
     echo: str | None = None
     encoder_inputs: tuple[EncoderInput, ...] = ()
 
@@ -81,8 +79,8 @@ class Generation:
         self.model, self.tasks, self._numbered = model, tasks, numbered
         self.request_id = new_id(kind, body.request_id)
         self.lifetime = model.lifetime(request)
-        self.prompt_tokens = sum(len(task.tokens) for task in tasks)
-        self.truncated_tokens = sum(task.truncated_tokens for task in tasks)
+        self.prompt_tokens = sum(len(task.prompt) for task in tasks)
+        self.truncated_tokens = sum(task.prompt.removed for task in tasks)
         self.completion_tokens = 0
         self._cached = [0] * len(tasks)
         self._queue = model.queue_options(body)
@@ -104,7 +102,7 @@ class Generation:
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
                 self._cached[index] = delta.metrics.num_cached_tokens
-                self.completion_tokens += sum(len(out.token_ids) for out in delta.outputs)
+                self.completion_tokens += delta.num_tokens
                 yield index, delta
 
     def _stream(self, index: int, task: PromptTask) -> AsyncGenerator[RequestOutput]:
@@ -164,6 +162,7 @@ class ChatGeneration:
     """A running chat request. All endpoints with messages use this class.
 
     Attributes:
+        ending: text of the last tokens of the prompt.
         prompt_logprobs: log-probabilities of the prompt, if requested, after the first output.
         blocks: the blocks of the reply, filled by `changes`.
         last: the piece with the finish reason, after `changes` has yielded that piece.
@@ -171,6 +170,7 @@ class ChatGeneration:
 
     body: ChatRequest
     generation: Generation
+    ending: str
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     blocks: Blocks = field(default_factory=Blocks)
     last: Piece | None = None
@@ -199,11 +199,11 @@ class ChatGeneration:
             param="messages",
             last=body.truncate_prompt_tokens,
         )
-        tokens = checked.token_ids
+        ending = model.prompts.ending(checked)
         more: dict[str, Any] = {}
         if model.formats.shows_special(body):
             more["skip_special_tokens"] = False
-        ends = model.formats.ends_of_thoughts(tokens)
+        ends = model.formats.ends_of_thoughts(ending)
         structured = await compile_one(model.engine, _structured_outputs(body), ends)
         if structured is not None:
             more["structured_outputs"] = structured
@@ -214,16 +214,8 @@ class ChatGeneration:
             prompt_logprobs=body.prompt_logprobs,
             **more,
         )
-        truncated = len(prompt.tokens) - len(tokens)
-        if truncated and prompt.encoder_inputs:
-            raise APIError(
-                f"the conversation is {truncated} tokens too long, and a conversation with images "
-                "cannot be truncated: shorten it",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        task = PromptTask(checked, params, truncated, encoder_inputs=prompt.encoder_inputs)
-        return cls(body, Generation(model, body, request, [task], kind))
+        task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
+        return cls(body, Generation(model, body, request, [task], kind), ending)
 
     @property
     def model(self) -> ServedModel:
@@ -240,7 +232,7 @@ class ChatGeneration:
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """Yield the new pieces after each step of the engine. Closing it aborts the request."""
-        make = self.model.formats.parsers(self.body, self.tokens)
+        make = self.model.formats.parsers(self.body, self.ending)
         async with aclosing(self.generation.outputs()) as items:
             async for _, delta in items:
                 yield self._read(delta, make)

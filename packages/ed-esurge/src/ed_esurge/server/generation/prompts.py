@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     ContextLengthError,
@@ -16,7 +18,7 @@ from ed_esurge.engine.intake import (
     check_token_ids,
 )
 from ed_esurge.server.generation.engine import ServedTokenizer
-from ed_esurge.server.generation.images import EncodedPrompt, ImageReader
+from ed_esurge.server.generation.images import ImageReader
 from ed_esurge.server.generation.requests import ChatRequest, Message
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
@@ -28,6 +30,16 @@ T = TypeVar("T")
 # that the streams of other clients continue. Few threads, because a tokenizer uses much memory.
 LONG_TEXT = 10_000
 THREADS = 2
+# Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
+ENDING = 16
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """The token ids of a prompt, and the inputs of the model's encoder: images in order."""
+
+    tokens: list[int]
+    encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
 class Prompts:
@@ -119,13 +131,17 @@ class Prompts:
         for prompt in prompts:
             tokens = next(encoded) if isinstance(prompt, str) else prompt
             checked = self.check(tokens, 0, param=param, last=last)
-            truncated += len(tokens) - len(checked.token_ids)
+            truncated += checked.removed
             result.append(checked)
         return result, truncated
 
     async def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens."""
         return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))
+
+    def ending(self, prompt: CheckedPrompt) -> str:
+        """Return the text of the last tokens of a prompt, including special tokens."""
+        return str(self.tokenizer.decode(prompt.token_ids[-ENDING:]))
 
     async def _aside(self, work: Callable[[], T], size: int) -> T:
         if size < LONG_TEXT:
@@ -159,11 +175,13 @@ class Prompts:
         """
         if not tokens:
             raise APIError("the prompt is empty: send at least one token", param=param)
+        count = len(tokens)
         if last is not None:
             tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
         limits = {"max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
         try:
-            return check_prompt(tokens, wanted, self.config, **limits)
+            checked = check_prompt(tokens, wanted, self.config, **limits)
+            return replace(checked, removed=count - len(checked))
         except TokenIdError as error:
             raise invalid_token(error, param) from None
         except ContextLengthError as error:
@@ -287,7 +305,8 @@ class Prompts:
                 raise APIError(
                     f"the messages are not valid Unicode: {error.reason}", param="messages"
                 ) from error
-            return self.images.encode(template.encode(text, marks), sources)
+            tokens = template.encode(text, marks)
+            return EncodedPrompt(*self.images.encode(tokens, sources) if sources else (tokens,))
 
         weight = size + 100 * (len(messages) + len(tools))
         return await self._aside(work, LONG_TEXT if sources else weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ed_esurge.replies.forced import LISTED, NamedCall
 from ed_esurge.replies.formats import (
@@ -19,8 +19,6 @@ from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 
 Parser = ReplyParser | NamedCall
-# Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
-TAIL = 16
 
 
 class ReplyFormats:
@@ -48,7 +46,6 @@ class ReplyFormats:
         tool_parser_name: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        self._tokenizer = tokenizer
         self.enabled = enable_function_calling
         vocabulary = tokenizer.get_vocab()
 
@@ -91,14 +88,14 @@ class ReplyFormats:
                 param="tools",
             )
 
-    def parsers(self, body: ChatRequest, prompt: Sequence[int]) -> Callable[[], Parser] | None:
+    def parsers(self, body: ChatRequest, ending: str) -> Callable[[], Parser] | None:
         """Return a function that creates the parser of each reply; None = replies are plain text.
 
         Args:
-            prompt: token ids of the prompt.
+            ending: text of the last tokens of the prompt, see `Prompts.ending`.
         """
         choice = body.tool_choice if body.tools else "none"
-        inside = self.thinks(prompt)
+        inside = self.thinks(ending)
         drops = self._special if self.shows_special(body) else ()
         if isinstance(choice, NamedTool):
             name = choice.function.name
@@ -115,19 +112,16 @@ class ReplyFormats:
             return None
         return lambda: ReplyParser(calls, self.reasoning, inside=inside, drops=drops)
 
-    def thinks(self, prompt: Sequence[int]) -> bool:
-        """Return whether a reply to this prompt begins with thoughts."""
-        if self.reasoning is None:
-            return False
-        tail = str(self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
-        return tail.rstrip().endswith(self.reasoning.opens)
+    def thinks(self, ending: str) -> bool:
+        """Return whether the reply to a prompt with this ending begins with thoughts."""
+        return self.reasoning is not None and ending.rstrip().endswith(self.reasoning.opens)
 
-    def ends_of_thoughts(self, prompt: Sequence[int]) -> tuple[str, ...]:
-        """Return the texts that end the thoughts at the beginning of a reply to this prompt.
+    def ends_of_thoughts(self, ending: str) -> tuple[str, ...]:
+        """Return the texts that end the thoughts at the beginning of a reply.
 
-        Empty if the reply does not begin with thoughts.
+        Empty if the reply to a prompt with this ending does not begin with thoughts.
         """
-        if self.reasoning is None or not self.thinks(prompt):
+        if self.reasoning is None or not self.thinks(ending):
             return ()
         return self.reasoning.closes
 

@@ -82,7 +82,7 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
         if body.echo:
             unchanged = isinstance(prompt, str) and tokens == whole
             echo = str(prompt) if unchanged else await prompts.decode(tokens)
-        tasks.append(PromptTask(checked, params[limit], len(whole) - len(tokens), echo))
+        tasks.append(PromptTask(checked, params[limit], echo))
     return tasks
 
 

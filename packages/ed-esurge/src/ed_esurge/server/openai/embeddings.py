@@ -102,7 +102,7 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
 
 
 def _usage(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:
-    count = sum(len(prompt.token_ids) for prompt in prompts)
+    count = sum(len(prompt) for prompt in prompts)
     return {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)}
 
 
