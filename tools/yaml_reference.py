@@ -17,7 +17,8 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -115,12 +116,27 @@ def _yaml(value: Any) -> str:
     return json.dumps(getattr(value, "value", value), default=str)
 
 
+def rows(model: type[BaseModel]) -> dict[str, str]:
+    """Return key -> its line of the table of an option class."""
+    docs, aliases = meanings(model), getattr(model, "ALIASES", {})
+    lines = {}
+    for name, field in model.model_fields.items():
+        words = [docs.get(name, "")]
+        if names := known_names(field):
+            words.append(f"One of {names}.")
+        if others := [other for other, canonical in aliases.items() if canonical == name]:
+            words.append(f"Also spelled {', '.join(f'`{other}`' for other in others)}.")
+        meaning = " ".join(filter(None, words)).replace("|", "\\|")
+        lines[name] = f"| `{name}` | {spelled(field.annotation)} | {default(field)} | {meaning} |"
+    return lines
+
+
 def table(
     title: str,
     model: type[BaseModel],
     level: int,
     seen: set[type],
-    known: Collection[str] = (),
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Yield one section as a markdown table, and then its nested sections.
 
@@ -129,34 +145,22 @@ def table(
         model: The option class.
         level: Depth of the heading.
         seen: Classes that already have a table; the function adds classes.
-        known: Keys of another table, which are omitted.
+        known: `rows` of another table; equal lines are omitted.
     """
     yield f"{'#' * level} `{title}`\n"
     doc = inspect.cleandoc(model.__doc__ or "").split("\n\nRaises:")[0]
     yield doc + "\n"
-    docs, aliases = meanings(model), getattr(model, "ALIASES", {})
-    if not model.model_fields:
+    lines = {name: line for name, line in rows(model).items() if known.get(name) != line}
+    if not lines:
         return
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-    inside = []
-    for name, field in model.model_fields.items():
-        if name in known:
-            continue
-        words = [docs.get(name, "")]
-        if names := known_names(field):
-            words.append(f"One of {names}.")
-        if others := [other for other, canonical in aliases.items() if canonical == name]:
-            words.append(f"Also spelled {', '.join(f'`{other}`' for other in others)}.")
-        meaning = " ".join(filter(None, words)).replace("|", "\\|")
-        shown = spelled(field.annotation)
-        yield f"| `{name}` | {shown} | {default(field)} | {meaning} |"
-        child = nested(field.annotation)
+    yield from lines.values()
+    yield ""
+    for name in lines:
+        child = nested(model.model_fields[name].annotation)
         if child is not None and child not in seen:
             seen.add(child)
-            inside.append((f"{title}.{name}", child))
-    yield ""
-    for path, child in inside:
-        yield from table(path, child, level + 1, seen)
+            yield from table(f"{title}.{name}", child, level + 1, seen)
 
 
 def base_config() -> Iterator[str]:
@@ -188,10 +192,15 @@ def actions() -> Iterator[str]:
     yield ""
     for name, kind in ACTIONS.items():
         if kind.options.model_fields:
-            known = EvalSection.model_fields if issubclass(kind.options, EvalSection) else ()
+            known = rows(EvalSection) if issubclass(kind.options, EvalSection) else {}
             yield from table(f"actions: {name}", kind.options, 3, set(), known)
             if known:
                 yield "In addition, every key of the section `eval`.\n"
+
+
+def shared_class(models: list[type[BaseModel]]) -> type[BaseModel]:
+    """Return the most specific option class that all classes inherit."""
+    return next(cls for cls in models[0].__mro__ if all(issubclass(model, cls) for model in models))
 
 
 def reference() -> str:
@@ -200,9 +209,18 @@ def reference() -> str:
 
     parts: list[str] = []
     for name, section in SECTIONS.items():
-        for kind, model in section.classes().items():
+        classes, known, seen = section.classes(), {}, set()
+        if len(classes) > 1:
+            shared = shared_class([*classes.values()])
+            parts += table(name, shared, 2, seen)
+            parts.append(
+                f"The tables below contain the further keys for each `{section.chosen_by}`,"
+            )
+            parts.append("and the keys with other defaults.\n")
+            known = rows(shared)
+        for kind, model in classes.items():
             title = f"{name} ({section.chosen_by}: {kind})" if kind else name
-            parts += table(title, model, 2, set())
+            parts += table(title, model, 2, seen, known)
         if name == "base_config":
             parts += base_config()
     parts += actions()
