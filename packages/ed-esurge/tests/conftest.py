@@ -7,7 +7,7 @@ import pytest
 from ed_esurge.testing import byte_tokenizer
 from ed_infra.testing import tiny_llama
 
-VOCAB = 260  # the byte tokenizer's 258, and two that it does not know
+VOCAB = 260  # 258 tokens of the byte tokenizer, and two ids without a text
 ONE_DEVICE = (1, 1, 1, 1, 1)
 
 
@@ -43,7 +43,7 @@ def plain_logits(llama):
 
     def logits(tokens: list[int]) -> np.ndarray:
         ids = np.zeros((1, 64), np.int32)
-        ids[0, : len(tokens)] = tokens  # causal: what follows does not matter
+        ids[0, : len(tokens)] = tokens  # padding on the right does not change causal logits
         return np.asarray(forward(state, ids)[0, : len(tokens)], np.float64)
 
     return logits
@@ -56,7 +56,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def surge(llama, tokenizer):
-    """An engine in which prompts are prefilled in chunks and eight requests do not fit at once."""
+    """An engine that prefills prompts in chunks and runs four of eight requests simultaneously."""
     from ed_esurge import eSurge
 
     return eSurge(
@@ -79,7 +79,7 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def oracle():
-    """A proposer that knows what will come, and is wrong at every fourth place."""
+    """A proposer of the known outputs, with a wrong token at every fourth position."""
     from ed_esurge.core.proposals import Proposer
 
     class Oracle(Proposer):
@@ -103,7 +103,7 @@ def oracle():
     return Oracle
 
 
-# Says how many tools there are, and begins thoughts if it is asked to.
+# Renders the number of tools, and opens thoughts if `think` is set.
 SHORT_TEMPLATE = (
     "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}{{ m.content }}\n"
     "{% endfor %}{% if think %}<think>{% endif %}"
@@ -112,8 +112,10 @@ SHORT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def engine_behind(llama):
-    """The engine of the tests that ask one over HTTP: few shapes, each compiled at its first use.
-    These tests are a group of one worker, so that there is one engine."""
+    """An engine for tests over HTTP: few shapes, each compiled at its first use.
+
+    These tests form one xdist group, so that one worker creates one engine.
+    """
     from ed_esurge import eSurge
 
     tokenizer = byte_tokenizer(SHORT_TEMPLATE)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over the real engine, against a plain forward of the same model."""
+"""lm-evaluation-harness on the engine produces the scores of the plain forward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model():
     fields = tiny_llama(vocab_size=258, num_hidden_layers=2, initializer_range=0.3)
     fields.pop("model_type")
     fields |= {"bos_token_id": 256, "eos_token_id": 257}  # the tokenizer's
-    # One device: the tests of the runner are the place for meshes.
+    # One device: the tests of the runner cover meshes.
     config = LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
     return AutoEasyDeLModelForCausalLM.from_config(
         config, dtype=jnp.float32, param_dtype=jnp.float32, seed=0
@@ -61,7 +61,7 @@ def adapter(engine):
 
 @functools.cache
 def plain_forward(model):
-    """A jitted forward of one padded row: ids [s] -> log-probabilities [s, v]."""
+    """A jitted forward pass of one padded row: ids [s] -> log-probabilities [s, v]."""
     graphdef, *state = model.split_module()
 
     @jax.jit
@@ -73,29 +73,29 @@ def plain_forward(model):
 
 
 def plain(model, tokens):
-    """log-probabilities [s-1, v] of a plain forward: row i predicts token i + 1.
+    """Return log-probabilities [s-1, v] of the plain forward pass: row i predicts token i + 1.
 
-    Padded to one length on the right, where a causal model does not look.
+    The padding is on the right, where a causal model ignores it.
     """
     rows = plain_forward(model)(jnp.asarray(tokens + [0] * (CONTEXT - len(tokens))))
     return np.asarray(rows)[: len(tokens) - 1]
 
 
 def score(model, context, continuation):
-    """Sum and greediness of the continuation by a plain forward."""
+    """Return the log-probability of a continuation, and whether it is the greedy one."""
     rows = plain(model, [*context, *continuation])[-len(continuation) :]
     picked = rows[np.arange(len(continuation)), continuation]
     return float(picked.sum()), bool((rows.argmax(-1) == continuation).all())
 
 
 class Request:
-    """What the harness hands over."""
+    """A request with the interface that the harness passes to an adapter."""
 
     def __init__(self, *args):
         self.args = args
 
 
-def test_loglikelihoods_equal_a_plain_forward(model, adapter):
+def test_loglikelihoods_equal_those_of_the_forward_pass(model, adapter):
     pairs = [
         ("The cat", " sat on the mat"),
         ("", "no context"),
@@ -115,7 +115,7 @@ def test_loglikelihoods_equal_a_plain_forward(model, adapter):
         assert greedy == best
 
 
-def test_a_greedy_continuation_is_recognised(model, adapter, engine):
+def test_greedy_continuation_is_recognized(model, adapter, engine):
     prompt = adapter.tok_encode("The")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens = engine.generate([prompt], params)[0].outputs[0].token_ids
@@ -127,7 +127,7 @@ def test_a_greedy_continuation_is_recognised(model, adapter, engine):
     assert total == pytest.approx(score(model, prompt, tokens)[0], abs=4e-5)
 
 
-def test_a_long_context_loses_its_left_end(model, adapter):
+def test_long_context_is_truncated_on_the_left(model, adapter):
     context, continuation = list(range(65, 91)) * 8, [70, 71, 72]
     ((total, _),) = adapter._loglikelihood_tokens([(None, context, continuation)])
     kept = context[-(CONTEXT - 1 - 3) :]
@@ -136,7 +136,7 @@ def test_a_long_context_loses_its_left_end(model, adapter):
         adapter._loglikelihood_tokens([(None, [65], [66] * CONTEXT)])
 
 
-def test_rolling_scores_every_token_once(model, adapter):
+def test_rolling_loglikelihood_scores_every_token_once(model, adapter):
     text = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
     (total,) = adapter.loglikelihood_rolling([Request(text)], disable_tqdm=True)
     tokens = adapter.tok_encode(text)
@@ -144,7 +144,7 @@ def test_rolling_scores_every_token_once(model, adapter):
     expected, start = 0.0, 0
     while start < len(tokens):
         end = min(start + window, len(tokens))
-        # Each window predicts `window` tokens; the last one reaches back for its context.
+        # Each window predicts `window` tokens. The last window includes earlier tokens as context.
         before = [adapter.prefix_token_id, *tokens[:end]][-(window + 1) :][: -(end - start)]
         expected += score(model, before, tokens[start:end])[0]
         start = end
@@ -209,7 +209,7 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_harness_runs_local_tasks(model, adapter, tmp_path, chat, monkeypatch):
+def test_harness_runs_local_tasks(model, adapter, tmp_path, chat, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [
@@ -252,8 +252,8 @@ def test_the_harness_runs_local_tasks(model, adapter, tmp_path, chat, monkeypatc
 
 
 @pytest.mark.nightly
-def test_scores_are_those_of_the_harness_own_model(model, adapter, tmp_path, monkeypatch):
-    """`hf` on torch, over the same checkpoint: metrics equal, and what they are made of."""
+def test_scores_equal_those_of_the_hf_model_of_the_harness(model, adapter, tmp_path, monkeypatch):
+    """Metrics and log-probabilities equal those of the harness's `hf` model on torch."""
     pytest.importorskip("torch")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

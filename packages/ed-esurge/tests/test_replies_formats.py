@@ -1,4 +1,4 @@
-"""Every format of calls and thoughts, in any pieces."""
+"""Replies in every format of calls and thoughts parse equally for any split into pieces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TAGGED = (
 ).replace("{c}", CITY)
 PYTHON = f"weather(city={CITY!r}, days=3)"
 
-# format -> what a model writes, which calls `BOTH`.
+# Format -> a reply with the calls `BOTH`.
 EXAMPLES = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {J}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -71,7 +71,7 @@ EXAMPLES = {
     "functiongemma": f"<start_function_call>call:weather{{city:<escape>{CITY}<escape>,days:3}}"
     "<end_function_call><start_function_call>call:now{}<end_function_call>",
 }
-# Replies without whole calls: all of them is content.
+# Replies without complete calls: the whole text is content.
 BROKEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": oops}}\n</tool_call>',
     "llama3_json": '{"name": "Paris", "parameters": {}}',
@@ -96,7 +96,7 @@ BROKEN = {
 
 
 def reply(text, cuts=(), *, cut=False, **options):
-    """A text in pieces, parsed and put together; also the number of pieces of arguments."""
+    """Return the parsed reply of a text in pieces, and the number of pieces of its arguments."""
     parser = ReplyParser(**options)
     whole, edges, events = Reply(), [0, *sorted(cuts), len(text)], []
     for start, stop in itertools.pairwise(edges):
@@ -110,7 +110,7 @@ def calls_of(whole):
     return [(call.name, json.loads(call.arguments)) for call in whole.calls.values()]
 
 
-def test_every_format_has_its_examples():
+def test_every_format_has_examples():
     assert EXAMPLES.keys() == BROKEN.keys() == TOOL_FORMATS.keys()
 
 
@@ -124,7 +124,7 @@ def test_tool_calls_parse_from_every_format_at_any_chunking(name):
     letters, pieces = reply(text, each, calls=calls)
     assert calls_of(letters) == BOTH
     assert letters.content == ""
-    assert pieces > 3  # arguments come while they are written
+    assert pieces > 3  # arguments arrive while the model writes them
     if not TOOL_FORMATS[name].starts:
         spoken, _ = reply(f"I look.\n\n{text}\n", each, calls=calls)
         assert (calls_of(spoken), spoken.content) == (BOTH, "I look.")
@@ -145,7 +145,7 @@ def test_malformed_tool_call_is_returned_as_content(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_any_split_gives_the_same(name):
+def test_any_split_of_a_reply_produces_the_same_result(name):
     rng, calls = random.Random(0), Calls(TOOL_FORMATS[name], TOOLS)
     sources = [EXAMPLES[name], BROKEN[name], "a " + EXAMPLES[name] + BROKEN[name] + EXAMPLES[name]]
     for _ in range(60):
@@ -178,7 +178,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(VALUES, st.lists(st.integers(1, 400), max_size=12), st.booleans())
-def test_any_json_arguments_are_parsed_unchanged(value, cuts, ascii_):
+def test_json_arguments_are_returned_unchanged(value, cuts, ascii_):
     arguments = json.dumps({"tags": value}, ensure_ascii=ascii_)
     text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
     calls = Calls(TOOL_FORMATS["hermes"], TOOLS)
@@ -232,7 +232,7 @@ def test_reasoning_before_tool_calls_is_separated(thoughts, tools):
         whole, _ = reply(text, cuts, **options)
         assert (whole.reasoning, whole.content) == ("I look it up: now().", "")
         assert calls_of(whole) == BOTH
-    if not TOOL_FORMATS[tools].starts:  # thoughts that were never ended
+    if not TOOL_FORMATS[tools].starts:  # unclosed thoughts
         whole, _ = reply(f"Hm.{EXAMPLES[tools]}", inside=True, **options)
         assert (whole.reasoning, calls_of(whole)) == ("Hm.", BOTH)
 
@@ -264,7 +264,7 @@ def test_formats_are_found_by_name_and_detected_from_templates():
     assert detect(REASONING_FORMATS, "a <think> b") == "deepseek_r1"
 
 
-def test_long_calls_take_time_in_proportion():
+def test_parsing_time_is_proportional_to_the_call_length():
     import time
 
     def seconds(size):

@@ -14,7 +14,7 @@ from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 OUR_OWN = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 # `output_format` is a class, which the client converts to `output_config`.
 OUR_OWN |= {"output_format"}
-SAY = [{"role": "user", "content": "say plain"}]
+SAY = [{"role": "user", "content": "reply plain"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "weather", "description": "d", "parameters": SCHEMA, "strict": True}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -58,13 +58,13 @@ CHAT = {
     "tools": [TOOL],
     "top_logprobs": None,
 }
-COMPLETION = {**GENERATION, "prompt": "say plain", "best_of": 2, "echo": True, "logprobs": 2}
+COMPLETION = {**GENERATION, "prompt": "reply plain", "best_of": 2, "echo": True, "logprobs": 2}
 COMPLETION |= {"max_tokens": 9, "suffix": ""}
 RESPONSE = {
     "background": False,
     "context_management": [],
     "include": ["reasoning.encrypted_content"],
-    "input": "say plain",
+    "input": "reply plain",
     "instructions": "a",
     "max_output_tokens": 9,
     "max_tool_calls": 3,
@@ -153,8 +153,8 @@ def methods(clients):
     ai, claude = clients
     return {
         "chat": (ai.chat.completions.create, CHAT, {"messages": SAY}),
-        "completions": (ai.completions.create, COMPLETION, {"prompt": "say plain"}),
-        "responses": (ai.responses.create, RESPONSE, {"input": "say plain"}),
+        "completions": (ai.completions.create, COMPLETION, {"prompt": "reply plain"}),
+        "responses": (ai.responses.create, RESPONSE, {"input": "reply plain"}),
         "messages": (claude.messages.create, MESSAGE, {"messages": SAY, "max_tokens": 50}),
         "count": (claude.messages.count_tokens, COUNT, {"messages": SAY}),
     }
@@ -202,7 +202,7 @@ def test_reasoning_effort_reaches_the_template(clients, engine):
         ai.chat.completions.create(model="scripted", messages=SAY, reasoning_effort=effort)
         assert told(engine) == f"{effort}{thinks}"
         answer = ai.responses.create(
-            model="scripted", input="say plain", reasoning={"effort": effort}
+            model="scripted", input="reply plain", reasoning={"effort": effort}
         )
         assert told(engine) == f"{effort}{thinks}"
         assert answer.reasoning.effort == effort
@@ -258,10 +258,10 @@ def test_messages_accept_output_format_tool_errors_and_refusals(clients, engine)
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
     ai.chat.completions.create(model="scripted", messages=[*SAY, refused, *SAY])
     assert "I will not." in engine.prompts[-1]
-    for thinking, says in (
+    for thinking, fragment in (
         ({"type": "enabled", "budget_tokens": 1024}, "must be below max_tokens, which is 50"),
         ({"type": "enabled"}, "requires the type enabled"),
         ({"type": "adaptive", "display": "omitted"}, "summarized"),
     ):
-        with pytest.raises(anthropic.BadRequestError, match=says):
+        with pytest.raises(anthropic.BadRequestError, match=fragment):
             claude.messages.create(model="scripted", messages=SAY, max_tokens=50, thinking=thinking)

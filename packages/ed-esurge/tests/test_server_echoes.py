@@ -18,7 +18,7 @@ from ed_esurge.testing import (
 )
 from pydantic import BaseModel
 
-ASK = {"role": "user", "content": "say plain"}
+ASK = {"role": "user", "content": "reply plain"}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": TOOL_PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
@@ -31,7 +31,7 @@ class LastNamed(NamedReplies):
     def _answer(self, prompt, choice):
         text = self.tokenizer.decode(prompt)
         self.prompts.append(text)
-        return max((text.rfind(f"say {name}"), reply) for name, reply in TOOL_REPLIES.items())[1]
+        return max((text.rfind(f"reply {name}"), reply) for name, reply in TOOL_REPLIES.items())[1]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_parsed_message_can_be_appended_to_the_conversation(client, engine):
 
 
 def test_agent_loop_can_append_messages_and_tool_results(client, engine):
-    messages = [{"role": "user", "content": "say call"}]
+    messages = [{"role": "user", "content": "reply call"}]
     answer = client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
     message = answer.choices[0].message
     messages.append(message)
@@ -123,7 +123,7 @@ def test_unknown_keys_of_calls_are_ignored(url, engine):
 
 def test_response_items_can_be_appended_to_the_next_input(client, engine):
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    items = [{"role": "user", "content": "say call"}]
+    items = [{"role": "user", "content": "reply call"}]
     response = client.responses.create(model="scripted", input=items, tools=tools, store=False)
     items += response.output
     for item in response.output:
@@ -139,7 +139,7 @@ def test_response_items_can_be_appended_to_the_next_input(client, engine):
 def test_anthropic_blocks_can_be_appended_to_the_conversation(url, engine):
     client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
     tools = [{"name": "weather", "input_schema": TOOL_PARAMETERS}]
-    messages = [{"role": "user", "content": "say call"}]
+    messages = [{"role": "user", "content": "reply call"}]
     options = {"model": "scripted", "max_tokens": 500, "tools": tools}
     answer = client.messages.create(messages=messages, **options)
     messages.append({"role": "assistant", "content": answer.content, "id": answer.id})
@@ -148,6 +148,8 @@ def test_anthropic_blocks_can_be_appended_to_the_conversation(url, engine):
         for block in answer.content
         if block.type == "tool_use"
     ]
-    messages.append({"role": "user", "content": [*results, {"type": "text", "text": "say plain"}]})
+    messages.append(
+        {"role": "user", "content": [*results, {"type": "text", "text": "reply plain"}]}
+    )
     assert client.messages.create(messages=messages, **options).stop_reason == "end_turn"
     assert told(engine)[1]["reasoning_content"] == "I look it up."

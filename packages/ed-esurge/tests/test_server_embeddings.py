@@ -90,7 +90,7 @@ def test_score_and_rerank_return_cosine_similarities(url, vectors):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "says"),
+    ("path", "body", "param", "fragment"),
     [
         ("embeddings", {"input": []}, "input", "text"),
         ("embeddings", {"input": ["a", 1]}, "input", "item 1"),
@@ -106,12 +106,12 @@ def test_score_and_rerank_return_cosine_similarities(url, vectors):
         ("rerank", {"query": "a", "documents": ["b"] * 3000}, "documents", "2048"),
     ],
 )
-def test_invalid_pooling_requests_return_400_with_param(path, body, param, says):
+def test_invalid_pooling_requests_return_400_with_param(path, body, param, fragment):
     with background(ScriptedEngine()) as url:
         answer = httpx.post(f"{url}/{path}", json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
-    assert says in answer.json()["error"]["message"]
+    assert fragment in answer.json()["error"]["message"]
 
 
 def test_decode_health_check_generates_a_token(url, surge):

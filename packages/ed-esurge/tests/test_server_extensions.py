@@ -97,7 +97,7 @@ def test_truncate_prompt_tokens_truncates_prompts(http, url, body):
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "fragment"),
     [
         ({"prompt_logprobs": 1, "stream": True}, "omit stream"),
         ({"prompt_logprobs": 21}, "20"),
@@ -112,12 +112,12 @@ def test_truncate_prompt_tokens_truncates_prompts(http, url, body):
     ],
 )
 @BOTH
-def test_invalid_extension_options_return_error_with_field(http, url, body, more, says):
+def test_invalid_extension_options_return_error_with_field(http, url, body, more, fragment):
     answer = http.post(url, json={**body, **more})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == next(iter(more))
-    assert says in error["message"]
+    assert fragment in error["message"]
 
 
 def test_priority_without_effect_returns_400():

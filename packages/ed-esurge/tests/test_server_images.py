@@ -129,7 +129,7 @@ def test_image_requests_stream_and_can_be_counted(client, engine, url):
 
 
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "fragment"),
     [
         (part("data:image/png,abc"), "base64"),
         (part("data:image/png;base64,a"), "valid base64"),
@@ -141,8 +141,8 @@ def test_image_requests_stream_and_can_be_counted(client, engine, url):
         ({"type": "image_url"}, "is missing"),
     ],
 )
-def test_invalid_images_return_400_with_the_part(client, bad, says):
-    with pytest.raises(openai.BadRequestError, match=says) as info:
+def test_invalid_images_return_400_with_the_part(client, bad, fragment):
+    with pytest.raises(openai.BadRequestError, match=fragment) as info:
         client.chat.completions.create(
             model="scripted", messages=conversation(part(RED), {"type": "text", "text": "a"}, bad)
         )
@@ -191,11 +191,11 @@ def test_images_are_downloaded_from_allowed_hosts_only(client, engine):
             model="scripted", messages=conversation(part(f"{root}/red.png"))
         )
         assert engine.images[0].length == 2
-        for address, says in (
+        for address, fragment in (
             (f"{root}/moved.png", "status 302"),
             (f"http://localhost:{server.server_port}/red.png", "does not download"),
         ):
-            with pytest.raises(openai.BadRequestError, match=says):
+            with pytest.raises(openai.BadRequestError, match=fragment):
                 client.chat.completions.create(
                     model="scripted", messages=conversation(part(address))
                 )
@@ -203,11 +203,11 @@ def test_images_are_downloaded_from_allowed_hosts_only(client, engine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("engine", "fragment"),
     [(ScriptedEngine(), "does not accept images"), (VisionEngine(False), "has no processor")],
 )
-def test_models_without_image_support_return_400(engine, says):
-    with background(engine) as url, pytest.raises(openai.BadRequestError, match=says) as info:
+def test_models_without_image_support_return_400(engine, fragment):
+    with background(engine) as url, pytest.raises(openai.BadRequestError, match=fragment) as info:
         openai.OpenAI(base_url=url, api_key="none", max_retries=0).chat.completions.create(
             model="scripted", messages=conversation(part(RED))
         )

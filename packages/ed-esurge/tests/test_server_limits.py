@@ -152,7 +152,7 @@ MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "fragment"),
     [
         (form(b"X: " + b"a" * 10**6 + b"\r\n" + FILE), "header size"),
         (form(b"X: a\r\n" * 10**5 + FILE), "header count"),
@@ -165,9 +165,9 @@ MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
     ],
     ids=["header", "headers", "parts", "field", "files", "cut", "missing", "empty"],
 )
-def test_forms_beyond_the_limits_are_rejected(root, body, says):
+def test_forms_beyond_the_limits_are_rejected(root, body, fragment):
     answer = httpx.post(f"{root}/v1/files", content=body, headers=MULTIPART, timeout=60)
-    assert says in error_of(answer)["message"].lower()
+    assert fragment in error_of(answer)["message"].lower()
     assert httpx.get(f"{root}/v1/files").json()["data"] == []
 
 

@@ -35,7 +35,7 @@ def client(engine):
 
 
 def ask(client, name, **options):
-    messages = [{"role": "user", "content": f"say {name}"}]
+    messages = [{"role": "user", "content": f"reply {name}"}]
     options = {"max_tokens": 500, **options}
     return client.messages.create(model="scripted", messages=messages, **options)
 
@@ -64,7 +64,7 @@ def test_streamed_message_equals_unstreamed_message(client, name):
         assert [block.text for block in whole.content] == [TOOL_REPLIES[name]]
         assert whole.stop_reason == "end_turn"
     assert whole.usage.output_tokens == len(TOOL_REPLIES[name].encode()) + 1
-    messages = [{"role": "user", "content": f"say {name}"}]
+    messages = [{"role": "user", "content": f"reply {name}"}]
     names, arguments = [], ""
     with client.messages.stream(
         model="scripted", messages=messages, tools=TOOLS, max_tokens=500
@@ -97,7 +97,7 @@ def test_anthropic_history_and_system_reach_the_template(client, engine):
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "call_1", "content": "12 °C"},
-                {"type": "text", "text": "say plain", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "reply plain", "cache_control": {"type": "ephemeral"}},
             ],
         },
     ]
@@ -116,7 +116,7 @@ def test_anthropic_history_and_system_reach_the_template(client, engine):
     # An answer is a valid message of the conversation.
     sent = [*messages, {"role": "assistant", "content": [b.model_dump() for b in answer.content]}]
     client.messages.create(
-        model="scripted", messages=[*sent, {"role": "user", "content": "say plain"}], max_tokens=9
+        model="scripted", messages=[*sent, {"role": "user", "content": "reply plain"}], max_tokens=9
     )
 
 
@@ -145,7 +145,7 @@ def test_invalid_message_requests_raise_client_errors(client):
         client.messages.create(
             model="claude", messages=[{"role": "user", "content": "a"}], max_tokens=1
         )
-    for body, says in (
+    for body, fragment in (
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "at least 1"),
         (
@@ -161,7 +161,7 @@ def test_invalid_message_requests_raise_client_errors(client):
             "messages": [{"role": "user", "content": "a"}],
             **body,
         }
-        with pytest.raises(anthropic.BadRequestError, match=says):
+        with pytest.raises(anthropic.BadRequestError, match=fragment):
             client.post("/v1/messages", body=body, cast_to=object)
 
 
@@ -211,7 +211,7 @@ def test_every_error_under_messages_has_anthropic_format():
             http.post("/messages", json={**body, "output_config": {"effort": "high"}}), 400, INVALID
         )
         assert said.startswith("output_config.effort: ")
-        slow = {**body, "stream": True, "messages": [{"role": "user", "content": "say call"}]}
+        slow = {**body, "stream": True, "messages": [{"role": "user", "content": "reply call"}]}
         with http.stream("POST", "/messages", json=slow) as running:
             assert running.status_code == 200
             envelope(httpx.post(f"{url}/messages", json=body, headers=KEY), 429, "rate_limit_error")
@@ -246,7 +246,7 @@ def test_stream_error_has_anthropic_format():
         client = anthropic.Anthropic(
             base_url=url.removesuffix("/v1"), api_key="none", max_retries=0
         )
-        messages = [{"role": "user", "content": "say plain"}]
+        messages = [{"role": "user", "content": "reply plain"}]
         stream = client.messages.create(
             model="scripted", messages=messages, max_tokens=50, stream=True
         )
@@ -267,7 +267,7 @@ def test_final_assistant_message_is_continued():
 
 def continues(client, engine):
     messages = [
-        {"role": "user", "content": "say plain"},
+        {"role": "user", "content": "reply plain"},
         {"role": "assistant", "content": "It is <b"},
     ]
     options = {"model": "scripted", "messages": messages}
@@ -303,7 +303,7 @@ def test_unknown_beta_fields_are_ignored(client):
     answer = client.beta.messages.create(
         model="scripted",
         max_tokens=9,
-        messages=[{"role": "user", "content": "say plain"}],
+        messages=[{"role": "user", "content": "reply plain"}],
         betas=["some-beta-2030-01-01"],
         extra_body={"billing_policy": "a", "some_beta_field": {"type": "auto"}},
     )

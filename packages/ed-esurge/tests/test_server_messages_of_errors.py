@@ -10,7 +10,7 @@ from ed_esurge.server.http.errors import in_body, spelled
 from ed_esurge.server.launch import background
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 
-USER = {"role": "user", "content": "say plain"}
+USER = {"role": "user", "content": "reply plain"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 ANTHROPIC = {"model": "scripted", "max_tokens": 9}
 
@@ -24,7 +24,7 @@ def said(*messages, **fields):
 
 
 def responses(**fields):
-    return "responses", {"input": "say plain", **fields}
+    return "responses", {"input": "reply plain", **fields}
 
 
 def messages(*blocks, **fields):

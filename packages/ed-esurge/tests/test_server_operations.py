@@ -93,7 +93,7 @@ def test_api_keys_enforce_limits_and_expiry(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "fragment"),
     [
         ("[", "JSON list"),
         ("[]", "at least 1"),
@@ -102,10 +102,10 @@ def test_api_keys_enforce_limits_and_expiry(tmp_path, monkeypatch):
         ('[{"sha256": "%s", "expires": "2020-01-01T00:00:00"}]' % ("0" * 64), "timezone"),
     ],
 )
-def test_invalid_key_files_raise_config_error(tmp_path, text, says):
+def test_invalid_key_files_raise_config_error(tmp_path, text, fragment):
     file = tmp_path / "keys.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=fragment) as error:
         read_keys(file)
     assert "secret" not in str(error.value)
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -55,7 +55,7 @@ def plain(response):
 
 @pytest.mark.parametrize("name", ["call", "only", "plain", "broken"])
 def test_streamed_response_equals_unstreamed_response(client, name):
-    options = {"model": "scripted", "input": f"say {name}", "tools": TOOLS}
+    options = {"model": "scripted", "input": f"reply {name}", "tools": TOOLS}
     whole = client.responses.create(**options)
     ResponseAnswer.model_validate(whole.model_dump(exclude_unset=True))
     assert whole.status == "completed"
@@ -97,14 +97,14 @@ def test_streamed_response_equals_unstreamed_response(client, name):
 
 def test_previous_response_id_continues_the_conversation(client, engine):
     first = client.responses.create(
-        model="scripted", input="say call", tools=TOOLS, instructions="Be kind."
+        model="scripted", input="reply call", tools=TOOLS, instructions="Be kind."
     )
     assert '"role": "system"' in engine.prompts[-1]
     call = next(item for item in first.output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 °C"}
     second = client.responses.create(
         model="scripted",
-        input=[result, {"role": "user", "content": "say plain"}],
+        input=[result, {"role": "user", "content": "reply plain"}],
         previous_response_id=first.id,
         tools=TOOLS,
     )
@@ -117,18 +117,21 @@ def test_previous_response_id_continues_the_conversation(client, engine):
     assert messages[1]["reasoning_content"] == "I look it up."
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == json.loads(WEATHER)
     third = client.responses.create(
-        model="scripted", input="say only", previous_response_id=second.id, stream=True
+        model="scripted", input="reply only", previous_response_id=second.id, stream=True
     )
     *_, end = third
     assert engine.prompts[-1].count('"role": "user"') == 3
     assert client.responses.retrieve(end.response.id).output_text
     # The items of an answer are valid input items.
-    sent = [{"role": "user", "content": "say plain"}, *[item.model_dump() for item in first.output]]
+    sent = [
+        {"role": "user", "content": "reply plain"},
+        *[item.model_dump() for item in first.output],
+    ]
     client.responses.create(model="scripted", input=[*sent, result])
 
 
 def test_stored_responses_can_be_retrieved_and_deleted(client):
-    kept = client.responses.create(model="scripted", input="say plain")
+    kept = client.responses.create(model="scripted", input="reply plain")
     again = client.responses.retrieve(kept.id)
     assert again.model_dump() == kept.model_dump()
     client.responses.delete(kept.id)
@@ -137,7 +140,7 @@ def test_stored_responses_can_be_retrieved_and_deleted(client):
     assert error.value.body["code"] == "response_not_found"
     with pytest.raises(openai.NotFoundError, match=r"the response .* does not exist"):
         client.responses.create(model="scripted", input="a", previous_response_id=kept.id)
-    loose = client.responses.create(model="scripted", input="say plain", store=False)
+    loose = client.responses.create(model="scripted", input="reply plain", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(loose.id)
 
@@ -156,14 +159,16 @@ def test_truncated_response_is_incomplete(client):
     options = {"model": "scripted", "tools": TOOLS, "max_output_tokens": 60}
     for name, kind in (("only", "function_call"), ("plain", "message")):
         options["max_output_tokens"] = 60 if name == "only" else 3
-        whole = client.responses.create(**options, input=f"say {name}")
+        whole = client.responses.create(**options, input=f"reply {name}")
         assert whole.status == "incomplete"
         assert whole.incomplete_details.reason == "max_output_tokens"
         assert (whole.output[-1].type, whole.output[-1].status) == (kind, "incomplete")
-        *_, last = client.responses.create(**options, input=f"say {name}", stream=True)
+        *_, last = client.responses.create(**options, input=f"reply {name}", stream=True)
         assert last.type == "response.incomplete"
         assert plain(last.response) == plain(whole)
-        client.responses.create(model="scripted", input="say plain", previous_response_id=whole.id)
+        client.responses.create(
+            model="scripted", input="reply plain", previous_response_id=whole.id
+        )
 
 
 NO_SCHEMA = {"format": {"type": "json_schema"}}
@@ -171,7 +176,7 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "fragment"),
     [
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "item_reference"),
@@ -183,11 +188,11 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
         ({"input": [PICTURE]}, "input", "text only"),
     ],
 )
-def test_invalid_response_requests_return_400_with_param(client, body, param, says):
+def test_invalid_response_requests_return_400_with_param(client, body, param, fragment):
     with pytest.raises(openai.BadRequestError) as error:
         client.post("/responses", body=body, cast_to=object)
     assert error.value.body["param"].startswith(param)
-    assert says in error.value.body["message"]
+    assert fragment in error.value.body["message"]
 
 
 def test_dead_engine_ends_response_stream_with_an_error():

@@ -107,7 +107,7 @@ def test_guided_options_constrain_output(client, guided, pattern):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "param", "says"),
+    ("wanted", "param", "fragment"),
     [
         ({"json": {}, "regex": "a"}, "structured_outputs", "exactly one"),
         ({}, "structured_outputs", "exactly one"),
@@ -120,8 +120,8 @@ def test_guided_options_constrain_output(client, guided, pattern):
         ({"regex": "("}, "structured_outputs.regex", ""),
     ],
 )
-def test_invalid_structured_outputs_return_400(client, wanted, param, says):
-    with pytest.raises(openai.BadRequestError, match=says) as caught:
+def test_invalid_structured_outputs_return_400(client, wanted, param, fragment):
+    with pytest.raises(openai.BadRequestError, match=fragment) as caught:
         ask(client, extra_body={"structured_outputs": wanted})
     assert param in (None, caught.value.param)
 
@@ -195,7 +195,7 @@ def tool_of(schema):
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "fragment"),
     [
         (
             {"uniqueItems": True},
@@ -204,8 +204,8 @@ def tool_of(schema):
         ({"$ref": "#/$defs/b"}, r"function\.parameters\.\$defs\.b: the type 'thing' is unknown"),
     ],
 )
-def test_error_of_a_tool_schema_names_the_request_field(client, schema, says):
-    with pytest.raises(openai.BadRequestError, match=r"at tools\[1\]\." + says) as error:
+def test_error_of_a_tool_schema_names_the_request_field(client, schema, fragment):
+    with pytest.raises(openai.BadRequestError, match=r"at tools\[1\]\." + fragment) as error:
         ask(client, tools=[TOOLS[1], tool_of(schema)], tool_choice="required")
     assert error.value.body["param"] == "tool_choice"
 
@@ -244,7 +244,7 @@ def scripted():
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "fragment"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         (
@@ -269,12 +269,12 @@ def scripted():
         ({"guided_regex": "a", "min_tokens": 3}, None, "drop one"),
     ],
 )
-def test_invalid_structured_requests_return_400_with_param(scripted, body, param, says):
+def test_invalid_structured_requests_return_400_with_param(scripted, body, param, fragment):
     body = {"messages": [{"role": "user", "content": "a"}], **body}
     with pytest.raises(openai.BadRequestError) as error:
         scripted.post("/chat/completions", body=body, cast_to=object)
     assert error.value.body["param"] == param
-    assert says in error.value.body["message"]
+    assert fragment in error.value.body["message"]
 
 
 def test_too_many_queued_grammars_return_503(scripted, monkeypatch):

@@ -39,7 +39,7 @@ def client(engine):
 
 
 def ask(client, name, **options):
-    messages = [{"role": "user", "content": f"say {name}"}]
+    messages = [{"role": "user", "content": f"reply {name}"}]
     return client.chat.completions.create(model="scripted", messages=messages, **options)
 
 
@@ -94,7 +94,7 @@ def test_streamed_tool_calls_equal_unstreamed_tool_calls(client, name, expected)
     if name in ("call", "only"):
         assert calls[0][2] > 10  # arguments arrive while they are written
     with client.chat.completions.stream(
-        model="scripted", messages=[{"role": "user", "content": f"say {name}"}], tools=TOOLS
+        model="scripted", messages=[{"role": "user", "content": f"reply {name}"}], tools=TOOLS
     ) as stream:
         final = stream.get_final_completion()
     assert [c.function.name for c in final.choices[0].message.tool_calls or []][
@@ -161,7 +161,7 @@ def test_chat_template_receives_tool_call_history(client, engine):
         {"role": "user", "content": "Bern?"},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm"},
         {"role": "tool", "tool_call_id": "call_1", "content": "12 °C"},
-        {"role": "user", "content": "say plain"},
+        {"role": "user", "content": "reply plain"},
     ]
     client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
     text = engine.prompts[-1]
@@ -194,7 +194,7 @@ def called(role, arguments):
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "fragment"),
     [
         ({"tools": [TOOLS[0]] * 2}, "tools", "two functions"),
         ({"tools": TOOLS * 65}, "tools", "128"),
@@ -207,12 +207,12 @@ def called(role, arguments):
         (called("assistant", "[1]"), "messages[0].tool_calls[0]", "not a JSON object"),
     ],
 )
-def test_invalid_tool_requests_return_400_with_param(client, body, param, says):
-    body = {"messages": [{"role": "user", "content": "say plain"}], **body}
+def test_invalid_tool_requests_return_400_with_param(client, body, param, fragment):
+    body = {"messages": [{"role": "user", "content": "reply plain"}], **body}
     with pytest.raises(openai.BadRequestError) as error:
         client.post("/chat/completions", body=body, cast_to=object)
     assert (error.value.body["param"] or "").startswith(param)
-    assert says in error.value.body["message"]
+    assert fragment in error.value.body["message"]
 
 
 def test_oversized_tool_schemas_are_rejected(client):
@@ -220,9 +220,9 @@ def test_oversized_tool_schemas_are_rejected(client):
     for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
-    for schema, says in ((deep, "deeper"), (wide, "larger")):
+    for schema, fragment in ((deep, "deeper"), (wide, "larger")):
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        with pytest.raises(openai.BadRequestError, match=says):
+        with pytest.raises(openai.BadRequestError, match=fragment):
             ask(client, "plain", tools=[tool])
 
 
@@ -241,7 +241,7 @@ def test_marker_tokens_are_parsed_and_other_special_tokens_removed():
 def test_server_options_control_tool_and_reasoning_parsers():
     tokenizer = byte_tokenizer(TOOL_TEMPLATE)
     with background(NamedReplies(tokenizer=tokenizer), enable_function_calling=False) as url:
-        body = {"messages": [{"role": "user", "content": "say only"}], "tools": TOOLS}
+        body = {"messages": [{"role": "user", "content": "reply only"}], "tools": TOOLS}
         answer = httpx.post(f"{url}/chat/completions", json=body)
         assert answer.status_code == 400
         assert "enable_function_calling" in answer.json()["error"]["message"]
@@ -250,7 +250,7 @@ def test_server_options_control_tool_and_reasoning_parsers():
         assert "tool_parser_name" in answer.json()["error"]["message"]
     options = {"tool_parser_name": "qwen3_coder", "reasoning_parser": "none"}
     with background(NamedReplies(tokenizer=tokenizer), **options) as url:
-        body["messages"][0]["content"] = "say call"
+        body["messages"][0]["content"] = "reply call"
         answer = httpx.post(f"{url}/chat/completions", json=body).json()
         assert answer["choices"][0]["message"]["content"] == TOOL_REPLIES["call"]
     with pytest.raises(ConfigError, match="hermes"):
@@ -267,7 +267,7 @@ def test_templates_that_require_parts_receive_parts():
     engine = NamedReplies(tokenizer=byte_tokenizer(PARTS))
     with background(engine) as url:
         ask(openai.OpenAI(base_url=url, api_key="none"), "plain")
-    assert engine.prompts[-1] == "<|user|>say plain<|assistant|>"
+    assert engine.prompts[-1] == "<|user|>reply plain<|assistant|>"
     engine = ScriptedEngine(tokenizer=byte_tokenizer(PARTS))
     with background(engine, oai_like_processor=False) as url:
         body = {"messages": [{"role": "user", "content": "hi"}]}
