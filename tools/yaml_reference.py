@@ -213,10 +213,10 @@ def reference() -> str:
         if len(classes) > 1:
             shared = shared_class([*classes.values()])
             parts += table(name, shared, 2, seen)
+            key = f"`{section.chosen_by}`"
             parts.append(
-                f"The tables below contain the further keys for each `{section.chosen_by}`,"
+                f"Each value of {key} has further keys, and some keys with other defaults:\n"
             )
-            parts.append("and the keys with other defaults.\n")
             known = rows(shared)
         for kind, model in classes.items():
             title = f"{name} ({section.chosen_by}: {kind})" if kind else name
