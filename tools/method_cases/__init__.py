@@ -1,11 +1,11 @@
 """Comparisons of every loss of ed-trainers with a reference, on a tiny model and one batch."""
 
-from tools.method_cases import groups, labelled, others, policies, preference, scores
+from tools.method_cases import groups, labelled, policies, preference, scores, supervised
 from tools.method_cases.harness import Case
 
 #: Comparison by name: the method and its options.
 CASES: dict[str, Case] = {
-    **others.CASES,
+    **supervised.CASES,
     **preference.CASES,
     **labelled.CASES,
     **scores.CASES,

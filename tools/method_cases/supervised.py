@@ -1,4 +1,7 @@
-"""Compare distillation with TRL's divergence; embeddings and fine-tuning with torch in float64."""
+"""Compare methods with given targets: fine-tuning, distillation, embeddings.
+
+The references are TRL's divergence and losses of torch in float64.
+"""
 
 from __future__ import annotations
 
