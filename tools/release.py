@@ -48,7 +48,6 @@ def package_of(tag: str) -> Package:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.release",
         description=__doc__,

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file."""
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 

@@ -145,7 +145,6 @@ def measure(case: Case, names: list[str], rounds: int) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.attention",
         description=__doc__,

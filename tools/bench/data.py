@@ -319,7 +319,6 @@ def show(title: str, rates: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.data",
         description=__doc__,

@@ -257,7 +257,6 @@ def measure(family: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.decode",
         description=__doc__,

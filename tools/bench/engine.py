@@ -258,7 +258,6 @@ MEASURES = {
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.engine",
         description=__doc__,

@@ -76,7 +76,6 @@ def measure(kind: str, args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.finetuning",
         description=__doc__,

@@ -44,7 +44,6 @@ def cost(statement: str) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.imports",
         description=__doc__,

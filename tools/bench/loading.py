@@ -278,7 +278,6 @@ def _touch(arrays: Any) -> None:
 
 
 def show(results: list[Result]) -> str:
-    """Return the results as a table."""
     rows = []
     for r in results:
         cells = [f"{r.seconds[who][0]:.2f} ({r.seconds[who][1]:.2f})" for who in r.seconds]
@@ -300,7 +299,6 @@ def show(results: list[Result]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.loading",
         description=__doc__,

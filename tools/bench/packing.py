@@ -195,13 +195,11 @@ def compared(length: int, rounds: int) -> list[Figure]:
 
 
 def show(title: str, found: list[Figure]) -> str:
-    """Return the figures as a table."""
     rows = [[f.name, str(f.length), f"{f.fill:.3%}", f"{f.rate:,.0f}"] for f in found]
     return table([title, "row", "fill", "documents/s"], rows)
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--documents", type=int, default=131_072)
     parser.add_argument("--rounds", type=int, default=3)

@@ -90,7 +90,6 @@ def measured(cases: dict[str, dict[str, Run]], rounds: int) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     os.environ["ED_LAYERS_NATIVE"] = "1"
     from ed_layers.native import describe
 

@@ -128,7 +128,6 @@ def times(methods: Iterable[str], layers: int, rounds: int, batch: list[int]) ->
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.quantization",
         description=__doc__,

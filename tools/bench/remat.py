@@ -89,7 +89,6 @@ def table(
 
 
 def show(rows: list[Row]) -> str:
-    """Return the table as text."""
     none = rows[0]
     lines = [f"{'policy':36} {'temp MB':>8} {'ratio':>6} {'flops/layer':>12} {'gradient':>9}"]
     for row in rows:
@@ -102,7 +101,6 @@ def show(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="hidden size")

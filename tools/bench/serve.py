@@ -267,7 +267,6 @@ def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.serve",
         description=__doc__,

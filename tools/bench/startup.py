@@ -139,7 +139,6 @@ def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.startup",
         description=__doc__,

@@ -326,7 +326,6 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
 
 
 def main() -> None:
-    """Parse the command line, measure, and print."""
     if sys.argv[1:2] == ["--worker"]:
         method, name, shape, vocab, rows, length = sys.argv[2:]
         return work(method, name, fields_of(shape, int(vocab)), int(rows), int(length))
