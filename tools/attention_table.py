@@ -44,8 +44,7 @@ def tables(kernels: Iterable[Kernel[Any]] | None = None) -> str:
 
 def page(text: str) -> str:
     """Return the page with new tables."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + tables() + END + rest.split(END)[1]
+    return pages.with_part(text, BEGIN, END, tables())
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ def table() -> str:
 
 def page() -> str:
     """Return the page with a new table."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    return pages.with_part(PAGE.read_text(encoding="utf-8"), BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -75,8 +75,7 @@ def _listed(tasks: Iterable[TaskType]) -> str:
 
 def page(text: str) -> str:
     """Return the page with a new table."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    return pages.with_part(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def with_part(text: str, begin: str, end: str, part: str) -> str:
+    """Return the text of a page with a new part between two marks."""
+    before, rest = text.split(begin)
+    return f"{before}{begin}{part}{end}{rest.split(end)[1]}"
+
+
 def main(tool: str, path: Path, page: Callable[[], str]) -> int:
     """Write or check a page: the implementation of `python -m tools.<tool> [--check]`.
 

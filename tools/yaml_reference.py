@@ -229,8 +229,8 @@ def reference() -> str:
 
 def page() -> str:
     """Return the whole page with a new generated part."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}\n\n{reference()}\n\n{END}{rest.split(END)[1]}"
+    text = PAGE.read_text(encoding="utf-8")
+    return pages.with_part(text, BEGIN, END, f"\n\n{reference()}\n\n")
 
 
 if __name__ == "__main__":

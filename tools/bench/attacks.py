@@ -11,7 +11,6 @@ while several clients repeat one attack.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import subprocess
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tools.bench.measure import cores, cpu_name, table
+from tools.bench.measure import command_line, cores, cpu_name, table
 
 LIMIT = 2**23
 SIZES = (2**14, 2**17, 2**20, LIMIT - 2**12)
@@ -271,7 +270,7 @@ def latencies(client: Client, seconds: float, senders: int) -> str:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description="Measure the server under attacks.")
+    parser = command_line("attacks", __doc__)
     parser.add_argument("--only", choices=("routes", "attacks"))
     parser.add_argument("--senders", type=int, default=2, help="clients that attack together")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each attack")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from tools.bench.measure import Run, machine, peak_growth, table, take_turns
+from tools.bench.measure import Run, command_line, machine, peak_growth, table, take_turns
 
 TORCH = "torch sdpa"
 
@@ -145,11 +145,7 @@ def measure(case: Case, names: list[str], rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.attention",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("attention", __doc__)
     add = parser.add_argument
     add("--mechanisms", nargs="+", default=["vanilla", "sdpa", "blockwise", "flash_attn2"])
     add("--length", type=int, nargs="+", default=[512, 2048])

@@ -16,7 +16,6 @@ TRL or grain is not installed, a line reports the missing package.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 from ed_data import Inform, Loader, Mixture, build_loader, train_bpe
 
-from tools.bench.measure import Run, status, table, take_turns
+from tools.bench.measure import Run, command_line, status, table, take_turns
 from tools.workspace import ROOT
 
 LENGTH, BATCH = 2048, 8
@@ -319,11 +318,7 @@ def show(title: str, rates: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("data", __doc__)
     parser.add_argument("--documents", type=int, default=40_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chats", action="store_true")

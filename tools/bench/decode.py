@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from tools.bench.llama_cpp import PROGRAM, STEPS, LlamaCpp
-from tools.bench.measure import Run, Timed, all_turns, machine, read_bandwidth, table
+from tools.bench.measure import Run, Timed, all_turns, command_line, machine, read_bandwidth, table
 
 VOCAB = 49152
 SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -257,11 +257,7 @@ def measure(family: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("decode", __doc__)
     add = parser.add_argument
     add("--family", nargs="+", choices=sorted(SHAPES), default=["llama"])
     forms = [*THEIRS, *LLAMA_CPP, *OURS]

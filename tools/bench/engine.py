@@ -29,7 +29,7 @@ from ed_esurge.runner.functions import Functions, Name
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.protocol import LanguageModel
 
-from tools.bench.measure import Run, machine, table, take_turns
+from tools.bench.measure import Run, command_line, machine, table, take_turns
 from tools.bench.serve import STREAMED, tokenizer
 
 PROMPT, MODEL_LEN = 32, 512
@@ -258,11 +258,7 @@ MEASURES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("engine", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
     add("--python", type=int, nargs="+", default=[1, 8, 32, 64], metavar="SEQUENCES")

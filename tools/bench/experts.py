@@ -24,7 +24,7 @@ from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 from flax import nnx
 
-from tools.bench.measure import Run, machine, table, take_turns
+from tools.bench.measure import Run, command_line, machine, table, take_turns
 
 METHODS: dict[str, dict[str, Any]] = {
     "standard_moe": {"moe_method": "standard_moe"},
@@ -97,7 +97,7 @@ def measured(args: argparse.Namespace, work: str) -> list[list[str]]:
 
 def main() -> None:
     """Print the machine and the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line("experts", __doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--width", type=int, default=256, help="width of one expert")
     parser.add_argument("--experts", type=int, default=32)

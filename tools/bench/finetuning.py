@@ -24,7 +24,7 @@ from ed_trainers.state import EasyDeLState
 from ed_trainers.step import build_train_step
 
 from tools.bench.decode import SHAPES, VOCAB
-from tools.bench.measure import machine, table
+from tools.bench.measure import command_line, machine, table
 
 #: Row -> (format of the weights, whether only adapters are trained).
 KINDS: dict[str, tuple[str | None, bool]] = {
@@ -76,11 +76,7 @@ def measure(kind: str, args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.finetuning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("finetuning", __doc__)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, default=2)

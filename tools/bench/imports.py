@@ -10,12 +10,11 @@ installed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
 
-from tools.bench.measure import machine, table
+from tools.bench.measure import command_line, machine, table
 
 STATEMENTS = (
     *(f"import ed_{name}" for name in ("infra", "layers", "models", "data", "trainers", "esurge")),
@@ -44,11 +43,7 @@ def cost(statement: str) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.imports",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("imports", __doc__)
     parser.add_argument("statements", nargs="*", default=STATEMENTS)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

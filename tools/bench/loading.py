@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import machine, peak_growth, table
+from tools.bench.measure import command_line, machine, peak_growth, table
 
 ONE, FOUR = (1, 1, 1, 1, 1), (1, 4, 1, 1, 1)
 SHAPE = {
@@ -299,11 +299,7 @@ def show(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.loading",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("loading", __doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)

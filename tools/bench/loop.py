@@ -10,7 +10,6 @@ compiled step. A small step runs on the same thread. Both are medians over perio
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.step import build_train_step
 
-from tools.bench.measure import machine
+from tools.bench.measure import command_line, machine
 
 ROWS, LENGTH, PIECE = 8, 32, 50
 
@@ -134,7 +133,7 @@ def _median(seconds: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("loop", __doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--log-steps", type=int, default=1)
     options = parser.parse_args()

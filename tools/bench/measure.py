@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import platform
@@ -109,6 +110,15 @@ def cpu_name() -> str:
     name = re.search(r"model name\s*: (.*)", text)
     wide = " (AVX-512)" if "avx512f" in text else ""
     return f"{name[1] if name else platform.machine()}{wide}"
+
+
+def command_line(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `python -m tools.bench.<name>`, which prints the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m tools.bench.{name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -12,7 +12,6 @@ memory of the compiled program for intermediate results (`memory_analysis`).
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
+
+from tools.bench.measure import command_line
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 #: Options by column name.
@@ -94,7 +95,7 @@ def show(points: list[Point]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line("memory", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64, help="hidden size")

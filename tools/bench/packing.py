@@ -16,7 +16,6 @@ rows.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 from bisect import bisect_left, insort
@@ -29,7 +28,7 @@ from ed_data.order.packing import Packing, pack
 from ed_data.storage.store import joined
 from numpy.typing import NDArray
 
-from tools.bench.measure import all_turns, table
+from tools.bench.measure import all_turns, command_line, table
 
 IntArray = NDArray[np.int64]
 STREAM_WINDOW = 4096
@@ -200,7 +199,7 @@ def show(title: str, found: list[Figure]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line("packing", __doc__)
     parser.add_argument("--documents", type=int, default=131_072)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, action="append")

@@ -8,13 +8,12 @@ Times are minima over interleaved rounds, because other load on the machine only
 
 from __future__ import annotations
 
-import argparse
 import os
 from functools import partial
 
 import numpy as np
 
-from tools.bench.measure import Run, machine, table, take_turns
+from tools.bench.measure import Run, command_line, machine, table, take_turns
 
 
 def attention_forms(rows: int, slots: int) -> dict[str, Run]:
@@ -93,11 +92,7 @@ def main() -> None:
     os.environ["ED_LAYERS_NATIVE"] = "1"
     from ed_layers.native import describe
 
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.products",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("products", __doc__)
     add = parser.add_argument
     add("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 256])
     add("--shape", type=int, nargs=2, default=[576, 1536], metavar=("IN", "OUT"))

@@ -11,7 +11,6 @@ interleaved.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from ed_layers.quantization.model import quantized_matrices
 from flax import nnx
 
 from tools.bench.decode import SHAPES, VOCAB, Ours
-from tools.bench.measure import machine, table, take_turns
+from tools.bench.measure import command_line, machine, table, take_turns
 
 #: Row -> fields of the configuration; None: not quantized.
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -128,11 +127,7 @@ def times(methods: Iterable[str], layers: int, rounds: int, batch: list[int]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.quantization",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("quantization", __doc__)
     add = parser.add_argument
     add("--model", type=Path, default=Path("runs/quickstart/model"))
     add(

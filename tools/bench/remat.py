@@ -14,7 +14,6 @@ One training step's gradient of a small Llama of scanned layers is compiled for 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from ed_layers.depth.remat import BY_NAME, FIXED
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+from tools.bench.measure import command_line
 
 TARGETS = ("attn_output", "mlp_gate")
 VOCABULARY = 256
@@ -101,7 +102,7 @@ def show(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line("remat", __doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="hidden size")
     parser.add_argument("--batch", type=int, default=2)

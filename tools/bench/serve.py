@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.decode import SHAPES, VOCAB
-from tools.bench.measure import cpu_name, table
+from tools.bench.measure import command_line, cpu_name, table
 from tools.bench.sse import Load, load
 
 MODEL_LEN = 512
@@ -267,11 +267,7 @@ def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("serve", __doc__)
     add, names = parser.add_argument, ["ours", "transformers", "llama.cpp"]
     add("--only", nargs="+", choices=names, default=names)
     add("--clients", type=int, nargs="+", default=[1, 8, 32])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.decode import SHAPES, VOCAB
-from tools.bench.measure import machine, status, table
+from tools.bench.measure import command_line, machine, status, table
 
 ONE, LEAVES = (1, 1, 1, 1, 1), {"scan_layers": False}
 PARTS = ("imports", "loading", "engine", "first token")
@@ -139,11 +139,7 @@ def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.startup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("startup", __doc__)
     parser.add_argument("--layers", type=int, help="layers of the model; default: 30")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int)

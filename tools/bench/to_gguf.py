@@ -9,7 +9,6 @@ file's tokenizer has three special tokens, the bytes, and one piece for each rem
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import tempfile
@@ -19,6 +18,8 @@ from typing import Any
 import gguf
 import numpy as np
 from safetensors.numpy import load_file
+
+from tools.bench.measure import command_line
 
 DTYPES = {"f32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16}
 #: Formats that `llama-quantize` produces from a file in one of DTYPES.
@@ -120,11 +121,7 @@ def as_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> np.nda
 
 def main() -> None:
     """Parse the command line, and write the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.to_gguf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("to_gguf", __doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("path", type=Path)
     parser.add_argument("--dtype", choices=[*DTYPES, *QUANTIZED], default="bf16")

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import machine, status, table
+from tools.bench.measure import command_line, machine, status, table
 
 #: Fields of Llama by the name of a shape. The first is the quickstart's size, the second
 #: SmolLM2-135M's.
@@ -329,11 +329,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         method, name, shape, vocab, rows, length = sys.argv[2:]
         return work(method, name, fields_of(shape, int(vocab)), int(rows), int(length))
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("train", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="15m")
     parser.add_argument("--vocab", type=int, help="vocabulary size; default: the shape's")
     parser.add_argument("--rows", type=int, default=8)
