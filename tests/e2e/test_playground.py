@@ -222,7 +222,7 @@ def test_page_supports_tool_calls_and_results(open_tab) -> None:
         tab.until("document.querySelector('#tools-wrong').textContent.includes('not JSON')")
         tab.click("#group-tools button.text")
         tab.until("document.querySelector('#set-tools').value.includes('weather')")
-        ask(tab, "say only")
+        ask(tab, "reply only")
         tab.until("document.querySelector('.call b').innerText === 'weather'")
         assert "Zürich" in tab.js("document.querySelector('.call pre').innerText")
         tab.js("document.querySelector('.call textarea').focus()")

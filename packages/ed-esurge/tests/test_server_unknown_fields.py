@@ -12,9 +12,9 @@ from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.http.fields import (
     MAX_CHARACTERS,
     MAX_NAMED,
-    Body,
     History,
     IgnoredKeys,
+    RequestBody,
     validated,
 )
 from ed_esurge.server.launch import background
@@ -128,7 +128,7 @@ def _models(kind, known):
     todo = [field.annotation for field in kind.model_fields.values()]
     while todo:
         here = todo.pop()
-        if isinstance(here, type) and issubclass(here, Body):
+        if isinstance(here, type) and issubclass(here, RequestBody):
             _models(here, known)
         todo += getattr(here, "__args__", ())
     return known
@@ -143,7 +143,7 @@ def _all_models():
 
 @pytest.mark.parametrize("kind", _all_models(), ids=lambda kind: kind.__name__)
 def test_null_is_the_default_of_every_optional_field(kind):
-    assert issubclass(kind, Body)
+    assert issubclass(kind, RequestBody)
     for name, field in kind.model_fields.items():
         if field.is_required():
             continue
@@ -168,15 +168,8 @@ def test_null_fields_do_not_change_requests():
 def test_every_message_of_a_conversation_ignores_unknown_keys():
     history = {kind.__name__ for kind in _all_models() if issubclass(kind, History)}
     assert history == {
-        *("Message", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
+        *("ChatMessage", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
         *("AnthropicMessage", "TextBlock", "ToolUse", "ToolResult", "Thinking"),
-        *(
-            "Part",
-            "ImagePart",
-            "ImageURL",
-            "MessageItem",
-            "CallItem",
-            "ResultItem",
-            "ReasoningItem",
-        ),
+        *("ResponsePart", "ImagePart", "ImageURL"),
+        *("MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
     }

@@ -9,7 +9,7 @@ import pytest
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
-from ed_esurge.server.openai.embeddings import Reranked, Scores
+from ed_esurge.server.openai.embeddings import Reranked, ScoreList
 from ed_esurge.testing import ScriptedEngine
 
 
@@ -49,7 +49,7 @@ def test_rerank_is_served_at_every_path(http, path):
 )
 def test_score_is_served_at_every_path_with_every_field_name(http, path, left, right):
     answer = http.post(path, json={left: "ab", right: ["ab", "zz"]})
-    scores = Scores.model_validate(answer.json()).data
+    scores = ScoreList.model_validate(answer.json()).data
     assert scores[0].score == pytest.approx(1) and scores[1].score < 0.99
     error = http.post(path, json={left: "ab", right: [5]}).json()["error"]
     assert error["param"] == f"{right}[0]"

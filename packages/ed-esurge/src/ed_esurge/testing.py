@@ -316,7 +316,7 @@ TOOL_REPLIES = {
 
 
 class NamedReplies(ScriptedEngine):
-    """Answers with the entry of `TOOL_REPLIES` that the prompt names: `say call`.
+    """Answers with the entry of `TOOL_REPLIES` that the prompt names: `reply call`.
 
     Attributes:
         prompts: prompts of the requests, in order.
@@ -329,4 +329,4 @@ class NamedReplies(ScriptedEngine):
     def _answer(self, prompt: list[int], choice: int) -> str:
         text = self.tokenizer.decode(prompt)
         self.prompts.append(text)
-        return next(TOOL_REPLIES[name] for name in TOOL_REPLIES if f"say {name}" in text)
+        return next(TOOL_REPLIES[name] for name in TOOL_REPLIES if f"reply {name}" in text)

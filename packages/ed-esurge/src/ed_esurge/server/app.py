@@ -18,9 +18,9 @@ from ed_esurge.server import openapi
 from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
 from ed_esurge.server.generation.engine import ServedEngine
-from ed_esurge.server.generation.images import ImageReader
+from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.models import ModelServer, ServedModel, ServerState
-from ed_esurge.server.generation.prompts import Prompts
+from ed_esurge.server.generation.prompts import PromptEncoder
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
@@ -105,7 +105,7 @@ def create_app(
             "auto" = detect the format in the chat template.
         reasoning_parser: format of the model's thoughts; "auto" as above, "none" = thoughts remain
             in the content.
-        oai_like_processor: see `Prompts`.
+        oai_like_processor: see `PromptEncoder`.
         lora_directory: directory of the LoRA adapters that clients may load, if the engine has
             `max_loras`. None = clients cannot load adapters.
         batch_directory: directory of the files and results of batches, which persist after the end
@@ -149,7 +149,7 @@ def create_app(
             served = own[-1]
         prompts = _prompts(served, chat_template, oai_like_processor, allowed_media_domains)
         formats = ReplyFormats(
-            served.tokenizer,
+            prompts.tokenizer,
             prompts.template_text,
             enable_function_calling=enable_function_calling,
             tool_parser_name=tool_parser_name,
@@ -239,19 +239,19 @@ def _prompts(
     chat_template: str | None,
     oai_like_processor: bool,
     media_domains: Sequence[str],
-) -> Prompts:
+) -> PromptEncoder:
     if engine.tokenizer is None:
         raise ConfigError(
             "the server requires a tokenizer, and this engine has none: "
             "build the engine with eSurge(model, tokenizer=...)"
         )
     processor = getattr(engine, "processor", None)
-    images = ImageReader(
+    images = ChatImages(
         "pixel_values" in getattr(engine, "input_names", ()), processor, media_domains
     )
     if getattr(engine.tokenizer, "chat_template", None) is None:
         chat_template = chat_template or getattr(processor, "chat_template", None)
-    return Prompts(
+    return PromptEncoder(
         engine.tokenizer,
         images=images,
         config=engine.config,

@@ -20,9 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.server.http.scope import ASGIApp, Message, Receive, Scope, Send
 from ed_esurge.server.tracing import RequestSpan
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -90,10 +90,10 @@ class ServerMetrics:
             *("handler", "method"),
         )
 
-    def of(self, model_name: str, replica_stats: ReadStats) -> Metrics:
+    def of(self, model_name: str, replica_stats: ReadStats) -> ModelMetrics:
         """Return the metrics of one model."""
         self.engines[model_name] = replica_stats
-        return Metrics(self, model_name)
+        return ModelMetrics(self, model_name)
 
     def render(self) -> bytes:
         """Return the text for Prometheus."""
@@ -123,7 +123,7 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
 }
 
 
-class Metrics:
+class ModelMetrics:
     """The metrics of one model.
 
     Args:
@@ -157,7 +157,7 @@ class RequestTimer:
     __slots__ = ("_generated", "_last", "_metrics", "_open", "_prompt_tokens", "_span", "_start")
 
     def __init__(
-        self, metrics: Metrics, prompt_tokens: int, completions: int, span: RequestSpan | None
+        self, metrics: ModelMetrics, prompt_tokens: int, completions: int, span: RequestSpan | None
     ) -> None:
         self._span = span
         self._metrics = metrics

@@ -62,7 +62,7 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
     responses = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.refusals:
         shape = refused
-        if status == 503 and endpoint.gives is answers.State:
+        if status == 503 and endpoint.gives is answers.HealthState:
             shape = content
         responses[str(status)] = {"description": REFUSALS[status], "content": shape}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}

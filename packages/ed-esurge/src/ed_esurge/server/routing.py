@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from ed_esurge.server.generation.models import ModelServer, ServedModel
 from ed_esurge.server.http.auth import Access, owner_of
-from ed_esurge.server.http.fields import Body
+from ed_esurge.server.http.fields import RequestBody
 
 REFUSALS = {
     400: "The request is invalid; `param` names the field.",
@@ -53,7 +53,7 @@ class Endpoint:
     summary: str
     answer: Callable[..., Awaitable[Response]]
     gives: type[BaseModel] | str
-    takes: type[Body] | None = None
+    takes: type[RequestBody] | None = None
     streams: bool = False
     refusals: tuple[int, ...] = READING
     method: Literal["GET", "POST", "DELETE"] = "GET"
@@ -66,7 +66,7 @@ def post(
     path: str,
     summary: str,
     answer: Callable[[ServedModel, Any, Request], Awaitable[Response]],
-    takes: type[Body],
+    takes: type[RequestBody],
     gives: type[BaseModel] | str,
     *,
     streams: bool = False,

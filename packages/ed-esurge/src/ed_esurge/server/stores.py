@@ -26,7 +26,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.errors import APIError
 
-Fields = dict[str, Any]
+JsonFields = dict[str, Any]
 #: States of unfinished batches.
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 DAY = 86400
@@ -61,7 +61,7 @@ class BatchStore:
                 "process may write to"
             ) from error
 
-    def _load(self, kind: str) -> dict[str, Fields]:
+    def _load(self, kind: str) -> dict[str, JsonFields]:
         known = [json.loads(path.read_text("utf-8")) for path in self._paths(kind)]
         if kind == "files":  # after an interrupted upload, the content of a file can be missing
             known = [one for one in known if self.content(one["id"]).exists()]
@@ -116,7 +116,7 @@ class BatchStore:
         open_private(path, "w").close()
         return path
 
-    def add_file(self, name: str, purpose: str, part: Path, owner: str) -> Fields:
+    def add_file(self, name: str, purpose: str, part: Path, owner: str) -> JsonFields:
         """Store a file.
 
         Args:
@@ -125,7 +125,7 @@ class BatchStore:
         Raises:
             OSError: the directory cannot be written. `part` remains in place.
         """
-        fields: Fields = {
+        fields: JsonFields = {
             "id": f"file-{uuid.uuid4().hex}",
             "object": "file",
             "bytes": part.stat().st_size,
@@ -140,11 +140,11 @@ class BatchStore:
         self._files[fields["id"]] = fields
         return fields
 
-    def files(self, owner: str) -> list[Fields]:
+    def files(self, owner: str) -> list[JsonFields]:
         """Return the files of an owner, newest first."""
         return [one for one in reversed(self._files.values()) if one["owner"] == owner]
 
-    def file(self, name: str, owner: str, param: str | None = None) -> Fields:
+    def file(self, name: str, owner: str, param: str | None = None) -> JsonFields:
         """Return a file.
 
         Raises:
@@ -174,7 +174,7 @@ class BatchStore:
 
     def add_batch(
         self, file: str, endpoint: str, metadata: dict[str, str] | None, owner: str
-    ) -> Fields:
+    ) -> JsonFields:
         """Queue a batch.
 
         Raises:
@@ -193,7 +193,7 @@ class BatchStore:
             )
         now = int(time.time())
         times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at")
-        fields: Fields = {
+        fields: JsonFields = {
             "id": f"batch_{uuid.uuid4().hex}",
             "object": "batch",
             "endpoint": endpoint,
@@ -223,11 +223,11 @@ class BatchStore:
             del self._batches[name]
             (self._root / "batches" / f"{name}.json").unlink(missing_ok=True)
 
-    def batches(self, owner: str) -> list[Fields]:
+    def batches(self, owner: str) -> list[JsonFields]:
         """Return the batches of an owner, newest first."""
         return [one for one in reversed(self._batches.values()) if one["owner"] == owner]
 
-    def batch(self, name: str, owner: str) -> Fields:
+    def batch(self, name: str, owner: str) -> JsonFields:
         """Return a batch.
 
         Raises:
@@ -235,11 +235,11 @@ class BatchStore:
         """
         return self._mine(self._batches, name, owner, "batch", None)
 
-    def next(self) -> Fields | None:
+    def next(self) -> JsonFields | None:
         """Return the oldest unfinished batch."""
         return next((one for one in self._batches.values() if one["status"] in OPEN), None)
 
-    def change(self, batch: Fields, status: str | None = None, **fields: object) -> None:
+    def change(self, batch: JsonFields, status: str | None = None, **fields: object) -> None:
         """Change fields of a batch, and set the time of a new status. The file is written first.
 
         Raises:
@@ -250,17 +250,17 @@ class BatchStore:
         self._write("batches", {**batch, **fields})
         batch.update(fields)
 
-    def results(self, batch: Fields, ok: bool) -> Path:
+    def results(self, batch: JsonFields, ok: bool) -> Path:
         """Return the path of the answered lines (`ok`) or of the failed lines."""
         return self._root / "batches" / f"{batch['id']}.{'ok' if ok else 'failed'}"
 
-    def started(self, batch: Fields) -> Path:
+    def started(self, batch: JsonFields) -> Path:
         """Return the path of the marks of the lines in progress."""
         return self._root / "batches" / f"{batch['id']}.started"
 
     def _mine(
-        self, table: Mapping[str, Fields], name: str, owner: str, kind: str, param: str | None
-    ) -> Fields:
+        self, table: Mapping[str, JsonFields], name: str, owner: str, kind: str, param: str | None
+    ) -> JsonFields:
         known = table.get(name)
         if known is None or known["owner"] != owner:
             raise APIError(
@@ -304,7 +304,7 @@ def refused_when_full() -> Iterator[None]:
         ) from error
 
 
-def public(fields: Mapping[str, Any]) -> Fields:
+def public(fields: Mapping[str, Any]) -> JsonFields:
     """Return the public fields of a file or a batch."""
     return {name: value for name, value in fields.items() if name != "owner"}
 
@@ -313,7 +313,7 @@ MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A stored response.
 
     Attributes:
@@ -335,10 +335,10 @@ class _Shelf:
     """
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, Stored] = OrderedDict()
+        self.kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self.bytes = 0
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Add a response."""
         self.kept[stored.response["id"]] = stored
         self.bytes += stored.size
@@ -371,14 +371,14 @@ class ResponseStore:
         """
         size = len(json.dumps([response, messages]))
         own = self._shelves[owner]
-        own.put(Stored(response, messages, size))
+        own.put(StoredResponse(response, messages, size))
         self._bytes += size
         while len(own.kept) > self._most:
             self._bytes -= own.drop()
         while self._bytes > MAX_BYTES:
             self._bytes -= max(self._shelves.values(), key=lambda shelf: shelf.bytes).drop()
 
-    def get(self, name: str, owner: str, *, param: str | None = None) -> Stored:
+    def get(self, name: str, owner: str, *, param: str | None = None) -> StoredResponse:
         """Return a response.
 
         Raises:

@@ -11,10 +11,10 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from ed_infra.errors import ConfigError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
-from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
 
 _MISSING = (
     "traces require opentelemetry: pip install 'ed-esurge[otel]', or omit otlp_traces_endpoint"
@@ -23,7 +23,7 @@ _MISSING = (
 _parent: ContextVar[Any] = ContextVar("ed_esurge_trace_parent", default=None)
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """The part of an OpenTelemetry span that the server uses."""
 
     def set_attribute(self, key: str, value: Any) -> None: ...
@@ -113,7 +113,7 @@ class Tracing:
 class RequestSpan:
     """The span of one prompt."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: TraceSpan) -> None:
         self._span, self._reasons = span, {}
         self._generated = 0
         self._last: RequestOutput | None = None

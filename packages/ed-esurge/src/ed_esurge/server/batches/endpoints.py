@@ -9,18 +9,18 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field
 
 from ed_esurge.server.batches.uploads import receive
-from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ModelServer
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import Body, few
+from ed_esurge.server.http.fields import RequestBody, few
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint
-from ed_esurge.server.stores import OPEN, BatchStore, Fields, public, refused_when_full
+from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, public, refused_when_full
 
-Text = Annotated[str, Field(max_length=512)]
+_ShortText = Annotated[str, Field(max_length=512)]
 
 
-class BatchRequest(Body):
+class BatchRequest(RequestBody):
     """Body of `POST /v1/batches`."""
 
     input_file_id: str
@@ -33,10 +33,10 @@ class BatchRequest(Body):
         "/v1/rerank",
     ]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[Text, Text] | None, few(16)] = None
+    metadata: Annotated[dict[_ShortText, _ShortText] | None, few(16)] = None
 
 
-class StoredFile(Answer):
+class StoredFile(AnswerBody):
     """A file."""
 
     id: str
@@ -48,7 +48,7 @@ class StoredFile(Answer):
     status: str
 
 
-class FileList(Answer):
+class FileList(AnswerBody):
     """Answer of `GET /v1/files`, newest first."""
 
     object: Literal["list"]
@@ -56,7 +56,7 @@ class FileList(Answer):
     has_more: bool
 
 
-class FileDeleted(Answer):
+class FileDeleted(AnswerBody):
     """Answer of `DELETE /v1/files/{file_id}`."""
 
     id: str
@@ -64,7 +64,7 @@ class FileDeleted(Answer):
     deleted: bool
 
 
-class Counts(Answer):
+class Counts(AnswerBody):
     """Numbers of lines of a batch."""
 
     total: int
@@ -72,7 +72,7 @@ class Counts(Answer):
     failed: int
 
 
-class Batch(Answer):
+class BatchObject(AnswerBody):
     """A batch."""
 
     id: str
@@ -97,11 +97,11 @@ class Batch(Answer):
     metadata: dict[str, str] | None
 
 
-class BatchList(Answer):
+class BatchList(AnswerBody):
     """Answer of `GET /v1/batches`, newest first."""
 
     object: Literal["list"]
-    data: list[Batch]
+    data: list[BatchObject]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -176,7 +176,7 @@ async def delete(server: ModelServer, request: Request) -> JSONResponse:
     return JSONResponse({"id": name, "object": "file", "deleted": True})
 
 
-def _file(server: ModelServer, request: Request) -> Fields:
+def _file(server: ModelServer, request: Request) -> JsonFields:
     return _store(server).file(request.path_params["file_id"], owner_of(request.scope))
 
 
@@ -224,11 +224,11 @@ async def cancel(server: ModelServer, request: Request) -> JSONResponse:
     return JSONResponse(public(known))
 
 
-def _batch(server: ModelServer, request: Request) -> Fields:
+def _batch(server: ModelServer, request: Request) -> JsonFields:
     return _store(server).batch(request.path_params["batch_id"], owner_of(request.scope))
 
 
-def _page(all_of_them: list[Fields], request: Request) -> tuple[list[Fields], bool]:
+def _page(all_of_them: list[JsonFields], request: Request) -> tuple[list[JsonFields], bool]:
     """Return the page of a list for `after` and `limit`, and whether more pages follow."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:6]) <= 10_000):
@@ -269,7 +269,7 @@ ENDPOINTS = (
         "/v1/batches",
         "Answer the requests of a file, line by line.",
         create,
-        Batch,
+        BatchObject,
         BatchRequest,
         refusals=tuple(REFUSALS),
         method="POST",
@@ -280,14 +280,14 @@ ENDPOINTS = (
         "/v1/batches/{batch_id}",
         "Return the progress of a batch.",
         batch,
-        Batch,
+        BatchObject,
         refusals=(*READING, 404),
     ),
     Endpoint(
         "/v1/batches/{batch_id}/cancel",
         "Stop a batch. Lines in progress are answered.",
         cancel,
-        Batch,
+        BatchObject,
         refusals=(*READING, 404, 409),
         method="POST",
     ),

@@ -22,7 +22,7 @@ from ed_esurge.server.routing import Endpoint, dispatch
 logger = logging.getLogger(__name__)
 
 
-class Line(Options):
+class BatchLine(Options):
     """A line of a batch file."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=512)]
@@ -54,7 +54,7 @@ async def answer_line(
     """
     entry: dict[str, Any] = {"id": name, "custom_id": None, "response": None, "error": None}
     try:
-        line = await aside(lambda: Line.model_validate(_parsed(server, raw)), len(raw))
+        line = await aside(lambda: BatchLine.model_validate(_parsed(server, raw)), len(raw))
         entry["custom_id"] = line.custom_id
         _check(line, endpoints, seen)
     except ValidationError as error:
@@ -88,7 +88,7 @@ def interrupted_line(raw: bytes, name: str) -> dict[str, Any]:
 
 def _unanswered(raw: bytes, name: str, code: str, message: str) -> dict[str, Any]:
     try:
-        custom_id = Line.model_validate(parsed_json(raw)).custom_id
+        custom_id = BatchLine.model_validate(parsed_json(raw)).custom_id
     except ValueError:  # the line is invalid and has no id
         custom_id = None
     error = {"code": code, "message": message}
@@ -100,7 +100,7 @@ def succeeded(entry: dict[str, Any]) -> bool:
     return entry["response"] is not None and entry["response"]["status_code"] == 200
 
 
-def _check(line: Line, endpoints: Mapping[str, Endpoint], seen: set[str] | None) -> None:
+def _check(line: BatchLine, endpoints: Mapping[str, Endpoint], seen: set[str] | None) -> None:
     if line.url not in endpoints:
         raise APIError(
             f"the url {line.url!r:.100} is not supported here: use {', '.join(endpoints)}",

@@ -23,7 +23,7 @@ from ed_esurge.server.batches.lines import (
 )
 from ed_esurge.server.generation.models import ModelServer
 from ed_esurge.server.routing import Endpoint
-from ed_esurge.server.stores import OPEN, BatchStore, Fields, open_private
+from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, open_private
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _fail(store: BatchStore, batch: Fields, error: BaseException) -> None:
+def _fail(store: BatchStore, batch: JsonFields, error: BaseException) -> None:
     """End a batch with an error.
 
     If the file of the batch cannot be written, the next start of the server runs the batch again.
@@ -132,7 +132,7 @@ def _fail(store: BatchStore, batch: Fields, error: BaseException) -> None:
 class _BatchRun:
     """The answering of one batch."""
 
-    def __init__(self, worker: _Worker, batch: Fields) -> None:
+    def __init__(self, worker: _Worker, batch: JsonFields) -> None:
         self._server, self._store, self._batch = worker.server, worker.store, batch
         self._endpoints = {batch["endpoint"]: worker.endpoints[batch["endpoint"]]}
         self._ok, self._failed = self._store.results(batch, True), self._store.results(batch, False)
@@ -240,7 +240,7 @@ class _BatchRun:
 
     async def _answer(
         self, number: int, raw: bytes, seen: set[str], started: IO[bytes]
-    ) -> Fields | None:
+    ) -> JsonFields | None:
         """Return the answer to a line; None if the line cannot be answered at the moment.
 
         A mark of a dead process identifies a line that may have caused its death. Such a line
@@ -250,7 +250,7 @@ class _BatchRun:
         name = f"batch_req_{batch['id'].removeprefix('batch_')}_{number}"
         if number in self._interrupted:
             return interrupted_line(raw, name)
-        entry: Fields | None = None
+        entry: JsonFields | None = None
         try:
             if self._left <= 0:
                 raise TimeoutError

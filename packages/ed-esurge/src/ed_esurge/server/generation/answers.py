@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict
 Reason = Literal["stop", "length"]
 
 
-class Answer(BaseModel):
+class AnswerBody(BaseModel):
     """Base of all answers."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorBody(Answer):
+class ErrorBody(AnswerBody):
     """Message, type and code of an error, and the invalid field."""
 
     message: str
@@ -25,20 +25,20 @@ class ErrorBody(Answer):
     code: str | None
 
 
-class Error(Answer):
+class Error(AnswerBody):
     """OpenAI's error envelope."""
 
     error: ErrorBody
 
 
-class PromptDetails(Answer):
+class PromptDetails(AnswerBody):
     """Numbers of prompt tokens read from the prefix cache, and removed from a truncated prompt."""
 
     cached_tokens: int
     truncated_tokens: int | None = None
 
 
-class Usage(Answer):
+class Usage(AnswerBody):
     """Token counts."""
 
     prompt_tokens: int
@@ -50,7 +50,7 @@ class Usage(Answer):
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
-class CompletionScores(Answer):
+class CompletionScores(AnswerBody):
     """Log-probabilities of the completions endpoint, one entry for each token."""
 
     tokens: list[str]
@@ -59,7 +59,7 @@ class CompletionScores(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(AnswerBody):
     """One completion. The last three fields are present if requested."""
 
     index: int
@@ -71,7 +71,7 @@ class CompletionChoice(Answer):
     token_ids: list[int] | None = None
 
 
-class Completion(Answer):
+class Completion(AnswerBody):
     """Answer of `POST /v1/completions`."""
 
     id: str
@@ -82,7 +82,7 @@ class Completion(Answer):
     usage: Usage
 
 
-class TokenScore(Answer):
+class TokenScore(AnswerBody):
     """One token, its log-probability and its bytes."""
 
     token: str
@@ -96,21 +96,21 @@ class ChosenScore(TokenScore):
     top_logprobs: list[TokenScore]
 
 
-class ChatScores(Answer):
+class ChatScores(AnswerBody):
     """Log-probabilities of the chat endpoint."""
 
     content: list[ChosenScore]
     refusal: None
 
 
-class AnsweredFunction(Answer):
+class AnsweredFunction(AnswerBody):
     """A called function. `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
-class AnsweredCall(Answer):
+class AnsweredCall(AnswerBody):
     """A call of a tool."""
 
     id: str
@@ -118,7 +118,7 @@ class AnsweredCall(Answer):
     function: AnsweredFunction
 
 
-class AnsweredMessage(Answer):
+class AnsweredMessage(AnswerBody):
     """The assistant's message. `content` is null if there are only calls."""
 
     role: Literal["assistant"]
@@ -128,7 +128,7 @@ class AnsweredMessage(Answer):
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(AnswerBody):
     """One answer. `token_ids` is present if requested."""
 
     index: int
@@ -138,7 +138,7 @@ class ChatChoice(Answer):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerBody):
     """Answer of `POST /v1/chat/completions`. The last two fields are present if requested."""
 
     id: str
@@ -151,7 +151,7 @@ class ChatCompletion(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class ModelCard(Answer):
+class ModelCard(AnswerBody):
     """A model. The `parent` of a LoRA adapter is its base model."""
 
     id: str
@@ -163,14 +163,14 @@ class ModelCard(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(AnswerBody):
     """Answer of `GET /v1/models`."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokens(Answer):
+class TokenizedText(AnswerBody):
     """Answer of `POST /tokenize`."""
 
     count: int
@@ -179,13 +179,13 @@ class Tokens(Answer):
     token_strs: list[str] | None = None
 
 
-class Text(Answer):
+class DetokenizedText(AnswerBody):
     """Answer of `POST /detokenize`."""
 
     prompt: str
 
 
-class State(Answer):
+class HealthState(AnswerBody):
     """Answer of the health endpoints."""
 
     status: Literal["ok", "down", "draining", "sleeping"]
@@ -194,7 +194,7 @@ class State(Answer):
     """Impaired parts of the server, with the reason; absent if all parts work."""
 
 
-class Load(Answer):
+class Load(AnswerBody):
     """Answer of `GET /load`: the number of waiting and running requests."""
 
     server_load: int
@@ -209,13 +209,13 @@ class TokenizerInfo(BaseModel):
     chat_template: str | None = None
 
 
-class Sleeping(Answer):
+class Sleeping(AnswerBody):
     """Answer of `/sleep`, `/wake_up` and `/is_sleeping`."""
 
     is_sleeping: bool
 
 
-class Version(Answer):
+class Version(AnswerBody):
     """Answer of `GET /version`."""
 
     version: str

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.server.generation.requests import ImagePart, Message
+from ed_esurge.server.generation.requests import ChatMessage, ImagePart
 from ed_esurge.server.http.errors import APIError
 
 if TYPE_CHECKING:
@@ -40,17 +40,17 @@ class ImageTokenCounts(Protocol):
     num_image_patches: list[int]
 
 
-class TokenIds(Protocol):
+class TokenLookup(Protocol):
     """The part of a tokenizer that finds the placeholder token."""
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
 
 
-class Processor(Protocol):
+class ImageTextProcessor(Protocol):
     """The processor of a vision-language checkpoint (`transformers.AutoProcessor`)."""
 
     image_processor: Callable[..., Mapping[str, Sequence[np.ndarray]]]
-    tokenizer: TokenIds
+    tokenizer: TokenLookup
 
     def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> ImageTokenCounts: ...
 
@@ -63,7 +63,7 @@ class _Source:
     param: str
 
 
-class ImageReader:
+class ChatImages:
     """Reads the images of chat requests for one model.
 
     Args:
@@ -73,13 +73,16 @@ class ImageReader:
     """
 
     def __init__(
-        self, accepts_images: bool, processor: Processor | None, allowed_domains: Collection[str]
+        self,
+        accepts_images: bool,
+        processor: ImageTextProcessor | None,
+        allowed_domains: Collection[str],
     ) -> None:
         self._accepts, self._processor = accepts_images, processor
         self._domains = frozenset(name.lower() for name in allowed_domains)
         self._token = None if processor is None else _image_token(processor)
 
-    async def sources(self, messages: Sequence[Message]) -> list[_Source]:
+    async def sources(self, messages: Sequence[ChatMessage]) -> list[_Source]:
         """Return the encoded images of a conversation in order.
 
         Raises:
@@ -183,7 +186,7 @@ class ImageReader:
         return expanded, tuple(inputs)
 
 
-def _image_token(processor: Processor) -> int | None:
+def _image_token(processor: ImageTextProcessor) -> int | None:
     token = getattr(processor, "image_token_id", None)
     if token is None and isinstance(text := getattr(processor, "image_token", None), str):
         token = processor.tokenizer.convert_tokens_to_ids(text)
@@ -203,7 +206,9 @@ def _decoded(url: str, param: str) -> bytes:
         _refuse("the data: URL does not contain valid base64", param)
 
 
-def _processed(processor: Processor, source: _Source) -> tuple[Float[np.ndarray, "c h w"], int]:
+def _processed(
+    processor: ImageTextProcessor, source: _Source
+) -> tuple[Float[np.ndarray, "c h w"], int]:
     """Return the pixel values of an image, and the number of its features."""
     image = opened(source.data, source.param)
     try:

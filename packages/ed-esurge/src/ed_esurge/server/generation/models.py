@@ -27,7 +27,7 @@ from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
-from ed_esurge.server.generation.prompts import Prompts, invalid_token
+from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.http.auth import ApiKey
@@ -35,7 +35,7 @@ from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.server.http.fields import UnknownFieldsPolicy
 from ed_esurge.server.http.streaming import RequestLifetime
-from ed_esurge.server.metrics import Metrics, RequestTimer, ServerMetrics
+from ed_esurge.server.metrics import ModelMetrics, RequestTimer, ServerMetrics
 from ed_esurge.server.stores import BatchStore, ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
 
@@ -100,9 +100,9 @@ class ServedModel:
         self,
         engine: ServedEngine,
         names: Sequence[str],
-        prompts: Prompts,
+        prompts: PromptEncoder,
         formats: ReplyFormats,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         state: ServerState,
         adapter_directory: Path | None = None,
     ) -> None:

@@ -1,6 +1,7 @@
 """The path that every generation endpoint uses: request, prompts, engine, events, answer.
 
-`Generation` runs the prompts of a request on the engine. `ChatGeneration` adds what conversations
+`RunningGeneration` runs the prompts of a request on the engine. `ChatGeneration` adds what
+conversations
 need: the chat template, tools, and the parsing of replies. An endpoint converts its request to a
 `CompletionRequest` or `ChatRequest`, and writes the results in the format of its API.
 """
@@ -54,7 +55,7 @@ class PromptTask:
         return self.prompt.token_ids
 
 
-class Generation:
+class RunningGeneration:
     """The running prompts of one request.
 
     Args:
@@ -132,7 +133,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReplyPiece:
     """New output of one choice.
 
     Attributes:
@@ -148,7 +149,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Choice:
+class FinishedChoice:
     """A complete choice."""
 
     index: int
@@ -169,11 +170,11 @@ class ChatGeneration:
     """
 
     body: ChatRequest
-    generation: Generation
+    generation: RunningGeneration
     ending: str
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     blocks: Blocks = field(default_factory=Blocks)
-    last: Piece | None = None
+    last: ReplyPiece | None = None
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _called: set[int] = field(default_factory=set)
 
@@ -215,7 +216,7 @@ class ChatGeneration:
             **more,
         )
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
-        return cls(body, Generation(model, body, request, [task], kind), ending)
+        return cls(body, RunningGeneration(model, body, request, [task], kind), ending)
 
     @property
     def model(self) -> ServedModel:
@@ -230,14 +231,14 @@ class ChatGeneration:
         """Token ids of the prompt."""
         return self.generation.tasks[0].tokens
 
-    async def pieces(self) -> AsyncGenerator[list[Piece]]:
+    async def pieces(self) -> AsyncGenerator[list[ReplyPiece]]:
         """Yield the new pieces after each step of the engine. Closing it aborts the request."""
         make = self.model.formats.parsers(self.body, self.ending)
         async with aclosing(self.generation.outputs()) as items:
             async for _, delta in items:
                 yield self._read(delta, make)
 
-    def _read(self, delta: RequestOutput, make: Callable[[], Parser] | None) -> list[Piece]:
+    def _read(self, delta: RequestOutput, make: Callable[[], Parser] | None) -> list[ReplyPiece]:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         result = []
@@ -258,18 +259,18 @@ class ChatGeneration:
                 by_name = isinstance(self.body.tool_choice, NamedTool)
                 if reason == "stop" and out.index in self._called and not by_name:
                     reason = "tool_calls"
-            result.append(Piece(out.index, events, out, reason))
+            result.append(ReplyPiece(out.index, events, out, reason))
         return result
 
-    async def choices(self) -> list[Choice]:
+    async def choices(self) -> list[FinishedChoice]:
         """Return all choices when they are complete."""
-        known: dict[int, Choice] = {}
+        known: dict[int, FinishedChoice] = {}
         async with aclosing(self.pieces()) as items:
             async for pieces in items:
                 for piece in pieces:
                     choice = known.get(piece.index)
                     if choice is None:
-                        choice = Choice(piece.index, Reply(), piece.out, "")
+                        choice = FinishedChoice(piece.index, Reply(), piece.out, "")
                         known[piece.index] = choice
                     else:
                         choice.out.add(piece.out)
@@ -335,7 +336,9 @@ def answer_headers(request_id: str, truncated_tokens: int) -> dict[str, str]:
     return headers
 
 
-def openai_usage(generation: Generation, completion_tokens: int | None = None) -> dict[str, Any]:
+def openai_usage(
+    generation: RunningGeneration, completion_tokens: int | None = None
+) -> dict[str, Any]:
     """Return OpenAI's `usage` object.
 
     Args:

@@ -18,8 +18,8 @@ from ed_esurge.engine.intake import (
     check_token_ids,
 )
 from ed_esurge.server.generation.engine import ServedTokenizer
-from ed_esurge.server.generation.images import ImageReader
-from ed_esurge.server.generation.requests import ChatRequest, Message
+from ed_esurge.server.generation.images import ChatImages
+from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate, texts_in
@@ -42,7 +42,7 @@ class EncodedPrompt:
     encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
-class Prompts:
+class PromptEncoder:
     """Encodes prompts for one model.
 
     Args:
@@ -63,7 +63,7 @@ class Prompts:
         config: EngineConfig,
         max_model_len: int,
         vocab_size: int,
-        images: ImageReader,
+        images: ChatImages,
         chat_template: str | None = None,
         oai_like_processor: bool = True,
     ) -> None:
@@ -243,7 +243,7 @@ class Prompts:
 
     async def conversation(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -306,7 +306,9 @@ class Prompts:
                     f"the messages are not valid Unicode: {error.reason}", param="messages"
                 ) from error
             tokens = template.encode(text, marks)
-            return EncodedPrompt(*self.images.encode(tokens, sources) if sources else (tokens,))
+            if not sources:
+                return EncodedPrompt(tokens)
+            return EncodedPrompt(*self.images.encode(tokens, sources))
 
         weight = size + 100 * (len(messages) + len(tools))
         return await self._aside(work, LONG_TEXT if sources else weight)

@@ -22,13 +22,13 @@ from ed_esurge.server.generation.structured import (
     ToolChoice,
     Tools,
 )
-from ed_esurge.server.http.errors import Refusal
-from ed_esurge.server.http.fields import Body, History, TokenIds, few, parts_of, unsupported
+from ed_esurge.server.http.errors import InvalidField
+from ed_esurge.server.http.fields import History, RequestBody, TokenIds, few, parts_of, unsupported
 
 _DRAFTS = "send temperature, top_k, top_p and min_p"
 
 
-class OtherSamplers(Body):
+class OtherSamplers(RequestBody):
     """Sampling fields of vLLM, SGLang, llama.cpp and text-generation-inference."""
 
     use_beam_search: Annotated[None, unsupported("beam search; send n or best_of", False)] = None
@@ -64,7 +64,7 @@ class OtherSamplers(Body):
     repeat_penalty: Annotated[None, unsupported("send repetition_penalty", 1, 1.0)] = None
 
 
-class OtherTemplates(Body):
+class OtherTemplates(RequestBody):
     """Fields of vLLM's chat requests about the chat template."""
 
     chat_template: Annotated[
@@ -94,15 +94,15 @@ def as_prompts(value: object) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise Refusal("must be text, a list of texts, a list of token ids, or a list of those")
+        raise InvalidField("must be text, a list of texts, a list of token ids, or a list of those")
     if all(type(item) is int for item in value):
         return [value]
     if len(value) > MAX_PROMPTS:
-        raise Refusal(f"has {len(value)} items, and the limit of this server is {MAX_PROMPTS}")
+        raise InvalidField(f"has {len(value)} items, and the limit of this server is {MAX_PROMPTS}")
     for place, item in enumerate(value):
         tokens = isinstance(item, list) and item and all(type(token) is int for token in item)
         if not (isinstance(item, str) or tokens):
-            raise Refusal(f"item {place} is neither text nor a non-empty list of token ids")
+            raise InvalidField(f"item {place} is neither text nor a non-empty list of token ids")
     return value
 
 
@@ -111,7 +111,7 @@ def _stops(value: object) -> object:
         return []
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list) and any(stop == "" for stop in stops):
-        raise Refusal("an empty stop string would end every answer immediately")
+        raise InvalidField("an empty stop string would end every answer immediately")
     return stops
 
 
@@ -120,13 +120,13 @@ def _bias(value: object) -> object:
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASES:
-        raise Refusal(f"has {len(value)} items, and the limit of this server is {MAX_BIASES}")
+        raise InvalidField(f"has {len(value)} items, and the limit of this server is {MAX_BIASES}")
     result = {}
     for key, bias in value.items():
         if not (len(key) < 20 and _is_number(key)):
-            raise Refusal(f"{key!r} is not a token id; POST /tokenize returns token ids")
+            raise InvalidField(f"{key!r} is not a token id; POST /tokenize returns token ids")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise Refusal(f"{bias!r} for token {key} is not within [-100, 100]")
+            raise InvalidField(f"{bias!r} for token {key} is not within [-100, 100]")
         result[int(key)] = float(bias)
     return result or None
 
@@ -140,10 +140,10 @@ def _is_number(key: str) -> bool:
 
 
 Stops = Annotated[list[Word], BeforeValidator(_stops), few(MAX_STOPS)]
-Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
+_LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """Additional content of a stream.
 
     Attributes:
@@ -168,7 +168,7 @@ class GenerationRequest(Guided, OtherSamplers):
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Bias = None
+    logit_bias: _LogitBias = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -203,18 +203,20 @@ class GenerationRequest(Guided, OtherSamplers):
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise Refusal("requires stream: true", "stream_options")
+            raise InvalidField("requires stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise Refusal("are not available in streams: omit stream or them", "prompt_logprobs")
+            raise InvalidField(
+                "are not available in streams: omit stream or them", "prompt_logprobs"
+            )
         if self.truncate_prompt_tokens == 0:
-            raise Refusal(
+            raise InvalidField(
                 "0 would remove the entire prompt; -1 keeps as many tokens as fit",
                 "truncate_prompt_tokens",
             )
         if self.bad_words is not None and "" in self.bad_words:
-            raise Refusal("an empty string is part of every text: omit it", "bad_words")
+            raise InvalidField("an empty string is part of every text: omit it", "bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise Refusal("is empty: no token could be sampled", "allowed_token_ids")
+            raise InvalidField("is empty: no token could be sampled", "allowed_token_ids")
         return self
 
     @property
@@ -250,11 +252,11 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal("0 generates no token and requires echo: true", "max_tokens")
+            raise InvalidField("0 generates no token and requires echo: true", "max_tokens")
         if self.best_of is not None and self.best_of < self.n:
-            raise Refusal(f"{self.best_of} is below n ({self.n})", "best_of")
+            raise InvalidField(f"{self.best_of} is below n ({self.n})", "best_of")
         if self.stream and (self.best_of or self.n) > self.n:
-            raise Refusal(
+            raise InvalidField(
                 "a value above n selects completions at the end and cannot stream: omit one of "
                 "both",
                 "best_of",
@@ -301,7 +303,7 @@ ContentParts = Annotated[
 ]
 
 
-class Message(History):
+class ChatMessage(History):
     """One chat message. The message of an answer is a valid message as well."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -325,11 +327,11 @@ class Message(History):
         return {**data, "reasoning_content": thoughts} if isinstance(thoughts, str) else data
 
     @model_validator(mode="after")
-    def _consistent(self) -> Message:
+    def _consistent(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
-            raise Refusal("only messages of the assistant have calls", "tool_calls")
+            raise InvalidField("only messages of the assistant have calls", "tool_calls")
         if self.role == "tool" and self.tool_call_id is None:
-            raise Refusal("is missing: a result requires the id of its call", "tool_call_id")
+            raise InvalidField("is missing: a result requires the id of its call", "tool_call_id")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -360,7 +362,7 @@ class Message(History):
         return message
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True), few(MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), few(MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationRequest, OtherTemplates):
@@ -399,36 +401,36 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refusal("requires logprobs: true", "top_logprobs")
+            raise InvalidField("requires logprobs: true", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            raise Refusal(
+            raise InvalidField(
                 f"{both[0]} differs from max_completion_tokens {both[1]}: send one of both",
                 "max_tokens",
             )
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise Refusal("requires tools", "tool_choice")
+            raise InvalidField("requires tools", "tool_choice")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
-                raise Refusal(
+                raise InvalidField(
                     f"{self.tool_choice.function.name!r} is not among the tools: {names}",
                     "tool_choice",
                 )
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise Refusal("requires a last message of the assistant", "continue_final_message")
+            raise InvalidField("requires a last message of the assistant", "continue_final_message")
         if self.continue_final_message and self.add_generation_prompt:
-            raise Refusal("requires add_generation_prompt: false", "continue_final_message")
+            raise InvalidField("requires add_generation_prompt: false", "continue_final_message")
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """Body of `POST /tokenize`: either `prompt`, or the `messages` of a chat request."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[
-        Annotated[list[Message], Field(fail_fast=True)] | None, few(MAX_MESSAGES)
+        Annotated[list[ChatMessage], Field(fail_fast=True)] | None, few(MAX_MESSAGES)
     ] = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -437,11 +439,11 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise Refusal("send either `prompt` or `messages`", "prompt")
+            raise InvalidField("send either `prompt` or `messages`", "prompt")
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """Body of `POST /detokenize`."""
 
     model: str | None = None

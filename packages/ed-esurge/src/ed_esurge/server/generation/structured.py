@@ -15,20 +15,27 @@ from pydantic import BeforeValidator, Field, model_validator
 from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
 from ed_esurge.server.generation.engine import ServedEngine
-from ed_esurge.server.http.errors import APIError, Refusal
-from ed_esurge.server.http.fields import Body, History, Schema, SchemaOrText, few, unsupported
+from ed_esurge.server.http.errors import APIError, InvalidField
+from ed_esurge.server.http.fields import (
+    History,
+    JsonSchema,
+    RequestBody,
+    SchemaOrText,
+    few,
+    unsupported,
+)
 
 MAX_TOOLS, MAX_TOOL_CALLS = 128, 128
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class Function(Body):
+class FunctionDefinition(RequestBody):
     """A function with its name and its parameters."""
 
-    name: Name
+    name: ToolName
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: JsonSchema | None = None
     strict: bool | None = None
 
     @property
@@ -37,11 +44,11 @@ class Function(Body):
         return self.parameters or {"type": "object", "properties": {}}
 
 
-class Tool(Body):
+class Tool(RequestBody):
     """A tool. The only supported type is a function."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool for a chat template."""
@@ -53,13 +60,13 @@ class Tool(Body):
         return {"type": "function", "function": function}
 
 
-class FunctionName(Body):
+class FunctionName(RequestBody):
     """The name of a function."""
 
-    name: Name
+    name: ToolName
 
 
-class NamedTool(Body):
+class NamedTool(RequestBody):
     """The selected function."""
 
     type: Literal["function"]
@@ -92,7 +99,9 @@ class ToolCall(History):
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise Refusal(f"the arguments {self.function.arguments!r:.80} are not a JSON object")
+            raise InvalidField(
+                f"the arguments {self.function.arguments!r:.80} are not a JSON object"
+            )
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -107,7 +116,7 @@ def _distinct(value: object) -> object:
     ]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise Refusal(f"two functions have the name {twice!r}")
+        raise InvalidField(f"two functions have the name {twice!r}")
     return value
 
 
@@ -119,18 +128,18 @@ MAX_CALLS = 64
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
-class JSONSchema(Body):
+class JSONSchema(RequestBody):
     """The JSON schema of an answer. The answer follows the schema independent of `strict`."""
 
     ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
-    json_schema: Schema | None = None
+    json_schema: JsonSchema | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -139,7 +148,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _consistent(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise Refusal("requires the type json_schema, and vice versa", "json_schema")
+            raise InvalidField("requires the type json_schema, and vice versa", "json_schema")
         return self
 
     @property
@@ -151,21 +160,21 @@ class ResponseFormat(Body):
         return ANY_OBJECT if schema is None else json.dumps(schema)
 
 
-Text = Annotated[str, Field(max_length=2**16)]
-Choice = Annotated[
+_GrammarText = Annotated[str, Field(max_length=2**16)]
+_ChoiceTexts = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1), few(1024)
 ]
 
 
-class StructuredOutputsField(Body):
+class StructuredOutputsField(RequestBody):
     """vLLM's `structured_outputs`: exactly one of the first five fields."""
 
     ALIASES: ClassVar[dict[str, str]] = {"json": "json_schema"}
 
     json_schema: SchemaOrText | None = None
-    regex: Text | None = None
-    choice: Choice | None = None
-    grammar: Text | None = None
+    regex: _GrammarText | None = None
+    choice: _ChoiceTexts | None = None
+    grammar: _GrammarText | None = None
     json_object: bool | None = None
     structural_tag: Annotated[None, unsupported("structural_tag; send json, regex or grammar")] = (
         None
@@ -183,7 +192,7 @@ class StructuredOutputsField(Body):
         given = [*self.outputs()]
         if len(given) != 1:
             known = "json, regex, choice, grammar and json_object"
-            raise Refusal(f"requires exactly one of {known}, got {', '.join(given) or 'none'}")
+            raise InvalidField(f"requires exactly one of {known}, got {', '.join(given) or 'none'}")
         return self
 
     def outputs(self) -> dict[str, StructuredOutputs]:
@@ -202,14 +211,14 @@ class StructuredOutputsField(Body):
         return result
 
 
-class Guided(Body):
+class Guided(RequestBody):
     """vLLM's fields for structured output, including the deprecated names. At most one is set."""
 
     structured_outputs: StructuredOutputsField | None = None
     guided_json: SchemaOrText | None = None
-    guided_regex: Text | None = None
-    guided_choice: Choice | None = None
-    guided_grammar: Text | None = None
+    guided_regex: _GrammarText | None = None
+    guided_choice: _ChoiceTexts | None = None
+    guided_grammar: _GrammarText | None = None
 
     def outputs(self) -> dict[str, StructuredOutputs]:
         """Return the structured outputs by the names of their fields."""

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
 
 RESERVATION = "ed_esurge.reservation"
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from ed_infra.errors import ConfigError
 from ed_infra.options import Count, Options
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
 
 #: Keys of the ASGI scope: the digest of the request's key, and "anyone", "key" or "admin". The
 #: scope of a server without keys has neither.

@@ -39,7 +39,7 @@ async def aside(work: Callable[[], T], size: int) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
 
-OptionsT = TypeVar("OptionsT", bound=Options)
+_OptionsT = TypeVar("_OptionsT", bound=Options)
 
 #: Maximum number of keys, lists and objects of a body, and of its values.
 MAX_KEYS, MAX_ITEMS = 2**17, 2**20
@@ -48,8 +48,11 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 async def read(
-    request: Request, kind: type[OptionsT], limits: ServerLimits, ignored: IgnoredKeys | None = None
-) -> OptionsT:
+    request: Request,
+    kind: type[_OptionsT],
+    limits: ServerLimits,
+    ignored: IgnoredKeys | None = None,
+) -> _OptionsT:
     """Return the body of a request as a request model.
 
     Args:

@@ -7,10 +7,11 @@ import logging
 import resource
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.http.scope import WRITER, ASGIApp, Receive, Scope, Send
+from ed_esurge.server.http.streaming import WRITER
 
 logger = logging.getLogger(__name__)
 

@@ -17,19 +17,20 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from ed_esurge.server.http.scope import Receive, Scope, Send
-
-Part = str | int
+_LocationPart = str | int
 # Other names of fields in the body: the aliases of the request models.
-_SPELLED: dict[Part, tuple[str, ...]] = {
+_SPELLED: dict[_LocationPart, tuple[str, ...]] = {
     "json_schema": ("json_schema", "schema", "json"),
     "text_1": ("text_1", "queries", "data_1"),
     "text_2": ("text_2", "documents", "items", "data_2"),
 }
 
 
-def in_body(location: Sequence[Part], body: object, *, missing: bool = False) -> list[Part]:
+def in_body(
+    location: Sequence[_LocationPart], body: object, *, missing: bool = False
+) -> list[_LocationPart]:
     """Return the parts of a location that are fields and positions of a body.
 
     A location of pydantic also contains members of unions, tags and validators.
@@ -43,7 +44,9 @@ def in_body(location: Sequence[Part], body: object, *, missing: bool = False) ->
     return known
 
 
-def _matched(location: tuple[Part, ...], here: object, missing: bool) -> tuple[list[Part], bool]:
+def _matched(
+    location: tuple[_LocationPart, ...], here: object, missing: bool
+) -> tuple[list[_LocationPart], bool]:
     """Return the longest list of parts that is a path of the body, and whether it has the last
     part."""
     if not location:
@@ -66,7 +69,7 @@ def _matched(location: tuple[Part, ...], here: object, missing: bool) -> tuple[l
     return max(taken, skipped, key=lambda found: (len(found[0]), found[1]))
 
 
-def spelled(parts: Sequence[Part]) -> str:
+def spelled(parts: Sequence[_LocationPart]) -> str:
     """Write parts as a path: `messages[0].role`."""
     path = ""
     for part in parts:
@@ -199,7 +202,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-class Refusal(ValueError):
+class InvalidField(ValueError):
     """An invalid value of a request model.
 
     Args:
@@ -249,7 +252,7 @@ def from_validation(errors: Sequence[Any], body: object = None) -> APIError:
             return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
         path = _path(error, body)
         refusal = error.get("ctx", {}).get("error")
-        if isinstance(refusal, Refusal) and refusal.field is not None:
+        if isinstance(refusal, InvalidField) and refusal.field is not None:
             path = joined(path, refusal.field)
         if path is None and error["type"] in ("model_attributes_type", "model_type"):
             return APIError(
@@ -261,7 +264,7 @@ def from_validation(errors: Sequence[Any], body: object = None) -> APIError:
             code = "unknown_parameter" if error["type"] == "unknown_key" else "invalid_value"
             if error["type"] == "missing":
                 code = "missing_required_parameter"
-            if isinstance(refusal, Refusal) and refusal.code is not None:
+            if isinstance(refusal, InvalidField) and refusal.code is not None:
                 code = refusal.code
         message = _message(error)
         given = error.get("input")

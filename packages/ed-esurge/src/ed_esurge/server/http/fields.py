@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from ed_esurge.config import UnknownFields
-from ed_esurge.server.http.errors import Refusal, from_validation
+from ed_esurge.server.http.errors import InvalidField, from_validation
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class UnknownFieldsPolicy:
 MAX_SCHEMA_DEPTH, MAX_SCHEMA_ITEMS, MAX_SCHEMA_CHARACTERS = 32, 4096, 2**17
 
 
-class Body(Options):
+class RequestBody(Options):
     """Base of all request models.
 
     `null` is the default of an optional field. An unknown key is an error, unless the context of
@@ -135,7 +135,7 @@ class Body(Options):
         return result
 
 
-class History(Body):
+class History(RequestBody):
     """Base of the models of a conversation: messages, their parts, calls, items.
 
     Clients append complete answers to the conversation, with additional keys of the client or of
@@ -145,10 +145,10 @@ class History(Body):
     HISTORY = True
 
 
-BodyT = TypeVar("BodyT", bound=Options)
+_BodyT = TypeVar("_BodyT", bound=Options)
 
 
-def validated(kind: type[BodyT], body: object, ignored: IgnoredKeys | None = None) -> BodyT:
+def validated(kind: type[_BodyT], body: object, ignored: IgnoredKeys | None = None) -> _BodyT:
     """Return a parsed body as a request model.
 
     Args:
@@ -168,7 +168,7 @@ def few(count: int) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > count:
-            raise Refusal(f"has {len(value)} items, and the limit of this server is {count}")
+            raise InvalidField(f"has {len(value)} items, and the limit of this server is {count}")
         return value
 
     return BeforeValidator(check)
@@ -188,7 +188,7 @@ def unsupported(why: str, *harmless: object, code: str | None = None) -> PlainVa
     def check(value: object) -> object:
         if value is None or value in harmless:
             return None
-        raise Refusal(f"not supported by this server: {why}", code=code)
+        raise InvalidField(f"not supported by this server: {why}", code=code)
 
     return PlainValidator(check)
 
@@ -201,7 +201,7 @@ def parts_of(*kinds: str) -> BeforeValidator:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in kinds:
                 field = kind[:64] if kind in part else "type"
-                raise Refusal(
+                raise InvalidField(
                     f"a part of type {kind!r:.64} is not supported: send text only",
                     f"[{place}].{field}",
                 )
@@ -221,9 +221,11 @@ def _schema(value: object) -> object:
         items += 1
         characters += len(here) if isinstance(here, str) else 0
         if depth > MAX_SCHEMA_DEPTH:
-            raise Refusal(f"is deeper than {MAX_SCHEMA_DEPTH} levels, the limit of this server")
+            raise InvalidField(
+                f"is deeper than {MAX_SCHEMA_DEPTH} levels, the limit of this server"
+            )
         if items > MAX_SCHEMA_ITEMS or characters > MAX_SCHEMA_CHARACTERS:
-            raise Refusal(
+            raise InvalidField(
                 f"is larger than the limit of this server: {MAX_SCHEMA_ITEMS} items, "
                 f"{MAX_SCHEMA_CHARACTERS} characters"
             )
@@ -235,7 +237,7 @@ def _schema(value: object) -> object:
     return value
 
 
-Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
+JsonSchema = Annotated[dict[str, Any], BeforeValidator(_schema)]
 
 
 def _parsed(value: object) -> object:
@@ -243,12 +245,14 @@ def _parsed(value: object) -> object:
     if not isinstance(value, str):
         return value
     if len(value) > MAX_SCHEMA_CHARACTERS:
-        raise Refusal(f"is longer than {MAX_SCHEMA_CHARACTERS} characters, the limit of a schema")
+        raise InvalidField(
+            f"is longer than {MAX_SCHEMA_CHARACTERS} characters, the limit of a schema"
+        )
     try:
         return from_json(value, allow_inf_nan=False)
     except ValueError as error:
-        raise Refusal(f"is not a JSON schema: {error}") from None
+        raise InvalidField(f"is not a JSON schema: {error}") from None
 
 
-#: A schema, or its JSON text; the limits of `Schema` hold for both.
+#: A schema, or its JSON text; the limits of `JsonSchema` hold for both.
 SchemaOrText = Annotated[dict[str, Any], BeforeValidator(_schema), BeforeValidator(_parsed)]

@@ -15,14 +15,17 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from ed_esurge.server.http.errors import APIError, client_gone
-from ed_esurge.server.http.scope import WRITER, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: Key of the scope for a function that writes a part of a stream to the connection. `send` would
+#: pass every token through all middleware and the protocol's state machine.
+WRITER = "ed_esurge.write_chunk"
 DONE = "data: [DONE]\n\n"
 # Seconds to send the last event of a stream.
 LAST_EVENT_SECONDS = 5.0

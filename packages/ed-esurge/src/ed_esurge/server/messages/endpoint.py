@@ -11,9 +11,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
-from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.generation.pipeline import ChatGeneration, Piece, truncation
+from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, truncation
 from ed_esurge.server.http.body import aside, size_of
 from ed_esurge.server.http.errors import APIError, renamed
 from ed_esurge.server.http.streaming import named_event
@@ -21,7 +21,7 @@ from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesReque
 from ed_esurge.server.routing import post
 
 
-class AnsweredBlock(Answer):
+class AnsweredBlock(AnswerBody):
     """A block: `text`, `thinking` with `signature`, or `tool_use` with `id`, `name`, `input`."""
 
     type: Literal["text", "thinking", "tool_use"]
@@ -33,7 +33,7 @@ class AnsweredBlock(Answer):
     input: dict[str, Any] | None = None
 
 
-class MessagesUsage(Answer):
+class MessagesUsage(AnswerBody):
     """Token counts. `input_tokens` excludes the tokens read from the prefix cache."""
 
     input_tokens: int
@@ -44,7 +44,7 @@ class MessagesUsage(Answer):
     """Number of tokens removed from the prompt (extension)."""
 
 
-class AnthropicAnswer(Answer):
+class AnthropicAnswer(AnswerBody):
     """Answer of `POST /v1/messages`."""
 
     id: str
@@ -57,7 +57,7 @@ class AnthropicAnswer(Answer):
     usage: MessagesUsage
 
 
-class AnthropicErrorBody(Answer):
+class AnthropicErrorBody(AnswerBody):
     """Type and message of an error. `details` contains the error code of this server."""
 
     type: str
@@ -65,7 +65,7 @@ class AnthropicErrorBody(Answer):
     details: dict[str, str] | None = None
 
 
-class AnthropicError(Answer):
+class AnthropicError(AnswerBody):
     """Anthropic's error envelope."""
 
     type: Literal["error"]
@@ -73,7 +73,7 @@ class AnthropicError(Answer):
     request_id: str
 
 
-class TokenCount(Answer):
+class InputTokenCount(AnswerBody):
     """Answer of `POST /v1/messages/count_tokens`."""
 
     input_tokens: int
@@ -120,7 +120,7 @@ def _head(turn: ChatGeneration) -> dict[str, Any]:
     return {"id": turn.request_id, "type": "message", "role": "assistant", "model": name}
 
 
-def _stop(last: Piece | None) -> dict[str, Any]:
+def _stop(last: ReplyPiece | None) -> dict[str, Any]:
     """Return the fields that report why a reply ended; null before its end."""
     found = last.out.stop_reason if last is not None and last.finish == "stop" else None
     if isinstance(found, str):
@@ -208,6 +208,6 @@ ENDPOINTS = (
         "Count the prompt tokens of such a conversation.",
         count_tokens,
         CountRequest,
-        TokenCount,
+        InputTokenCount,
     ),
 )

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.generation.structured import MAX_TOOLS, Name
-from ed_esurge.server.http.errors import Refusal
+from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
+from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import (
-    Body,
     History,
-    Schema,
+    JsonSchema,
+    RequestBody,
     few,
     parts_of,
     unsupported,
@@ -29,13 +29,13 @@ NAMES = {
 }
 
 
-class Block(History):
+class ContentBlock(History):
     """Base of the blocks. `cache_control` has no effect."""
 
     cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(Block):
+class TextBlock(ContentBlock):
     """Text."""
 
     type: Literal["text"]
@@ -46,7 +46,7 @@ class TextBlock(Block):
 TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-class ToolUse(Block):
+class ToolUse(ContentBlock):
     """A call in a message of the assistant."""
 
     type: Literal["tool_use"]
@@ -56,7 +56,7 @@ class ToolUse(Block):
     caller: dict[str, Any] | None = None
 
 
-class ToolResult(Block):
+class ToolResult(ContentBlock):
     """The result of a call in a message of the user."""
 
     type: Literal["tool_result"]
@@ -65,7 +65,7 @@ class ToolResult(Block):
     is_error: bool | None = None
 
 
-class Thinking(Block):
+class Thinking(ContentBlock):
     """Thoughts of the assistant in the conversation."""
 
     type: Literal["thinking"]
@@ -74,7 +74,7 @@ class Thinking(Block):
 
 
 AnyBlock = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
-Blocks = Annotated[
+ContentBlocks = Annotated[
     str | Annotated[list[AnyBlock], Field(fail_fast=True)],
     parts_of("text", "tool_use", "tool_result", "thinking"),
     few(MAX_PARTS),
@@ -85,7 +85,7 @@ class AnthropicMessage(History):
     """One message."""
 
     role: Literal["user", "assistant"]
-    content: Blocks
+    content: ContentBlocks
 
     def for_chat(self) -> list[dict[str, Any]]:
         """Return the chat messages. Each result of a call is a separate message."""
@@ -123,13 +123,13 @@ class AnthropicMessage(History):
         return results if alone else [*results, message]
 
 
-class AnthropicTool(Body):
+class AnthropicTool(RequestBody):
     """A function for the model."""
 
     type: Literal["custom"] | None = None
-    name: Name
+    name: ToolName
     description: str | None = None
-    input_schema: Schema
+    input_schema: JsonSchema
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
@@ -145,15 +145,15 @@ class AnthropicTool(Body):
         return {"type": "function", "function": function}
 
 
-class AnthropicChoice(Body):
+class AnthropicChoice(RequestBody):
     """Whether the model must call a function, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None
+    name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thoughts(Body):
+class Thoughts(RequestBody):
     """Whether to think: the variable `enable_thinking` of the chat template.
 
     The budget is only a target. The number of tokens is limited by `max_tokens`.
@@ -166,27 +166,27 @@ class Thoughts(Body):
     @model_validator(mode="after")
     def _consistent(self) -> Thoughts:
         if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise Refusal("requires the type enabled, and vice versa", "budget_tokens")
+            raise InvalidField("requires the type enabled, and vice versa", "budget_tokens")
         return self
 
 
-class OutputFormat(Body):
+class OutputFormat(RequestBody):
     """The format of an answer."""
 
     type: Literal["json_schema"]
-    json_schema: Schema
+    json_schema: JsonSchema
 
     ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
 
 
-class OutputConfig(Body):
+class OutputConfig(RequestBody):
     """The amount of thinking, and the format of the answer."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
-class CountRequest(Body):
+class CountRequest(RequestBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str
@@ -225,7 +225,9 @@ class CountRequest(Body):
     def _one_format(self) -> CountRequest:
         config = self.output_config
         if self.output_format is not None and config is not None and config.format is not None:
-            raise Refusal("contradicts output_config.format: send one of both", "output_format")
+            raise InvalidField(
+                "contradicts output_config.format: send one of both", "output_format"
+            )
         return self
 
     def for_chat(self) -> dict[str, Any]:
@@ -292,7 +294,7 @@ class MessagesRequest(CountRequest):
     def _budget(self) -> MessagesRequest:
         budget = self.thinking.budget_tokens if self.thinking is not None else None
         if budget is not None and budget >= self.max_tokens:
-            raise Refusal(
+            raise InvalidField(
                 f"{budget} must be below max_tokens, which is {self.max_tokens}",
                 "thinking.budget_tokens",
             )

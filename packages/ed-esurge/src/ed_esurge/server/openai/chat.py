@@ -22,7 +22,7 @@ from ed_esurge.replies.events import (
 from ed_esurge.server.generation.answers import ChatCompletion
 from ed_esurge.server.generation.logprobs import chat_logprobs, prompt_logprobs
 from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.generation.pipeline import ChatGeneration, Choice, openai_usage
+from ed_esurge.server.generation.pipeline import ChatGeneration, FinishedChoice, openai_usage
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.http.streaming import encode
 from ed_esurge.server.openai.chunks import Chunks
@@ -61,7 +61,7 @@ async def _whole(turn: ChatGeneration) -> dict[str, Any]:
     return completion
 
 
-def _choice(model: ServedModel, body: ChatRequest, choice: Choice) -> dict[str, Any]:
+def _choice(model: ServedModel, body: ChatRequest, choice: FinishedChoice) -> dict[str, Any]:
     reply, out = choice.reply, choice.out
     calls = [_call(call) for call in reply.calls.values()]
     message: dict[str, Any] = {

@@ -16,8 +16,8 @@ from ed_esurge.server.generation.answers import Completion
 from ed_esurge.server.generation.logprobs import CompletionLogprobs, join, prompt_logprobs
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import (
-    Generation,
     PromptTask,
+    RunningGeneration,
     finish_reason,
     openai_usage,
 )
@@ -39,7 +39,7 @@ async def complete(model: ServedModel, body: CompletionRequest, request: Request
     """
     model.check_generations(len(body.prompt) * (body.best_of or body.n))
     tasks = await _tasks(model, body)
-    generation = Generation(model, body, request, tasks, "cmpl", numbered=True)
+    generation = RunningGeneration(model, body, request, tasks, "cmpl", numbered=True)
     completions = _Completions(body, generation)
     return await generation.answer(body.stream, completions.events, completions.whole)
 
@@ -92,7 +92,7 @@ class _Completions:
     A request with `max_tokens: 0` scores its prompts: the sampled token is not part of the answer.
     """
 
-    def __init__(self, body: CompletionRequest, generation: Generation) -> None:
+    def __init__(self, body: CompletionRequest, generation: RunningGeneration) -> None:
         self.body, self.generation = body, generation
         self._scores_only = body.max_tokens == 0
 

@@ -14,18 +14,18 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams
-from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers, truncation
 from ed_esurge.server.generation.requests import MAX_PROMPTS, as_prompts
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import Body, few
+from ed_esurge.server.http.fields import RequestBody, few
 from ed_esurge.server.routing import post
 
-Pooling = Literal["last", "mean"]
+_PoolingName = Literal["last", "mean"]
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(RequestBody):
     """Body of `POST /v1/embeddings`. `input` is converted to a list."""
 
     input: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
@@ -36,13 +36,13 @@ class EmbeddingRequest(Body):
     user: str | None = None
 
     # Extensions.
-    pooling: Pooling = "last"
+    pooling: _PoolingName = "last"
     normalize: bool = True
     add_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
-class EmbeddingUsage(Answer):
+class EmbeddingUsage(AnswerBody):
     """Token counts."""
 
     prompt_tokens: int
@@ -51,7 +51,7 @@ class EmbeddingUsage(Answer):
     """Number of tokens removed from the texts; absent if 0."""
 
 
-class Embedding(Answer):
+class Embedding(AnswerBody):
     """A vector as numbers, or as base64 of its little-endian float32 bytes."""
 
     object: Literal["embedding"]
@@ -59,7 +59,7 @@ class Embedding(Answer):
     embedding: list[float] | str
 
 
-class Embeddings(Answer):
+class Embeddings(AnswerBody):
     """Answer of `POST /v1/embeddings`."""
 
     object: Literal["list"]
@@ -137,7 +137,7 @@ def _listed(value: object) -> object:
 Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)]
 
 
-class ScoreRequest(Body):
+class ScoreRequest(RequestBody):
     """Body of `POST /v1/score` in vLLM's format: pairs of texts, or one text and several texts."""
 
     ALIASES: ClassVar[dict[str, str]] = {
@@ -149,11 +149,11 @@ class ScoreRequest(Body):
     text_2: Texts
     model: str | None = None
     user: str | None = None
-    pooling: Pooling = "last"
+    pooling: _PoolingName = "last"
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
-class RerankRequest(Body):
+class RerankRequest(RequestBody):
     """Body of `POST /v1/rerank` in the format of Jina and Cohere."""
 
     query: str
@@ -163,11 +163,11 @@ class RerankRequest(Body):
     top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     """Number of documents to return, best first; 0 or null = all."""
     return_documents: bool = True
-    pooling: Pooling = "last"
+    pooling: _PoolingName = "last"
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
-class Score(Answer):
+class Score(AnswerBody):
     """The cosine of the vectors of two texts."""
 
     index: int
@@ -175,7 +175,7 @@ class Score(Answer):
     score: float
 
 
-class Scores(Answer):
+class ScoreList(AnswerBody):
     """Answer of `POST /v1/score`."""
 
     id: str
@@ -186,21 +186,21 @@ class Scores(Answer):
     usage: EmbeddingUsage
 
 
-class Document(Answer):
+class RankedDocument(AnswerBody):
     """A document of the request."""
 
     text: str
 
 
-class Ranked(Answer):
+class Ranked(AnswerBody):
     """A document with its index in the request and its score."""
 
     index: int
     relevance_score: float
-    document: Document | None = None
+    document: RankedDocument | None = None
 
 
-class Reranked(Answer):
+class Reranked(AnswerBody):
     """Answer of `POST /v1/rerank`, best first."""
 
     id: str
@@ -268,7 +268,7 @@ class _Pairs:
     model: ServedModel
     prompts: list[CheckedPrompt]
     truncated: int
-    pooling: Pooling
+    pooling: _PoolingName
 
     @classmethod
     async def of(
@@ -307,7 +307,7 @@ ENDPOINTS = (
             "Score the similarity of texts.",
             score,
             ScoreRequest,
-            Scores,
+            ScoreList,
             batched=path == "/v1/score",
         )
         for path in ("/v1/score", "/score")

@@ -10,7 +10,13 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from tokenizers import AddedToken
 
-from ed_esurge.server.generation.answers import ModelCard, ModelList, Text, TokenizerInfo, Tokens
+from ed_esurge.server.generation.answers import (
+    DetokenizedText,
+    ModelCard,
+    ModelList,
+    TokenizedText,
+    TokenizerInfo,
+)
 from ed_esurge.server.generation.models import ModelServer, ServedModel
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.http.auth import owner_of
@@ -111,8 +117,16 @@ ENDPOINTS = (
         ModelCard,
         refusals=(*READING, 404),
     ),
-    post("/tokenize", "Convert text or messages to token ids.", tokenize, TokenizeRequest, Tokens),
-    post("/detokenize", "Convert token ids to text.", detokenize, DetokenizeRequest, Text),
+    post(
+        "/tokenize",
+        "Convert text or messages to token ids.",
+        tokenize,
+        TokenizeRequest,
+        TokenizedText,
+    ),
+    post(
+        "/detokenize", "Convert token ids to text.", detokenize, DetokenizeRequest, DetokenizedText
+    ),
     Endpoint(
         "/tokenizer_info",
         "Return the configuration of the tokenizer.",

@@ -18,7 +18,7 @@ from ed_esurge.server.generation.answers import Sleeping
 from ed_esurge.server.generation.models import ModelServer, ServedModel
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError, engine_unavailable
-from ed_esurge.server.http.fields import Body
+from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.routing import READING, Endpoint, post
 
 LEVELS = {"1": 1, "2": 2}
@@ -117,13 +117,13 @@ def _state(models: Sequence[ServedModel]) -> JSONResponse:
     return JSONResponse({"is_sleeping": all(model.engine.is_sleeping for model in models)})
 
 
-Name = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]{1,256}$")]
+_AdapterName = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]{1,256}$")]
 
 
-class LoadAdapterRequest(Body):
+class LoadAdapterRequest(RequestBody):
     """Body of `POST /v1/load_lora_adapter`."""
 
-    lora_name: Name
+    lora_name: _AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
     """Whether to replace a loaded adapter with the same name."""
@@ -133,10 +133,10 @@ class LoadAdapterRequest(Body):
     """Name or SHA-256 of the API keys that may use the adapter; null = every key (extension)."""
 
 
-class UnloadAdapterRequest(Body):
+class UnloadAdapterRequest(RequestBody):
     """Body of `POST /v1/unload_lora_adapter`."""
 
-    lora_name: Name
+    lora_name: _AdapterName
     lora_int_id: int | None = None
     """vLLM's number of the adapter; ignored."""
     model: str | None = None

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.server.generation.answers import Load, State, Version
+from ed_esurge.server.generation.answers import HealthState, Load, Version
 from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import Endpoint
@@ -112,7 +112,7 @@ ENDPOINTS = (
             path,
             "Return whether the server accepts requests.",
             ready,
-            State,
+            HealthState,
             refusals=OPEN,
             access="open",
         )
@@ -122,7 +122,7 @@ ENDPOINTS = (
         "/health/live",
         "Return whether the engine runs. If not, restart the server.",
         live,
-        State,
+        HealthState,
         refusals=OPEN,
         access="open",
     ),
@@ -130,7 +130,7 @@ ENDPOINTS = (
         "/health/decode",
         "Return whether the model generates a token.",
         decode,
-        State,
+        HealthState,
         refusals=OPEN,
         access="open",
     ),

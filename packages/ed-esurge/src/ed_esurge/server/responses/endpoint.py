@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
-from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ModelServer, ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
 from ed_esurge.server.http.auth import owner_of
@@ -24,7 +24,7 @@ from ed_esurge.server.responses.request import NAMES, NamedFunction, ResponseReq
 from ed_esurge.server.routing import READING, Endpoint, post
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(AnswerBody):
     """Answer of `POST /v1/responses`."""
 
     id: str
@@ -54,7 +54,7 @@ class ResponseAnswer(Answer):
     user: str | None
 
 
-class Deleted(Answer):
+class Deleted(AnswerBody):
     """Answer of `DELETE /v1/responses/{response_id}`."""
 
     id: str

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.generation.structured import MAX_TOOLS, Name
-from ed_esurge.server.http.errors import Refusal
+from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
+from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import (
-    Body,
     History,
-    Schema,
+    JsonSchema,
+    RequestBody,
     few,
     parts_of,
     unsupported,
@@ -32,7 +32,7 @@ NAMES = {
 PartType = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
 
 
-class Part(History):
+class ResponsePart(History):
     """A text part of a message or of thoughts."""
 
     type: PartType
@@ -42,9 +42,11 @@ class Part(History):
     logprobs: list[Any] | None = None
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)]
+ResponseParts = Annotated[
+    list[ResponsePart], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)
+]
 TextOrParts = Annotated[
-    str | Annotated[list[Part], Field(fail_fast=True)],
+    str | Annotated[list[ResponsePart], Field(fail_fast=True)],
     parts_of(*get_args(PartType)),
     few(MAX_PARTS),
 ]
@@ -87,8 +89,8 @@ class ReasoningItem(History):
 
     type: Literal["reasoning"]
     id: Id | None = None
-    summary: Parts = Field(default_factory=list)
-    content: Parts | None = None
+    summary: ResponseParts = Field(default_factory=list)
+    content: ResponseParts | None = None
     encrypted_content: str | None = None
     status: str | None = None
 
@@ -103,39 +105,41 @@ def _items(value: object) -> object:
     ]
 
 
-Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
-Items = Annotated[list[Item], Field(fail_fast=True, min_length=1)]
+InputItem = Annotated[
+    MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")
+]
+Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 Input = Annotated[str | Items, BeforeValidator(_items), few(MAX_MESSAGES)]
 
 
-def text_of(content: str | list[Part]) -> str:
+def text_of(content: str | list[ResponsePart]) -> str:
     """Return the text of a message's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class FunctionTool(Body):
+class FunctionTool(RequestBody):
     """A function for the model."""
 
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: JsonSchema | None = None
     strict: bool | None = None
 
 
-class NamedFunction(Body):
+class NamedFunction(RequestBody):
     """The selected function."""
 
     type: Literal["function"]
-    name: Name
+    name: ToolName
 
 
-class TextFormat(Body):
+class TextFormat(RequestBody):
     """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = "answer"
-    json_schema: Schema | None = None
+    json_schema: JsonSchema | None = None
     description: str | None = None
     strict: bool | None = None
 
@@ -148,7 +152,7 @@ class TextFormat(Body):
         return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
 
 
-class TextOptions(Body):
+class TextOptions(RequestBody):
     """Options of the answer's text."""
 
     format: TextFormat = TextFormat()
@@ -157,7 +161,7 @@ class TextOptions(Body):
     ] = None
 
 
-class ReasoningOptions(Body):
+class ReasoningOptions(RequestBody):
     """The amount of thinking. Answers contain the thoughts, but no summary."""
 
     effort: Effort | None = None
@@ -167,7 +171,7 @@ class ReasoningOptions(Body):
     mode: Literal["standard"] | None = None
 
 
-class ResponseRequest(Body):
+class ResponseRequest(RequestBody):
     """Body of `POST /v1/responses`, with OpenAI's defaults."""
 
     input: Input
@@ -219,7 +223,7 @@ class ResponseRequest(Body):
     @model_validator(mode="after")
     def _consistent(self) -> ResponseRequest:
         if self.text.format.type == "json_schema" and self.text.format.json_schema is None:
-            raise Refusal("is missing", "text.format.schema")
+            raise InvalidField("is missing", "text.format.schema")
         return self
 
     def messages(self) -> list[dict[str, Any]]:
