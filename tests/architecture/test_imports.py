@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tools.bench import imports
 from tools.workspace import ROOT, packages, read_toml
 
 MODULES = sorted(module for package in packages() for module in package.modules)
@@ -132,3 +133,9 @@ def test_process_observer_detects_changes() -> None:
     """)
     changed = set(json.loads(seen.splitlines()[-1]))
     assert {"os.environ", "logging root", "jax.config", "jax backends"} <= changed
+
+
+def test_importing_ed_data_stays_within_memory_limits() -> None:
+    assert imports.cost("import ed_data")[2] < 8 * 2**20
+    assert imports.cost("from ed_data import Mixture; Mixture")[2] < 48 * 2**20
+    assert imports.cost("import ed_data.tokens.worker")[2] < 16 * 2**20

@@ -1,4 +1,4 @@
-"""Options that save memory do so without loss of accuracy: the tables of `tools.bench`."""
+"""Memory limits of training options, and of loading, which streams a checkpoint to its devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tools.bench import memory, remat
+from tools.bench import loading, memory, remat
 
 pytestmark = pytest.mark.nightly
 
@@ -40,3 +40,16 @@ def test_blockwise_memory_is_linear_in_sequence_length(
     # Full scores are quadratic, so the linear growth is not an artifact of the measurement.
     assert long.vanilla / long.length > 6 * short.vanilla / short.length
     assert long.blockwise < long.vanilla / 100
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_gigabyte_load_stays_within_memory_limit(
+    dtype: str, record_property: Callable[[str, object], None]
+) -> None:
+    result = loading.measure(2.0, dtype, rounds=1)
+    record_property("summary", "loading\n" + loading.show([result]))
+    assert result.size > 1.8e9
+    assert max(result.host) < 0.20
+    assert len(result.shares) == 4
+    assert all(abs(share - 0.25) < 0.01 for share in result.shares)
