@@ -63,13 +63,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 CONTENDERS = {
     "sft": (
         "ours",
-        "ours rematerialised",
+        "ours rematerialized",
         "ours bf16",
         "ours bf16 unrolled",
         "torch",
         "torch bf16",
     ),
-    "dpo": ("ours", "ours rematerialised", "torch"),
+    "dpo": ("ours", "ours rematerialized", "torch"),
 }
 _RATE = 1e-4
 #: Number of steps that compile and warm up.
@@ -219,7 +219,7 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
     """Execute a step for each line of standard input; print its seconds, its loss and the peak."""
     made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
         "ours": partial(jax_step, method),
-        "ours rematerialised": partial(jax_step, method, policy="nothing_saveable"),
+        "ours rematerialized": partial(jax_step, method, policy="nothing_saveable"),
         "ours bf16": partial(jax_step, method, dtype="bfloat16"),
         "ours bf16 unrolled": partial(jax_step, method, dtype="bfloat16", scan_layers=False),
         "torch": trl_step if method == "dpo" else partial(torch_step, autocast=False),
