@@ -293,6 +293,7 @@ def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
     options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 1}}
     with background(engine, **options) as url:
         client = client_of(url)
+        time.sleep(1 - time.time() % 1)  # both batches are created in the same second
         batch = run(client, *lines, endpoint="/v1/completions")
         assert batch.expires_at == batch.created_at + 3
         waiting = run(client, *lines[:3], endpoint="/v1/completions")

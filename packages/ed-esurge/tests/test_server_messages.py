@@ -150,7 +150,7 @@ def test_invalid_message_requests_raise_client_errors(client):
         ({"messages": []}, "at least 1"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "text only",
+            "'image' is not supported: use text",
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
         ({"tool_choice": {"type": "any"}}, "requires tools"),

@@ -185,7 +185,7 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"input": "a", "text": NO_SCHEMA}, "text.format.schema", "missing"),
-        ({"input": [PICTURE]}, "input", "text only"),
+        ({"input": [PICTURE]}, "input", "is not supported: use input_text"),
     ],
 )
 def test_invalid_response_requests_return_400_with_param(client, body, param, fragment):

@@ -10,7 +10,7 @@ from ed_esurge.testing import TOOL_TEMPLATE, ScriptedEngine, byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 
 schemathesis = pytest.importorskip("schemathesis")
-BODIES = [one.path for one in openapi.ENDPOINTS if one.takes is not None]
+BODIES = [one.path for one in openapi.ENDPOINTS if one.accepts is not None]
 
 
 @pytest.fixture(scope="module")

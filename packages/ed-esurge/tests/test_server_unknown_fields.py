@@ -117,7 +117,7 @@ def test_unimplemented_field_that_changes_the_answer_returns_400(http, field, va
     assert HEADER not in answer.headers
 
 
-BODIES = {endpoint.takes for endpoint in ENDPOINTS if endpoint.takes is not None}
+BODIES = {endpoint.accepts for endpoint in ENDPOINTS if endpoint.accepts is not None}
 
 
 def _models(kind, known):

@@ -228,7 +228,6 @@ def create_app(
 def _keys(
     api_key: str | ApiKey | Sequence[str | ApiKey] | None, admin_api_key: str | None
 ) -> list[ApiKey]:
-    """Return all keys of a server, including the key of the administrator."""
     given = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
     keys = [ApiKey.of(key) if isinstance(key, str) else key for key in given]
     return keys + ([ApiKey.of(admin_api_key, admin=True)] if admin_api_key else [])
@@ -269,11 +268,11 @@ def _register(app: FastAPI, server: ModelServer, endpoint: Endpoint) -> None:
 
     async def handle(request: Request) -> Response:
         check_access(endpoint.access, request.scope)
-        if endpoint.takes is None:
+        if endpoint.accepts is None:
             return await dispatch(server, endpoint, None, request)
         unknown = server.state.unknown_fields
         ignored = unknown.request()
-        body = await read(request, endpoint.takes, server.state.limits, ignored)
+        body = await read(request, endpoint.accepts, server.state.limits, ignored)
         unknown.log(ignored, endpoint.path)
         response = await dispatch(server, endpoint, body, request)
         if ignored.header is not None:

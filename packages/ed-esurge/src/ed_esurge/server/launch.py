@@ -190,8 +190,8 @@ def serve(
         host: address to listen on. Other machines can reach any address but the loopback address.
         port: 0 selects a free port.
         log_level: log level of uvicorn; from `"info"` on, every request is logged.
-        drain_seconds: time limit of the running requests after the signal. Requests that take
-            longer are aborted with an error.
+        drain_seconds: time limit of the running requests after the signal. The server
+            aborts slower requests with an error.
         ssl_keyfile: PEM file of the private key; requires `ssl_certfile`.
         ssl_certfile: PEM file of the certificate.
         options: options of `create_app`. `allowed_hosts=None` allows only the names of this machine

@@ -22,10 +22,10 @@ def document(version: str) -> dict[str, Any]:
         (AnthropicError, "serialization"): None,
     }
     for endpoint in ENDPOINTS:
-        if endpoint.takes is not None:
-            models[endpoint.takes, "validation"] = None
-        if not isinstance(endpoint.gives, str):
-            models[endpoint.gives, "serialization"] = None
+        if endpoint.accepts is not None:
+            models[endpoint.accepts, "validation"] = None
+        if not isinstance(endpoint.returns, str):
+            models[endpoint.returns, "serialization"] = None
     names, schemas = models_json_schema([*models], ref_template="#/components/schemas/{model}")
     references = {str(model): name for (model, _), name in names.items()}
     paths: dict[str, Any] = {}
@@ -51,10 +51,10 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    if isinstance(endpoint.gives, str):
-        content: dict[str, Any] = {endpoint.gives: {"schema": {"type": "string"}}}
+    if isinstance(endpoint.returns, str):
+        content: dict[str, Any] = {endpoint.returns: {"schema": {"type": "string"}}}
     else:
-        content = {"application/json": {"schema": names[str(endpoint.gives)]}}
+        content = {"application/json": {"schema": names[str(endpoint.returns)]}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     envelope = AnthropicError if is_anthropic(endpoint.path) else answers.Error
@@ -62,13 +62,13 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
     responses = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.refusals:
         shape = refused
-        if status == 503 and endpoint.gives is answers.HealthState:
+        if status == 503 and endpoint.returns is answers.HealthState:
             shape = content
         responses[str(status)] = {"description": REFUSALS[status], "content": shape}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
     if endpoint.access != "open":
         operation["security"] = [{}, {"bearer": []}]
-    if endpoint.takes is not None:
-        body = {"application/json": {"schema": names[str(endpoint.takes)]}}
+    if endpoint.accepts is not None:
+        body = {"application/json": {"schema": names[str(endpoint.accepts)]}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation

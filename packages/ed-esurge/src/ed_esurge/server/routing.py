@@ -40,8 +40,8 @@ class Endpoint:
     Attributes:
         answer: the handler. With a body: receives the model of the request, the body and the
             request. Without a body: receives the `ModelServer` and the request.
-        gives: model of the answer, or the media type of a text.
-        takes: model of the body; None without a body.
+        returns: model of the answer, or the media type of a text.
+        accepts: model of the body; None without a body.
         streams: whether the answer can be a stream of events.
         refusals: statuses of errors.
         whole_server: whether a handler with a body receives the `ModelServer` instead of a model.
@@ -52,8 +52,8 @@ class Endpoint:
     path: str
     summary: str
     answer: Callable[..., Awaitable[Response]]
-    gives: type[BaseModel] | str
-    takes: type[RequestBody] | None = None
+    returns: type[BaseModel] | str
+    accepts: type[RequestBody] | None = None
     streams: bool = False
     refusals: tuple[int, ...] = READING
     method: Literal["GET", "POST", "DELETE"] = "GET"
@@ -66,8 +66,8 @@ def post(
     path: str,
     summary: str,
     answer: Callable[[ServedModel, Any, Request], Awaitable[Response]],
-    takes: type[RequestBody],
-    gives: type[BaseModel] | str,
+    accepts: type[RequestBody],
+    returns: type[BaseModel] | str,
     *,
     streams: bool = False,
     access: Access = "key",
@@ -78,8 +78,8 @@ def post(
         path,
         summary,
         answer,
-        gives,
-        takes,
+        returns,
+        accepts,
         streams,
         tuple(REFUSALS),
         "POST",

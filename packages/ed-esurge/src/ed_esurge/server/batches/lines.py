@@ -135,11 +135,11 @@ async def _answer(
     async def never_disconnects() -> Any:
         await asyncio.Event().wait()
 
-    takes = endpoint.takes
-    assert takes is not None, "every endpoint of batches has a body"
+    kind = endpoint.accepts
+    assert kind is not None, "every endpoint of batches has a body"
     try:
         ignored = server.state.unknown_fields.request()
-        request = await aside(lambda: validated(takes, body, ignored), len(raw))
+        request = await aside(lambda: validated(kind, body, ignored), len(raw))
         server.state.unknown_fields.log(ignored, endpoint.path)
         response = await dispatch(server, endpoint, request, Request(scope, never_disconnects))
     except APIError as error:

@@ -56,8 +56,6 @@ async def running(server: ModelServer, endpoints: Mapping[str, Endpoint]) -> Asy
 
 @dataclass(frozen=True)
 class _Worker:
-    """Answers the batches of a store."""
-
     server: ModelServer
     store: BatchStore
     endpoints: Mapping[str, Endpoint]
@@ -108,7 +106,6 @@ def _temporary(error: BaseException) -> str | None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first error of a task group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -130,8 +127,6 @@ def _fail(store: BatchStore, batch: JsonFields, error: BaseException) -> None:
 
 
 class _BatchRun:
-    """The answering of one batch."""
-
     def __init__(self, worker: _Worker, batch: JsonFields) -> None:
         self._server, self._store, self._batch = worker.server, worker.store, batch
         self._endpoints = {batch["endpoint"]: worker.endpoints[batch["endpoint"]]}

@@ -374,8 +374,7 @@ class ModelServer:
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(
-                    f"two models have the name {name!r}: give each model a different name "
-                    "(served_model_name)"
+                    f"two models have the name {name!r}: choose different names (served_model_name)"
                 )
 
     @property

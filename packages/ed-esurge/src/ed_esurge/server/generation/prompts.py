@@ -26,8 +26,8 @@ from ed_esurge.template import ChatTemplate, texts_in
 
 T = TypeVar("T")
 
-# Length in characters above which tokenization takes more than about 5 ms and runs in a thread, so
-# that the streams of other clients continue. Few threads, because a tokenizer uses much memory.
+# Length in characters above which a text is tokenized in a thread, because tokenization would block
+# the streams of other clients for about 5 ms. Few threads, because a tokenizer uses much memory.
 LONG_TEXT = 10_000
 THREADS = 2
 # Number of tokens at the end of a prompt that are searched for the beginning of thoughts.

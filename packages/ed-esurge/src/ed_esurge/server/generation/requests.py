@@ -71,7 +71,7 @@ class OtherTemplates(RequestBody):
         None, unsupported("templates of clients; start the server with chat_template")
     ] = None
     documents: Annotated[None, unsupported("documents; put them into a message", [])] = None
-    mm_processor_kwargs: Annotated[None, unsupported("this model takes text only", {})] = None
+    mm_processor_kwargs: Annotated[None, unsupported("options of the processor", {})] = None
     echo: Annotated[None, unsupported("echo of a conversation; use /v1/completions", False)] = None
     add_special_tokens: Annotated[None, unsupported("the chat template writes them", False)] = None
     best_of: Annotated[None, unsupported("best_of of a conversation; send n", 1)] = None

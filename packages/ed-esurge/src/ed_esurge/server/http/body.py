@@ -19,7 +19,7 @@ from ed_esurge.server.http.fields import IgnoredKeys, validated
 
 T = TypeVar("T")
 
-#: Length in bytes above which work on a body takes more than a few milliseconds.
+#: Length in bytes above which work on a body would block the event loop for several milliseconds.
 LONG_BODY = 2**13
 #: Key of the scope for the length of the body.
 BODY_BYTES = "ed_esurge.body_bytes"

@@ -202,7 +202,7 @@ def parts_of(*kinds: str) -> BeforeValidator:
             if isinstance(kind, str) and kind not in kinds:
                 field = kind[:64] if kind in part else "type"
                 raise InvalidField(
-                    f"a part of type {kind!r:.64} is not supported: send text only",
+                    f"a part of type {kind!r:.64} is not supported: use {', '.join(kinds)}",
                     f"[{place}].{field}",
                 )
         return value

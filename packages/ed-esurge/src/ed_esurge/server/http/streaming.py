@@ -132,8 +132,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A response of server-sent events that closes `events` when the client disconnects.
 
-    Starlette's StreamingResponse leaves an interrupted generator to the garbage collector, so the
-    engine would continue to generate until the next collection.
+    Starlette's StreamingResponse does not close an interrupted generator, so the engine would
+    continue to generate until the next garbage collection.
     """
 
     media_type = "text/event-stream"

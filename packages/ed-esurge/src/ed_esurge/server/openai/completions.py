@@ -76,7 +76,7 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
                     prompt_logprobs=max(scored, default=None),
                     structured_outputs=structured,
                 )
-            # Only the limit differs between the prompts, and validating long lists takes time.
+            # Only the limit differs between the prompts, and validating long lists is slow.
             params[limit] = first.model_copy(update={"max_tokens": limit})
         echo = None
         if body.echo:

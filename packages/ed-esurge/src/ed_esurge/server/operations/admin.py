@@ -78,7 +78,6 @@ async def reset_prefix_cache(server: ModelServer, request: Request) -> Response:
 
 
 def _asked(server: ModelServer, request: Request, known: Sequence[str]) -> list[ServedModel]:
-    """Return the models of a request."""
     if not server.state.enable_sleep_mode:
         raise APIError(
             "sleep mode is disabled: start the server with enable_sleep_mode",
@@ -260,7 +259,7 @@ def _inside(directory: Path | None, wanted: str) -> Path:
         inside = there = strays = False
     if not inside or strays:
         raise APIError(
-            f"{wanted!r:.200} is not inside the adapter directory of this server: give a path "
+            f"{wanted!r:.200} is not inside the adapter directory of this server: send a path "
             "relative to this directory",
             status=403,
             param="lora_path",
