@@ -1,4 +1,4 @@
-"""Adapters that requests choose by name: one batch mixes them, and each is as it is alone."""
+"""LoRA adapters selected by name: a mixed batch produces the tokens of each adapter alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def adapted(model, name, spec=None):
-    """A model with an adapter that changes much."""
+    """Return a model with an adapter that changes the output strongly."""
     model = model.apply_lora(spec or SPECS[name], name=name)
     for i, (_, layer) in enumerate(lora_layers(model)):
         key = jax.random.fold_in(jax.random.key(len(name)), i)
@@ -58,7 +58,7 @@ def engine(llama, tokenizer, folders):
 
 @pytest.fixture(scope="module")
 def merged(llama, tokenizer):
-    """The plain model, and one for each adapter, in an engine of each."""
+    """Engines of the base model, and of the model merged with each adapter."""
     engines = {None: eSurge(llama, tokenizer, compile_runner=False, **OPTIONS)}
     for name in SPECS:
         model = adapted(llama, name).unwrap_lora_to_layers()
@@ -87,31 +87,31 @@ def same(got, expected, bound=2e-5):
 
 
 @pytest.mark.proves("max_loras", "max_lora_rank")
-def test_a_batch_of_three_adapters_and_none(engine, alone, prompts):
+def test_mixed_batch_of_adapters_produces_tokens_of_each_merged_model(engine, alone, prompts):
     same(engine.generate(prompts, GREEDY, lora_name=NAMES), alone)
     tokens = {
         tuple(one.outputs[0].token_ids)
         for one in engine.generate([prompts[3]] * 4, GREEDY, lora_name=[None, *SPECS])
     }
-    assert len(tokens) == 4, "each adapter gives tokens of its own"
+    assert len(tokens) == 4, "each adapter changes the tokens"
 
 
 @pytest.mark.nightly
-def test_no_adapter_is_the_model_to_the_bit(engine, merged, prompts):
-    """Beside others in the batch, too."""
+def test_request_without_adapter_equals_the_base_model_bitwise(engine, merged, prompts):
+    """Also in a batch with adapters."""
     expected = merged[None].generate(prompts[3], GREEDY)[0]
     got = engine.generate([prompts[3], prompts[4]], GREEDY, lora_name=[None, "one"])[0]
     same([got], [expected], bound=0)
 
 
-def test_adapters_come_and_go_and_nothing_is_compiled(llama, engine, folders, prompts, merged):
+def test_loading_and_unloading_adapters_compiles_nothing(llama, engine, folders, prompts, merged):
     traces = engine.stats()["num_compiled"]
     expected = {name: merged[name].generate(prompts[3], GREEDY) for name in ("one", "two", "three")}
     with pytest.raises(ConfigError, match=r"max_loras 3 adapters are loaded \(one, two, three\)"):
         engine.load_lora_adapter("four", folders["one"])
     engine.unload_lora_adapter("two")
     assert [loaded.name for loaded in engine.list_lora_adapters()] == ["one", "three"]
-    # The same place, and the same tokens: nothing of the first is left, in pages neither.
+    # The same slot and the same tokens: neither weights nor pages of the first adapter remain.
     engine.load_lora_adapter("four", adapted(llama, "four", LoraSpec(rank=1)))
     four = engine.generate(prompts[3], GREEDY, lora_name="four")
     assert four[0].outputs[0].token_ids != expected["two"][0].outputs[0].token_ids
@@ -126,7 +126,7 @@ def test_adapters_come_and_go_and_nothing_is_compiled(llama, engine, folders, pr
     assert loaded["two"].number > loaded["three"].number
 
 
-def test_the_prefix_cache_keeps_adapters_apart(llama, folders, prompts, merged):
+def test_prefix_cache_separates_adapters(llama, folders, prompts, merged):
     engine = eSurge(llama, max_loras=2, max_lora_rank=4, compile_runner=False, **OPTIONS)
     engine.load_lora_adapter("one", folders["one"])
 
@@ -137,7 +137,7 @@ def test_the_prefix_cache_keeps_adapters_apart(llama, folders, prompts, merged):
         assert out[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
         return engine.stats()["prefix_cache_hits"] - before
 
-    # Scores are asked for, which need the whole prompt: ask without.
+    # Prompt log-probabilities would disable the prefix cache.
     plain = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
     def cached(name):
@@ -156,7 +156,7 @@ def test_the_prefix_cache_keeps_adapters_apart(llama, folders, prompts, merged):
 
 
 @pytest.mark.nightly
-def test_an_adapter_in_use_is_dropped_after_its_requests(llama, folders, prompts, merged):
+def test_unloaded_adapter_is_freed_after_its_requests(llama, folders, prompts, merged):
     engine = eSurge(llama, max_loras=1, max_lora_rank=4, compile_runner=False, **OPTIONS)
     engine.load_lora_adapter("one", folders["one"])
     engine.add_request("running", prompts[3], GREEDY, lora_name="one")
@@ -230,7 +230,7 @@ def test_unsupported_adapters_raise_config_error(llama, make_llama, engine, tmp_
 
 @pytest.mark.nightly
 @pytest.mark.proves("lora_targets")
-def test_targets_say_which_layers_have_places(llama, folders, prompts, merged):
+def test_lora_targets_select_the_layers_with_slots(llama, folders, prompts, merged):
     engine = eSurge(
         llama,
         max_loras=1,
@@ -249,8 +249,8 @@ def test_targets_say_which_layers_have_places(llama, folders, prompts, merged):
 
 
 @pytest.mark.nightly
-def test_other_weights_under_the_adapters(llama, make_llama, folders, prompts):
-    """Adapters stay where they are; pages of the old weights are gone."""
+def test_adapters_remain_after_a_weight_update(llama, make_llama, folders, prompts):
+    """The adapters remain, and the pages of the old weights are cleared."""
     engine = eSurge(
         make_llama(seed=5), max_loras=1, max_lora_rank=4, compile_runner=False, **OPTIONS
     )
@@ -261,7 +261,7 @@ def test_other_weights_under_the_adapters(llama, make_llama, folders, prompts):
     same(engine.generate(prompts[3], GREEDY, lora_name="one"), fresh.generate(prompts[3], GREEDY))
 
 
-def test_conversations_streams_and_vectors_take_a_name(engine, merged, prompts):
+def test_chat_stream_and_embed_accept_an_adapter_name(engine, merged, prompts):
     messages = [{"role": "user", "content": "hello"}]
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     answer = engine.chat(messages, plain, lora_name="two")
@@ -274,7 +274,7 @@ def test_conversations_streams_and_vectors_take_a_name(engine, merged, prompts):
     np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
-def test_an_engine_with_a_thread(engine, folders, merged, prompts):
+def test_async_engine_loads_and_serves_adapters(engine, folders, merged, prompts):
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
     async def run():

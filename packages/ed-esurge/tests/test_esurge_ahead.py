@@ -1,4 +1,4 @@
-"""Steps that are started before the tokens of the last one are read change no answer."""
+"""Steps that start before the tokens of the last step are read do not change the output."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GUIDED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def waiting(llama, tokenizer, surge):
-    """The engine of `surge`, which reads the tokens of a step before it starts the next."""
+    """An engine like `surge` that reads the tokens of a step before it starts the next step."""
     config = surge.config.replace(compile_runner=False, async_scheduling=False)
     return eSurge(llama, tokenizer, config)
 
 
 @pytest.fixture
 def started(surge, monkeypatch):
-    """How many steps of `surge` began ahead, and how many did not."""
+    """Numbers of steps of `surge` that started ahead, and of other steps."""
     counts: Counter[bool] = Counter()
     run = surge.loop.runner.run
 
@@ -38,10 +38,10 @@ def started(surge, monkeypatch):
 
 
 def mixture(whole) -> list[SamplingParams]:
-    """Requests of every kind, some of which end where only their tokens tell.
+    """Return requests of every kind. The ends of some depend on the sampled tokens.
 
     Args:
-        whole: what the first prompt gives.
+        whole: output of the first prompt.
     """
     token = next(t for i, t in enumerate(whole.token_ids) if i > 3 and t not in whole.token_ids[:i])
     drawn = FREE.replace(temperature=1.0, seed=5, top_p=0.9)
@@ -58,7 +58,7 @@ def mixture(whole) -> list[SamplingParams]:
 
 
 def told(outputs) -> list:
-    """All of the answers but the times."""
+    """Return the outputs without times."""
     return [
         (one.token_ids, one.text, one.finish_reason, one.stop_reason)
         for out in outputs
@@ -66,33 +66,34 @@ def told(outputs) -> list:
     ]
 
 
-def test_the_answers_are_those_of_steps_that_wait(surge, waiting, prompts, started):
+def test_steps_started_ahead_produce_the_same_answers(surge, waiting, prompts, started):
     params = mixture(waiting.generate(prompts[0], FREE)[0].outputs[0])
     expected = told(waiting.generate(prompts, params))
     assert told(surge.generate(prompts, params)) == expected
     assert {reason for _, _, reason, _ in expected} == {"stop", "length"}
     assert started[True] > 5
     assert surge.stats()["kv_cache_usage"] == 0
-    for prompt, one in zip(prompts, params, strict=True):  # alone, nearly all begin ahead
+    # Nearly all steps of a single request start ahead.
+    for prompt, one in zip(prompts, params, strict=True):
         assert told(surge.generate(prompt, one)) == told(waiting.generate(prompt, one))
 
 
 @pytest.mark.nightly
-def test_a_token_that_ends_a_request_costs_one_row(surge, prompts, started):
+def test_unexpected_end_of_a_request_wastes_one_row(surge, prompts, started):
     whole = surge.generate(prompts[4], FREE)[0].outputs[0].token_ids
     steps = sum(started.values())
     index = next(i for i, t in enumerate(whole) if i > 0 and t not in whole[:i])
     ended = surge.generate(prompts[4], FREE.replace(stop_token_ids=(whole[index],)))[0]
     assert ended.outputs[0].token_ids == whole[: index + 1]
     assert sum(started.values()) - steps <= index + 2
-    # The length is known before: nothing is computed in vain.
+    # The length is known in advance: no row is wasted.
     started.clear()
     surge.generate(prompts[4], FREE)
     assert sum(started.values()) == 12 + surge.loop.in_flight
     assert started[True] > started[False]
 
 
-def test_pages_that_are_filled_by_then_are_shared(surge, waiting):
+def test_pages_filled_by_steps_ahead_are_shared(surge, waiting):
     cached = []
     for engine in (waiting, surge):
         first = engine.generate([*range(50, 90)], FREE.replace(max_tokens=30))[0]
@@ -107,7 +108,7 @@ def test_aborted_request_discards_steps_in_flight(surge, waiting, prompts):
     outputs = surge.step() + surge.step()
     assert surge.loop.in_flight
     surge.abort_request("a")
-    surge.add_request("a", prompts[5], FREE)  # the name is free
+    surge.add_request("a", prompts[5], FREE)  # the id can be reused
     while surge.has_unfinished_requests:
         outputs += surge.step()
     ended = next(i for i, out in enumerate(outputs) if out.finished and out.request_id == "a")
@@ -135,7 +136,7 @@ def request(number: int, length: int, params: SamplingParams = FREE, max_tokens:
     return Request(str(number), [5] * length, params, max_tokens=max_tokens, arrival=number)
 
 
-def test_the_plan_ahead_is_one_more_token_for_each():
+def test_plan_ahead_has_one_token_per_sequence():
     scheduler = scheduler_with(request(0, 3), request(1, 11), request(2, 3, max_tokens=1))
     plan = planned(scheduler)
     ahead = plan_ahead(plan, scheduler)
@@ -150,13 +151,13 @@ def test_the_plan_ahead_is_one_more_token_for_each():
     "other",
     [
         request(1, 8),  # needs a page
-        request(1, 7),  # fills a page, which others may share
-        request(1, 80),  # its prompt goes on
+        request(1, 7),  # fills a page, which can then be shared
+        request(1, 80),  # its prompt is incomplete
         request(1, 3, FREE.replace(repetition_penalty=2.0)),
         request(1, 3, GUIDED),
     ],
 )
-def test_there_is_none_where_more_is_to_do(other):
+def test_plan_ahead_returns_none_if_the_scheduler_is_needed(other):
     scheduler = scheduler_with(request(0, 3), other)
     assert plan_ahead(planned(scheduler), scheduler) is None
 

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: many coroutines over one engine, and what happens when one leaves or it fails."""
+"""`AsyncEngine`: concurrent coroutines, closed streams, and failures of the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_concurrent_requests_produce_same_tokens_as_alone(surge, prompts, engine
     assert all(out.finished and out.metrics.finished_time for out in outputs)
 
 
-def test_leaving_aborts_and_others_go_on(surge, prompts, engine):
+def test_closed_stream_is_aborted_and_others_continue(surge, prompts, engine):
     async def leave():
         stream = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "left")
         await anext(stream)
@@ -51,7 +51,7 @@ def test_leaving_aborts_and_others_go_on(surge, prompts, engine):
     assert len(asyncio.run(leave()).outputs[0].token_ids) == 12
 
 
-def test_a_slow_reader_gets_everything_in_fewer_pieces(surge, prompts, engine):
+def test_slow_reader_receives_merged_deltas(surge, prompts, engine):
     async def slow():
         deltas = []
         params = GREEDY.replace(logprobs=0, n=2)
@@ -92,7 +92,7 @@ def test_generate_raises_config_error_for_invalid_requests(prompts, engine):
         await anext(first)
         with pytest.raises(ConfigError, match="in use"):
             await anext(engine.generate(prompts[0], GREEDY, "same"))
-        # The one that has the id goes on.
+        # The first request with the id continues.
         assert (await anext(first)).outputs[0].token_ids
         await first.aclose()
         with pytest.raises(ConfigError, match="no tokens"):
@@ -117,7 +117,7 @@ def test_weight_update_changes_outputs_until_restored(llama, make_llama, prompts
     assert before == after != between
 
 
-def test_a_paused_engine_keeps_its_requests(surge, prompts, engine):
+def test_paused_engine_keeps_its_requests(surge, prompts, engine):
     async def wait():
         started = asyncio.Event()
 
@@ -158,10 +158,10 @@ def test_unstarted_or_failed_engine_raises_error(surge, prompts, monkeypatch):
     assert not engine.is_healthy
     with pytest.raises(EasyDeLError, match="failed"):
         engine.start()
-    surge.step()  # what the abort left
+    surge.step()  # discards the outputs of the aborted requests
 
 
-def test_one_engine_has_one_driver(surge, prompts, engine):
+def test_second_driver_of_an_engine_raises_error(surge, prompts, engine):
     second = AsyncEngine(surge)
     with pytest.raises(EasyDeLError, match="another AsyncEngine drives this engine"):
         second.start()
@@ -176,7 +176,7 @@ def test_one_engine_has_one_driver(surge, prompts, engine):
 
 
 def test_request_during_shutdown_raises_error(prompts, engine, monkeypatch):
-    """Between the look whether the engine runs and the request itself."""
+    """The engine stops after the request has checked that the engine runs."""
     check = engine._check_alive
 
     def late():

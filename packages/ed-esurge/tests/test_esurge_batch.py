@@ -21,7 +21,7 @@ from hypothesis import strategies as st
     minimum=st.integers(1, 64),
     data=st.data(),
 )
-def test_every_step_has_a_shape(seqs, extra, minimum, data):
+def test_a_shape_fits_every_step(seqs, extra, minimum, data):
     budget = seqs + extra
     buckets = Buckets(max_num_seqs=seqs, max_num_tokens=budget, pages=3, min_tokens=minimum)
     n = data.draw(st.integers(1, seqs))
@@ -31,7 +31,7 @@ def test_every_step_has_a_shape(seqs, extra, minimum, data):
         assert shape in buckets.shapes
         assert shape.tokens >= tokens
         assert shape.seqs >= n
-        # As many tokens as slots means that no sequence has two: attention may rely on it.
+        # If the shape has as many tokens as slots, no sequence has two tokens. Attention uses this.
         assert (shape.tokens == shape.seqs) == (tokens == n and not prefill)
         assert not prefill or shape.tokens in buckets.prefill_tokens
     assert len(buckets.shapes) <= 24
@@ -82,7 +82,7 @@ def test_batch_buffer_round_trips_step_plan():
     assert rows.num_logprobs.tolist() == [2, -1, -1]
     assert rows.temperature.tolist() == [1.0, 0.0, 0.0]
     assert rows.presence_penalty.tolist() == [0.5, 0.0, 0.0]
-    # Whoever takes the slot next has nothing of it.
+    # The next sequence in the slot inherits nothing.
     slots.start(NewSequence("e", 1, [1], 1, SamplingParams(temperature=0)))
     slots.grow(row := PlanRow("e", 1, 0, [1], {"full": [5], "window": [5]}, samples=1))
     step = builder.fields(shape).unpack(builder.build(StepPlan(2, (row,)), shape)[0])

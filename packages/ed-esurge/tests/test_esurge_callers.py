@@ -1,4 +1,4 @@
-"""Several callers of one `eSurge`: streams in turn, threads, and streams that nobody reads."""
+"""Several callers of one `eSurge`: alternating streams, threads, and unread streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def alone(surge, prompts):
     return [surge.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
 
 
-def test_streams_that_are_read_in_turn(surge, prompts, alone):
+def test_streams_read_alternately_return_their_own_tokens(surge, prompts, alone):
     first, second = surge.stream(prompts[1], GREEDY), surge.stream(prompts[2], GREEDY)
     got = [[], []]
     for _ in range(12):
@@ -32,7 +32,7 @@ def test_streams_that_are_read_in_turn(surge, prompts, alone):
     assert not surge.has_unfinished_requests
 
 
-def test_other_calls_within_a_stream(surge, prompts, alone):
+def test_calls_during_a_stream_return_their_own_tokens(surge, prompts, alone):
     stream = surge.stream(prompts[1], GREEDY)
     deltas = [next(stream)]
     surge.add_request("stepped", prompts[3], GREEDY)
@@ -46,7 +46,7 @@ def test_other_calls_within_a_stream(surge, prompts, alone):
     assert tokens(stepped) == alone[3]
 
 
-def test_threads_get_their_own_tokens(surge, prompts, alone):
+def test_concurrent_threads_receive_their_own_tokens(surge, prompts, alone):
     def job(number):
         if number % 2:
             return tokens(surge.stream(prompts[number % 8], GREEDY))
@@ -60,7 +60,7 @@ def test_threads_get_their_own_tokens(surge, prompts, alone):
 
 def test_unread_stream_holds_no_resources(surge, prompts):
     with pytest.raises(ConfigError, match="no tokens"):
-        surge.stream([], GREEDY)  # a mistake is told at once
+        surge.stream([], GREEDY)  # an invalid prompt raises before the first read
     unread = surge.stream(prompts[1], GREEDY)
     assert not surge.has_unfinished_requests
     del unread

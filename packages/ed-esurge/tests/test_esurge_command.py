@@ -1,4 +1,4 @@
-"""The command line: flags, a conversation, load on a server; and a server from a directory."""
+"""The command line: flags, `chat`, `bench`, `run-batch`, and `serve` with a directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parsed(*flags: str) -> EngineConfig:
     return options_of(parser.parse_args(flags), EngineConfig)
 
 
-def test_every_option_of_the_engine_is_a_flag_with_its_text() -> None:
+def test_every_engine_option_is_a_documented_flag() -> None:
     docs = documented(EngineConfig)
     assert set(docs) == set(EngineConfig.model_fields)
     parser = argparse.ArgumentParser()
@@ -99,7 +99,7 @@ _CACHE_IN_INT8 = '{"kv_cache_quantization_config": {"dtype": "int8"}}'
         (["bench", "--url", "http://127.0.0.1:9/v1"], "cannot be read"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_invalid_command_line_prints_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == BAD_INPUT
@@ -108,7 +108,7 @@ def test_wrong_input_is_one_line(
 
 
 def made(directory: Path, *flags: str) -> Any:
-    """The engine that flags of the command line describe."""
+    """Return the engine of command-line flags."""
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     sizes = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
@@ -145,7 +145,9 @@ def test_kv_cache_dtype_is_the_dtype_of_the_pages(directory: Path, dtype: str, s
     assert largest.dtype == stored
 
 
-def test_a_chat_template_replaces_that_of_the_tokenizer(directory: Path, tmp_path: Path) -> None:
+def test_chat_template_flag_replaces_the_template_of_the_tokenizer(
+    directory: Path, tmp_path: Path
+) -> None:
     text = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     (tmp_path / "template.jinja").write_text(text)
     parser = argparse.ArgumentParser()
@@ -218,7 +220,7 @@ def test_bench_figures_compute_percentiles_and_count_errors() -> None:
 
 
 @pytest.mark.nightly
-def test_a_server_from_a_directory(directory: Path) -> None:
+def test_serve_command_answers_requests(directory: Path) -> None:
     flags = "--max-model-len 64 --page-size 8 --max-num-seqs 4"
     load = ["--clients", "2", "--requests", "4", "--prompt-words", "5", "--max-tokens", "6"]
     command = [sys.executable, "-m", "ed_esurge", "bench", str(directory), "--json", *load]
@@ -243,7 +245,7 @@ def test_run_batch_command_writes_one_result_per_line(directory: Path, tmp_path:
 
 
 @pytest.mark.nightly
-def test_two_models_behind_one_server(directory: Path, tmp_path: Path) -> None:
+def test_serve_command_accepts_two_models(directory: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(directory, other)
     parser = argparse.ArgumentParser()

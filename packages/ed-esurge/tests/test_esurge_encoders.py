@@ -53,7 +53,7 @@ def test_vectors_equal_those_of_the_model(task):
         np.testing.assert_allclose(unit[0].pooled, outputs[0].pooled, atol=1e-6)
 
 
-def test_encoder_rejects_what_needs_generated_tokens_or_pages():
+def test_encoder_rejects_generation_and_options_of_pages():
     model = build("embedding")
     engine = eSurge(model, **OPTIONS)
     with pytest.raises(ConfigError, match="generates no tokens: use embed"):

@@ -1,4 +1,4 @@
-"""The engine against `model.generate` and against the plain forward pass."""
+"""The engine equals `model.generate` and the plain forward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def greedy(llama, prompts):
-    """What `model.generate` makes of each prompt."""
+    """Greedy tokens of `model.generate` for each prompt."""
     rows = []
     for prompt in prompts:
         out = llama.generate(np.asarray([prompt]), max_new_tokens=12, eos_token_id=[])
@@ -34,11 +34,11 @@ def greedy(llama, prompts):
     return rows
 
 
-def test_greedy_tokens_are_those_of_generate(surge, prompts, greedy):
+def test_greedy_tokens_equal_those_of_generate(surge, prompts, greedy):
     assert tokens_of(surge.generate(prompts, GREEDY)) == greedy
 
 
-def test_preempted_requests_end_with_the_same_tokens(llama, prompts, greedy):
+def test_preempted_requests_produce_the_same_tokens(llama, prompts, greedy):
     tiny = eSurge(
         llama,
         max_num_seqs=4,
@@ -58,7 +58,9 @@ def test_preempted_requests_end_with_the_same_tokens(llama, prompts, greedy):
     assert tiny.stats()["kv_cache_usage"] == 0
 
 
-def test_overlapped_and_scanned_give_the_same(llama, tokenizer, prompts, greedy, monkeypatch):
+def test_overlap_and_scanned_layers_produce_the_same_tokens(
+    llama, tokenizer, prompts, greedy, monkeypatch
+):
     from ed_esurge.engine import assembly as module
 
     monkeypatch.setattr(module, "served_model", lambda model: model)  # keep the stacked layout
@@ -82,7 +84,7 @@ def test_overlapped_and_scanned_give_the_same(llama, tokenizer, prompts, greedy,
     assert not engine.has_unfinished_requests
 
 
-def test_prefix_cache_hit_is_like_cold(surge):
+def test_prefix_cache_hit_produces_the_same_output(surge):
     rng = np.random.default_rng(3)
     prompt = rng.integers(3, 250, size=37).tolist()
     params = GREEDY.replace(logprobs=0)
@@ -108,7 +110,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch(surge, prompts):
     assert tokens_of(surge.generate(prompts[2], mine)) == tokens_of(alone)
 
 
-def test_logprobs_are_those_of_the_plain_forward(surge, plain_logits, prompts):
+def test_logprobs_equal_those_of_the_forward_pass(surge, plain_logits, prompts):
     params = SamplingParams(
         temperature=1.3, seed=1, max_tokens=8, logprobs=3, prompt_logprobs=2, ignore_eos=True
     )
@@ -134,7 +136,7 @@ def test_logprobs_are_those_of_the_plain_forward(surge, plain_logits, prompts):
 
 
 @pytest.mark.nightly
-def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
+def test_prompt_is_split_into_parts_without_padding(surge, llama, plain_logits):
     engine = eSurge(
         llama,
         max_num_seqs=4,
@@ -154,7 +156,8 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
     prompts = [rng.integers(3, 250, size=count).tolist() for count in (33, 40, 35)]
     params = GREEDY.replace(max_tokens=4, logprobs=0, prompt_logprobs=0)
     outputs = [*engine.generate(prompts[0], params), *engine.generate(prompts[1:], params)]
-    # Of 32 tokens or 8; two prompts are more than a step of 32, and pay for one of 128.
+    # Steps have 8, 32 or 128 tokens. The first prompt is split into 32 and 1. The other two prompts
+    # exceed 32 together, and use one step of 128.
     assert totals == [32, 1, 1, 1, 1, 75, 2, 2, 2]
     for output, prompt in zip(outputs, prompts, strict=True):
         done = output.outputs[0]
@@ -170,11 +173,11 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
         params = PoolingParams(pooling=pooling)
         mine, other = (one.embed(prompts[1], params)[0].pooled for one in (engine, surge))
         np.testing.assert_allclose(mine, other, atol=1e-5)
-    assert totals == [32, 8, 8]  # of the second, four pages are known
+    assert totals == [32, 8, 8]  # the second request has four cached pages
     assert engine.loop.scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
 
 
-def test_a_lower_limit_of_the_model_is_logged_only_where_max_model_len_is_set(llama, caplog):
+def test_warning_about_model_positions_requires_a_set_max_model_len(llama, caplog):
     forget_said()
     positions = llama.config.max_position_embeddings
     assert Setup.resolve(llama, EngineConfig()).limits.max_model_len == positions < 8192
@@ -184,7 +187,7 @@ def test_a_lower_limit_of_the_model_is_logged_only_where_max_model_len_is_set(ll
     assert expected in caplog.text
 
 
-def test_padding_is_weighed_on_a_cpu_alone(llama, monkeypatch):
+def test_padding_costs_are_used_on_cpus_only(llama, monkeypatch):
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, silent_mode=True)
     assert Setup.resolve(llama, config).limits.shapes == ((16, 4), (64, 4))
     assert not Setup.resolve(llama, config.replace(batch_invariant=True)).limits.shapes
@@ -192,7 +195,7 @@ def test_padding_is_weighed_on_a_cpu_alone(llama, monkeypatch):
     assert not Setup.resolve(llama, config).limits.shapes
 
 
-def test_prompt_logprobs_are_those_of_the_trainers_loss(surge, llama, prompts):
+def test_prompt_logprobs_equal_the_loss_of_the_trainer(surge, llama, prompts):
     from ed_layers.losses import token_logprobs
 
     tokens = prompts[3]
@@ -224,7 +227,7 @@ def test_nothing_is_compiled_after_ready(surge, prompts):
         surge.generate(prompts[:1], mixed[:1])
         during = [event for event in compiled if "compile" in event]
         jax.jit(lambda x: x * 3 + len(compiled))(1.0)
-        assert any("compile" in event for event in compiled)  # it would have been noticed
+        assert any("compile" in event for event in compiled)  # the monitor reports compilations
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert during == []
@@ -232,7 +235,7 @@ def test_nothing_is_compiled_after_ready(surge, prompts):
 
 
 def adjusted_greedy(plain_logits, prompt, params, count):
-    """Greedy decoding by the plain forward, with penalties and masks in numpy."""
+    """Return greedy tokens of the plain forward pass, with penalties and masks in numpy."""
     output: list[int] = []
     for _ in range(count):
         logits = plain_logits(prompt + output)[-1].copy()
@@ -263,7 +266,7 @@ def adjusted_greedy(plain_logits, prompt, params, count):
 )
 def test_adjusted_logits_match_reference_sampling(surge, plain_logits, prompts, options):
     params = GREEDY.replace(max_tokens=6, **options)
-    # Two of a kind and a plain one beside them: rows do not mix.
+    # Two adjusted requests and a plain one in the same batch do not affect each other.
     outputs = surge.generate([prompts[4], prompts[0], prompts[4]], [params, GREEDY, params])
     expected = adjusted_greedy(plain_logits, prompts[4], params, 6)
     assert tokens_of(outputs)[0] == tokens_of(outputs)[2] == expected
@@ -271,7 +274,7 @@ def test_adjusted_logits_match_reference_sampling(surge, plain_logits, prompts, 
     assert plain != expected
 
 
-def test_an_id_that_is_used_again_keeps_nothing(surge, prompts):
+def test_reused_request_id_keeps_no_state(surge, prompts):
     for token in (30, 31, 32):
         params = GREEDY.replace(logit_bias={token: 1000.0})
         surge.add_request("again", prompts[4], params)
@@ -283,7 +286,7 @@ def test_an_id_that_is_used_again_keeps_nothing(surge, prompts):
 def test_bad_words_are_not_generated(surge, tokenizer):
     prompt = tokenizer("the")["input_ids"]
     plain = surge.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    # The third and fourth token as one word: the second of them is banned after the first only.
+    # The third and fourth token form a word: the fourth is banned only after the third.
     word = tokenizer.decode(plain[2:4])
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     params = GREEDY.replace(bad_words=(word,))
@@ -306,11 +309,11 @@ def test_stop_tokens_and_length_limits_finish_requests(surge, prompts, greedy):
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens[: at + 1], "stop", stop)
     out = surge.generate(prompt, GREEDY)[0].outputs[0]
     assert (len(out.token_ids), out.finish_reason) == (12, "length")
-    # A stop token that min_tokens forbids is not sampled at all.
+    # Before min_tokens, a stop token is never sampled.
     late = surge.generate(prompt, params.replace(min_tokens=at + 2))[0].outputs[0]
     assert late.token_ids[:at] == tokens[:at]
     assert stop not in late.token_ids[: at + 2]
-    # The model's own end of sequence, by bias, and past it with ignore_eos.
+    # A bias forces the end-of-sequence token; with ignore_eos the sequence continues.
     biased = SamplingParams(temperature=0, max_tokens=4, logit_bias={2: 1000.0})
     out = surge.generate(prompt, biased)[0].outputs[0]
     assert (out.token_ids, out.finish_reason, out.stop_reason) == ([2], "stop", None)
@@ -346,12 +349,12 @@ def test_streamed_output_equals_unstreamed_output(surge):
     for delta in deltas[1:]:
         joined.add(delta)
     assert len(joined.outputs[0].logprobs) == 30
-    # The second run found its prompt in the prefix cache: equal but for rounding.
+    # The second run reads its prompt from the prefix cache, so values differ by rounding.
     total = whole.cumulative_logprob
     assert joined.outputs[0].cumulative_logprob == pytest.approx(total, abs=1e-4)
 
 
-def test_several_completions_share_the_prompt(surge, prompts):
+def test_completions_of_a_request_share_the_prompt(surge, prompts):
     params = SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=6, ignore_eos=True)
     output = surge.generate(prompts[6], params)[0]
     assert [out.index for out in output.outputs] == [0, 1, 2]
@@ -360,7 +363,7 @@ def test_several_completions_share_the_prompt(surge, prompts):
     assert one.outputs[0].token_ids == output.outputs[0].token_ids
 
 
-def test_abort_and_leaving_a_stream(surge, prompts):
+def test_aborted_requests_and_closed_streams_release_resources(surge, prompts):
     surge.add_request("a", prompts[0], GREEDY.replace(max_tokens=100))
     surge.add_request("b", prompts[1], GREEDY)
     with pytest.raises(ConfigError, match="in use"):
@@ -382,7 +385,9 @@ def test_abort_and_leaving_a_stream(surge, prompts):
     assert surge.stats()["kv_cache_usage"] == 0
 
 
-def test_other_weights_and_a_pause_in_the_middle(surge, llama, make_llama, prompts, greedy):
+def test_requests_continue_after_a_weight_update_and_a_pause(
+    surge, llama, make_llama, prompts, greedy
+):
     other = make_llama(seed=2)
     expected = other.generate(np.asarray([prompts[3]]), max_new_tokens=12, eos_token_id=[])
     traces = surge.stats()["num_compiled"]
@@ -408,6 +413,6 @@ def test_other_weights_and_a_pause_in_the_middle(surge, llama, make_llama, promp
         surge.update_model_weights(make_llama(attention_bias=True))
 
 
-def test_an_end_that_cannot_be_sampled_is_refused(llama):
+def test_end_token_outside_the_vocabulary_raises_error(llama):
     with pytest.raises(ConfigError, match="999, outside the vocabulary of 260"):
         eSurge(llama, extra_eos_token_ids=(999,), compile_runner=False)

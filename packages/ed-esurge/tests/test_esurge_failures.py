@@ -1,4 +1,4 @@
-"""What goes wrong for one request ends that request; only the device's failures end the engine."""
+"""An error of one request ends only that request; only failures of the device end the engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_invalid_request_options_raise_config_error(surge, options):
 
 
 @pytest.mark.nightly
-def test_ends_beyond_the_vocabulary_do_not_matter(make_llama, prompts):
+def test_end_tokens_outside_the_vocabulary_are_ignored(make_llama, prompts):
     model = make_llama(eos_token_id=999)
     engine = eSurge(model, max_model_len=64, page_size=8, compile_runner=False, silent_mode=True)
     output = engine.generate(prompts[1], SamplingParams(max_tokens=4, min_tokens=2))[0]
@@ -52,7 +52,7 @@ def test_ends_beyond_the_vocabulary_do_not_matter(make_llama, prompts):
 
 
 def breaks(monkeypatch, owner, name, when):
-    """Let a method fail for some arguments."""
+    """Make a method raise an exception for some arguments."""
     real = getattr(owner, name)
 
     def method(self, *args):
@@ -102,7 +102,7 @@ def test_exception_of_one_request_does_not_affect_others(surge, prompts, monkeyp
 
 
 def with_nan(model, name):
-    """The model's state with one number of a weight replaced."""
+    """Return the state of the model with NaN in one weight."""
     state = nnx.state(model)
     hit = [path for path, _ in nnx.to_flat_state(state) if name in path]
     flat = dict(nnx.to_flat_state(state))
@@ -111,7 +111,7 @@ def with_nan(model, name):
     return nnx.from_flat_state(flat)
 
 
-def test_weights_that_are_no_numbers_fail_closed(surge, llama, prompts):
+def test_weights_with_nan_fail_every_request(surge, llama, prompts):
     model = surge.loop.runner.model
     before = surge.generate(prompts[2], GREEDY)[0].outputs[0].token_ids
     surge.update_model_weights(with_nan(llama.to_layout(model.layout), "norm"))
@@ -126,8 +126,8 @@ def test_weights_that_are_no_numbers_fail_closed(surge, llama, prompts):
     assert surge.stats()["kv_cache_usage"] == 0
 
 
-def test_a_request_without_finite_logits_ends_alone_and_leaves_clean_pages(surge, prompts):
-    """Its pages hold NaN, which zero times something does not remove."""
+def test_request_with_non_finite_logits_fails_alone_and_its_pages_are_cleared(surge, prompts):
+    """Its pages contain NaN, which a mask does not remove, because 0 * NaN is NaN."""
     expected = [out.outputs[0].token_ids for out in surge.generate(prompts, GREEDY)]
     runner = surge.loop.runner
     surge.add_request("bad", prompts[2], GREEDY.replace(max_tokens=40))

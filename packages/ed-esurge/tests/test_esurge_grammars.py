@@ -1,4 +1,4 @@
-"""Grammars that clients send: a hostile grammar is refused, and harms nobody else."""
+"""Grammars of clients: hostile grammars are rejected and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def grammars(tokenizer):
 
 
 def chain(count, inner="{}"):
-    """A schema of definitions, each of which refers to the next one."""
+    """Return a schema of definitions that each refer to the next."""
     definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
     definitions[f"d{count}"] = json.loads(inner)
     return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
 
 
 def objects(count):
-    """A chain of objects, each with a property of the next definition."""
+    """Return a chain of objects that each have a property of the next definition."""
     definitions = {
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
         for i in range(count)
@@ -42,19 +42,19 @@ def objects(count):
 
 
 def rules(count):
-    """Rules in Lark syntax, each of which refers to the next one."""
+    """Return rules in Lark syntax that each refer to the next."""
     lines = [f'r{i}: "a" r{i + 1}' for i in range(count)]
     return "\n".join(["start: r0", *lines, f'r{count}: "x"'])
 
 
 def ambiguous(count):
-    """Rules that read every text in very many ways."""
+    """Return rules with very many derivations of every text."""
     lines = [f'r{i}: r{i} s | s r{i} | "a"' for i in range(count)]
     return "\n".join(["start: s", "s: " + " | ".join(f"r{i}" for i in range(count)), *lines])
 
 
 def slow(number=0):
-    """A schema that takes longer to compile than a trial may."""
+    """Return a schema whose compilation exceeds the time limit of a trial."""
     properties = {f"k{number}_{place}": {"type": "string"} for place in range(7_000)}
     return {"json_schema": json.dumps({"properties": properties})}
 
@@ -85,9 +85,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_hostile_grammars_are_refused_and_the_worker_lives(grammars, name):
-    wanted, says = ATTACKS[name]
-    with pytest.raises(ConfigError, match=says):
+def test_hostile_grammars_are_rejected_and_the_worker_survives(grammars, name):
+    wanted, fragment = ATTACKS[name]
+    with pytest.raises(ConfigError, match=fragment):
         grammars.submit(StructuredOutputs(**wanted)).result(60)
     pid = worker(grammars)
     assert grammars.submit(StructuredOutputs(regex=f"{name}?")).result(60)
@@ -122,7 +122,7 @@ def children(pid):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
-def test_crash_of_a_trial_or_of_the_worker_is_an_error_of_that_request_alone(grammars):
+def test_crash_of_a_trial_or_worker_fails_only_its_request(grammars):
     assert grammars.submit(StructuredOutputs(regex="warm")).result(60)
     crashed = grammars.submit(StructuredOutputs(**slow(1)))
     while not (trials := children(worker(grammars))):
@@ -152,7 +152,7 @@ def test_harmless_grammar_does_not_wait_for_hostile_grammars(tokenizer):
 
 
 @pytest.mark.nightly
-def test_no_more_grammars_wait_than_the_limit(grammars, monkeypatch):
+def test_number_of_queued_grammars_is_limited(grammars, monkeypatch):
     monkeypatch.setattr(store, "MAX_WAITING", 1)
     waiting = grammars.submit(StructuredOutputs(**slow(30)))
     with pytest.raises(GrammarsBusyError, match="wait to be compiled"):
@@ -195,7 +195,7 @@ def test_worker_ends_with_the_engine(tokenizer):
 def test_request_whose_grammar_exceeds_a_step_fails_alone(surge, prompts):
     free = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
     alone = surge.generate(prompts[2], free)[0].outputs[0]
-    # The trial generates 32 tokens, so the costly rule lies behind more.
+    # The trial generates 32 tokens, so the costly rule begins later.
     hidden = StructuredOutputs(grammar='start: /[xy]{40}/ (("a" "b"){1000000})')
     guided = SamplingParams(max_tokens=60, temperature=1.0, structured_outputs=hidden)
     surge.add_request("free", prompts[2], free)
@@ -213,7 +213,7 @@ def test_request_whose_grammar_exceeds_a_step_fails_alone(surge, prompts):
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "fragment"),
     [
         (
             {"properties": {"a": {"items": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}},
@@ -237,9 +237,9 @@ def test_request_whose_grammar_exceeds_a_step_fails_alone(surge, prompts):
         ({"properties": {"a": {"$ref": "http://other.test/x"}}}, r"at \$\.properties\.a: the ref"),
     ],
 )
-def test_refusal_of_a_schema_names_the_path_and_the_way_out(grammars, schema, says):
+def test_schema_error_names_the_path_and_a_solution(grammars, schema, fragment):
     wanted = StructuredOutputs(json_schema=json.dumps({"type": "object", **schema}))
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=fragment) as error:
         grammars.submit(wanted).result(60)
     for internal in ("coerce_one_of", "llguidance", "Unimplemented", "Some(", "<state>"):
         assert internal not in str(error.value)
@@ -264,8 +264,8 @@ def bits(mask):
 
 @pytest.fixture(scope="module")
 def merging():
-    """llguidance's form of a tokenizer whose end of thoughts is spelled by tokens of several
-    letters, some of which go on behind the end."""
+    """A tokenizer in llguidance's format. Tokens of several letters overlap the end of thoughts,
+    and some extend beyond this end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -295,7 +295,7 @@ def test_end_of_reasoning_is_found_in_any_tokenization(merging, spelled):
         assert not allowed[number("!</think>x")]
         assert allowed[number(">")]
         assert allowed[number(">ĊĊ")]
-        # This token would begin an answer that no grammar has seen.
+        # The rest of this token would begin an unconstrained answer.
         assert allowed[number(">{")] == (not tail.endswith(b"</think"))
         tail = ends.advance(tail, number(token))
     assert tail is None
@@ -303,7 +303,7 @@ def test_end_of_reasoning_is_found_in_any_tokenization(merging, spelled):
 
 @pytest.fixture(scope="module")
 def thinking(llama, tokenizer):
-    """An engine of a model that ends its sequences with several letters."""
+    """An engine with four further end-of-sequence tokens: the letters c to f."""
     from ed_esurge import eSurge
 
     return eSurge(
@@ -321,7 +321,7 @@ def thinking(llama, tokenizer):
 
 @pytest.mark.daily("ab")
 @pytest.mark.parametrize("text", ["b", "ab", "bab"])
-def test_no_answer_ends_within_thoughts(thinking, tokenizer, text):
+def test_constrained_answer_never_ends_within_thoughts(thinking, tokenizer, text):
     likely = {tokenizer(letter)["input_ids"][1]: 30 for letter in "abcdef"}
     wanted = StructuredOutputs(regex="(xy){2}", after=(text,))
     params = SamplingParams(

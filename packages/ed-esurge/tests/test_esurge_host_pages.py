@@ -1,4 +1,4 @@
-"""Pages that the prefix cache gives up: they come back from host memory bit by bit as they were."""
+"""Pages that the prefix cache evicts are restored from host memory bitwise unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 2.0**-10
 
 
 def filled(cache, seed: int):
-    """The cache with random bits, of NaNs too."""
+    """Return the cache filled with random bits, including NaN."""
     rng = np.random.default_rng(seed)
 
     def bits(leaf):
@@ -50,7 +50,7 @@ def paged(kind: str, layout: str, num_pages: int = 24) -> PagedCache:
     ("kind", "layout"),
     [("bfloat16", "leaves"), ("int8", "stacked"), ("fp8", "leaves"), ("float32", "stacked")],
 )
-def test_copies_are_equal_to_the_last_bit(kind, layout):
+def test_page_copies_are_bitwise_equal(kind, layout):
     cache = filled(paged(kind, layout), 0)
     memory = HostMemory(cache, 40, lambda function: function)
     pages = [*range(20)]
@@ -61,7 +61,7 @@ def test_copies_are_equal_to_the_last_bit(kind, layout):
     cache = filled(cache, 1)
     others = [bits_of(cache, page) for page in range(24)]
     assert all(a != b for a, b in zip(before, others, strict=True))
-    # Page 23 gives its contents up and takes those of page 0 in the same step.
+    # Page 23 is saved, and receives the content of page 0 in the same step.
     cache = memory.move(cache, {"full": ({0: 23}, {23: 39, 5: 39 - 7})})
     assert bits_of(cache, 23) == before[0]
     assert bits_of(cache, 5) == before[7]
@@ -105,7 +105,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def engine(llama):
-    """One whose numbers are the same to the last bit in any company, and in any chunks."""
+    """An engine whose outputs are bitwise equal in any batch and with any chunks."""
     return eSurge(llama, batch_invariant=True, kv_offloading_size=MIB, **OPTIONS)
 
 
@@ -115,15 +115,15 @@ def lines_of(output):
 
 
 @pytest.mark.proves("kv_offloading_size")
-def test_a_prefix_comes_back_to_the_last_bit(engine):
-    """Four prompts of twelve pages in turn, in a pool of sixteen."""
+def test_prefix_restored_from_host_memory_is_bitwise_equal(engine):
+    """Four prompts of twelve pages alternate in a pool of sixteen pages."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 250, size=49).tolist() for _ in range(4)]
     compiled, expected = engine.stats()["num_compiled"], []
     for turn in range(3):
         for number, prompt in enumerate(prompts):
             (output,) = engine.generate(prompt, GREEDY)
-            if not turn:  # computed, every token of it
+            if not turn:  # every token was computed
                 expected.append(lines_of(output))
             assert lines_of(output) == expected[number]
     stats = engine.stats()
@@ -133,11 +133,11 @@ def test_a_prefix_comes_back_to_the_last_bit(engine):
     assert stats["external_prefix_cache_queries"] == 12 * 49
     of_page = 2 * 2 * 4 * 4 * 8 * 4  # layers, keys and values, tokens, heads, numbers, float32
     assert stats["kv_offload_load_bytes"] == 8 * 12 * of_page
-    assert 0 < stats["kv_offload_store_bytes"] <= 4 * 13 * of_page  # each page once
+    assert 0 < stats["kv_offload_store_bytes"] <= 4 * 13 * of_page  # each page is stored once
     places = engine.loop.runner.host.places
     assert places == int(MIB * 2**30) // of_page
     assert 0 < stats["kv_offload_cpu_cache_usage"] <= 1
-    # All at once, so that they push one another out in the middle.
+    # All prompts run concurrently, so that they preempt each other.
     for output, lines in zip(engine.generate(prompts * 2, GREEDY), expected * 2, strict=True):
         assert lines_of(output) == lines
     assert engine.stats()["num_compiled"] == compiled
@@ -179,7 +179,7 @@ def test_sharded_engine_reuses_host_pages_with_same_tokens(make_llama, surge):
     assert stats["num_compiled"] == compiled
 
 
-def test_memory_of_the_device_is_left_for_copies(llama, monkeypatch):
+def test_page_budget_reserves_memory_for_copies(llama, monkeypatch):
     monkeypatch.setattr(Functions, "workspace_bytes", lambda self: 0)
 
     def needed(**options) -> int:

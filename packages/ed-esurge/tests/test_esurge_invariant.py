@@ -1,4 +1,4 @@
-"""`batch_invariant`: tokens and log-probabilities are the same to the last bit in any company."""
+"""`batch_invariant`: tokens and log-probabilities are bitwise equal in any batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def requests():
-    """Twenty-four prompts of many lengths, greedy and random, some with a common beginning."""
+    """Twenty-four prompts of different lengths, greedy and sampled, some with a common prefix."""
     rng = np.random.default_rng(5)
     common = rng.integers(3, 250, 20).tolist()
     prompts = [rng.integers(3, 250, size=1 + 3 * (i % 12)).tolist() for i in range(24)]
@@ -32,7 +32,7 @@ def requests():
 
 
 def bits(outputs) -> list[tuple]:
-    """Tokens and log-probabilities, exactly."""
+    """Return the exact tokens and log-probabilities."""
     return [
         (
             tuple(out.outputs[0].token_ids),
@@ -48,7 +48,7 @@ def bits(outputs) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def alone(llama, requests):
-    """Each request by itself, with nothing cached."""
+    """Outputs of each request alone, without cached prefixes."""
     engine = eSurge(llama, **OPTIONS, enable_prefix_caching=False)
     return [engine.generate([p], s)[0] for p, s in zip(*requests, strict=True)]
 
@@ -58,20 +58,20 @@ def alone(llama, requests):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},  # in a crowd, with prefixes that some left for others
+        {},  # one batch of all requests, with shared prefixes
         {"long_prefill_token_threshold": 3},  # chunks of other sizes
         {"num_pages": 8, "enable_prefix_caching": False},  # preempted
         {"speculative_config": {"num_speculative_tokens": 3}, "overlap_execution": True},
     ],
     ids=["crowd", "chunks", "preempted", "speculated"],
 )
-def test_every_bit_is_the_same(llama, requests, alone, oracle, changes):
+def test_invariant_outputs_are_bitwise_equal(llama, requests, alone, oracle, changes):
     engine = eSurge(llama, **OPTIONS, **changes)
     scheduler = engine.loop.scheduler
     assert len(engine.loop.runner.buckets.shapes) == 1
     if scheduler.proposer is not None:
         scheduler.proposer = oracle(3, alone)
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second run uses the prefix cache
         assert bits(engine.generate(*requests)) == bits(alone)
     if "num_pages" in changes:
         assert scheduler.num_preemptions > 0
@@ -79,8 +79,8 @@ def test_every_bit_is_the_same(llama, requests, alone, oracle, changes):
         assert scheduler.proposer.num_accepted_tokens > 0
 
 
-def test_a_recorded_request_runs_again(llama, requests):
-    """Its seed was the engine's choice, by its place among those that came."""
+def test_replay_reproduces_a_recorded_request(llama, requests):
+    """The engine derives the seed of the request from its order of arrival."""
     engine = eSurge(llama, **OPTIONS)
     params = SamplingParams(temperature=1.0, n=2, max_tokens=8, logprobs=1, ignore_eos=True)
     recorded = engine.generate(requests[0][:6], params)

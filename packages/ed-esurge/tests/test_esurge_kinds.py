@@ -1,8 +1,8 @@
-"""Layers of different kinds through the engine: recurrent states, windows with pages of their own.
+"""Layers of different kinds in the engine: recurrent states, and windows with separate pages.
 
-The toy's memory is a linear recurrence over a convolution of two inputs; it keeps its state by the
-slot that its sequence leases. A state that is written to another slot, or kept from an earlier
-sequence, changes tokens.
+The memory of the toy model is a linear recurrence over a convolution of two inputs. Its state is
+stored in the slot of the sequence. A state in a wrong slot, or of an earlier sequence, changes the
+tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCAB, WINDOW = 64, 6
 class ToyConfig(EasyDeLBaseConfig, transformers.LlamaConfig):
     model_type = "toy_kinds"
     kinds: str = "memory"
-    """What each layer is, comma-separated."""
+    """Kinds of the layers, separated by commas."""
 
 
 class Memory(nnx.Module):
@@ -118,7 +118,7 @@ def engine_of(model, **options) -> eSurge:
 
 
 def plain(model):
-    """The plain forward pass: tokens -> (logits [s, v], hidden states [s, d])."""
+    """Return the plain forward pass: tokens -> (logits [s, v], hidden states [s, d])."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
@@ -128,7 +128,7 @@ def plain(model):
 
     def of(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((1, 48), np.int32)
-        ids[0, : len(tokens)] = tokens  # causal: what follows does not matter
+        ids[0, : len(tokens)] = tokens  # padding on the right does not change causal logits
         logits, hidden = forward(state, ids)
         return np.asarray(logits[: len(tokens)]), np.asarray(hidden[: len(tokens)], np.float64)
 
@@ -150,7 +150,7 @@ LENGTHS = (14, 8, 20, 11, 6, 18, 9, 12)
 
 
 def params_of(length: int, index: int) -> SamplingParams:
-    # Every other one has a line of the sampler's state too, which is no state of a layer.
+    # Every second request also has a row of the sampler's state, which is independent of layers.
     bias = {5: 0.25} if index % 2 else {}
     return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logit_bias=bias)
 
@@ -165,7 +165,7 @@ def params_of(length: int, index: int) -> SamplingParams:
     ],
 )
 def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
-    """Requests come, go and are preempted; each gives what it gives alone."""
+    """Each request produces the tokens that it produces alone, also after a preemption."""
     model = toy(kinds)
     engine = engine_of(model, **options)
     params = [params_of(length, index) for index, length in enumerate(LENGTHS)]
@@ -183,7 +183,7 @@ def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
         if waiting and step % 3 == 0:
             index = waiting.pop(0)
             together[str(index)] = []
-            # Under that policy the newest goes first, and pushes others out.
+            # With this policy, the newest request has the highest priority and preempts others.
             engine.add_request(str(index), PROMPTS[index], params[index], priority=-index)
         if step == 7:
             engine.add_request("gone", PROMPTS[4], params[4])
@@ -196,12 +196,12 @@ def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
     assert list(together.values()) == alone
     if "num_pages" in options:
         assert engine.stats()["num_preemptions"] > 0
-    # Cached pages would not bring the state back.
+    # Cached pages do not contain the state.
     assert engine.stats()["prefix_cache_queries"] == 0
 
 
-def test_a_hybrid_gives_the_tokens_of_generate():
-    """Jamba: recurrences, attention and experts; prompts in chunks, sequences preempted."""
+def test_hybrid_model_produces_tokens_of_generate():
+    """Jamba has recurrences, attention and experts. Prompts are chunked and sequences preempted."""
     config = JambaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -232,13 +232,13 @@ def test_a_hybrid_gives_the_tokens_of_generate():
 @pytest.mark.parametrize(
     "option", [{"batch_invariant": True}, {"speculative_config": {}}, {"kv_offloading_size": 1}]
 )
-def test_options_that_a_state_forbids(option):
+def test_recurrent_model_rejects_unsupported_options(option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))} is for models whose layers read"):
         engine_of(toy("memory,full"), **option)
 
 
 @pytest.mark.nightly
-def test_a_state_is_pooled_over_chunks():
+def test_pooling_of_a_recurrent_model_spans_chunks():
     model = toy("memory,full")
     engine = engine_of(model)
     forward = plain(model)
@@ -251,8 +251,8 @@ def test_a_state_is_pooled_over_chunks():
 @pytest.mark.parametrize(
     "kinds", ["window,full,window", pytest.param("window,window", marks=pytest.mark.nightly)]
 )
-def test_window_frees_pages_behind_itself(kinds):
-    """Fewer pages than a whole sequence would need, with a prefix cache and without."""
+def test_pages_before_the_window_are_freed(kinds):
+    """The pool has fewer pages than a whole sequence needs, with and without a prefix cache."""
     model = toy(kinds)
     forward = plain(model)
     expected = [greedy(forward, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
@@ -260,12 +260,12 @@ def test_window_frees_pages_behind_itself(kinds):
     for caching in (True, False):
         engine = engine_of(model, enable_prefix_caching=caching)
         pools = engine.loop.scheduler.pages.pools
-        # 5 tokens behind 12 new ones lie on 5 pages, wherever they begin.
+        # 12 new tokens and the 5 tokens before them span at most 5 pages.
         sizes = {"full": 4 * 12, "window": 4 * 5}
         assert {name: pool.num_pages for name, pool in pools.items()} == {
             name: size for name, size in sizes.items() if name in kinds
         }
-        for _ in range(2):  # the second time from the prefix cache
+        for _ in range(2):  # the second run uses the prefix cache
             outputs = engine.generate(PROMPTS, params)
             assert [output.outputs[0].token_ids for output in outputs] == expected
             assert all(pool.usage == 0 for pool in pools.values())
@@ -280,7 +280,7 @@ def test_window_frees_pages_behind_itself(kinds):
                     assert len(request.pages["full"]) * 4 >= request.num_computed
 
 
-def test_a_salt_keeps_prefixes_apart(monkeypatch):
+def test_salt_separates_cached_prefixes(monkeypatch):
     model = toy("full")
     prompt, params = PROMPTS[4], params_of(2, 0)
     engine = engine_of(model)
@@ -293,7 +293,7 @@ def test_a_salt_keeps_prefixes_apart(monkeypatch):
         return outputs[-1].metrics.num_cached_tokens
 
     assert [cached(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 24, 24]
-    # Prompts whose rotary factors differ have different keys for the same tokens.
+    # Prompts with different rotary factors have different keys for the same tokens.
     monkeypatch.setattr(ToyForCausalLM, "prompt_class", lambda self, length: int(length > 20))
     engine = engine_of(model)
     hits = [
@@ -304,8 +304,8 @@ def test_a_salt_keeps_prefixes_apart(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_windows_in_host_memory_and_preemption():
-    """Layers with a window need their own pages alone; whoever is preempted finds its pages."""
+def test_windowed_pages_survive_host_memory_and_preemption():
+    """Host memory restores the pages of layers with a window, also for preempted sequences."""
     model = toy("window,full")
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 60, size=n).tolist() for n in (29, 21, 33, 26, 17)]

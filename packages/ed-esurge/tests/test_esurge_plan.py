@@ -1,4 +1,4 @@
-"""A plan is complete: a runner in another process makes the same of it, from bytes alone."""
+"""A plan is complete: a runner in another process computes the same results from its bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "silent_mode": True,
 }
 
-# What the other process runs: plans in, results out, each after its length.
+# Program of the other process: reads plans and writes results, each after its length.
 CHILD = """
 import pickle, struct, sys
 from ed_esurge.config import EngineConfig
@@ -49,7 +49,7 @@ while size := read.read(4):
 
 
 class RemoteRunner:
-    """What the engine's loop needs of a runner, over a pipe."""
+    """A runner in another process, connected by a pipe."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -70,7 +70,7 @@ class RemoteRunner:
         return pickle.loads(self.process.stdout.read(size))
 
     def hold(self, params):
-        """No request of these tests has a grammar."""
+        """Return None: no request of these tests has a grammar."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def local(llama):
 
 @pytest.fixture
 def plans(local, monkeypatch):
-    """What the local engine plans."""
+    """Plans of the local engine."""
     kept: list[Any] = []
     run = local.loop.runner.run
     monkeypatch.setattr(local.loop.runner, "run", lambda plan: kept.append(plan) or run(plan))
@@ -109,7 +109,7 @@ def requests_of(prompts):
 
 
 def serve(engine: eSurge, commands: list[Add]) -> dict[str, Any]:
-    """Execute commands that went through bytes, one before each of the first steps."""
+    """Execute pickled commands, one before each of the first steps."""
     whole: dict[str, Any] = {}
     pending = list(commands)
     while pending or engine.has_unfinished_requests:
@@ -123,7 +123,7 @@ def serve(engine: eSurge, commands: list[Add]) -> dict[str, Any]:
     return whole
 
 
-def test_a_runner_in_another_process_gives_the_same(llama, local, plans, prompts, remote):
+def test_remote_runner_produces_the_same_output(llama, local, plans, prompts, remote):
     other = eSurge(llama, **OPTIONS)
     other.loop.runner = remote
     commands = [
@@ -140,7 +140,7 @@ def test_a_runner_in_another_process_gives_the_same(llama, local, plans, prompts
         assert output.prompt_logprobs == theirs[name].prompt_logprobs
         if output.pooled is not None:
             np.testing.assert_array_equal(output.pooled, theirs[name].pooled)
-    # Engines that are told the same plan the same.
+    # Engines with the same commands make the same plans.
     assert [pickle.dumps(plan) for plan in plans] == remote.sent
 
 

@@ -1,4 +1,4 @@
-"""Requests that sample nothing: pooled vectors and scores, beside requests that do."""
+"""Requests without sampling (pooled vectors and scores), batched with requests that sample."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
 def plain(model, read):
-    """The plain forward pass of up to 64 tokens, [s, x] in float64; compiled once."""
+    """Return the plain forward pass of up to 64 tokens, [s, x] in float64; compiled once."""
     graphdef, state = nnx.split(model)
     forward = jax.jit(lambda state, ids: read(nnx.merge(graphdef, state)(ids)))
 
     def of(tokens: list[int]) -> np.ndarray:
         ids = np.zeros((1, 64), np.int32)
-        ids[0, : len(tokens)] = tokens  # causal: what follows does not matter
+        ids[0, : len(tokens)] = tokens  # padding on the right does not change causal values
         return np.asarray(forward(state, ids)[: len(tokens)], np.float64)
 
     return of
@@ -41,7 +41,7 @@ def plain(model, read):
 
 @pytest.fixture(scope="module")
 def hidden(llama):
-    """The model's own last hidden states of a prompt, [s, d] in float64."""
+    """Function from a prompt to the last hidden states of the model, [s, d] in float64."""
     return plain(llama, lambda out: out.last_hidden_state[0])
 
 
@@ -52,7 +52,9 @@ def expected(states: np.ndarray, params: PoolingParams) -> np.ndarray:
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_pooled_among_sampled_and_in_chunks(surge, prompts, hidden, pooling, normalize):
+def test_pooled_and_sampled_requests_share_chunked_batches(
+    surge, prompts, hidden, pooling, normalize
+):
     params = PoolingParams(pooling=pooling, normalize=normalize)
     tokens = [output.outputs[0].token_ids for output in surge.generate(prompts, GREEDY)]
     traces = surge.stats()["num_compiled"]
@@ -82,7 +84,7 @@ def test_pooled_among_sampled_and_in_chunks(surge, prompts, hidden, pooling, nor
     assert surge.stats()["num_compiled"] == traces
 
 
-def test_embed_gives_one_vector_for_each_prompt(surge, prompts, hidden, tokenizer):
+def test_embed_returns_one_vector_per_prompt(surge, prompts, hidden, tokenizer):
     outputs = surge.embed(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         np.testing.assert_allclose(
@@ -93,7 +95,7 @@ def test_embed_gives_one_vector_for_each_prompt(surge, prompts, hidden, tokenize
     np.testing.assert_allclose(
         text.pooled, expected(states, PoolingParams(pooling="mean")), atol=1e-5
     )
-    # A last hidden state needs no other: the prompt's pages may be another's. A mean needs all.
+    # The last hidden state can be computed from cached pages. The mean requires all hidden states.
     again = [surge.embed(prompts[3], PoolingParams(pooling=p))[0] for p in ("last", "mean")]
     assert [output.metrics.num_cached_tokens for output in again] == [32, 0]
     with pytest.raises(ValidationError, match="last"):
@@ -106,7 +108,7 @@ def test_preempted_pooling_request_produces_same_vector(llama, prompts, hidden):
     mean = PoolingParams(pooling="mean")
     engine.add_request("vector", prompts[3] + prompts[4], mean, priority=1)
     engine.step()
-    # It grows beside what is more important, until the pages are used up.
+    # A request of higher priority grows until no page is free.
     engine.add_request("first", prompts[3], GREEDY)
     vectors = {}
     while engine.has_unfinished_requests:
@@ -118,7 +120,7 @@ def test_preempted_pooling_request_produces_same_vector(llama, prompts, hidden):
     np.testing.assert_allclose(vectors["vector"].pooled, exact, atol=1e-5)
 
 
-def test_a_pooled_request_can_be_aborted(surge, prompts):
+def test_pooled_request_can_be_aborted(surge, prompts):
     surge.add_request("a", prompts[3], PoolingParams(pooling="mean"))
     surge.step()  # the first chunk
     assert surge.abort_request("a")
@@ -157,7 +159,7 @@ def test_prompt_scoring_samples_no_tokens(surge, prompts):
         assert ours.outputs[0].finish_reason == "length"
         assert ours.prompt_logprobs == theirs.prompt_logprobs
     assert surge.stats()["num_steps"] > steps
-    # The context holds the whole prompt: nothing is cut off for a token that nobody wants.
+    # The prompt fills the context: no room is reserved for a generated token.
     full = list(range(3, 131))
     assert surge.max_model_len == 128
     output = surge.generate(full, scoring)[0]
@@ -167,8 +169,8 @@ def test_prompt_scoring_samples_no_tokens(surge, prompts):
         SamplingParams(max_tokens=0)
 
 
-def test_scores_follow_the_head_of_the_model(make_llama, prompts):
-    """A soft cap and a scale are part of the head, not of the matrix."""
+def test_scores_use_the_head_of_the_model(make_llama, prompts):
+    """A soft cap and a scale belong to the head, not to its matrix."""
     from ed_models.families.llama import LlamaForCausalLM
 
     class Capped(LlamaForCausalLM):
@@ -189,7 +191,7 @@ def test_scores_follow_the_head_of_the_model(make_llama, prompts):
         assert entry[token].logprob == pytest.approx(exact[position, token], abs=1e-5)
 
 
-def test_adapters_are_refused_while_there_are_none(surge):
+def test_request_with_an_unloaded_adapter_raises_error(surge):
     command = replace(surge.prepare("a", [5], GREEDY), adapter=3)
     with pytest.raises(ConfigError, match="number 3"):
         surge.execute(command)

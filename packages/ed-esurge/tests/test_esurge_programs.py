@@ -1,4 +1,4 @@
-"""A second start neither traces nor compiles, and computes the same."""
+"""A second start neither traces nor compiles, and computes the same tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A cache folder as a command has it."""
+    """A cache folder as the command line creates it."""
     folder = tmp_path_factory.mktemp("home")
     name = "jax_compilation_cache_dir"
     before, own = jax.config.values[name], os.environ.get("XDG_CACHE_HOME")
@@ -47,7 +47,7 @@ def home(tmp_path_factory):
 
 
 def answers(engine):
-    """Tokens of all kinds of requests."""
+    """Return the tokens of requests of all kinds."""
     greedy = SamplingParams(temperature=0, max_tokens=4)
     other = SamplingParams(seed=3, max_tokens=4, repetition_penalty=1.2, prompt_logprobs=1)
     params = [greedy, other, greedy]
@@ -61,13 +61,13 @@ def small(make_llama):
 
 @pytest.fixture(scope="module")
 def first(home, small):
-    """The engine that compiles."""
+    """The first engine, which compiles its programs."""
     engine = eSurge(small, **SMALL)
     assert engine.loop.runner.num_traces > 0
     return engine
 
 
-def test_the_next_start_neither_traces_nor_compiles(first, small):
+def test_second_start_neither_traces_nor_compiles(first, small):
     engine = eSurge(small, **SMALL)
     runner = engine.loop.runner
     pages = jax.tree.leaves(runner.memory.cache)
@@ -87,21 +87,21 @@ def test_lazily_compiled_engine_loads_stored_programs(first, small):
 
 
 @pytest.mark.parametrize("change", [{"max_logprobs": 3}, {"page_size": 16}, {"max_num_seqs": 1}])
-def test_other_options_are_other_programs(first, small, change):
+def test_changed_options_use_other_programs(first, small, change):
     engine = eSurge(small, compile_runner=False, **{**SMALL, **change})
     runner: Any = engine.loop.runner
     assert runner.functions._loading is None
     assert runner.functions._kept.folder != first.loop.runner.functions._kept.folder
 
 
-def test_another_model_has_other_programs(first, make_llama):
+def test_changed_model_uses_other_programs(first, make_llama):
     engine = eSurge(
         make_llama(num_hidden_layers=1, rms_norm_eps=1e-3), compile_runner=False, **SMALL
     )
     assert engine.loop.runner.functions._loading is None
 
 
-def test_a_damaged_file_is_not_read(first, small):
+def test_damaged_program_file_is_not_read(first, small):
     kept = first.loop.runner.functions._kept
     file = next(kept.folder.glob("Shape*"))
     whole = file.read_bytes()
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_not_read(first, small):
         file.write_bytes(whole)
 
 
-def test_a_file_that_another_user_may_have_written_is_not_read(first, monkeypatch):
+def test_program_file_writable_by_others_is_not_read(first, monkeypatch):
     kept, shapes = first.loop.runner.functions._kept, first.loop.runner.buckets.shapes
     file = next(kept.folder.glob("Shape*"))
     assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
@@ -128,7 +128,7 @@ def test_a_file_that_another_user_may_have_written_is_not_read(first, monkeypatc
     kept.loading(shapes).close()
 
 
-def test_a_file_without_the_users_key_is_not_unpickled(first):
+def test_program_file_without_authentication_code_is_not_unpickled(first):
     kept, shapes = first.loop.runner.functions._kept, first.loop.runner.buckets.shapes
     file = next(kept.folder.glob("Shape*"))
     whole = file.read_bytes()
@@ -142,7 +142,7 @@ def test_a_file_without_the_users_key_is_not_unpickled(first):
         file.write_bytes(whole)
 
 
-def test_the_users_key_is_made_once_and_private(tmp_path):
+def test_key_of_the_user_is_private_and_created_once(tmp_path):
     key = user_key(tmp_path)
     assert (len(key), user_key(tmp_path)) == (32, key)
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
@@ -168,7 +168,7 @@ def test_unloadable_programs_are_compiled_and_not_stored(first, small, monkeypat
     assert again.loop.runner.functions._kept is None
 
 
-def test_a_folder_that_cannot_be_written_is_done_without(first, tmp_path):
+def test_unwritable_program_folder_is_ignored(first, tmp_path):
     kept = first.loop.runner.functions._kept
     (tmp_path / "file").write_text("")
     other = type(kept)(tmp_path / "file" / "folder", kept._devices, kept._key)
@@ -187,8 +187,8 @@ def test_each_function_is_loaded_exactly_once():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, 4])
-def test_another_process_computes_the_same(tmp_path, devices):
-    """Also where jax's own cache has the programs: what jax reads from there lacks code."""
+def test_stored_programs_compute_the_same_in_another_process(tmp_path, devices):
+    """Also if jax's cache has the programs, because a program from that cache lacks its code."""
     fields = {k: v for k, v in tiny_llama(vocab_size=260).items() if k != "model_type"}
     code = f"""
         from ed_infra.compilation.cache import keep_compiled_programs
@@ -220,11 +220,11 @@ def test_another_process_computes_the_same(tmp_path, devices):
     assert run() == (tokens, 0)
     for file in (tmp_path / "easydel" / "engines").glob("*/*"):
         file.unlink()
-    assert run() == (tokens, traces)  # jax's cache knows some of it now
+    assert run() == (tokens, traces)  # jax's cache contains some programs now
     assert run() == (tokens, 0)
 
 
-def test_compiled_afresh_may_be_entered_by_several(home):
+def test_compiled_afresh_disables_and_restores_the_cache(home):
     with compiled_afresh():
         assert jax.config.values["jax_enable_compilation_cache"] is False
     assert jax.config.values["jax_enable_compilation_cache"] is True

@@ -1,4 +1,4 @@
-"""An engine whose pages are quantized: more pages in the same memory, nearly the same scores."""
+"""Quantized pages: more pages in the same memory, and nearly equal log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas over `dp`: together they give what one gives, and each has pages of its own."""
+"""Replicas over `dp` produce the outputs of one engine, and each replica has separate pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = {
 PARAMS = [
     GREEDY.replace(logprobs=1),
     SamplingParams(temperature=1, seed=5, max_tokens=9, ignore_eos=True),
-    SamplingParams(temperature=1, max_tokens=7, ignore_eos=True),  # the engine's seed
+    SamplingParams(temperature=1, max_tokens=7, ignore_eos=True),  # the engine selects the seed
     GREEDY.replace(presence_penalty=1.0, logit_bias={9: 2.0}),
     SamplingParams(n=2, temperature=1, seed=8, max_tokens=6, ignore_eos=True),
     GREEDY.replace(prompt_logprobs=0),
@@ -59,7 +59,7 @@ def model(make_llama):
 
 @pytest.fixture(scope="module")
 def pair(model, tokenizer):
-    """Two replicas, each on a device."""
+    """An engine with two replicas, each on one device."""
     return eSurge(model, tokenizer, **OPTIONS)
 
 
@@ -82,7 +82,7 @@ def test_two_replicas_produce_same_outputs_as_one(one, pair, prompts):
     pooled = [engine.embed(prompts, PoolingParams(pooling="mean")) for engine in (one, pair)]
     for ours, theirs in zip(*pooled, strict=True):
         np.testing.assert_allclose(ours.pooled, theirs.pooled, atol=1e-4)
-    assert pair.stats()["num_compiled"] == compiled  # nothing after it was ready
+    assert pair.stats()["num_compiled"] == compiled  # no compilation after the engine was ready
     steps = [stats["num_steps"] for stats in pair.replica_stats()]
     assert min(steps) > 0
     assert sum(steps) == pair.stats()["num_steps"]
@@ -92,7 +92,7 @@ def test_two_replicas_produce_same_outputs_as_one(one, pair, prompts):
 @pytest.mark.nightly
 def test_each_replica_uses_its_own_device(pair, model):
     own = [x for loop in pair.loop.loops for x in loop.runner.weights._own]
-    assert buffers(own) == buffers(jax.tree.leaves(nnx.state(model)))  # not a second time
+    assert buffers(own) == buffers(jax.tree.leaves(nnx.state(model)))  # the weights are not copied
     places = []
     for loop in pair.loop.loops:
         arrays = (loop.runner.weights.leaves, loop.runner.memory.cache)
@@ -102,7 +102,7 @@ def test_each_replica_uses_its_own_device(pair, model):
     assert "2 replicas, each with" in pair.describe()
 
 
-def test_a_prompt_goes_where_its_prefix_is(pair, prompts):
+def test_prompt_is_routed_to_the_replica_with_its_prefix(pair, prompts):
     prompt = [7, *prompts[3]]
     pair.generate([[9] * 30, prompt, [8] * 30], GREEDY)
     before = pair.replica_stats()
@@ -115,7 +115,7 @@ def test_a_prompt_goes_where_its_prefix_is(pair, prompts):
     assert sorted(grown) == [0, 3 * (len(prompt) // 8 * 8)]
 
 
-def test_a_replica_that_works_long_holds_no_other_up(pair, prompts, monkeypatch):
+def test_slow_replica_does_not_delay_others(pair, prompts, monkeypatch):
     expected = tokens_of(pair.generate(prompts[:2], GREEDY))
     working = True
 
@@ -149,7 +149,7 @@ def test_a_replica_that_works_long_holds_no_other_up(pair, prompts, monkeypatch)
         assert [[t for out in mine for t in out.outputs[0].token_ids]] == expected[index]
 
 
-def test_a_failing_request_ends_alone(pair, prompts, monkeypatch):
+def test_failed_request_affects_no_other_replica(pair, prompts, monkeypatch):
     expected = tokens_of(pair.generate(prompts, GREEDY))
     for loop in pair.loop.loops:
         run = loop.runner.run
@@ -177,14 +177,14 @@ def test_a_failing_request_ends_alone(pair, prompts, monkeypatch):
     assert pair.stats()["kv_cache_usage"] == 0
 
 
-def test_requests_are_aborted_and_wait_through_a_pause(pair, prompts):
+def test_replicas_support_abort_and_pause(pair, prompts):
     expected = tokens_of(pair.generate(prompts[:4], GREEDY))
     for index, prompt in enumerate(prompts[:4]):
         pair.add_request(str(index), prompt, GREEDY)
     pair.add_request("gone", prompts[0], GREEDY)
     outputs = pair.step()
     assert pair.abort_request("gone")
-    pair.add_request("gone", prompts[0], GREEDY)  # the id is free again
+    pair.add_request("gone", prompts[0], GREEDY)  # the id can be reused
     assert pair.abort_request("gone")
     assert not pair.abort_request("gone")
     pair.sleep()
@@ -209,7 +209,7 @@ def test_requests_are_aborted_and_wait_through_a_pause(pair, prompts):
 
 
 @pytest.mark.nightly
-def test_weights_are_replaced_and_lent_everywhere(one, pair, make_llama, prompts, llama):
+def test_weight_updates_reach_every_replica(one, pair, make_llama, prompts, llama):
     other = make_llama(seed=2, mesh=(2, 1, 1, 1, 1)).to_layout("leaves")
     before = tokens_of(pair.generate(prompts, GREEDY))
     one.update_model_weights(make_llama(seed=2))
@@ -217,7 +217,7 @@ def test_weights_are_replaced_and_lent_everywhere(one, pair, make_llama, prompts
     one.update_model_weights(llama)
     pair.update_model_weights(make_llama(seed=2))  # from one device
     assert tokens_of(pair.generate(prompts, GREEDY)) == expected
-    pair.update_model_weights(make_llama(mesh=(1, 2, 1, 2, 1)))  # split over others
+    pair.update_model_weights(make_llama(mesh=(1, 2, 1, 2, 1)))  # sharded over other devices
     assert tokens_of(pair.generate(prompts, GREEDY)) == before
     theirs = buffers(jax.tree.leaves(nnx.state(other)))
     with pair.weights(other):
@@ -230,7 +230,7 @@ def test_weights_are_replaced_and_lent_everywhere(one, pair, make_llama, prompts
     assert tokens_of(pair.generate(prompts, GREEDY)) == before
 
 
-def test_weights_that_are_no_numbers_fail_closed(pair, llama, prompts):
+def test_weights_with_nan_fail_every_request(pair, llama, prompts):
     before = tokens_of(pair.generate(prompts[:3], GREEDY))
     broken = nnx.state(llama.to_layout("leaves"))
     broken = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), broken)
@@ -251,13 +251,13 @@ def adapted(model):
     return model
 
 
-def test_adapters_are_loaded_everywhere_or_nowhere(one, pair, llama, prompts, tokenizer):
+def test_adapters_are_loaded_on_all_replicas_or_none(one, pair, llama, prompts, tokenizer):
     for engine in (one, pair):
         engine.load_lora_adapter("a", adapted(llama))
     names = ["a", None] * 4
     expected = tokens_of(one.generate(prompts, GREEDY, lora_name=names))
     assert tokens_of(pair.generate(prompts, GREEDY, lora_name=names)) == expected
-    # One replica still uses the place of an adapter that was unloaded.
+    # One replica still uses the slot of an unloaded adapter.
     pair.add_request("long", prompts[0], GREEDY.replace(max_tokens=60), lora_name="a")
     pair.step()
     for engine in (one, pair):
@@ -272,7 +272,7 @@ def test_adapters_are_loaded_everywhere_or_nowhere(one, pair, llama, prompts, to
     pair.unload_lora_adapter("b")
 
 
-def test_a_server_shows_each_replica(pair, prompts):
+def test_server_metrics_list_each_replica(pair, prompts):
     with background(pair, served_model_name="m") as url:
         for prompt in prompts[:3]:
             body = {"model": "m", "prompt": prompt, "max_tokens": 3}
@@ -282,7 +282,7 @@ def test_a_server_shows_each_replica(pair, prompts):
         assert f'vllm:num_requests_running{{engine="{index}",model_name="m"}} 0.0' in text
 
 
-def test_coroutines_follow_requests_of_both(pair, prompts):
+def test_async_engine_serves_requests_of_both_replicas(pair, prompts):
     expected = tokens_of(pair.generate(prompts, GREEDY))
     engine = AsyncEngine(pair)
     engine.start()
@@ -308,11 +308,13 @@ def test_coroutines_follow_requests_of_both(pair, prompts):
         ((4, 1, 1, 2, 1), "dp", {"overlap_execution": True}),
         ((8, 1, 1, 1, 1), "dp", {"use_aot_forward": False}),
         ((2, 2, 1, 2, 1), "dp", {"batch_invariant": True}),
-        ((1, 4, 1, 2, 1), "fsdp", {}),  # each replica needs whole weights, which are split
+        ((1, 4, 1, 2, 1), "fsdp", {}),  # each replica needs the whole weights, which are sharded
         ((2, 1, 1, 2, 1), "dp", {"speculative_config": {"method": "ngram"}}),
     ],
 )
-def test_other_meshes_give_the_same(one, make_llama, tokenizer, prompts, mesh, axis, options):
+def test_replicas_of_other_meshes_produce_the_same_tokens(
+    one, make_llama, tokenizer, prompts, mesh, axis, options
+):
     options = {**OPTIONS, "max_loras": 0, "max_lora_rank": 16, **options}
     engine = eSurge(make_llama(mesh=mesh), tokenizer, data_parallelism_axis=axis, **options)
     assert len(engine.replica_stats()) == max(mesh[:2])
@@ -323,7 +325,7 @@ def test_other_meshes_give_the_same(one, make_llama, tokenizer, prompts, mesh, a
     assert engine.stats()["num_compiled"] == compiled
 
 
-def test_the_axis_may_be_named_or_left_out(make_llama, prompts):
+def test_replica_axis_can_be_named_or_disabled(make_llama, prompts):
     options = {**OPTIONS, "compile_runner": False}
     whole = eSurge(make_llama(mesh=(2, 1, 1, 1, 1)), data_parallelism_axis=None, **options)
     assert len(whole.replica_stats()) == 1
@@ -345,12 +347,12 @@ def placed(router, name, prompt, known, most=16, n=1):
 def test_router_spreads_requests_evenly_over_replicas():
     router = Router(4)
     assert [placed(router, str(i), 10, [0] * 4) for i in range(8)] == [0, 1, 2, 3] * 2
-    for name in "04":  # the first replica has nothing to do any more
+    for name in "04":  # the first replica has finished its work
         router.ended(name, 16)
     assert [placed(router, f"n{i}", 10, [0] * 4) for i in range(3)] == [0, 0, 1]
 
 
-def test_a_prefix_counts_until_its_replica_has_more_to_do():
+def test_router_prefers_the_prefix_unless_its_replica_is_busier():
     router = Router(2)
     where = [placed(router, str(i), 100, [90, 0], most=20) for i in range(6)]
     assert where == [0, 0, 0, 1, 0, 0]
@@ -361,10 +363,10 @@ def test_a_prefix_counts_until_its_replica_has_more_to_do():
 
 def test_router_weighs_requests_by_usual_completion_length():
     router = Router(2)
-    for i in range(200):  # answers of four tokens, whatever `max_tokens` says
+    for i in range(200):  # answers of four tokens, independent of `max_tokens`
         name = str(i)
         placed(router, name, 4, [0, 0], most=1000)
         router.ended(name, 4)
-    # Three short prompts with short answers are less than one long prompt.
+    # Three short prompts with short answers are less work than one long prompt.
     assert placed(router, "long", 60, [0, 0], most=1000) == 0
     assert [placed(router, f"s{i}", 4, [0, 0], most=1000) for i in range(3)] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""The sampler against plain numpy, and its independence of the batch."""
+"""The sampler equals a numpy reference, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(logits, flat, state, alternatives):
 
 
 def draw(logits, given, state=None, alternatives=5):
-    """Sample, in one of two shapes, so that the tests compile twice and not a dozen times."""
+    """Sample in one of two shapes, so that the tests compile only twice."""
     n = logits.shape[0]
     extra = (8 if n <= 8 else 4000) - n
     state = SamplerState.create(4, VOCAB) if state is None else state
@@ -70,7 +70,7 @@ def random_logits(n: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
 
 
 def reference_support(logits, temperature, top_k, top_p, min_p) -> set[int]:
-    """Tokens that vLLM's and Hugging Face's filters leave, in float64."""
+    """Return the tokens that vLLM's and Hugging Face's filters keep, computed in float64."""
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
     order = order[: top_k or VOCAB]
@@ -81,7 +81,7 @@ def reference_support(logits, temperature, top_k, top_p, min_p) -> set[int]:
     return set(order[keep].tolist())
 
 
-def test_greedy_takes_the_first_of_equals():
+def test_greedy_selects_the_first_of_equal_logits():
     logits = np.zeros((2, VOCAB), np.float32)
     logits[1, [7, 9]] = 2.0
     out, _ = draw(logits, rows(2))
@@ -95,7 +95,7 @@ def test_greedy_takes_the_first_of_equals():
         (0.7, 0, 0.8, 0.0),
         (1.0, 0, 1.0, 0.1),
         (1.3, 20, 0.9, 0.02),
-        (8.0, 0, 0.9, 0.0),  # flat: far more than the candidates
+        (8.0, 0, 0.9, 0.0),  # flat distribution: far more tokens than candidates
         (8.0, 200, 0.95, 0.0),
         (8.0, 128, 1.0, 0.0),
     ],
@@ -103,7 +103,7 @@ def test_greedy_takes_the_first_of_equals():
 def test_sampled_tokens_stay_within_filtered_support(temperature, top_k, top_p, min_p):
     logits = random_logits(1)
     expected = reference_support(logits[0], temperature, top_k, top_p, min_p)
-    n = 4000  # chi-square needs many
+    n = 4000  # chi-square requires many samples
     given = rows(
         n,
         seed=np.arange(n),
@@ -119,13 +119,13 @@ def test_sampled_tokens_stay_within_filtered_support(temperature, top_k, top_p, 
     p = {t: p[t] / sum(p[e] for e in expected) for t in expected}
     likely = {t for t in expected if p[t] > 10 / n}
     assert likely <= found
-    # Frequencies follow the probabilities: chi-square, far in the tail of its distribution.
+    # The frequencies follow the probabilities; the bound is far in the tail of chi-square.
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
     chi = sum((counts[t] - n * p[t]) ** 2 / (n * p[t]) for t in likely)
     assert chi < len(likely) + 6 * np.sqrt(2 * len(likely)) + 10
 
 
-def test_cutoff_is_the_same_from_candidates_and_from_all():
+def test_cutoff_of_candidates_equals_cutoff_of_all_tokens():
     scaled = random_logits(8, 3)
     odds = jnp.exp(jnp.asarray(scaled - scaled.max(axis=1, keepdims=True)))
     given = rows(8, top_k=[0, 3, 0, 0, 9, 40, 0, 1], top_p=[0.5, 1, 0.9, 1, 0.8, 0.99, 0.7, 1])
@@ -144,7 +144,7 @@ def test_sampled_row_is_independent_of_other_rows():
     logits = random_logits(1, 5)
     mine = {"seed": 11, "position": 40, "temperature": 1.0, "top_k": 10}
     alone, _ = draw(logits, rows(1, **mine))
-    # Neighbours force the branches over the whole vocabulary and over a full sort.
+    # Other rows require the branches over the whole vocabulary and with a full sort.
     others = random_logits(3, 6, scale=0.1)
     given = rows(
         4,
@@ -160,7 +160,7 @@ def test_sampled_row_is_independent_of_other_rows():
     assert len(set(moved.tokens.tolist())) > 1
 
 
-def test_penalties_and_bias_against_the_formula():
+def test_penalties_and_bias_follow_their_formulas():
     logits = random_logits(2, 7)
     state = SamplerState.create(4, VOCAB)
     bias = np.zeros(VOCAB, np.float32)
@@ -187,7 +187,7 @@ def test_penalties_and_bias_against_the_formula():
     assert change[2, int(sampled.tokens[0])] == 2
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_are_those_of_the_model():
     logits = random_logits(3, 9)
     state = SamplerState.create(4, VOCAB)
     state = state.put(jnp.int32(0), jnp.full(VOCAB, -np.inf).at[17].set(0), state.seen[0])
@@ -218,7 +218,7 @@ FILTERS = {
 
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
-def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled_from(name, temperature):
+def test_processed_logprobs_are_those_of_the_sampled_distribution(name, temperature):
     n = 64
     logits = np.repeat(random_logits(1, 21), n, axis=0)
     state = SamplerState.create(4, VOCAB)
@@ -246,7 +246,7 @@ def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled_from(
     np.testing.assert_allclose(np.exp(out.logprob[:-1]), chosen[:-1], rtol=2e-5)
     plain = np.exp(logits[-1] - logits[-1].max())
     raw = plain[int(out.tokens[-1])] / plain.sum()
-    assert np.exp(out.logprob[-1]) == pytest.approx(raw, rel=1e-4), "a row that wants the model's"
+    assert np.exp(out.logprob[-1]) == pytest.approx(raw, rel=1e-4), "a row with the model's"
     best = np.sort(exact[1])[::-1][:5]
     np.testing.assert_allclose(np.exp(out.top_logprobs[1]), best, rtol=2e-5)
 

@@ -1,4 +1,4 @@
-"""Rules of the host core: chunks, prefixes, padding, windows, host memory, priorities. No jax."""
+"""Rules of the scheduler: chunks, prefixes, padding, windows, host memory, priorities. No jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = ((16, 8), (64, 16), (256, 16), (512, 16))  # of an engine on a CPU
 
 
 class Ones(Proposer):
-    """Proposes as many tokens as it may."""
+    """Proposes the maximum number of tokens."""
 
     def propose(self, request: Request, most: int) -> list[int]:
         return [1] * most
@@ -57,7 +57,7 @@ def test_second_request_reuses_full_pages_of_the_first():
     plan = scheduler.schedule()
     assert second.num_cached == 8
     assert plan.num_tokens == {"1": 3}
-    third = make([5] * 8, 2)  # a whole number of pages: the last is computed anew for its logits
+    third = make([5] * 8, 2)  # a whole number of pages: the last page is recomputed for the logits
     scheduler.add(third)
     scheduler.schedule()
     assert third.num_cached == 4
@@ -73,12 +73,12 @@ def test_second_request_reuses_full_pages_of_the_first():
         (260, 0, [256, 4]),
         (1100, 0, [512, 512, 64, 12]),
         (63, 1, [63]),
-        (64, 7, [57, 7]),  # 64 tokens, and 14 of which seven are theirs
+        (64, 7, [57, 7]),  # 64 tokens, and 14 tokens of which seven belong to decoding sequences
         (64, 8, [56, 8]),
-        (121, 15, [121]),  # 49, 49 and 23 would take three steps of 64
+        (121, 15, [121]),  # 49, 49 and 23 tokens would require three steps of 64
     ],
 )
-def test_the_last_prompt_of_a_step_is_cut_where_padding_costs_more(length, decoding, shares):
+def test_last_prompt_of_a_step_is_split_to_reduce_padding(length, decoding, shares):
     limits = Limits(16, 512, 2048, shapes=SHAPES)
     scheduler = Scheduler(limits, num_pages=256, page_size=16, prefix_caching=False)
     for number in range(decoding):
@@ -95,7 +95,7 @@ def test_the_last_prompt_of_a_step_is_cut_where_padding_costs_more(length, decod
     assert taken == shares
 
 
-def test_prompts_with_others_behind_them_fill_the_step():
+def test_prompts_before_other_requests_fill_the_step():
     limits = Limits(3, 512, 512, shapes=SHAPES)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, prefix_caching=False)
     for number in range(4):
@@ -105,7 +105,7 @@ def test_prompts_with_others_behind_them_fill_the_step():
         plan = scheduler.schedule()
         shares.append(plan.num_tokens)
         scheduler.advance(plan, {row.request_id: [3] for row in plan.rows if row.samples})
-    # The third is the last: no slot is left for the fourth.
+    # The third request is the last: there is no slot for the fourth.
     assert shares == [{"0": 100, "1": 100, "2": 56}, {"0": 1, "1": 1, "2": 44}]
     scheduler = Scheduler(Limits(3, 512, 512), num_pages=200, page_size=16)
     scheduler.add(make([2] * 65, 0))
@@ -123,7 +123,7 @@ def test_running_prompt_is_chunked_only_when_no_request_can_be_admitted():
     assert plan.num_tokens == {"0": 100, "1": 30, "2": 126}
 
 
-def test_proposals_take_padding_and_no_more():
+def test_proposals_use_padding_rows_only():
     limits = Limits(16, 512, 512, shapes=SHAPES)
     proposer = Ones(3)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, proposer=proposer)
@@ -141,7 +141,7 @@ def test_proposals_take_padding_and_no_more():
 
 
 @pytest.mark.parametrize("others", [0, 7, 15])
-def test_no_other_parts_of_a_prompt_cost_less(others):
+def test_split_of_a_prompt_has_minimal_cost(others):
     def cost(part: int) -> int:
         return STEP + padded(SHAPES, others + part, others + 1)[0]
 
@@ -169,7 +169,7 @@ def test_windowed_page_count_matches_touched_pages(size):
     assert pages_of_sequence(100, 10, 1, size) == -(-10 // size)
 
 
-def test_a_window_needs_only_its_own_pages_of_a_prefix():
+def test_windowed_prefix_requires_only_pages_of_the_window():
     groups = {"window": PageGroup(20, window=4)}
     scheduler = Scheduler(Limits(2, 64, 32), num_pages=groups, page_size=2)
     scheduler.add(make([5] * 12, 0, max_tokens=1))
@@ -181,7 +181,10 @@ def test_a_window_needs_only_its_own_pages_of_a_prefix():
     second = make([5] * 12, 1, max_tokens=1)
     scheduler.add(second)
     row = scheduler.schedule().rows[0]
-    assert (second.num_cached, row.start) == (10, 10)  # the two pages before position 10 suffice
+    assert (second.num_cached, row.start) == (
+        10,
+        10,
+    )  # the two pages before position 10 are sufficient
     assert row.pages["window"][:5] == (FREED, FREED, FREED, *pages[3:5])
     scheduler.pages.prefixes.forget("window", pages[4])
     third = make([5] * 12, 2)
@@ -191,7 +194,7 @@ def test_a_window_needs_only_its_own_pages_of_a_prefix():
 
 
 def evicting(host_places: int) -> Scheduler:
-    """A scheduler whose pool has the pages of one sequence."""
+    """Return a scheduler whose pool has the pages of one sequence."""
     return Scheduler(Limits(2, 64, 16), num_pages=4, page_size=4, host_places=host_places)
 
 
@@ -206,28 +209,28 @@ def test_host_prefix_of_one_salt_is_hidden_from_other_salts():
         assert request.num_cached == (12 if number == 4 else 0)
 
 
-def test_the_least_recently_used_page_makes_room():
+def test_least_recently_used_host_page_is_evicted():
     host = HostPages(2)
     for page, key in enumerate([b"1", b"2", b"1", b"3"]):
         host.save(key, page)
     assert [key in host for key in (b"1", b"2", b"3")] == [True, False, True]
-    assert host.saves == {0: 0, 1: 3}  # what is here is not copied again
+    assert host.saves == {0: 0, 1: 3}  # a stored page is not copied again
 
 
-def test_a_place_that_is_about_to_be_read_is_not_given_away():
+def test_host_page_with_a_pending_read_is_not_reused():
     host = HostPages(2)
     host.save(b"1", 10)
     host.save(b"2", 11)
     host.forget_moves()
     places = host.take([b"1"])
-    host.save(b"3", 12)  # takes the place of 2: that of 1 is not to be had
+    host.save(b"3", 12)  # replaces key 2, because key 1 has a pending read
     assert (b"2" in host, b"3" in host) == (False, True)
     host.load([b"1"], places, [20])
     host.save(b"4", 13)
     host.save(b"5", 14)
     assert (b"1" in host, b"5" in host, b"4" in host) == (True, True, False)
     assert host.saves == {1 - places[0]: 14}
-    host.save(b"1", 20)  # its page is given up before the copy was made
+    host.save(b"1", 20)  # the device page is evicted before the copy
     assert (host.loads, b"1" in host) == ({}, True)
     full = HostPages(1)
     full.save(b"1", 10)
@@ -239,7 +242,7 @@ def test_a_place_that_is_about_to_be_read_is_not_given_away():
     assert not nothing.saves
 
 
-def test_priority_goes_first_and_pushes_out_the_least_important():
+def test_priority_orders_the_queue_and_preemption():
     limits = Limits(2, 64, 16, policy="priority")
     scheduler = Scheduler(limits, num_pages=5, page_size=4, prefix_caching=False)
     low = make([2] * 4, 0, max_tokens=12, priority=5)
@@ -263,7 +266,7 @@ def test_scheduler_errors_contain_the_numbers():
     with pytest.raises(ValueError, match="each needs one token"):
         Scheduler(Limits(9, 8, 64), num_pages=30, page_size=4)
     scheduler = Scheduler(Limits(1, 8, 8), num_pages=3, page_size=4)
-    # The engine refuses these to its users; here they are bugs.
+    # The engine rejects such requests of users. In the scheduler they are bugs.
     with pytest.raises(AssertionError, match="exceed max_model_len 8"):
         scheduler.add(make([1] * 8, 0))
     scheduler.add(make([1], 1))

@@ -1,4 +1,4 @@
-"""The engine over several devices gives what it gives on one."""
+"""The engine on several devices produces the tokens of one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ PARAMS = SamplingParams(
         pytest.param((1, 2, 1, 2, 1), False, False, marks=pytest.mark.nightly),
     ],
 )
-def test_sharded_is_like_one_device(make_llama, surge, prompts, mesh, stacked, aot, monkeypatch):
+def test_sharded_engine_produces_tokens_of_one_device(
+    make_llama, surge, prompts, mesh, stacked, aot, monkeypatch
+):
     import jax
     from ed_esurge.engine import assembly as module
 
@@ -36,7 +38,7 @@ def test_sharded_is_like_one_device(make_llama, surge, prompts, mesh, stacked, a
     )
     traces = engine.stats()["num_compiled"]
     expected = surge.generate(prompts, PARAMS)
-    for _ in range(2):  # the second time with the first one's output arrays as inputs
+    for _ in range(2):  # the second run has the output arrays of the first as inputs
         found = engine.generate(prompts, PARAMS)
         for ours, other in zip(found, expected, strict=True):
             a, b = ours.outputs[0], other.outputs[0]
@@ -49,4 +51,4 @@ def test_sharded_is_like_one_device(make_llama, surge, prompts, mesh, stacked, a
     assert engine.stats()["num_compiled"] == traces
     leaf = jax.tree.leaves(engine.loop.runner.memory.cache)[0]
     heads = {shard.data.shape[-3] for shard in leaf.addressable_shards}
-    assert heads == {4 // mesh[3]}  # the pages of a head lie with its weights
+    assert heads == {4 // mesh[3]}  # the pages of a head are on the device of its weights

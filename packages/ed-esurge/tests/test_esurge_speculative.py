@@ -1,4 +1,4 @@
-"""Proposed tokens: the output is the one without them, and takes fewer steps."""
+"""Proposed tokens do not change the output, and reduce the number of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANDOM = SamplingParams(seed=3, temperature=1.2, top_p=0.9, max_tokens=14, ignor
 
 
 def same(outputs, others) -> None:
-    """Tokens are equal, log-probabilities as near as two batches are."""
+    """Check that tokens are equal, and log-probabilities up to the rounding of other batches."""
     for output, other in zip(outputs, others, strict=True):
         for one, two in zip(output.outputs, other.outputs, strict=True):
             assert (one.token_ids, one.text) == (two.token_ids, two.text)
@@ -29,7 +29,8 @@ def same(outputs, others) -> None:
 
 @pytest.fixture
 def speculating(surge, oracle, monkeypatch):
-    """Run requests with and without the oracle on the shared engine; its proposer."""
+    """A function that runs requests with and without the oracle, and returns the proposer and both
+    numbers of steps."""
 
     def run(prompts, params, most: int = 3):
         plain = surge.generate(prompts, params)
@@ -51,7 +52,7 @@ def speculating(surge, oracle, monkeypatch):
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM, RANDOM.replace(n=2, top_p=1.0)])
-def test_the_output_is_the_one_without_proposals(speculating, prompts, params):
+def test_proposals_do_not_change_the_output(speculating, prompts, params):
     proposer, plain, fewer = speculating(prompts[:3], params)
     assert 0 < proposer.num_accepted_tokens < proposer.num_draft_tokens
     assert sum(proposer.accepted_per_pos) == proposer.num_accepted_tokens
@@ -59,7 +60,7 @@ def test_the_output_is_the_one_without_proposals(speculating, prompts, params):
     assert fewer < plain
 
 
-def test_alone_a_step_gives_several_tokens(speculating, prompts):
+def test_accepted_proposals_reduce_the_number_of_steps(speculating, prompts):
     _, plain, fewer = speculating(prompts[3], GREEDY)
     assert (plain, fewer) == (16, 7)  # three chunks of the prompt, then 13 tokens in 4 steps
 
@@ -74,14 +75,14 @@ def test_requests_finish_inside_accepted_draft_tokens(speculating, surge, prompt
         speculating(prompts[1], params)
 
 
-def test_requests_with_adjusted_logits_go_without(speculating, prompts):
+def test_requests_with_adjusted_logits_have_no_proposals(speculating, prompts):
     proposer, *_ = speculating(prompts[3], GREEDY.replace(frequency_penalty=0.5))
     assert proposer.num_drafts == 0
 
 
 @pytest.mark.proves("speculative_config")
-def test_prompt_look_up_under_a_grammar(llama, tokenizer, surge):
-    """What the grammar forces repeats itself, so it is proposed; wrong proposals are masked."""
+def test_prompt_lookup_works_with_a_grammar(llama, tokenizer, surge):
+    """The grammar forces repeated text, which is proposed; masks reject wrong proposals."""
     wanted = StructuredOutputs(regex="(abc){4}(abd){3}")
     params = SamplingParams(temperature=1, seed=1, max_tokens=40, structured_outputs=wanted)
     plain = surge.generate("x", params)
@@ -106,7 +107,7 @@ def test_prompt_look_up_under_a_grammar(llama, tokenizer, surge):
         scheduler.proposer = None
 
 
-def test_preempted_and_cached_sequences_are_speculated(llama, oracle, prompts):
+def test_preempted_and_cached_sequences_have_proposals(llama, oracle, prompts):
     engine = eSurge(
         llama,
         max_num_seqs=4,
@@ -128,7 +129,7 @@ def test_preempted_and_cached_sequences_are_speculated(llama, oracle, prompts):
     scheduler.proposer = proposer = oracle(2, plain)
     same(engine.generate(prompts, GREEDY), plain)
     hits = engine.stats()["prefix_cache_hits"]
-    # The pages that proposals filled are found by whoever comes with the same tokens.
+    # Later requests with the same tokens find the pages that proposals filled.
     longer = prompts[1] + plain[1].outputs[0].token_ids[:12]
     engine.generate(prompts[1], GREEDY)
     engine.generate(longer, GREEDY.replace(max_tokens=1))
@@ -139,8 +140,8 @@ def test_preempted_and_cached_sequences_are_speculated(llama, oracle, prompts):
 
 @pytest.fixture(scope="module")
 def drafted(llama, tokenizer):
-    """An engine whose draft model is the model itself: what is proposed is right, but for what the
-    draft model does not know."""
+    """An engine whose draft model is the model itself. Proposals are wrong only where the draft
+    model lacks information."""
     return eSurge(
         llama,
         tokenizer,
@@ -170,7 +171,7 @@ def test_draft_model_produces_same_tokens_in_fewer_steps(drafted, surge, prompts
 
 
 @pytest.mark.nightly
-def test_a_draft_model_under_a_grammar_and_after_a_pause(drafted, surge):
+def test_draft_model_works_with_a_grammar_and_after_a_pause(drafted, surge):
     wanted = StructuredOutputs(regex="[ab]{4}c+d")
     params = RANDOM.replace(structured_outputs=wanted, ignore_eos=False)
     drafted.pause()
@@ -178,7 +179,7 @@ def test_a_draft_model_under_a_grammar_and_after_a_pause(drafted, surge):
     same(drafted.generate("x", params), surge.generate("x", params))
 
 
-def test_draft_models_that_cannot_be(llama, make_llama, tmp_path):
+def test_unsupported_draft_models_raise_error(llama, make_llama, tmp_path):
     def engine(**options):
         return eSurge(llama, max_model_len=64, max_num_seqs=2, silent_mode=True, **options)
 
@@ -194,7 +195,7 @@ def test_draft_models_that_cannot_be(llama, make_llama, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_draft_model_from_a_directory(llama, tokenizer, surge, prompts, tmp_path):
+def test_draft_model_loads_from_a_directory(llama, tokenizer, surge, prompts, tmp_path):
     llama.save_pretrained(tmp_path)
     wanted = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
     options = {"max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "silent_mode": True}
@@ -209,7 +210,7 @@ def test_a_draft_model_from_a_directory(llama, tokenizer, surge, prompts, tmp_pa
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40), st.integers(1, 5))
-def test_look_up_finds_the_last_equal_run(tokens, cut, most):
+def test_lookup_finds_the_last_equal_ngram(tokens, cut, most):
     index = NgramIndex(3, 2)
     index.extend(tokens[:cut])
     index.propose(most)

@@ -1,4 +1,4 @@
-"""Structured outputs: what the grammar forbids is not sampled, in any company."""
+"""Structured outputs: tokens that the grammar forbids are never sampled, in any batch."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def test_structured_outputs_match_their_grammar(surge, tokenizer, prompts, wante
                 continue
             said[output.request_id] += out.token_ids
             reasons[output.request_id] = out.finish_reason
-    assert tokens == alone.token_ids  # others are as they were
-    assert surge.stats()["num_compiled"] == traces  # nothing is compiled for a mask
+    assert tokens == alone.token_ids  # other requests are unchanged
+    assert surge.stats()["num_compiled"] == traces  # masks compile nothing
     for name, ids in said.items():
         if reasons[name] == "stop":
-            text = tokenizer.decode(ids[:-1])  # without the end
+            text = tokenizer.decode(ids[:-1])  # without the end-of-sequence token
             assert re.fullmatch(pattern, text), text
     assert "stop" in reasons.values()
 
 
 @pytest.mark.nightly
-def test_the_same_after_preemption_and_with_overlap(llama, tokenizer, prompts):
+def test_structured_tokens_are_unchanged_by_preemption_and_overlap(llama, tokenizer, prompts):
     from ed_esurge import eSurge
 
     small = {"max_num_seqs": 4, "page_size": 8, "max_num_batched_tokens": 16, "max_model_len": 64}
@@ -152,7 +152,7 @@ def test_masks_of_proposals_follow_the_end_of_thoughts(tokenizer):
         assert np.flatnonzero(thoughts == 0).tolist() == [tokenizer.eos_token_id]
     for answer in bits[3:]:
         assert {tokenizer.decode([t]) for t in np.flatnonzero(answer)} == {"x", "y"}
-    # Two proposals are confirmed, and another token follows.
+    # Two proposals are accepted, and another token follows.
     guides.grow(PlanRow("r", 0, 0, [*prompt, *ids("hnox")], {}, 5))
     guides.grow(PlanRow("r", 0, 3, ids("i"), {}, 1))
     masks = guides.masks(StepPlan(2, (PlanRow("r", 0, 3, ids("i"), {}, 1),)), [0], 1)
@@ -194,7 +194,7 @@ def random_schema(rng, depth=0):
 
 
 def fits(value, schema):
-    """Whether a value is what a schema of `random_schema` says."""
+    """Return whether a value matches a schema of `random_schema`."""
     if "anyOf" in schema:
         return any(fits(value, one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -249,11 +249,11 @@ def test_500_random_schemas_always_parse(tokenizer):
             tokens.append(token)
             row = PlanRow("r", 0, len(tokens), [token], {}, 1)
             guides.grow(row)
-    assert finished > 450  # the others are long
+    assert finished > 450  # the other texts are too long
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("wanted", "fragment"),
     [
         ({"json_schema": '{"type": "thing"}'}, "thing"),
         ({"json_schema": "{"}, "structured output"),
@@ -262,8 +262,8 @@ def test_500_random_schemas_always_parse(tokenizer):
         ({"grammar": "root ::= other"}, "structured output"),
     ],
 )
-def test_invalid_grammar_is_rejected_at_submission(surge, wanted, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_grammar_is_rejected_at_submission(surge, wanted, fragment):
+    with pytest.raises(ConfigError, match=fragment):
         surge.generate("a", params(**wanted))
     assert not surge.has_unfinished_requests
 

@@ -1,4 +1,4 @@
-"""Detokenization, stop strings, context policy and intake: no device."""
+"""Detokenization, stop strings, the policy for long prompts, and intake. No device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class SlowTokenizer:
-    """A tokenizer without a Rust core, as some are."""
+    """A tokenizer without a Rust backend."""
 
     def decode(self, ids, **options):
         return TOKENIZER.decode(ids, **options)
@@ -36,7 +36,7 @@ def pieces(detokenizer: Detokenizer, tokens: list[int]) -> list[str]:
 @given(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3), st.booleans())
 @example("Grüße", "世界 🌍!", 2, False)
 @example("ab\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}x", 0, True)
-def test_joined_pieces_are_the_whole_decoded(before, text, cut, slow):
+def test_joined_pieces_equal_the_decoded_text(before, text, cut, slow):
     tokenizer = SlowTokenizer() if slow else TOKENIZER
     prompt = TOKENIZER(before)["input_ids"]
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
@@ -50,7 +50,7 @@ def test_detokenizer_emits_only_complete_characters():
     assert pieces(Detokenizer(TOKENIZER, []), tokens) == ["a", "", "", "", "🌍", "b", ""]
 
 
-def test_special_tokens_are_skipped_or_not():
+def test_special_tokens_are_optional_in_the_text():
     tokens = [*TOKENIZER("hi", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
     assert "".join(pieces(Detokenizer(TOKENIZER, []), tokens)) == "hi"
     shown = Detokenizer(TOKENIZER, [], skip_special_tokens=False)
@@ -64,7 +64,7 @@ def test_special_tokens_are_skipped_or_not():
     st.lists(st.integers(1, 5), min_size=1, max_size=5),
     st.booleans(),
 )
-def test_stops_are_found_however_the_text_is_cut(text, stops, sizes, include):
+def test_stop_strings_are_found_in_any_split_of_the_text(text, stops, sizes, include):
     matcher = StopStrings(stops, include=include)
     out, at = "", 0
     while at < len(text):
@@ -72,7 +72,7 @@ def test_stops_are_found_however_the_text_is_cut(text, stops, sizes, include):
         out += matcher.push(text[at : at + size])
         if matcher.found:
             break
-        # What went out can never be part of a stop string that is still to come.
+        # Delivered text is never part of a later stop string.
         assert text.startswith(out)
         at += size
     out += matcher.flush()
@@ -80,13 +80,13 @@ def test_stops_are_found_however_the_text_is_cut(text, stops, sizes, include):
     if not hits:
         assert out == text
         return
-    # The first match by its end, because that is when it is noticed; pieces may delay it a little.
+    # The match that ends first is found first. Pieces of several characters may delay a match.
     assert matcher.found in stops
     where = text.find(matcher.found)
     assert out == text[: where + (len(matcher.found) if include else 0)]
 
 
-def test_only_a_possible_beginning_is_held_back():
+def test_only_a_possible_beginning_of_a_stop_string_is_withheld():
     matcher = StopStrings(["</end>"])
     assert matcher.push("hello <") == "hello "
     assert matcher.push("/en") == ""
@@ -113,7 +113,7 @@ CONFIG = EngineConfig(max_model_len=10, auto_truncate_prompt=True)
         ({"reserve_tokens": 4}, 12, 0, (10, 0)),
     ],
 )
-def test_context_is_filled_as_the_options_say(options, length, asked, expected):
+def test_context_options_truncate_prompts_and_cap_max_tokens(options, length, asked, expected):
     prompt, tokens = fit(list(range(length)), asked, CONFIG.replace(**options), 10)
     assert (len(prompt), tokens) == expected
 
@@ -128,21 +128,21 @@ def test_context_is_filled_as_the_options_say(options, length, asked, expected):
         ({}, 0, 1),
     ],
 )
-def test_context_that_may_not_be_changed_is_refused(options, length, asked):
+def test_request_beyond_a_strict_context_raises_error(options, length, asked):
     with pytest.raises(ConfigError):
         fit([1] * length, asked, CONFIG.replace(**options), 10)
 
 
-def test_a_prompt_that_does_not_fit_is_refused_by_default():
+def test_prompt_beyond_the_context_raises_error_by_default():
     config = EngineConfig(max_model_len=10)
     with pytest.raises(ConfigError, match="set auto_truncate_prompt"):
         fit([1] * 10, None, config, 10)
-    # Nothing is cut, so the prompt may leave less room than was asked for.
+    # The prompt is not truncated, so fewer tokens than requested can be generated.
     assert fit([1] * 8, 5, config, 10) == ([1] * 8, 2)
     assert fit([1] * 8, 5, config.replace(prefer_preserve_prompt=False), 10) == ([1] * 8, 2)
 
 
-def test_truncate_drops_tokens_on_the_chosen_side():
+def test_truncate_removes_tokens_on_the_selected_side():
     assert truncate(list(range(6)), 3, "left") == [3, 4, 5]
     assert truncate(list(range(6)), 3, "right") == [0, 1, 2]
     assert truncate(list(range(6)), 3, "middle") == [0, 1, 5]
@@ -191,7 +191,7 @@ def test_intake_rejects_impossible_requests(prompt, params, message):
         {"allowed_token_ids": []},
         {"min_tokens": 30},
         {"temprature": 1},
-        # Numbers that the device, or the host's memory, could not hold.
+        # Numbers that exceed the types of the device or the memory of the host.
         {"top_k": 2**31},
         {"temperature": float("inf")},
         {"temperature": float("nan")},
@@ -229,13 +229,13 @@ def test_sampling_params_reject_impossible_options(params):
         {"max_logprobs": 2**40},
     ],
 )
-def test_engines_that_cannot_be_are_refused(options):
+def test_impossible_engine_options_raise_error(options):
     with pytest.raises(ValidationError):
         EngineConfig(**options)
 
 
-def test_tokens_beyond_the_vocabulary_end_and_ban_nothing():
-    """A tokenizer may know more tokens than the model: no step can sample them."""
+def test_token_ids_outside_the_vocabulary_end_and_ban_nothing():
+    """The tokenizer may have more tokens than the model. No step can sample these tokens."""
     model = SimpleNamespace(
         config=LlamaConfig(vocab_size=100, eos_token_id=[2, 100]),
         generation_json='{"eos_token_id": 99}',
@@ -256,7 +256,7 @@ def test_tokens_beyond_the_vocabulary_end_and_ban_nothing():
     assert add.bad_token_ids == bad_word_ids(TOKENIZER, words[:1])
 
 
-def test_requests_share_a_salt_or_not():
+def test_salt_depends_on_adapter_prompt_class_and_cache_salt():
     plain = intake().prepare("a", [1], SamplingParams())
     assert plain.salt == b""
     salts = [
@@ -282,13 +282,13 @@ def test_request_seeds_depend_on_seed_and_index():
     assert seeds(3, seed=seed_of(SamplingParams(), 0, 1), n=2) == seeds(1, n=2)
 
 
-def test_bad_words_come_with_and_without_a_space():
+def test_bad_words_are_encoded_with_and_without_a_space():
     plain = tuple(TOKENIZER("no", add_special_tokens=False)["input_ids"])
     spaced = tuple(TOKENIZER(" no", add_special_tokens=False)["input_ids"])
     assert bad_word_ids(TOKENIZER, [" no"]) == (plain, spaced)
 
 
-def test_bad_words_of_white_space_are_themselves():
+def test_bad_words_of_white_space_are_encoded_unchanged():
     def ids(text):
         return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
@@ -309,7 +309,7 @@ def test_chat_request_is_rendered_by_the_template():
 )
 @pytest.mark.parametrize("slow", [False, True])
 def test_special_tokens_in_messages_are_encoded_as_text(content, slow):
-    """The template's tokens are special, those in a message, a name or a variable are not."""
+    """Special tokens of the template are special. In messages and variables they are text."""
     template = "<s>{{ messages[0].content | trim }}|{{ messages[0].name }}|{{ who }}</s>"
     messages = [{"role": "user", "content": content, "name": content}]
     chat = ChatTemplate(TOKENIZER, template)
@@ -321,7 +321,7 @@ def test_special_tokens_in_messages_are_encoded_as_text(content, slow):
     assert ids == [TOKENIZER.bos_token_id, *text, TOKENIZER.eos_token_id]
 
 
-def test_the_last_message_can_be_continued():
+def test_chat_continues_the_last_message():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</s>c"}]
     chat = ChatTemplate(TOKENIZER)
     ids = chat.token_ids(messages, continue_final_message=True, add_generation_prompt=False)

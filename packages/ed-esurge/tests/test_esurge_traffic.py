@@ -1,4 +1,4 @@
-"""Properties of the host core under random traffic: pages, budget, order, progress. No jax."""
+"""Properties of the scheduler under random traffic: pages, budget, order, progress. No jax."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ EOS = 0
 
 
 def steep(budget: int) -> tuple[tuple[int, int], ...]:
-    """Shapes of which nobody would take the last."""
+    """Return shapes whose last shape is too expensive to use."""
     return (2 * budget // 3, 99), (9999, 99)
 
 
 def next_token(tokens: list[int]) -> int:
-    """A stand-in for the model: a function of the whole prefix, so lost tokens would show."""
+    """Return the next token, a function of the whole prefix, so that lost tokens are detected."""
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=2).digest()
     return int.from_bytes(digest) % 7
 
 
 def expected(prompt: list[int], max_tokens: int) -> list[int]:
-    """What a request gives when it runs alone."""
+    """Return the output of a request that runs alone."""
     out: list[int] = []
     while len(out) < max_tokens:
         out.append(next_token(prompt + out))
@@ -42,7 +42,7 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 class FakePages:
-    """What a device would hold: page contents, written and read by position."""
+    """Contents of the pages on a device, written and read by position."""
 
     def __init__(self, groups: dict[str, PageGroup], size: int, at_once: int):
         self.groups, self.size, self.at_once = groups, size, at_once
@@ -50,7 +50,7 @@ class FakePages:
         self.cells: dict[tuple[str, int, int], int] = {}
         self.slots: dict[int, tuple[NewSequence, dict[str, list[int]]]] = {}
         self.host: dict[tuple[str, int], list[int]] = {}
-        self.last: dict[int, int] = {}  # what a slot sampled last
+        self.last: dict[int, int] = {}  # slot -> the token that it sampled last
 
     def move(self, plan) -> None:
         for group, (saves, _) in plan.moves.items():
@@ -80,7 +80,7 @@ class FakePages:
             new, tables = self.slots[row.slot]
             assert new.request_id == row.request_id
             context = self.read("full", tables, 0, row.stop)
-            # A query of the row's first token sees the most of what lies behind it.
+            # The query of the row's first token attends to the earliest position.
             seen = max(0, row.start - self.window + 1)
             assert self.read("window", tables, seen, row.stop) == context[seen:]
             if row.samples > 1:
@@ -104,7 +104,7 @@ class FakePages:
 
 
 class Guesses(Proposer):
-    """Proposes what will come, and is wrong now and then."""
+    """Proposes the next tokens, and sometimes a wrong token."""
 
     def propose(self, request: Request, most: int) -> list[int]:
         tokens, proposed = [*request.prompt, *request.output], []
@@ -118,7 +118,7 @@ class Guesses(Proposer):
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests come and go at random while steps run; a tiny pool makes preemption common."""
+    """Requests arrive and end at random while steps run. A tiny pool causes many preemptions."""
 
     @initialize(
         pages=st.integers(6, 14),
@@ -226,7 +226,7 @@ class Traffic(RuleBasedStateMachine):
         assert all(1 <= taken[name] <= most[name] for name in sampled)
 
     def go_ahead(self, plan):
-        """Run a step before the scheduler hears of the one under way."""
+        """Run a step before the scheduler receives the tokens of the running step."""
         following = plan_ahead(plan, self.scheduler) if self.ahead else None
         self.pending = None
         if following is not None:
@@ -257,13 +257,12 @@ class Traffic(RuleBasedStateMachine):
                 kept = [page for page in pages if page != FREED]
                 assert len(set(kept)) == len(kept)
                 assert len(pages) * size >= request.num_computed
-                # Freed are whole pages behind the window, and no others.
+                # Exactly the whole pages before the window are freed.
                 freed = len(pages) - len(kept)
                 assert pages[freed:] == kept
                 window = scheduler.pages.windows.get(group, self.longest + 1)
                 assert freed * size <= max(0, request.num_computed - window + 1)
-                # A page that is written by one sequence is not shared: only full pages have two
-                # holders.
+                # A page that a sequence writes is not shared: only full pages have two holders.
                 for page in pages[request.num_computed // size :]:
                     assert held[page] == 1
         for request in [*scheduler.waiting, *(r for r in self.all if r.finished)]:
@@ -278,7 +277,7 @@ class Traffic(RuleBasedStateMachine):
         prefixes = self.scheduler.pages.prefixes
         for host in prefixes.host.values() if prefixes is not None else ():
             places = [*host._place_of.values(), *host._blank]
-            assert sorted(places) == list(range(host.places))  # none is lost, none is held twice
+            assert sorted(places) == list(range(host.places))  # no place is lost or used twice
             assert set(host.saves) | set(host.loads.values()) <= set(host._place_of.values())
 
     @invariant()
@@ -286,7 +285,7 @@ class Traffic(RuleBasedStateMachine):
     def the_queue_is_fair(self):
         by_priority = self.scheduler.limits.policy == "priority"
         queue = [(by_priority * r.priority, r.arrival) for r in self.scheduler.waiting]
-        assert queue == sorted(queue)  # the preempted included: they come before later arrivals
+        assert queue == sorted(queue)  # preempted requests come before later arrivals
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
@@ -318,7 +317,7 @@ TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_pages_come_back_from_host_memory():
+def test_evicted_pages_are_restored_from_host_memory():
     groups = {"full": PageGroup(4), "window": PageGroup(4, 99)}
     scheduler = Scheduler(Limits(2, 64, 16), num_pages=groups, page_size=4, host_places=6)
     device = FakePages(groups, 4, 1)
@@ -327,11 +326,11 @@ def test_pages_come_back_from_host_memory():
         request = Request(str(number), [token] * 13, SamplingParams(), max_tokens=1, arrival=number)
         scheduler.add(request)
         plan = scheduler.schedule()
-        scheduler.advance(plan, device.run(plan))  # which reads what was not computed
+        scheduler.advance(plan, device.run(plan))  # fails at an uncomputed position
         assert request.output == expected(request.prompt, 1)
         (saves, loads) = plan.moves.get("full", ({}, {}))
         seen.append((request.num_cached, len(saves), len(loads)))
-    # Six places: those of 2 make room for those of 3.
+    # Of six places, the pages of prompt 3 replace those of prompt 2.
     assert seen == [(0, 0, 0), (0, 3, 0), (12, 3, 3), (0, 0, 0), (12, 3, 3), (0, 0, 0)]
     prefixes = scheduler.pages.prefixes
     assert (prefixes.queries, prefixes.hits) == (6 * 13, 0)
@@ -345,8 +344,8 @@ def test_pages_come_back_from_host_memory():
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_scheduler_completes_hundred_thousand_random_requests(seed, pads, record_property):
-    """A fourth of them for each seed, under other limits, and as many where padding costs: every
-    output is right, all pages return, nobody waits for ever, and the budget is kept."""
+    """Each seed runs a fourth of the requests with other limits, and as many with costly padding.
+    Outputs are right, all pages are freed, every request ends, and no step exceeds the budget."""
     rng = random.Random(seed)
     pages, size, seqs, extra = 24 + 8 * seed, 2 + seed, 6 + seed, 8 * seed
     policy = "priority" if seed % 2 else "fcfs"
@@ -372,7 +371,7 @@ def test_scheduler_completes_hundred_thousand_random_requests(seed, pads, record
                 SamplingParams(),
                 arrival=number,
                 max_tokens=rng.randint(1, min(12, 40 - length)),
-                # A steady stream of the urgent would starve the rest: that is what it asks for.
+                # A steady stream of urgent requests starves the others, as the policy defines.
                 priority=number // 100 - rng.randrange(3),
                 eos_token_ids=frozenset([EOS]),
             )

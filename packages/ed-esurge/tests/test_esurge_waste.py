@@ -1,4 +1,4 @@
-"""How much the scheduler computes twice when sequences do not fit. No jax."""
+"""Number of recomputed tokens when the pages do not fit all sequences. No jax."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ed_esurge.core.request import Request
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.sampling import SamplingParams
 
-BOUND = 1.2  # the request: 1.3
+BOUND = 1.2  # computed tokens for each useful token
 
 
 def simulate(limits, groups, size, requests, *, caching):
-    """Computed tokens, useful tokens, steps."""
+    """Return the numbers of computed tokens, useful tokens and steps."""
     scheduler = Scheduler(limits, num_pages=groups, page_size=size, prefix_caching=caching)
     for request in requests:
         scheduler.add(request)
@@ -55,7 +55,7 @@ def test_computed_tokens_stay_within_waste_bound(budget, chunk, shapes, lengths,
         prompt = [rng.randrange(9, 999) for _ in range(rng.randint(16, longest))]
         most = {"growing": 400, "long": 128}.get(lengths, 32)
         end = rng.randint(most // 2, most)
-        # What a request asks for may be far from where its text ends.
+        # `max_tokens` of a request can be far larger than its output.
         asked = context - len(prompt) if lengths in ("unknown", "growing") else end
         requests.append(
             Request(
@@ -76,7 +76,7 @@ def test_computed_tokens_stay_within_waste_bound(budget, chunk, shapes, lengths,
 
 
 def test_fitting_sequences_run_concurrently_without_waste():
-    """Sequences that fit run at once, and a windowed group holds no more than it can need."""
+    """Fitting sequences run concurrently, and a group with a window reserves only usable pages."""
     groups = {"full": PageGroup(64), "window": PageGroup(64, window=16)}
     requests = [
         Request(str(i), [9] * 40, SamplingParams(), max_tokens=24, arrival=i, seed=24)

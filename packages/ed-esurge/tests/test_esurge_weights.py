@@ -1,4 +1,4 @@
-"""Weights that others go on with: copied by default, borrowed for the length of a block."""
+"""New weights of an engine are copied by default, and borrowed within a `with` block."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tokens_of(engine, prompt) -> list[int]:
 @pytest.mark.daily("model-stacked")
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 @pytest.mark.parametrize("kind", ["model", "state"])
-def test_donating_the_arrays_afterwards_changes_nothing(
+def test_arrays_can_be_donated_after_a_weight_update(
     engine, make_llama, prompts, expected, kind, layout
 ):
     model = make_llama(seed=2)
@@ -63,7 +63,7 @@ def test_donating_the_arrays_afterwards_changes_nothing(
     assert tokens_of(engine, prompts[3]) == expected
 
 
-def test_host_arrays_may_change_afterwards(engine, make_llama, prompts, expected):
+def test_host_arrays_can_change_after_a_weight_update(engine, make_llama, prompts, expected):
     state = jax.tree.map(np.array, nnx.state(make_llama(seed=2).to_layout("leaves")))
     engine.update_model_weights(state)
     for leaf in jax.tree.leaves(state):
@@ -89,7 +89,7 @@ def test_borrowed_weights_share_buffers_with_the_model(
         engine.step()
     with pytest.raises(EasyDeLError, match="no weights"):
         engine.generate(prompts[0], GREEDY)
-    # Other weights: the request that was left goes on with them, from the tokens that it has.
+    # The unfinished request continues from its tokens with other weights.
     with engine.weights(make_llama(seed=2).to_layout("leaves")):
         while engine.has_unfinished_requests:
             outputs += engine.step()
@@ -98,11 +98,11 @@ def test_borrowed_weights_share_buffers_with_the_model(
     engine.update_model_weights(llama)
     before = llama.generate(np.asarray([prompts[3]]), max_new_tokens=8, eos_token_id=[])
     assert tokens_of(engine, prompts[3]) == before.sequences[0, 40:].tolist()
-    assert engine.stats()["num_compiled"] - traces <= 1  # a first decode, if it was not there
+    assert engine.stats()["num_compiled"] - traces <= 1  # at most the first decode is compiled
 
 
 def test_donated_weights_raise_error(make_llama, prompts):
-    """An engine shares the arrays of the model that it was made of."""
+    """An engine shares the arrays of its model."""
     model = make_llama(seed=2).to_layout("leaves")
     engine = eSurge(model, **OPTIONS)
     donate(jax.tree.leaves(nnx.state(model)))
@@ -148,7 +148,7 @@ def test_sleeping_engine_frees_memory_and_resumes_requests(
 
 
 def test_weights_moved_to_host_free_device_memory(engine, make_llama, prompts, expected):
-    """As on a device whose memory is not the host's."""
+    """The test simulates a device with separate memory."""
     engine.update_model_weights(make_llama(seed=2))
     weights = engine.loop.runner.weights
     gone = [weakref.ref(leaf) for leaf in weights.leaves]

@@ -84,17 +84,17 @@ def test_wire_commands_round_trip_unchanged(command):
     same(command, decode(encode(command)))
 
 
-def test_every_command_can_be_sent():
+def test_examples_cover_every_command():
     assert {type(one) for one in COMMANDS} == set(get_args(commands.Command))
 
 
-def test_the_fields_that_were_set_arrive_as_set():
+def test_wire_preserves_the_set_fields_of_params():
     received = decode(encode(PARAMS))
     assert received == PARAMS
     assert received.model_fields_set == PARAMS.model_fields_set
 
 
-def test_errors_arrive_with_the_text_that_users_see():
+def test_errors_keep_their_text():
     sent = [NotFinite(), EasyDeLError("no room"), RuntimeError("broken")]
     first, *others = decode(encode(sent))
     assert isinstance(first, NotFinite)
@@ -107,7 +107,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("value", [Evil(), np.array([Evil()]), {1, 2}, object])
-def test_other_objects_cannot_be_sent(value):
+def test_unsupported_objects_cannot_be_sent(value):
     with pytest.raises(TypeError):
         encode(value)
 
@@ -137,7 +137,7 @@ def extension(code, value):
         encode(COMMANDS)[:-3],
     ],
 )
-def test_bytes_that_are_no_message_are_refused(data, capsys):
+def test_invalid_messages_are_rejected(data, capsys):
     with pytest.raises(WireError):
         decode(data)
     assert capsys.readouterr().out == ""
@@ -154,7 +154,7 @@ def test_small_floats_keep_their_type():
 
 
 class Network:
-    """Two processes in one: what process 0 sends lies in a list that process 1 reads."""
+    """Two simulated processes: process 0 sends to a list that process 1 reads."""
 
     def __init__(self, secrets=(b"s", b"s")):
         self.sent: list[bytes] = []
@@ -172,7 +172,7 @@ class Network:
         return self.sent[self.read - 1]
 
 
-def test_messages_arrive_in_their_order():
+def test_messages_arrive_in_order():
     network = Network()
     for message in (b"one", b"", b"three" * 1000):
         network.first.broadcast(message)
@@ -189,7 +189,7 @@ def test_messages_arrive_in_their_order():
     ],
     ids=["changed content", "changed code", "changed order", "empty"],
 )
-def test_a_changed_message_is_refused(change):
+def test_modified_message_is_rejected(change):
     network = Network()
     network.first.broadcast(b"one")
     network.first.broadcast(b"two")
@@ -198,7 +198,7 @@ def test_a_changed_message_is_refused(change):
         network.second.broadcast()
 
 
-def test_a_message_that_is_sent_again_is_refused():
+def test_repeated_message_is_rejected():
     network = Network()
     network.first.broadcast(b"one")
     network.second.broadcast()
@@ -207,14 +207,14 @@ def test_a_message_that_is_sent_again_is_refused():
         network.second.broadcast()
 
 
-def test_processes_with_different_secrets_do_not_understand_each_other():
+def test_processes_with_different_secrets_reject_messages():
     network = Network((b"one", b"other"))
     network.first.broadcast(b"a")
     with pytest.raises(ForgedMessageError):
         network.second.broadcast()
 
 
-def test_a_message_counts_for_its_sender_only():
+def test_message_is_valid_for_its_sender_only():
     network = Network()
     own: list[bytes] = []
     network.first._gather = lambda data: own.append(data) or [data, data]
