@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -278,65 +278,39 @@ class EngineCollector(Collector):
     Missing statistics are not exported. The label `engine` is the index of the replica.
     """
 
-    _GAUGES = (
-        ("num_requests_running", "vllm:num_requests_running", "Requests in the running batch."),
-        ("num_requests_waiting", "vllm:num_requests_waiting", "Requests waiting for pages."),
-        ("kv_cache_usage", "vllm:kv_cache_usage_perc", "Fraction of the pages in use, 0 to 1."),
-        (
-            "kv_offload_cpu_cache_usage",
-            "vllm:kv_offload_cpu_cache_usage_perc",
-            "Fraction of the host memory for pages in use, 0 to 1.",
-        ),
-    )
-    _COUNTERS = (
-        ("prefix_cache_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up."),
-        ("prefix_cache_hits", "vllm:prefix_cache_hits", "Prompt tokens found."),
-        (
-            "external_prefix_cache_queries",
-            "vllm:external_prefix_cache_queries",
-            "Prompt tokens looked up in host memory.",
-        ),
-        (
-            "external_prefix_cache_hits",
-            "vllm:external_prefix_cache_hits",
-            "Prompt tokens found in host memory.",
-        ),
-        (
-            "kv_offload_store_bytes",
-            "vllm:kv_offload_store_bytes",
-            "Bytes of pages copied to host memory.",
-        ),
-        (
-            "kv_offload_load_bytes",
-            "vllm:kv_offload_load_bytes",
-            "Bytes of pages copied from host memory.",
-        ),
-        ("num_preemptions", "vllm:num_preemptions", "Preemptions of requests."),
-        ("recompiles", "esurge:recompiles", "Functions compiled during requests."),
-        ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Drafts of tokens."),
-        (
-            "spec_decode_num_draft_tokens",
-            "vllm:spec_decode_num_draft_tokens",
-            "Tokens in drafts.",
-        ),
-        (
-            "spec_decode_num_accepted_tokens",
-            "vllm:spec_decode_num_accepted_tokens",
-            "Draft tokens accepted by the model.",
-        ),
-    )
+    # Name of a metric -> its text. The statistic has the same name, without prefix and `_perc`.
+    _GAUGES: ClassVar[dict[str, str]] = {
+        "vllm:num_requests_running": "Requests in the running batch.",
+        "vllm:num_requests_waiting": "Requests waiting for pages.",
+        "vllm:kv_cache_usage_perc": "Fraction of the pages in use, 0 to 1.",
+        "vllm:kv_offload_cpu_cache_usage_perc": "Fraction of the host pages in use, 0 to 1.",
+    }
+    _COUNTERS: ClassVar[dict[str, str]] = {
+        "vllm:prefix_cache_queries": "Prompt tokens looked up.",
+        "vllm:prefix_cache_hits": "Prompt tokens found.",
+        "vllm:external_prefix_cache_queries": "Prompt tokens looked up in host memory.",
+        "vllm:external_prefix_cache_hits": "Prompt tokens found in host memory.",
+        "vllm:kv_offload_store_bytes": "Bytes of pages copied to host memory.",
+        "vllm:kv_offload_load_bytes": "Bytes of pages copied from host memory.",
+        "vllm:num_preemptions": "Preemptions of requests.",
+        "esurge:recompiles": "Functions compiled during requests.",
+        "vllm:spec_decode_num_drafts": "Drafts of tokens.",
+        "vllm:spec_decode_num_draft_tokens": "Tokens in drafts.",
+        "vllm:spec_decode_num_accepted_tokens": "Draft tokens accepted by the model.",
+    }
 
     def __init__(self, engines: Mapping[str, ReadStats]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
         stats = {name: read() for name, read in self._engines.items()}
-        for families, kind in (
+        for texts, kind in (
             (self._GAUGES, GaugeMetricFamily),
             (self._COUNTERS, CounterMetricFamily),
         ):
-            for key, name, text in families:
-                family: Any = kind(name, text, labels=["model_name", "engine"])
+            for name, text in texts.items():
+                key = name.partition(":")[2].removesuffix("_perc")
+                family = kind(name, text, labels=["model_name", "engine"])
                 for model_name, replicas in stats.items():
                     for index, numbers in enumerate(replicas):
                         if key in numbers:

@@ -268,7 +268,7 @@ def required_calls(
     return StructuredOutputs(json_schema=json.dumps({**calls, "$defs": shared}))
 
 
-def _moved(schema: Any, prefix: str) -> Any:
+def _moved(schema: object, prefix: str) -> Any:
     """Return a schema whose references to definitions have a prefix, for use in another schema."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, prefix) for key, value in schema.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -105,69 +106,31 @@ async def version(server: ModelServer, request: Request) -> JSONResponse:
     return JSONResponse({"version": server_version()})
 
 
-OPEN = (421, 503)
+_probe = partial(Endpoint, refusals=(421, 503), access="open")
+_figures = partial(Endpoint, refusals=(421,), access="open")
 ENDPOINTS = (
     *(
-        Endpoint(
-            path,
-            "Return whether the server accepts requests.",
-            ready,
-            HealthState,
-            refusals=OPEN,
-            access="open",
-        )
+        _probe(path, "Return whether the server accepts requests.", ready, HealthState)
         for path in ("/health", "/health/ready")
     ),
-    Endpoint(
+    _probe(
         "/health/live",
         "Return whether the engine runs. If not, restart the server.",
         live,
         HealthState,
-        refusals=OPEN,
-        access="open",
     ),
-    Endpoint(
-        "/health/decode",
-        "Return whether the model generates a token.",
-        decode,
-        HealthState,
-        refusals=OPEN,
-        access="open",
-    ),
+    _probe("/health/decode", "Return whether the model generates a token.", decode, HealthState),
     *(
-        Endpoint(
+        _probe(
             "/ping",
             "Return whether the server accepts requests. The body is empty.",
             ping,
             "text/plain",
-            refusals=OPEN,
             method=method,
-            access="open",
         )
         for method in ("GET", "POST")
     ),
-    Endpoint(
-        "/load",
-        "Return the number of waiting and running requests.",
-        load,
-        Load,
-        refusals=(421,),
-        access="open",
-    ),
-    Endpoint(
-        "/metrics",
-        "Return Prometheus metrics.",
-        metrics,
-        "text/plain",
-        refusals=(421,),
-        access="open",
-    ),
-    Endpoint(
-        "/version",
-        "Return the version of the server.",
-        version,
-        Version,
-        refusals=(421,),
-        access="open",
-    ),
+    _figures("/load", "Return the number of waiting and running requests.", load, Load),
+    _figures("/metrics", "Return Prometheus metrics.", metrics, "text/plain"),
+    _figures("/version", "Return the version of the server.", version, Version),
 )
