@@ -117,7 +117,7 @@ def test_guided_options_constrain_output(client, guided, pattern):
         ({"json": "{"}, "structured_outputs.json", "not a JSON schema"),
         ({"json": "[" * 50_000}, "structured_outputs.json", "not a JSON schema"),
         ({"json": '{"a": ' * 40 + "1" + "}" * 40}, "structured_outputs.json", "32 levels"),
-        ({"regex": "("}, "structured_outputs.regex", ""),
+        ({"regex": "("}, "structured_outputs.regex", "expression is invalid"),
     ],
 )
 def test_invalid_structured_outputs_return_400(client, wanted, param, fragment):

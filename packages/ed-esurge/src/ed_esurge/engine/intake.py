@@ -147,7 +147,7 @@ def fit(
         ConfigError: the prompt is empty.
     """
     if not prompt:
-        raise ConfigError("the prompt has no tokens: give at least one")
+        raise ConfigError("the prompt is empty (no tokens): send at least one token")
     room = 0 if max_tokens == 0 else max(1, config.reserve_tokens or 1)
     may_cut = config.auto_truncate_prompt and not config.strict_context
     if may_cut and not config.prefer_preserve_prompt and max_tokens is not None:

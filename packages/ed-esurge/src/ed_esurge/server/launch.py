@@ -24,8 +24,11 @@ from ed_esurge.server.app import AppOptions, Engines, create_app
 from ed_esurge.server.http.admission import LOOPBACK
 from ed_esurge.server.http.connections import connection_class
 
-# Time limit to notify the other processes of the end.
-NOTIFY_SECONDS = 30
+logger = logging.getLogger(__name__)
+
+# Time limits in seconds: to notify the other processes of the end, and to send an error to the
+# clients of aborted requests.
+NOTIFY_SECONDS, ABORT_SECONDS = 30, 5
 
 
 @contextmanager
@@ -42,9 +45,8 @@ def leading(engine: Engines) -> Iterator[bool]:
         ConfigError: there are several engines, and one uses devices of several processes.
     """
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
-    bare: list[Any] = [
-        getattr(one, "engine", one) for one in engines
-    ]  # the engine of an AsyncEngine
+    # An `AsyncEngine` has the attribute `engine`.
+    bare: list[Any] = [getattr(one, "engine", one) for one in engines]
     roles = [getattr(one, "role", "alone") for one in bare]
     if set(roles) == {"alone"}:
         yield True
@@ -92,12 +94,6 @@ def _ends_after_the_first() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-logger = logging.getLogger(__name__)
-
-# Seconds to send an error to the clients of aborted requests.
-ABORT_SECONDS = 5
 
 
 class _Server(uvicorn.Server):

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from ed_infra.errors import ConfigError
+
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import (
@@ -173,8 +175,6 @@ class PromptEncoder:
             APIError: 400, a token id is outside the vocabulary, or the prompt does not fit
                 (`context_length_exceeded`).
         """
-        if not tokens:
-            raise APIError("the prompt is empty: send at least one token", param=param)
         count = len(tokens)
         if last is not None:
             tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
@@ -195,6 +195,8 @@ class PromptEncoder:
                 param=param,
                 code="context_length_exceeded",
             ) from None
+        except ConfigError as error:  # the prompt is empty
+            raise APIError(str(error), param=param) from None
 
     def check_ids(self, tokens: Sequence[int], param: str) -> None:
         """Check that token ids are in the vocabulary. Raises APIError: 400."""

@@ -73,10 +73,10 @@ class OtherTemplates(RequestBody):
     documents: Annotated[None, unsupported("documents; put them into a message", [])] = None
     mm_processor_kwargs: Annotated[None, unsupported("options of the processor", {})] = None
     echo: Annotated[None, unsupported("echo of a conversation; use /v1/completions", False)] = None
-    add_special_tokens: Annotated[None, unsupported("the chat template writes them", False)] = None
+    add_special_tokens: Annotated[None, unsupported("the chat template adds them", False)] = None
     best_of: Annotated[None, unsupported("best_of of a conversation; send n", 1)] = None
     include_reasoning: Annotated[
-        None, unsupported("leaving thoughts out; ignore reasoning_content", True)
+        None, unsupported("removal of thoughts; ignore reasoning_content", True)
     ] = None
 
 
