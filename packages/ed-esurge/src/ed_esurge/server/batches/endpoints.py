@@ -110,7 +110,7 @@ class BatchList(AnswerBody):
 def _store(server: ModelServer) -> BatchStore:
     if server.batches is None:
         raise APIError(
-            "this server does not store files: start the server with batch_directory, which holds "
+            "this server does not store files: start the server with batch_directory to enable "
             "files and batches",
             status=404,
             code="batches_off",

@@ -182,9 +182,8 @@ class _BatchRun:
             if part.stat().st_size:
                 title = f"{batch['id']}_{name}.jsonl"
                 file = store.add_file(title, "batch_output", part, batch["owner"])
-                batch[key] = file[
-                    "id"
-                ]  # immediately, so that a later error does not add the file again
+                # Set before the next write, so that an error does not add the file again.
+                batch[key] = file["id"]
                 store.change(batch)
             else:
                 part.unlink()

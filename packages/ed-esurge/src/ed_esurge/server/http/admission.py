@@ -28,14 +28,14 @@ class Budget:
         self.most, self.used = most, 0
         self.by_client: Counter[str] = Counter()
 
-    def take(self, client: str, own: int, count: int) -> None:
+    def reserve(self, client: str, own: int, count: int) -> None:
         """Reserve bytes for a request.
 
         Args:
             own: bytes that the request has already reserved.
 
         Raises:
-            APIError: 503, the rest of the budget is too small.
+            APIError: 503, the remaining budget is too small.
         """
         held = self.by_client[client]
         others = held - own
@@ -49,7 +49,7 @@ class Budget:
         self.used += count
         self.by_client[client] += count
 
-    def give_back(self, client: str, count: int) -> None:
+    def release(self, client: str, count: int) -> None:
         """Release the bytes of a request that has ended."""
         self.used -= count
         self.by_client[client] -= count
@@ -67,17 +67,17 @@ class Reservation:
         """Reserve bytes until the request has `size` bytes.
 
         Raises:
-            APIError: see `Budget.take`.
+            APIError: see `Budget.reserve`.
         """
         if size > self._bytes:
             self._client = self._client or _client_of(scope)
-            self._budget.take(self._client, self._bytes, size - self._bytes)
+            self._budget.reserve(self._client, self._bytes, size - self._bytes)
             self._bytes = size
 
     def close(self) -> None:
         """Release all bytes."""
         if self._bytes:
-            self._budget.give_back(self._client, self._bytes)
+            self._budget.release(self._client, self._bytes)
             self._bytes = 0
 
 

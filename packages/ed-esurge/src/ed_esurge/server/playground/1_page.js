@@ -1,7 +1,7 @@
-// The page's building blocks: elements, icons, what the tab and the browser remember.
+// Building blocks of the page: elements, icons, and storage of the tab and the browser.
 const $ = (id) => document.getElementById(id);
 
-/** An element. Text is always text: nothing here is parsed as HTML. */
+/** Return an element. Text is never parsed as HTML. */
 function el(tag, props = {}, ...kids) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -27,16 +27,16 @@ function iconButton(name, label, onclick, more = {}) {
   return el("button", { type: "button", className: "icon", title: label, "aria-label": label, onclick, ...more }, icon(name));
 }
 
-/** Said to screen readers alone. */
+/** Announce a text to screen readers. */
 function speak(text) {
   $("spoken").textContent = text;
 }
 
-/** JSON in a store of the browser, which may be full or forbidden. */
+/** Write JSON to a storage of the browser, which can be full or disabled. */
 function keep(store, name, value) {
   try {
     store.setItem(`esurge.${name}`, JSON.stringify(value));
-  } catch { /* then it is not remembered */ }
+  } catch { /* the value is not stored */ }
 }
 
 function recall(store, name, otherwise) {
@@ -56,7 +56,7 @@ async function copy(text, button) {
     speak("Copied");
     button.classList.add("done");
   } catch {
-    speak("The browser does not let this page copy");
+    speak("The browser does not allow this page to copy");
   }
 }
 

@@ -1,4 +1,4 @@
-// What the server is asked: models, answers as streams of events, and which key opens it.
+// Requests to the server: models, answers as streams of events, and the API key.
 let apiKey = recall(TAB, "key", "");
 
 class Refused extends Error {
@@ -25,7 +25,7 @@ async function ask(path, body, signal) {
   return answer;
 }
 
-/** The chunks of a stream, as objects. */
+/** Yield the chunks of a stream as objects. */
 async function* streamed(path, body, signal) {
   const answer = await ask(path, body, signal);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -83,7 +83,7 @@ async function loadModels() {
   await choose();
 }
 
-/** Whether the model takes conversations; one without a chat template continues texts. */
+/** Return whether the model accepts conversations. A model without a chat template continues texts. */
 let speaks = true;
 
 async function choose() {

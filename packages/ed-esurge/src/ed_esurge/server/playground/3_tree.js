@@ -1,4 +1,4 @@
-// The conversation is a tree: another answer, or another question, is a branch beside the first.
+// The conversation is a tree. Another answer or another question is a separate branch.
 const EMPTY = () => ({ nodes: { 0: { id: 0, parent: null, kids: [], pick: 0, role: "root" } }, next: 1 });
 let tree = recall(TAB, "tree", EMPTY());
 
@@ -10,7 +10,7 @@ function addNode(parent, fields) {
   return node;
 }
 
-/** The nodes of the branch that is shown, from the first message on; down to `end`, if it is given. */
+/** Return the nodes of the shown branch from the first message, optionally to the node `end`. */
 function path(end) {
   const nodes = [];
   if (end !== undefined) {
@@ -33,7 +33,7 @@ function show(node) {
   }
 }
 
-/** Remember the texts; what the tokens' probabilities were would fill the store. */
+/** Store the texts without the probabilities of tokens, which would fill the storage. */
 function saveTree() {
   const nodes = {};
   for (const [id, node] of Object.entries(tree.nodes)) {
@@ -42,7 +42,7 @@ function saveTree() {
   keep(TAB, "tree", { ...tree, nodes });
 }
 
-/** The branch as messages of a chat request. */
+/** Return a branch as messages of a chat request. */
 function messagesOf(nodes) {
   const messages = [];
   if (settings.system.trim()) messages.push({ role: "system", content: settings.system });

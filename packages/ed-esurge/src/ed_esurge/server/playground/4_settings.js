@@ -1,4 +1,4 @@
-// How answers are made: the fields of the right column, and the request that they give.
+// Settings: the fields of the right column, and the request with their values.
 const DEFAULTS = {
   mode: "auto", system: "", temperature: 0.7, top_p: 1, top_k: 0, min_p: 0, max_tokens: "", seed: "",
   n: 1, stop: "", repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0,
@@ -20,7 +20,7 @@ const SCHEMA_EXAMPLE = JSON.stringify({
   required: ["rivers"],
 }, null, 2);
 
-const FIELDS = {}; // name -> shows the setting's value in its control
+const FIELDS = {}; // name -> function that shows the value of a setting in its control
 
 function changed(name, value) {
   settings[name] = value;
@@ -125,7 +125,7 @@ function showSettings() {
   marks();
 }
 
-/** What a closed group holds, and what is wrong in it. */
+/** Show in the headings of the groups what is set, and the errors of fields. */
 function marks() {
   const set = (id, text) => { $(`group-${id}`).querySelector(".set").textContent = text; };
   const problem = (name) => { try { parsed(name); return ""; } catch (error) { return error.message; } };
@@ -146,18 +146,18 @@ function parsed(name) {
   } catch (error) {
     throw new Error(`This is not JSON: ${error.message}`);
   }
-  if (name === "tools" && !Array.isArray(value)) throw new Error("Tools are a list: [ … ]");
+  if (name === "tools" && !Array.isArray(value)) throw new Error("Tools must be a list: [ … ]");
   return value;
 }
 
-/** The request that continues a branch; `from` is the answer that is to go on. */
+/** Return the request that continues a branch. `from` is the answer to continue. */
 function requestFor(nodes, from) {
   const body = { model: $("model").value || undefined, stream: true, stream_options: { include_usage: true } };
   for (const name of ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]) {
     body[name] = settings[name];
   }
   if (+settings.top_k > 0) body.top_k = +settings.top_k;
-  // Not more than a model with a small context has room for.
+  // At most the free part of the context of a small model.
   body.max_tokens = settings.max_tokens === "" ? Math.min(1024, Math.ceil((card()?.max_model_len ?? 1024) / 2)) : +settings.max_tokens;
   if (settings.seed !== "") body.seed = +settings.seed;
   const stops = settings.stop.split("\n").filter(Boolean);

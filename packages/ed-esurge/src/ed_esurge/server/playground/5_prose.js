@@ -1,4 +1,4 @@
-// The little of Markdown that models write, as elements: paragraphs, lists, headings, code.
+// A subset of Markdown as elements: paragraphs, lists, headings, code.
 function prose(text) {
   const parts = [];
   let lines = [], code = null;
@@ -28,7 +28,7 @@ function codeBlock({ language, lines }) {
 
 function blocks(lines) {
   const parts = [];
-  let open = null; // what the next line may still belong to
+  let open = null; // the element that the next line can continue
   const begin = (kind, node) => { parts.push(node); open = { kind, node }; return node; };
   for (const line of lines) {
     const heading = line.match(/^#{1,6}\s+(.*)$/);

@@ -1,7 +1,7 @@
-// The heat map: each token coloured by how surprising it was, and what else could have come.
+// The heat map: tokens colored by their probabilities, and their alternatives.
 let heated = recall(TAB, "heat", false);
 
-/** Tokens of a chunk of either endpoint: {token, logprob, bytes, top: [[token, logprob], …]}. */
+/** Return the tokens of a chunk of either endpoint: {token, logprob, bytes, top: [[token, logprob], …]}. */
 function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) {
@@ -21,7 +21,7 @@ function bytesOf(token) {
   return [...token.matchAll(/\\x([0-9a-f]{2})/g)].map((found) => parseInt(found[1], 16));
 }
 
-/** Texts of tokens: a character that several tokens make stands at the last of them. */
+/** Return the texts of tokens. The last of several tokens of one character has the character. */
 function shownTexts(tokens) {
   const decoder = new TextDecoder();
   return tokens.map((one) => decoder.decode(new Uint8Array(one.bytes), { stream: true }));
@@ -103,7 +103,7 @@ function openAlternatives(node, token) {
     button.style.setProperty("--p", Math.exp(score).toFixed(4));
     return button;
   });
-  const note = branches ? "Choose another token to go on from there, in a branch." : "";
+  const note = branches ? "Choose another token to continue from there in a branch." : "";
   const box = $("popover");
   box.replaceChildren(el("h3", {}, `Token ${token.place + 1} of ${node.tokens.length}`), ...rows, ...(note ? [el("p", {}, note)] : []));
   box.hidden = false;
@@ -139,7 +139,7 @@ $("popover").addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
-/** A branch that keeps the tokens before a place and goes on after another token. */
+/** Create a branch with the tokens before a position, and continue after another token. */
 function branchAt(node, place, text, logprob) {
   closeAlternatives();
   const before = node.tokens.slice(0, place);

@@ -1,4 +1,4 @@
-// What is said, drawn: questions, answers with their thoughts and calls, and what can be done there.
+// Elements of the conversation: questions, answers with thoughts and calls, and their buttons.
 function draw() {
   const nodes = path();
   closeAlternatives();
@@ -7,7 +7,7 @@ function draw() {
     return;
   }
   const old = new Map([...$("log").children].map((turn) => [turn.key, turn]));
-  // Turns that have not changed stay, so that neither the place nor the focus is lost.
+  // Unchanged turns keep their elements, so that the scroll position and the focus are kept.
   const turns = nodes.map((node) => {
     const key = keyOf(node);
     return old.get(key) ?? turnOf(node, key);
@@ -38,7 +38,7 @@ function welcome() {
 const drawn = new Set();
 
 function turnOf(node, key) {
-  // A turn comes in once; while it grows it is made anew for each frame.
+  // A turn is animated once. A growing turn is created again for each frame.
   const turn = el("article", { className: `turn ${node.role}${drawn.has(node.id) ? "" : " fresh"}` });
   drawn.add(node.id);
   turn.key = key;
@@ -72,11 +72,11 @@ function answerOf(node) {
 
 function callOf(call) {
   let shown = call.arguments;
-  try { shown = JSON.stringify(JSON.parse(call.arguments), null, 2); } catch { /* not whole yet */ }
+  try { shown = JSON.stringify(JSON.parse(call.arguments), null, 2); } catch { /* incomplete JSON */ }
   return el("div", { className: "call" }, el("b", {}, call.name), el("pre", {}, shown));
 }
 
-/** Where the results of calls are written, for the model to go on with. */
+/** Return the inputs for the results of calls. The model continues with these results. */
 function results(node) {
   const inputs = node.calls.map((call, place) => el("textarea", {
     "aria-label": `Result of ${call.name}`, id: `result-${node.id}-${place}`, placeholder: `What ${call.name} gives back`, rows: 1, spellcheck: false,
@@ -130,7 +130,7 @@ function editor(node) {
 
 let drawing = false;
 
-/** Draw once a frame, however many tokens come; stay at the end, if the reader is there. */
+/** Draw at most once per frame. Keep the view at the end if the user has scrolled there. */
 function drawSoon() {
   if (drawing) return;
   drawing = true;

@@ -1,5 +1,5 @@
-// The live panel: the server's own Prometheus text, read once a second while somebody looks.
-const KEPT = 60; // seconds of the curves
+// The live panel reads the Prometheus metrics of the server every second while the page is visible.
+const KEPT = 60; // seconds of history in the curves
 const TILES = {};
 let before = null, showing = null;
 
@@ -34,7 +34,7 @@ function buildEngine() {
   document.addEventListener("visibilitychange", poll);
 }
 
-/** Values of one model: name -> sum over the other labels; of shares, their mean. */
+/** Return the values of one model: name -> sum over the other labels, or the mean for fractions. */
 function numbersOf(text, model) {
   const sums = {}, counts = {};
   for (const line of text.split("\n")) {

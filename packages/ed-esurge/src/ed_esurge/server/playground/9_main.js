@@ -1,7 +1,7 @@
-// Asking and answering: one request at a time, its stream into the tree, and the keys of the page.
+// Requests of the conversation: one at a time, streamed into the tree; keyboard shortcuts.
 let running = null;
 
-/** Answer the branch that ends at a node. `from`: an answer to go on with, text and tokens. */
+/** Answer the branch that ends at a node. `from`: text and tokens of an answer to continue. */
 async function answer(parent, from) {
   if (running) return;
   const nodes = path(parent);
@@ -41,7 +41,7 @@ async function answer(parent, from) {
   speak(ended?.name === "AbortError" ? "Stopped" : ended ? "The answer failed" : "The answer is complete");
 }
 
-/** Another answer to the same question, which the same request gives; the first stays in sight. */
+/** Add another answer of the same request as a branch. The first answer remains visible. */
 function besides(first) {
   const node = addNode(first.parent, { role: "assistant", running: true, tokens: [], model: first.model });
   show(first);
@@ -129,7 +129,7 @@ $("new").addEventListener("click", () => {
   $("prompt").focus();
 });
 
-// ---- drawers, on screens that are too narrow for three columns
+// ---- drawers on screens that are too narrow for three columns
 
 function drawer(id, open) {
   for (const name of ["engine", "settings"]) {
@@ -160,7 +160,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// ---- begin
+// ---- start
 
 for (const node of Object.values(tree.nodes)) node.tokens ??= [];
 whenKey = () => loadModels().then(draw, () => {});
