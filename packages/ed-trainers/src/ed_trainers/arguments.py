@@ -48,7 +48,7 @@ __all__ = [
     "method",
 ]
 
-#: Group of the entry points that other packages' methods have.
+#: Group of entry points for methods of other packages.
 GROUP = "easydel.methods"
 
 
@@ -61,18 +61,18 @@ class SFTArguments(NextTokenArguments, NoiseArguments):
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method as it is registered: its options, its record of functions, its models and data.
+    """An entry of the table of methods: options, record of functions, models and data.
 
     Attributes:
-        arguments: the class of its options.
-        method: the `ed_trainers.contract.Method`, or where to import it or its trainer class from,
-            as `module:NAME`. An entry with a string does not import jax.
-        rows: kind of the rows of its data, the name of a schema of `ed_data.schema`.
-        roles: the frozen models that it reads.
-        task: task of the models that it trains.
-        other_tasks: further tasks of models that it trains.
-        labels: number of outputs of the model's head, if the model is not a language model.
-        samples: whether it learns from its own completions: then its trainer needs a `rollout`.
+        arguments: Class of the options.
+        method: The `ed_trainers.contract.Method`, or the location `module:NAME` of the method or of
+            its trainer class. A location does not import jax.
+        rows: Kind of the rows of the data, the name of a schema of `ed_data.schema`.
+        roles: Frozen models that the method reads.
+        task: Task of the trained models.
+        other_tasks: Further tasks of trained models.
+        labels: Number of outputs of the model's head, if the model is not a language model.
+        samples: Whether the method trains on sampled completions. Its trainer needs a `rollout`.
     """
 
     arguments: type[TrainingArguments]
@@ -166,7 +166,7 @@ _SHIPPED: dict[str, MethodEntry] = {
 
 
 class _Methods(Mapping[str, MethodEntry]):
-    """The shipped methods, then the methods of other packages; these are imported when read."""
+    """The methods of this package, then those of other packages, which are imported on access."""
 
     def __getitem__(self, name: str) -> MethodEntry:
         return _SHIPPED[name] if name in _SHIPPED else _of_packages(name)
@@ -212,7 +212,7 @@ METHODS: Mapping[str, MethodEntry] = _Methods()
 #: `trainer_type` -> the options of the method.
 ARGUMENTS: Mapping[str, type[TrainingArguments]] = _Arguments()
 
-# Option -> options that do nothing without it.
+# Option -> options without effect unless the option is set.
 _NEEDED = {
     "generation_interval": (
         "generation_prompts",
@@ -231,7 +231,7 @@ def method(trainer_type: str) -> MethodEntry:
     """Return the entry of a method.
 
     Raises:
-        ConfigError: the method is not known.
+        ConfigError: The method is unknown.
     """
     if not isinstance(trainer_type, str) or trainer_type not in METHODS:
         raise unknown_name("trainer_type", trainer_type, METHODS)
@@ -242,16 +242,16 @@ def arguments_class(trainer_type: str) -> type[TrainingArguments]:
     """Return the options of a method.
 
     Raises:
-        ConfigError: the method is not known.
+        ConfigError: The method is unknown.
     """
     return method(trainer_type).arguments
 
 
 def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
-    """Return the options that do nothing in a run with these arguments, each with the reason.
+    """Return the options without effect in a run with these arguments, each with the reason.
 
-    They are no errors: a run file may keep them for a longer run. Whoever reads the file warns
-    about those that it sets, with their line.
+    Such options are not errors, because a run file may keep them for a longer run. The reader of a
+    run file warns about options of the file, with their line.
     """
     idle = arguments.idle()
     steps = arguments.max_training_steps
@@ -283,7 +283,7 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
 
 
 def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
-    """The idle options of previews, benchmarks and the profiler."""
+    """Return the options of previews, benchmarks and the profiler without effect."""
     idle = []
     for needed, names in _NEEDED.items():
         if not getattr(arguments, needed):

@@ -1,7 +1,7 @@
-"""The options that every method has. Imports neither jax nor flax.
+"""The options of every method. Imports neither jax nor flax.
 
-Names and defaults are EasyDeL's where it has them. Every option changes what a run does;
-`max_length` is the one that only a loader reads.
+Names and defaults are EasyDeL's if EasyDeL has the option. Every option changes a run, except
+`max_length`, which only a loader reads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "sec": 1.
 
 
 def _duration(value: object) -> object:
-    """Read `90`, `"90s"`, `"50min"`, `"1h30m"`: a duration in seconds."""
+    """Read a duration in seconds: `90`, `"90s"`, `"50min"`, `"1h30m"`."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace(" ", "")
@@ -65,19 +65,19 @@ def _duration(value: object) -> object:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-#: What `report_to` may name: `ed_trainers.figures.trackers` has a class for each.
+#: Names allowed in `report_to`; `ed_trainers.figures.trackers` has a class for each.
 TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 def _names(value: object) -> object:
-    """Read one name as a list of it, and `none` as an empty one."""
+    """Convert one name to a tuple, and `none` to an empty tuple."""
     if isinstance(value, str):
         return () if value == "none" else (value,)
     return value
 
 
 class TrainingArguments(Options):
-    """Options that every method has."""
+    """The options of every method."""
 
     ALIASES: ClassVar[dict[str, str]] = {
         "extra_optimizer_kwargs": "optimizer_kwargs",
@@ -90,154 +90,160 @@ class TrainingArguments(Options):
     optimizer_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the optimizer, such as `{b2: 0.95}`."""
     scheduler: Annotated[str, choice("scheduler", SCHEDULERS)] = "none"
-    """Course of the learning rate after the warm-up; `none` and `constant` keep it, `wsd` keeps it
+    """Course of the learning rate after the warm-up. `none` and `constant` keep it; `wsd` keeps it
     until its decay at the end."""
     scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the scheduler: `power` of `polynomial`; `num_decay_steps` and `decay_type`
     (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
     learning_rate_end: NotNegative | None = None
-    """The learning rate that a scheduler decays to; None means zero."""
+    """Final learning rate of the scheduler's decay; None: 0."""
     warmup_steps: Annotated[int, Field(ge=0, le=LONGEST)] = 0
     """Steps in which the learning rate rises linearly to its highest value."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay; norms and biases do not decay."""
     clip_grad: Positive | None = None
-    """Largest global norm of the gradient."""
+    """Largest global norm of the gradient; larger gradients are clipped. None: no clipping."""
     skip_bad_steps: Flag = False
-    """Skip a step whose loss or gradient is not finite, or a spike; the next batch goes on."""
+    """Skip a step if its loss or gradient is a spike or not finite; training continues with the
+    next batch."""
     sigma_factor: Positive | None = 6.0
-    """With `skip_bad_steps`: standard deviations above the mean of the steps before that make a
-    loss, or the norm of a gradient, a spike; None skips only what is not finite."""
+    """With `skip_bad_steps`: a loss or gradient norm is a spike if it exceeds the mean of the
+    previous steps by this number of standard deviations. None: only values that are not finite are
+    skipped."""
     rolling_interval_length: Annotated[int, Field(ge=4, le=100_000)] = 128
-    """With `skip_bad_steps`: steps that a loss is compared with. As many skipped in a row end the
-    run."""
+    """With `skip_bad_steps`: number of steps to compare a loss with. The run ends after the same
+    number of consecutive skipped steps."""
     tx_mu_dtype: Annotated[str | None, dtype_name] = None
-    """Dtype in which adamw and lion store their first moment; None means the parameter's."""
+    """Dtype of the first moment of adamw and lion; None: the dtype of the parameter."""
     master_dtype: Annotated[Literal["float32"] | None, dtype_name] = "float32"
-    """Dtype of the copy that the optimizer updates where parameters are stored below float32;
-    None updates the stored parameters themselves."""
+    """Dtype of the copy that the optimizer updates if parameters are stored in less than float32.
+    None: the stored parameters are updated directly."""
 
     trainable_rules: Decisions = ()
-    """Pairs `[pattern, true or false]` over the names of parameters: the first that matches says
-    whether a parameter learns, and one that none matches does not. Without rules all learn."""
+    """Pairs `[pattern, true or false]` over the names of parameters. The first matching pair
+    decides whether a parameter is trained; a parameter without a match is frozen. Without rules all
+    parameters are trained."""
     learning_rate_rules: Factors = ()
-    """Pairs `[pattern, factor]`: the learning rate of the parameters that match is multiplied."""
+    """Pairs `[pattern, factor]`: factors on the learning rates of the matching parameters."""
     weight_decay_rules: Amounts = ()
-    """Pairs `[pattern, decay]`: the weight decay of the parameters that match, norms and biases
-    too, in place of `weight_decay`."""
+    """Pairs `[pattern, decay]`: weight decay of the matching parameters instead of `weight_decay`,
+    including norms and biases."""
 
     num_train_epochs: Steps = 10
-    """Passes over the data, where `max_training_steps` does not set the length."""
+    """Number of passes over the data, unless `max_training_steps` is set."""
     max_training_steps: Steps | None = None
-    """Optimizer steps of the whole run, before and after any resume."""
+    """Number of optimizer steps of the whole run, including steps before a resume."""
     training_time_limit: Annotated[Positive | None, BeforeValidator(_duration)] = None
-    """Seconds after which training stops as it would on Ctrl-C: `5400`, `"90min"`, `"1h30m"`."""
+    """Duration after which training stops as after Ctrl-C: seconds, `"90min"`, `"1h30m"`."""
     total_batch_size: Count = 32
-    """Sequences of one optimizer step, over all hosts and all microbatches."""
+    """Number of sequences of an optimizer step, over all hosts and microbatches."""
     gradient_accumulation_steps: Count = 1
-    """Microbatches that an optimizer step is divided into; the result does not depend on it."""
+    """Number of microbatches of an optimizer step; the result does not depend on it."""
     eval_batch_size: Count | None = None
-    """Sequences that are evaluated at once; None means as the loader gives them."""
+    """Number of sequences per evaluation batch. None: the batches of the loader."""
     max_length: Count | None = None
-    """Length of a sequence, for whoever builds the loader from these arguments."""
+    """Length of a sequence, for code that builds the loader from these options."""
     seed: Seed = 42
-    """Seed of everything that is random in training, other than the order of the data."""
+    """Seed of all random numbers of training, except the order of the data."""
 
     save_directory: str = "EasyDeL-Checkpoints"
-    """Where checkpoints, metrics and the trained model go."""
+    """Directory of checkpoints, metrics and the trained model."""
     save_steps: Steps | None = None
-    """Steps between checkpoints; None saves at the end only. SIGUSR1 saves one at any time."""
+    """Steps between checkpoints; None: only at the end. SIGUSR1 saves a checkpoint at any time."""
     save_total_limit: Steps | None = None
-    """Checkpoints that are kept, counted from the newest, beside the best; None keeps all."""
+    """Number of newest checkpoints to keep, in addition to the best. None: all."""
     do_last_save: bool = True
-    """Save a checkpoint and the model, in Hugging Face layout, when training ends."""
+    """Save a checkpoint, and the model in Hugging Face layout, at the end of training."""
     merge_adapters: Flag | None = None
-    """Whether the model that is saved at the end has its adapters merged into its weights. None:
-    where these are not quantized. True dequantizes them for it; False leaves the adapters alone."""
+    """Whether the adapters of the saved model are merged into its weights. None: yes, unless the
+    weights are quantized. True also dequantizes such weights; false saves the adapters
+    separately."""
     resume_if_possible: bool = True
-    """Go on from the newest checkpoint in `save_directory`; False moves what is there aside."""
+    """Resume from the newest checkpoint in `save_directory`. False: move existing files aside."""
 
     log_steps: Steps = 10
-    """Steps between rows of the metrics; the first and the last step always have one."""
+    """Steps between rows of the metrics; the first and the last step always have a row."""
     report_steps: Steps = 5
-    """Steps between updates of the progress bar's figures."""
+    """Steps between updates of the progress bar."""
     evaluation_steps: Steps | None = None
-    """Steps between evaluations; None evaluates at the end only."""
+    """Steps between evaluations; None: only at the end."""
     save_best_k: Steps | None = None
-    """Checkpoints that are kept because they are the best, beside the newest that
-    `save_total_limit` keeps (one, where it is None)."""
+    """Number of best checkpoints to keep, in addition to the newest of `save_total_limit` (one, if
+    `save_total_limit` is None)."""
     load_best_model_at_end: Flag = False
-    """End with the best checkpoint instead of the last: `model` is written from it."""
+    """Use the best checkpoint instead of the last for the final model."""
     metric_for_best_model: str | None = None
-    """The figure of an evaluation that says which checkpoint is best; None means the loss."""
+    """Metric of an evaluation that selects the best checkpoint; None: the loss."""
     greater_is_better: Flag | None = None
-    """Whether more of `metric_for_best_model` is better; None means no for names that end with
-    `loss` or `perplexity`, and yes for others."""
+    """Whether a higher `metric_for_best_model` is better. None: no for names that end with `loss`
+    or `perplexity`, yes for others."""
     ema_decay: Share | None = None
-    """Decay of a running mean of the parameters, which is kept beside them in float32."""
+    """Decay of a running mean of the parameters, which is stored in float32 next to the
+    parameters."""
     use_ema: Flag = True
-    """With `ema_decay`: evaluate the mean, and end with it as the model; false only keeps it in the
-    checkpoints."""
+    """With `ema_decay`: use the mean for evaluation and for the final model. False: only store it
+    in the checkpoints."""
     progress_bar_type: Annotated[str, choice("progress bar", ("rich", "json", "none"))] = "rich"
-    """`rich` draws a bar, or prints plain lines where standard output is no terminal; `json` prints
-    each metrics row."""
+    """`rich` shows a bar, or prints plain lines if standard output is not a terminal; `json` prints
+    each row of metrics."""
     use_tensorboard: bool = True
-    """Write the metrics for TensorBoard too, under `<save_directory>/tensorboard`."""
+    """Also write the metrics for TensorBoard, under `<save_directory>/tensorboard`."""
     report_to: Annotated[
         tuple[Annotated[str, choice("tracker", TRACKERS)], ...], BeforeValidator(_names)
     ] = ()
-    """Trackers that get the metrics too: `wandb`, `trackio`, `mlflow`; each is an extra of
+    """Further trackers of the metrics: `wandb`, `trackio`, `mlflow`. Each tracker is an extra of
     ed-trainers."""
     project: str = "easydel"
-    """Project of the run in a tracker; mlflow calls it an experiment."""
+    """Project of the run in a tracker; an experiment in mlflow."""
     run_name: str | None = None
-    """Name of the run in a tracker; None takes the last part of `save_directory`."""
+    """Name of the run in a tracker; None: the last part of `save_directory`."""
     peak_flops_per_device: Positive | None = None
-    """FLOP/s that one device can do, for MFU; None takes the known figure of its kind, and without
-    one there is no MFU."""
+    """Peak FLOP/s of a device, for MFU. None: the known value of the device kind; without a known
+    value no MFU is reported."""
 
     generation_interval: Steps | None = None
-    """Steps between previews, and one at the end: completions of a few prompts by the present
-    weights, in the terminal, the metrics and the report; None shows none."""
+    """Steps between previews, plus one at the end: completions of some prompts with the current
+    weights, in the terminal, the metrics and the report. None: no previews."""
     generation_prompts: Prompts = ()
-    """Prompts of the previews: texts, and conversations (lists of messages with `role` and
-    `content`). Without prompts, previews begin held-out documents."""
+    """Prompts of the previews: texts, or conversations (lists of messages with `role` and
+    `content`). Without prompts, previews continue held-out documents."""
     generation_num_prompts: Annotated[int, Field(ge=1, le=64)] = 3
-    """How many held-out documents a preview begins, without `generation_prompts`."""
+    """Number of held-out documents of a preview, without `generation_prompts`."""
     generation_max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 64
-    """Tokens of a completion in a preview, at most."""
+    """Maximum number of tokens of a completion in a preview."""
     generation_temperature: NotNegative = 0.0
-    """Temperature of the previews; 0 always takes the likeliest token."""
+    """Temperature of the previews; 0 selects the most probable token."""
     generation_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the probability that the previews sample from."""
+    """Nucleus of the previews: sample from the most probable tokens with this total probability."""
     benchmark_interval: Steps | None = None
-    """Steps between runs of the `benchmarks`, and one at the end; None runs none."""
+    """Steps between runs of the `benchmarks`, plus one at the end; None: no runs."""
     benchmarks: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Tasks of lm-evaluation-harness; their figures are `benchmark/<task>/<metric>` in the metrics.
-    How they are run is said in the section `eval`."""
+    """Tasks of lm-evaluation-harness; their metrics are `benchmark/<task>/<metric>`. The section
+    `eval` configures the runs."""
     profile_start_step: Steps | None = None
-    """The first step of a trace by jax's profiler, which is written to `<save_directory>/profile`;
-    None traces nothing. A later step than the first one leaves compiling out."""
+    """First step of a trace by jax's profiler, written to `<save_directory>/profile`; None: no
+    trace. A step after the first excludes compilation from the trace."""
     profile_steps: Annotated[int, Field(ge=1, le=1000)] = 3
-    """How many steps are traced."""
+    """Number of traced steps."""
 
     @property
     def loader_batch_size(self) -> int:
-        """Rows of a batch of the loader."""
+        """Number of rows of a batch of the loader."""
         return self.total_batch_size
 
     def idle(self) -> list[tuple[str, str]]:
-        """The options of a method that others of them make idle, each with the reason."""
+        """Return the options without effect because of other options of the method, each with the
+        reason."""
         return []
 
-    # Each validator stands at the later of the two fields that it compares, so that the error
-    # carries that field's place in the YAML.
+    # Each validator belongs to the later of the two fields that it compares, so that the error has
+    # the position of that field in the YAML file.
 
     @field_validator("optimizer_kwargs")
     @classmethod
     def _known_settings(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         optimizer = info.data.get("optimizer")
-        if optimizer is None:  # the optimizer itself is wrong: that is reported already
+        if optimizer is None:  # an invalid optimizer is already reported
             return value
         return checked_settings(optimizer, value, OPTIMIZERS)
 

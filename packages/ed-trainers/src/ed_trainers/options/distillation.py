@@ -1,4 +1,4 @@
-"""Options of the methods that learn from a teacher. Free of jax."""
+"""Options of the methods with a teacher. Free of jax."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ class DistillationArguments(NoiseArguments):
 
     trainer_type: Literal["distillation"] = "distillation"
     temperature: Positive = 2.0
-    """Both logits are divided by it before they are compared; the divergence is multiplied by its
-    square, so that gradients keep their size."""
+    """Divisor of both logits before the comparison. The divergence is multiplied by the square, so
+    that gradients keep their scale."""
     alpha: Fraction = 0.9
-    """Share of the divergence in the loss; the rest is the cross-entropy of the labels."""
+    """Weight of the divergence in the loss; the rest is the weight of the cross-entropy of the
+    labels."""
     beta: Fraction = 0.0
-    """Which divergence: 0 is forward, KL(teacher || student); 1 is reverse; between them is the
-    generalized Jensen-Shannon divergence."""
+    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
+    the generalized Jensen-Shannon divergence."""
     hidden_state_loss_weight: NotNegative = 0.0
-    """Weight of the squared distance of the hidden states, in models of equal width."""
+    """Weight of the squared distance of the hidden states; the models must have the same width."""
     hidden_state_layers: tuple[Count, ...] | None = None
-    """Layers of the student, from 1, whose outputs are compared with those of the teacher's layers
-    at the same share of its depth. None: all."""
+    """Layers of the student, from 1, to compare with the teacher's layers at the same relative
+    depth. None: all."""
     attention_loss_weight: NotNegative = 0.0
-    """Weight of the divergence of the attention weights, KL(teacher || student), in models with
-    equally many heads (MiniLM, arXiv:2002.10957)."""
+    """Weight of the divergence of the attention weights, KL(teacher || student); the models must
+    have the same number of heads (MiniLM, arXiv:2002.10957)."""
     attention_layers: tuple[Count, ...] | None = None
-    """Layers of the student, from 1, whose attention is compared with that of the teacher's layers
-    at the same share of its depth. None: the last."""
+    """Layers of the student, from 1, whose attention is compared with the teacher's layers at the
+    same relative depth. None: the last."""
     lmhead_chunksize: Count | None = None
-    """Tokens whose logits exist at once; None lets the loss choose."""
+    """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
 
     @field_validator("hidden_state_layers", "attention_layers")
     @classmethod
@@ -51,10 +52,11 @@ class DistillationArguments(NoiseArguments):
 
 
 class SeqKDArguments(NextTokenArguments, NoiseArguments):
-    """Sequence-level distillation (Kim and Rush, arXiv:1606.07947): learn the teacher's answers."""
+    """Sequence-level distillation (Kim and Rush, arXiv:1606.07947): train on the teacher's
+    answers."""
 
     trainer_type: Literal["seq_kd"] = "seq_kd"
     max_prompt_length: Count = 512
-    """Tokens of a prompt; of a longer one the last are kept."""
+    """Maximum number of prompt tokens; longer prompts keep their last tokens."""
     max_completion_length: Count = 256
-    """Tokens of an answer of the teacher."""
+    """Maximum number of tokens of the teacher's answers."""

@@ -1,4 +1,4 @@
-"""Options of the method that trains embeddings. Free of jax."""
+"""Options of `embedding`. Free of jax."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Temperatures = Annotated[
 
 
 class EmbeddingArguments(NoiseArguments):
-    """Embeddings of pairs of texts that mean the same (InfoNCE, arXiv:1807.03748).
+    """Embeddings of pairs of texts with the same meaning (InfoNCE, arXiv:1807.03748).
 
-    The other positives of the step are each anchor's negatives, so a step is one microbatch.
+    The negatives of an anchor are the other positives of the step, so a step is one microbatch.
     """
 
     trainer_type: Literal["embedding"] = "embedding"
     temperature: Temperatures = (0.05,)
-    """Cosines are divided by it. Of several, the losses are averaged."""
+    """Divisor of the cosines. The losses of several temperatures are averaged."""
     symmetric: Flag = False
-    """Find the anchor of each positive too."""
+    """Also find the anchor of each positive."""
     matryoshka_dims: tuple[Count, ...] = ()
-    """Lengths at which embeddings are cut (arXiv:2205.13147); each cut has a loss of its own. The
-    whole embedding counts only if its length is among them."""
+    """Lengths to which embeddings are cut (arXiv:2205.13147); each length has a separate loss. The
+    whole embedding has a loss only if its length is listed."""
     matryoshka_weights: tuple[Positive, ...] | None = None
-    """Weight of the loss of each of `matryoshka_dims`; None: 1 each."""
+    """Weights of the losses of `matryoshka_dims`; None: 1 each."""
 
     @field_validator("matryoshka_weights")
     @classmethod

@@ -18,15 +18,16 @@ class GKDArguments(AnswerArguments, OnlineArguments, NoiseArguments):
 
     trainer_type: Literal["gkd"] = "gkd"
     temperature: Positive = 0.9
-    """Of the sampling, by learner and teacher; their distributions are compared at 1."""
+    """Sampling temperature of learner and teacher; their distributions are compared at temperature
+    1."""
     lmbda: Fraction = 0.5
-    """Share of the generations that the learner completes itself. In the others the completions
-    come from the teacher (`seq_kd`), or from the field `completion` of the data."""
+    """Share of the generations that the learner completes. The completions of the others are from
+    the teacher (`seq_kd`), or from the field `completion` of the data."""
     beta: Fraction = 0.5
-    """Which divergence: 0 is forward, KL(teacher || student); 1 is reverse; between them is the
-    generalized Jensen-Shannon divergence."""
+    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
+    the generalized Jensen-Shannon divergence."""
     seq_kd: Flag = False
-    """The teacher completes the prompts that the learner does not."""
+    """Whether the teacher completes the prompts that the learner does not complete."""
 
     @field_validator("seq_kd")
     @classmethod

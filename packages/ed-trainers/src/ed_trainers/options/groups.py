@@ -1,6 +1,6 @@
 """Options of the methods that compare several completions of a prompt. Free of jax.
 
-Names and defaults are EasyDeL's where it has them, else TRL's.
+Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ed_trainers.options.sync import SyncArguments
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# MiniMax's, arXiv:2506.13585: there it is the largest ratio itself.
+# The value of MiniMax, arXiv:2506.13585, where it is the largest ratio itself.
 _CISPO_CAP = 5.0
 
 
@@ -32,14 +32,14 @@ class GroupArguments(TrainingArguments):
     }
 
     num_return_sequences: Annotated[int, Field(ge=2, le=4096)] = 4
-    """Completions of each prompt, which are compared with each other."""
+    """Number of completions per prompt, which are compared with each other."""
     epsilon: Positive = 0.2
-    """How far a ratio of probabilities may fall below 1 before it is clipped."""
+    """Lower clipping bound of the probability ratio: 1 - `epsilon`."""
     epsilon_high: Positive | None = None
-    """How far it may rise above 1; None is `epsilon`. For `cispo` it is the largest ratio, and None
-    is 5."""
+    """Upper clipping bound of the probability ratio: 1 + `epsilon_high`; None: `epsilon`. For
+    `cispo` the value is the largest ratio, and None means 5."""
     mask_truncated_completions: Flag = False
-    """Learn nothing from completions that the longest length cut."""
+    """Do not train on completions that reached the maximum length."""
 
     @property
     def rows_per_prompt(self) -> int:
@@ -48,7 +48,7 @@ class GroupArguments(TrainingArguments):
 
     @property
     def upper(self) -> float:
-        """`epsilon_high`, or what stands for it."""
+        """`epsilon_high`, or its default."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
@@ -59,30 +59,31 @@ class GRPOArguments(
 
     trainer_type: Literal["grpo"] = "grpo"
     loss_type: Annotated[str, choice("loss_type", GRPO_LOSSES)] = "dapo"
-    """How tokens make a loss: `grpo`, a mean over each completion and then over these; `dr_grpo`
-    (arXiv:2503.20783), a sum over `max_completion_length`; `dapo` (2503.14476), a mean over the
-    tokens of a generation; `bnpo`, over those of a step; `gspo` (2507.18071), `grpo` with
-    `importance_sampling_level: sequence`; `cispo` (2506.13585), clipped weights in place of clipped
-    ratios."""
+    """Aggregation of token losses: `grpo`, the mean over each completion and then over the
+    completions; `dr_grpo` (arXiv:2503.20783), a sum over `max_completion_length`; `dapo`
+    (2503.14476), the mean over the tokens of a generation; `bnpo`, over the tokens of a step;
+    `gspo` (2507.18071), `grpo` with `importance_sampling_level: sequence`; `cispo` (2506.13585),
+    clipped weights instead of clipped ratios."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whether each token has its ratio, or a completion one."""
+    """Whether each token or each completion has a ratio."""
     delta: Positive | None = None
-    """Upper bound of the ratio that is not clipped otherwise, of bad completions; above
-    1 + `epsilon_high`."""
+    """Upper bound of the unclipped ratio of completions with negative advantages; above 1 +
+    `epsilon_high`."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the rewards of a group, of all, or of none."""
+    """Divide advantages by the standard deviation of the rewards of the group, of the batch, or
+    not."""
     use_bias_correction_kl: Flag = True
-    """Weight the divergence from the reference with the ratio, so that its gradient has no bias
+    """Weight the divergence from the reference with the ratio, for an unbiased gradient
     (arXiv:2512.02556)."""
     importance_sampling_correction: Annotated[
         str, choice("importance_sampling_correction", CORRECTIONS)
     ] = "token_truncate"
-    """What is done about the difference between the log-probabilities of the engine and of the
-    trainer: weight each token with the ratio of the probabilities, at most
-    `importance_sampling_cap`; drop the tokens above that (`token_mask`); the same of whole
-    completions; nothing."""
+    """Correction of differences between the log-probabilities of the engine and of the trainer.
+    `token_truncate` weights each token with the probability ratio, at most
+    `importance_sampling_cap`; `token_mask` drops tokens above the cap. `sequence_truncate` and
+    `sequence_mask` do the same for whole completions."""
     importance_sampling_cap: Positive = 3.0
-    """Largest ratio of that correction."""
+    """Largest ratio of the correction."""
 
     @field_validator("importance_sampling_level")
     @classmethod
@@ -112,7 +113,7 @@ class GRPOArguments(
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a completion has one ratio."""
+        """Whether a completion has one ratio for all its tokens."""
         return self.loss_type == "gspo" or self.importance_sampling_level == "sequence"
 
     @property
@@ -133,7 +134,7 @@ class GRPOArguments(
 
 
 class RLVRArguments(GRPOArguments):
-    """Reinforcement learning with verifiable rewards: `grpo` whose rewards are checked by rules."""
+    """Reinforcement learning with verifiable rewards: `grpo` with rewards that rules check."""
 
     trainer_type: Literal["rlvr"] = "rlvr"  # type: ignore[assignment]
     reward_functions: RewardNames = ("math_answer",)
@@ -146,11 +147,12 @@ class RLOOArguments(
 
     trainer_type: Literal["rloo"] = "rloo"
     beta: NotNegative = 0.05
-    """How much the divergence from the reference is taken off a reward; 0 reads no reference."""
+    """Weight of the divergence from the reference, which is subtracted from the reward; 0: no
+    reference."""
     normalize_advantages: Flag = False
-    """Give advantages the mean 0 and the standard deviation 1 within a generation."""
+    """Normalize advantages to mean 0 and standard deviation 1 within a generation."""
     reward_clip_range: tuple[float, float] | None = None
-    """Lowest and highest reward; rewards beyond are clipped."""
+    """Lowest and highest reward; other rewards are clipped."""
 
     @field_validator("reward_clip_range")
     @classmethod

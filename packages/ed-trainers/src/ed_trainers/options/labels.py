@@ -1,4 +1,4 @@
-"""Options of the methods that learn from answers that are good or not, one by one. Free of jax."""
+"""Options of the methods of single answers with a label, good or bad. Free of jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KTO_LOSSES = ("kto", "apo_zero_unpaired")
 
 
 class LabelledArguments(TrainingArguments):
-    """Options that `kto` and `bco` share."""
+    """Options of `kto` and `bco`."""
 
     desirable_weight: NotNegative = 1.0
     """Factor on the loss of good answers."""
@@ -30,7 +30,7 @@ class KTOArguments(
 
     trainer_type: Literal["kto"] = "kto"
     loss_type: Annotated[str, choice("loss_type", KTO_LOSSES)] = "kto"
-    """`apo_zero_unpaired` (arXiv:2408.06266) takes no estimate of the divergence."""
+    """The loss; `apo_zero_unpaired` (arXiv:2408.06266) does not estimate the divergence."""
 
 
 class BCOArguments(

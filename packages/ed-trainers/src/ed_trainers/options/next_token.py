@@ -9,12 +9,12 @@ from ed_trainers.options.optimizers import Share
 
 
 class NextTokenArguments(TrainingArguments):
-    """What shapes the cross-entropy of the next token."""
+    """Options of the cross-entropy of the next token."""
 
     lmhead_chunksize: Count | None = None
-    """Tokens whose logits exist at once; None lets the loss choose."""
+    """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
     label_smoothing_factor: Share = 0.0
-    """Share of each target that is spread evenly over the vocabulary; in training only."""
+    """Share of each target that is distributed over the whole vocabulary, in training only."""
     z_loss_coefficient: NotNegative = 0.0
-    """Factor on the square of the log of each token's normaliser, added to its loss; in training
+    """Weight of the squared log of each token's softmax normalizer in the loss, in training
     only."""

@@ -1,4 +1,4 @@
-"""The option of noise on embeddings, for the methods that learn from given texts. Free of jax."""
+"""The option of noise on embeddings, for methods that train on given texts. Free of jax."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class NoiseArguments(TrainingArguments):
     """NEFTune (Jain et al., arXiv:2310.05914)."""
 
     neftune_noise_alpha: Positive | None = None
-    """Size of NEFTune's noise on the embeddings: uniform, up to this over the root of a document's
-    tokens times the hidden size; in training only."""
+    """Magnitude of NEFTune's uniform noise on the embeddings: at most this value divided by the
+    root of (tokens of the document times hidden size), in training only."""

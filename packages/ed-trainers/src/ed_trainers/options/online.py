@@ -1,6 +1,6 @@
-"""Options of the methods that learn from completions of their own. Free of jax.
+"""Options of the methods that train on sampled completions. Free of jax.
 
-Names are EasyDeL's where it has them, else TRL's; other spellings are aliases.
+Names are EasyDeL's if EasyDeL has the option, otherwise TRL's; other spellings are aliases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ed_trainers.options.base import TrainingArguments, conflict
 
 
 class OnlineArguments(TrainingArguments):
-    """Options of sampling, and of how often what was sampled is learned from."""
+    """Options of sampling, and of the training steps per generation."""
 
     ALIASES: ClassVar[dict[str, str]] = {
         **TrainingArguments.ALIASES,
@@ -22,46 +22,46 @@ class OnlineArguments(TrainingArguments):
     }
 
     max_prompt_length: Count = 512
-    """Tokens of a prompt; of a longer one the last are kept."""
+    """Maximum number of prompt tokens; longer prompts keep their last tokens."""
     max_completion_length: Count = 256
-    """Tokens of a completion."""
+    """Maximum number of tokens of a completion."""
     temperature: Positive = 1.0
-    """Of the sampling. The loss, too, divides the logits by it: it learns the distribution that is
-    sampled from."""
+    """Sampling temperature. The loss divides the logits by the same value, so it trains the
+    distribution that is sampled from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the most probable tokens with this total probability."""
     top_k: Whole = 0
-    """Sample from so many of the likeliest tokens; 0 for all."""
+    """Sample from this number of most probable tokens; 0: all tokens."""
     min_p: Fraction = 0.0
-    """Smallest probability that is sampled, relative to the likeliest token's."""
+    """Minimum probability of a sampled token, relative to the most probable token."""
     steps_per_generation: Count = 1
-    """Optimizer steps that the completions of one generation are shared out to."""
+    """Number of optimizer steps over which the completions of a generation are distributed."""
     num_iterations: Count = 1
-    """Times that the completions of a generation are learned from."""
+    """Number of times that the completions of a generation are used for training."""
 
     @property
     def completions_per_row(self) -> int:
-        """Completions of one prompt that share a row of a batch."""
+        """Number of completions of a prompt in one row of a batch."""
         return 1
 
     @property
     def rows_per_prompt(self) -> int:
-        """Rows of a batch that one prompt becomes."""
+        """Number of rows of a batch per prompt."""
         return 1
 
     @property
     def loader_batch_size(self) -> int:
-        """Prompts of a generation."""
+        """Number of prompts of a generation."""
         return self.total_batch_size * self.steps_per_generation // self.rows_per_prompt
 
     @property
     def updates_per_generation(self) -> int:
-        """Optimizer steps between two generations."""
+        """Number of optimizer steps between two generations."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def row_length(self) -> int:
-        """Positions of a row: the longest prompt with the longest completion."""
+        """Number of positions of a row: maximum prompt plus maximum completion."""
         return self.max_prompt_length + self.max_completion_length
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
 class RewardedArguments(TrainingArguments):
-    """Options of the methods whose completions get rewards."""
+    """Options of the methods with rewards of completions."""
 
     ALIASES: ClassVar[dict[str, str]] = {
         **TrainingArguments.ALIASES,
@@ -97,14 +97,14 @@ class RewardedArguments(TrainingArguments):
     }
 
     beta: NotNegative = 0.04
-    """How much the divergence from the reference counts; 0 reads no reference."""
+    """Weight of the divergence from the reference; 0: no reference."""
     reward_functions: RewardNames = ()
-    """What scores completions: `path/file.py:function` or `module:function`, searched in the run
-    file's folder and the working directory; a rule (`exact`, `number`, `regex`, `math_answer`,
-    `format`); or an entry point of `easydel.rewards`; with settings as
-    `{NAME: {setting: value}}`. The section `reward_model` comes after them."""
+    """Functions that score completions: `path/file.py:function` or `module:function`, searched in
+    the folder of the run file and in the working directory; a rule (`exact`, `number`, `regex`,
+    `math_answer`, `format`); or an entry point of `easydel.rewards`. Settings are written as
+    `{NAME: {setting: value}}`. The model of the section `reward_model` is the last reward."""
     reward_weights: tuple[float, ...] | None = None
-    """Factor on each reward, the reward model's last; None is 1 for all."""
+    """Weight of each reward; the weight of the reward model is the last. None: 1 each."""
 
     @property
     def has_reference(self) -> bool:
@@ -113,7 +113,7 @@ class RewardedArguments(TrainingArguments):
 
     @property
     def without_reference(self) -> str:
-        """The option that turns the reference off, for messages."""
+        """Name of the option that disables the reference, for messages."""
         return "beta 0"
 
     @field_validator("beta")
@@ -143,7 +143,7 @@ class RewardedArguments(TrainingArguments):
         cls, value: tuple[float, ...] | None, info: ValidationInfo
     ) -> tuple[float, ...] | None:
         functions = len(info.data.get("reward_functions", ()))
-        # Without names here the functions may be given to the trainer, which checks.
+        # Without names, the functions may be passed to the trainer, which checks their number.
         if value is not None and functions and len(value) not in (functions, functions + 1):
             raise conflict(
                 f"{len(value)} reward_weights for {functions} reward_functions: give one each, and "

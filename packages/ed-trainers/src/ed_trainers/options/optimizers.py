@@ -19,7 +19,7 @@ Steps = Annotated[int, Field(gt=0, le=LONGEST)]
 
 
 class AdamWSettings(Options):
-    """What `optimizer_kwargs` may set for adamw."""
+    """Settings of adamw in `optimizer_kwargs`."""
 
     b1: Share = 0.9
     b2: Share = 0.999
@@ -28,28 +28,28 @@ class AdamWSettings(Options):
 
 
 class AdamW8bitSettings(AdamWSettings):
-    """What `optimizer_kwargs` may set for adamw_8bit."""
+    """Settings of adamw_8bit in `optimizer_kwargs`."""
 
     block_size: Count = 256
-    """Numbers of a row of a parameter that share a scale."""
+    """Number of consecutive values of a row of a parameter that share a scale."""
 
 
 class LionSettings(Options):
-    """What `optimizer_kwargs` may set for lion."""
+    """Settings of lion in `optimizer_kwargs`."""
 
     b1: Share = 0.9
     b2: Share = 0.99
 
 
 class Lion8bitSettings(LionSettings):
-    """What `optimizer_kwargs` may set for lion_8bit."""
+    """Settings of lion_8bit in `optimizer_kwargs`."""
 
     block_size: Count = 256
-    """Numbers of a row of a parameter that share a scale."""
+    """Number of consecutive values of a row of a parameter that share a scale."""
 
 
 class AdafactorSettings(Options):
-    """What `optimizer_kwargs` may set for adafactor."""
+    """Settings of adafactor in `optimizer_kwargs`."""
 
     decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
     clipping_threshold: Positive | None = 1.0
@@ -58,7 +58,7 @@ class AdafactorSettings(Options):
 
 
 class RmspropSettings(Options):
-    """What `optimizer_kwargs` may set for rmsprop."""
+    """Settings of rmsprop in `optimizer_kwargs`."""
 
     decay: Share = 0.9
     eps: Positive = 1e-8
@@ -66,14 +66,14 @@ class RmspropSettings(Options):
 
 
 class SgdSettings(Options):
-    """What `optimizer_kwargs` may set for sgd."""
+    """Settings of sgd in `optimizer_kwargs`."""
 
     momentum: Share | None = None
     nesterov: Flag = False
 
 
 class MuonSettings(Options):
-    """What `optimizer_kwargs` may set for muon; `adam_...` are of what is no matrix of a layer."""
+    """Settings of muon in `optimizer_kwargs`; `adam_...` apply to all but matrices of layers."""
 
     momentum: Share = 0.95
     nesterov: Flag = True
@@ -86,17 +86,17 @@ class MuonSettings(Options):
     adam_b2: Share = 0.999
     adam_eps: Positive = 1e-8
     adam_learning_rate: Positive | None = None
-    """Highest learning rate of AdamW's parameters; None means `learning_rate`."""
+    """Highest learning rate of the parameters that AdamW trains; None: `learning_rate`."""
 
 
 class MarsSettings(Options):
-    """What `optimizer_kwargs` may set for mars; `adam_...` are of arrays that are no matrices."""
+    """Settings of mars in `optimizer_kwargs`; `adam_...` apply to arrays that are not matrices."""
 
     b1: Share = 0.95
     b2: Share = 0.99
     eps: Positive = 1e-8
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.025
-    """How much of the gradient's variance is taken off; 0 leaves AdamW with clipping."""
+    """Strength of the variance reduction; 0 is AdamW with clipping."""
     max_grad_norm: Positive = 1.0
     """Largest norm of each parameter's corrected gradient."""
     adam_b1: Share = 0.9
@@ -105,7 +105,7 @@ class MarsSettings(Options):
 
 
 class ScheduleFreeAdamWSettings(Options):
-    """What `optimizer_kwargs` may set for schedule_free_adamw."""
+    """Settings of schedule_free_adamw in `optimizer_kwargs`."""
 
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
     b2: Share = 0.999
@@ -115,16 +115,16 @@ class ScheduleFreeAdamWSettings(Options):
 
 
 class PolynomialSettings(Options):
-    """What `scheduler_kwargs` may set for polynomial."""
+    """Settings of polynomial in `scheduler_kwargs`."""
 
     power: Positive = 1.0
 
 
 class WSDSettings(Options):
-    """What `scheduler_kwargs` may set for wsd: warm-up, a stable part, a decay."""
+    """Settings of wsd (warm-up, stable, decay) in `scheduler_kwargs`."""
 
     num_decay_steps: Steps | None = None
-    """Steps of the decay, at the end of the run; None means a tenth of the run."""
+    """Number of decay steps at the end of the run; None: a tenth of the run."""
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
 
 
@@ -174,7 +174,7 @@ def scheduler_settings(scheduler: str, settings: Mapping[str, Any]) -> Options:
 def checked_settings(
     name: str, settings: dict[str, Any], classes: Mapping[str, type[Options]]
 ) -> dict[str, Any]:
-    """Return settings of `name` as its class reads them; only those that were set.
+    """Return the given settings of `name`, validated and converted by its class.
 
     Raises:
         ValidationError: a setting is unknown or of the wrong kind, at its key.
@@ -193,15 +193,15 @@ def checked_settings(
     ]
     if unknown:
         raise ValidationError.from_exception_data(cls.__name__, unknown)
-    checked = cls(**settings)  # its errors keep the place of their key
+    checked = cls(**settings)  # errors keep the position of their key
     return {key: getattr(checked, key) for key in settings}
 
 
 def conflict(message: str) -> PydanticCustomError:
-    """The error of a validator, for a value that contradicts another or the world."""
+    """Return the error of a value that contradicts another value or the environment."""
     return PydanticCustomError("conflict", "{message}", {"message": message})
 
 
 def problem(key: str | int, value: object, message: str) -> InitErrorDetails:
-    """A problem at a key below the field that is being checked."""
+    """Return a problem at a key below the validated field."""
     return InitErrorDetails(type=conflict(message), loc=(key,), input=value)

@@ -27,30 +27,31 @@ class PPOArguments(AnswerArguments, RewardedArguments, OnlineArguments, SyncArgu
 
     trainer_type: Literal["ppo"] = "ppo"
     num_iterations: Count = 4
-    """Times that the completions of a generation are learned from."""
+    """Number of times that the completions of a generation are used for training."""
     beta: NotNegative = 0.05
-    """Factor on the divergence from the reference, which is taken off the reward of each token; 0
-    reads no reference."""
+    """Weight of the divergence from the reference, which is subtracted from the reward of each
+    token; 0: no reference."""
     kl_estimator: Annotated[str, choice("kl_estimator", KL_ESTIMATORS)] = "k1"
-    """How the divergence of a token is estimated (Schulman, joschu.net/blog/kl-approx.html):
-    `k1` is the log-ratio, `k2` half its square, `k3` has no negative values and no bias."""
+    """Estimator of the divergence of a token (Schulman, joschu.net/blog/kl-approx.html): `k1` is
+    the log-ratio, `k2` half its square; `k3` is unbiased and never negative."""
     cliprange: Positive = 0.2
-    """How far the ratio of probabilities may go from 1 before a token stops pushing it."""
+    """Clipping range of the probability ratio around 1."""
     vf_coef: NotNegative = 0.1
-    """Factor on the loss of the values."""
+    """Weight of the loss of the values."""
     cliprange_value: Positive = 0.2
-    """How far a value may go from what it was when the completions were sampled."""
+    """Clipping range of a value around its value at the time of sampling."""
     gamma: Fraction = 1.0
-    """Discount of a token."""
+    """Discount factor per token."""
     lam: Fraction = 0.95
-    """Of the generalized advantages (arXiv:1506.02438): 1 takes whole returns, 0 single steps."""
+    """Lambda of generalized advantage estimation (arXiv:1506.02438): 1 uses whole returns, 0 single
+    steps."""
     whiten_rewards: Flag = False
-    """Scale the rewards of a generation's tokens to unit variance; advantages always are."""
+    """Scale the token rewards of a generation to unit variance. Advantages are always scaled."""
     value_head: str | None = None
-    """Directory of a model that `ppo` saved, whose value head training begins with; None begins at
-    values of 0."""
+    """Directory of a model that `ppo` saved, for the initial value head. None: initial values of
+    0."""
     missing_eos_penalty: NotNegative | None = None
-    """Taken off the score of a completion that the longest length cut."""
+    """Subtracted from the score of a completion that reached the maximum length."""
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""

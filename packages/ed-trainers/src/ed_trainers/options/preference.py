@@ -1,6 +1,6 @@
-"""Options of the methods that learn from pairs of a better and a worse answer. Free of jax.
+"""Options of the methods of pairs of a better and a worse answer. Free of jax.
 
-Names and defaults are EasyDeL's where it has them, else TRL's.
+Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.optimizers import Steps
 from ed_trainers.options.sync import Mixup, SyncArguments
 
-#: Losses of `dpo`; the brief names are spellings of TRL's.
+#: Losses of `dpo`; `DPO_ALIASES` has shorter spellings.
 DPO_LOSSES = (
     "sigmoid",
     "sigmoid_norm",
@@ -31,30 +31,31 @@ DPO_LOSSES = (
     "apo_down",
 )
 DPO_ALIASES = {"exo": "exo_pair", "nca": "nca_pair", "sppo": "sppo_hard", "kto_pair": "bco_pair"}
-#: The losses of `dpo` that take `label_smoothing`.
+#: The losses of `dpo` with `label_smoothing`.
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
 CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 
-#: Half of the labels wrong would mean that they say nothing.
+#: With half of the labels wrong, the labels would contain no information.
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class AnswerArguments(TrainingArguments):
-    """Options of methods that take log-probabilities of answers."""
+    """Options of methods that compute log-probabilities of answers."""
 
     learning_rate: Positive = 1e-6
     lmhead_chunksize: Count | None = None
-    """Tokens whose logits exist at once; None lets the loss choose."""
+    """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
 
 
 class ReferenceArguments(TrainingArguments):
     """Options of methods that compare given answers with those of a reference."""
 
     beta: Positive = 0.1
-    """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
+    """Weight of log-ratios to the reference: a higher value keeps the model nearer to the
+    reference."""
     precompute_ref_log_probs: Flag = False
-    """Compute the reference's log-probabilities before training, keep them beside the checkpoints,
-    and let go of the reference."""
+    """Compute the reference's log-probabilities before training, store them next to the
+    checkpoints, and release the reference."""
 
     @field_validator("precompute_ref_log_probs")
     @classmethod
@@ -73,23 +74,23 @@ class ReferenceArguments(TrainingArguments):
 
     @property
     def without_reference(self) -> str:
-        """The option that turns the reference off, for messages."""
+        """Name of the option that disables the reference, for messages."""
         return "reference_free"
 
 
 class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArguments):
-    """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and its relatives."""
+    """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and related losses."""
 
     trainer_type: Literal["dpo"] = "dpo"
     loss_type: Annotated[str, choice("loss_type", DPO_LOSSES, DPO_ALIASES)] = "sigmoid"
-    """The loss of a pair. `sigmoid_norm` is `sigmoid` of log-ratios per token."""
+    """The loss of a pair. `sigmoid_norm` is `sigmoid` with log-ratios per token."""
     label_smoothing: Smoothing | None = None
-    """Share of pairs whose labels are taken to be wrong: for sigmoid, sigmoid_norm, robust and
-    exo_pair. None: 0, and 1e-3 for exo_pair."""
+    """Assumed share of pairs with wrong labels, for sigmoid, sigmoid_norm, robust and exo_pair.
+    None: 0, and 1e-3 for exo_pair."""
     discopop_tau: Positive = 0.05
     """Temperature of the mixture in `discopop`."""
     reference_free: Flag = False
-    """Compare with a uniform reference: no reference model is read."""
+    """Compare with a uniform reference; no reference model is read."""
     ref_model_mixup_alpha: Mixup = 0.9
     ref_model_sync_steps: Steps = 64
 
@@ -128,7 +129,7 @@ class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArgu
 
     @property
     def smoothing(self) -> float:
-        """Share of pairs whose labels are taken to be wrong."""
+        """Assumed share of pairs with wrong labels."""
         if self.label_smoothing is None:
             return 1e-3 if self.loss_type == "exo_pair" else 0.0
         return self.label_smoothing
@@ -141,18 +142,19 @@ class ORPOArguments(AnswerArguments, NoiseArguments):
 
     trainer_type: Literal["orpo"] = "orpo"
     beta: NotNegative = 0.1
-    """Weight of the odds ratio beside the cross-entropy of the chosen text; the paper's lambda."""
+    """Weight of the odds ratio relative to the cross-entropy of the chosen text; lambda in the
+    paper."""
 
 
 class ContrastArguments(TrainingArguments):
-    """Options that `cpo` and `simpo` share."""
+    """Options of `cpo` and `simpo`."""
 
     beta: Positive = 0.1
-    """Factor on log-probabilities before the loss."""
+    """Factor on the log-probabilities before the loss."""
     simpo_gamma: NotNegative = 0.5
-    """Target margin of the losses that have one."""
+    """Target margin, for losses with a margin."""
     label_smoothing: Smoothing = 0.0
-    """Share of pairs whose labels are taken to be wrong."""
+    """Assumed share of pairs with wrong labels."""
 
 
 class CPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
@@ -160,9 +162,9 @@ class CPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
 
     trainer_type: Literal["cpo"] = "cpo"
     loss_type: Annotated[str, choice("loss_type", CPO_LOSSES)] = "sigmoid"
-    """The loss of a pair; `ipo` and `simpo` take log-probabilities per token."""
+    """The loss of a pair; `ipo` and `simpo` use log-probabilities per token."""
     cpo_alpha: NotNegative = 1.0
-    """Weight of the cross-entropy of the chosen answer; 0 for none."""
+    """Weight of the cross-entropy of the chosen answer; 0: none."""
 
     @field_validator("loss_type")
     @classmethod
@@ -185,4 +187,4 @@ class SimPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
 
     trainer_type: Literal["simpo"] = "simpo"
     beta: Positive = 2.0
-    """Factor on log-probabilities per token."""
+    """Factor on the log-probabilities per token."""

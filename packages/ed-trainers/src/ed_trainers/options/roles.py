@@ -1,9 +1,8 @@
-"""Roles: the models beside the learner that a method can read. Free of jax.
+"""Roles: the frozen models that a method can read. Free of jax.
 
 A role has one entry in `ROLES`. Its name is the key of `frozen=` of a trainer and of `models[...]`
-in a loss, and with the suffix `_model` the section of a run file. The learner itself, the policy,
-has no entry. Variables that are trained beside the learner, such as a value head, are an
-`Extension` of a method.
+in a loss, and with the suffix `_model` the section of a run file. The learner, the policy, has no
+entry. Further trained variables, such as a value head, are an `Extension` of a method.
 """
 
 from __future__ import annotations

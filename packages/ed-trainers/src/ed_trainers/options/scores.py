@@ -1,4 +1,4 @@
-"""Options of the methods that train a model to score whole answers, or steps. Free of jax."""
+"""Options of the methods that train a model to score answers or steps. Free of jax."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ed_trainers.options.noise import NoiseArguments
 
 
 class RewardArguments(NoiseArguments):
-    """A reward model of pairs (Bradley and Terry): the chosen answer shall score higher.
+    """A reward model of pairs (Bradley and Terry): chosen answers receive higher scores.
 
-    Rows may say by how much, in the field `margin`.
+    The field `margin` of a row may contain the minimum difference of the scores.
     """
 
     trainer_type: Literal["reward"] = "reward"
     center_rewards_coefficient: NotNegative | None = 0.1
-    """Weight of the squared sum of both scores, which keeps their mean near 0; null for none."""
+    """Weight of the squared sum of both scores, which keeps their mean near 0; null: none."""
 
 
 class PRMArguments(NoiseArguments):
-    """A process reward model (Lightman et al., arXiv:2305.20050): which steps are right."""
+    """A process reward model (Lightman et al., arXiv:2305.20050): classifies steps as correct or
+    not."""
 
     trainer_type: Literal["prm"] = "prm"

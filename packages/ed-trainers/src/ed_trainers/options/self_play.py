@@ -1,4 +1,4 @@
-"""Options of the methods whose completions compete with those of another policy. Free of jax.
+"""Options of the methods that compare completions with those of another policy. Free of jax.
 
 Names and defaults are TRL's.
 """
@@ -19,7 +19,7 @@ XPO_LOSSES = ("sigmoid", "ipo")
 
 
 class SelfPlayArguments(TrainingArguments):
-    """Options that `xpo` and `nash_md` share."""
+    """Options of `xpo` and `nash_md`."""
 
     ALIASES: ClassVar[dict[str, str]] = {
         **OnlineArguments.ALIASES,
@@ -27,14 +27,15 @@ class SelfPlayArguments(TrainingArguments):
     }
 
     beta: Positive = 0.1
-    """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
+    """Weight of log-ratios to the reference: a higher value keeps the model nearer to the
+    reference."""
     judge: str | None = None
-    """`path/file.py:function` or `module:function` that compares two completions of each prompt, in
-    place of scores. It is found and called as reward functions are, with `completions` of the
-    learner and `others` of the other policy, and returns for each prompt the probability that the
-    learner's is the better one."""
+    """Function that compares two completions of each prompt, instead of scores:
+    `path/file.py:function` or `module:function`, found and called like reward functions. It
+    receives `completions` of the learner and `others` of the other policy, and returns for each
+    prompt the probability that the learner's completion is better."""
     missing_eos_penalty: NotNegative | None = None
-    """Taken off the score of a completion that the longest length cut."""
+    """Subtracted from the score of a completion that reached the maximum length."""
 
     @field_validator("judge")
     @classmethod
@@ -58,7 +59,8 @@ class XPOArguments(
 
     trainer_type: Literal["xpo"] = "xpo"
     alpha: NotNegative = 1e-5
-    """Weight of the exploration: how much likely completions of the reference are avoided."""
+    """Weight of the exploration term, which lowers the probability of the reference's
+    completions."""
     loss_type: Annotated[str, choice("loss_type", XPO_LOSSES)] = "sigmoid"
     """The loss of a pair, as in `dpo`."""
 
@@ -70,5 +72,5 @@ class NashMDArguments(
 
     trainer_type: Literal["nash_md"] = "nash_md"
     mixture_coef: Fraction = 0.5
-    """Share of the reference in the policy that the learner competes with, their geometric
-    mixture: 0 is the learner itself, 1 the reference."""
+    """Weight of the reference in the geometric mixture that the learner competes with: 0 is the
+    learner, 1 the reference."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import Flag, Steps
 
-#: Share of the learner in a mixture.
+#: Weight of the learner in a mixture.
 Mixup = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -17,13 +17,13 @@ class SyncArguments(TrainingArguments):
     """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
 
     sync_ref_model: Flag = False
-    """Let the reference follow the learner. Its weights are then part of the checkpoints. Not for a
-    model with adapters, whose reference is the base under them."""
+    """Update the reference from the learner. The weights of the reference are then part of the
+    checkpoints. Not for models with adapters, whose reference is the base model."""
     ref_model_mixup_alpha: Mixup = 0.6
-    """Share of the learner's weights in the reference each time that it moves; the rest are its
-    own. 1 makes it the learner."""
+    """Weight of the learner in each update of the reference; the rest is the weight of the old
+    reference. 1 copies the learner."""
     ref_model_sync_steps: Steps = 512
-    """Steps between two moves of the reference."""
+    """Steps between two updates of the reference."""
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
