@@ -1,1 +1,1 @@
-"""The options of the methods, beside the methods and free of jax."""
+"""The options of the methods, without jax."""

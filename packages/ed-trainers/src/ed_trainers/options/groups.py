@@ -17,7 +17,7 @@ from ed_trainers.options.sync import SyncArguments
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# The value of MiniMax, arXiv:2506.13585, where it is the largest ratio itself.
+# The largest ratio of MiniMax, arXiv:2506.13585.
 _CISPO_CAP = 5.0
 
 

@@ -132,7 +132,7 @@ class NoSettings(Options):
     """A scheduler without settings."""
 
 
-#: Optimizers, with the settings that `optimizer_kwargs` may give: names, kinds, bounds, defaults.
+#: Optimizers, with the settings in `optimizer_kwargs`: names, kinds, bounds, defaults.
 OPTIMIZERS: dict[str, type[Options]] = {
     "adamw": AdamWSettings,
     "adamw_8bit": AdamW8bitSettings,
@@ -146,7 +146,7 @@ OPTIMIZERS: dict[str, type[Options]] = {
     "schedule_free_adamw": ScheduleFreeAdamWSettings,
 }
 
-#: Courses of the learning rate, with the settings that `scheduler_kwargs` may give.
+#: Schedulers of the learning rate, with the settings in `scheduler_kwargs`.
 SCHEDULERS: dict[str, type[Options]] = {
     "none": NoSettings,
     "constant": NoSettings,
