@@ -12,9 +12,10 @@ UNUSED = (
     *("ed_models.adapters", "ed_models.checkpoints", "ed_models.generation", "ed_models.auto"),
     *("ed_models.tasks.classification", "ed_models.tasks.embedding"),
     *("ed_layers.lora", "ed_layers.quantization.model", "ed_layers.moe", "ed_layers.recurrence"),
-    *("ed_layers.cache.contiguous", "ed_layers.cache.hybrid"),
+    *("ed_layers.cache.contiguous", "ed_layers.cache.hybrid", "ed_layers.cache.paged"),
+    *("ed_layers.attention.kernels", "ed_layers.native.", "ed_layers.quantization.qarray"),
 )
-MOST = 100
+MOST = 85
 
 PROGRAM = """
 import sys

@@ -17,11 +17,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
-from ed_layers.native import products as native
 from ed_layers.projections.linear import Linear, Weight, dot
-from ed_layers.quantization.qarray import QArray, codes_of
 
 
 def project(
@@ -44,7 +43,7 @@ def project_gated(
         act: Hugging Face's name of the activation.
     """
     weights = weights_of((gate, up), x)
-    if weights is None or act not in native.ACTS or gate.use_bias or up.use_bias:
+    if weights is None or act not in native.products.ACTS or gate.use_bias or up.use_bias:
         return None
     found: Any = multiply(act, gate.precision, x.astype(gate.dtype), weights)
     return found[0]
@@ -67,13 +66,16 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
         return None
     weights = tuple(layer.weight for layer in layers)
     rows = math.prod(x.shape[:-1])
-    if all(isinstance(w, jax.Array) and native.takes(rows, first.dtype, w) for w in weights):
+    takes = native.products.takes
+    if all(isinstance(w, jax.Array) and takes(rows, first.dtype, w) for w in weights):
         return weights
+    from ed_layers.quantization.qarray import QArray
+
     coded = [w for w in weights if isinstance(w, QArray) and w.axis == -2]
     if len(coded) < len(weights) or len({w.activations for w in coded}) > 1:
         return None
     whole = coded[0].activations
-    if all(native.takes_codes(rows, first.dtype, w.codes, whole=whole) for w in coded):
+    if all(native.products.takes_codes(rows, first.dtype, w.codes, whole=whole) for w in coded):
         return weights
     return None
 
@@ -89,15 +91,17 @@ def multiply(
 
 
 def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array]:
-    """In one call."""
+    """Return the products, computed in one call of the native library."""
+    from ed_layers.quantization.qarray import QArray, codes_of
+
     rows = x.reshape(-1, x.shape[-1])
     coded = [w for w in weights if isinstance(w, QArray)]
     if coded:
         codes, whole = [codes_of(w) for w in coded], coded[0].activations
-        found = native.products_of_codes(rows, codes, whole=whole, act=act)
+        found = native.products.products_of_codes(rows, codes, whole=whole, act=act)
     else:
         plain = [w for w in weights if isinstance(w, jax.Array)]
-        found = native.products(rows, plain, act=act)
+        found = native.products.products(rows, plain, act=act)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ed_infra.rope.rotation import angles, rotate
 from jaxtyping import Array, Float, Int
 
+from ed_layers import native
 from ed_layers.context import Rope
-from ed_layers.native import rotary as native
 
 
 def rope_tables(
@@ -44,8 +44,8 @@ def apply_rotary(
     Returns:
         An array with the shape and dtype of `x`; computed in float32.
     """
-    if native.takes(x):
+    if native.rotary.takes(x):
         tables = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope)
-        return native.rotate(interleaved, x, *(t.astype(jnp.float32) for t in tables))
+        return native.rotary.rotate(interleaved, x, *(t.astype(jnp.float32) for t in tables))
     cos, sin = (table[:, :, None, :] for table in rope)
     return rotate(x, cos, sin, interleaved)

@@ -23,12 +23,13 @@ from jaxtyping import Array, Float
 
 from ed_layers.attention.scoring import FEATURES, Scoring
 from ed_layers.cache.codes import Codes, decode
-from ed_layers.cache.paged import Pages
 from ed_layers.cache.protocol import Stored
 from ed_layers.cache.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
+
+    from ed_layers.cache.paged import Pages
 
 logger = get_logger(__name__)
 

@@ -20,7 +20,6 @@ from ed_layers.attention.kernel import (
     Reads,
 )
 from ed_layers.attention.kernel import Settings as Settings
-from ed_layers.attention.kernels import decode
 from ed_layers.attention.registry import MECHANISMS, kernels, kernels_here
 
 if TYPE_CHECKING:
@@ -256,12 +255,12 @@ def choose_for_cache(mechanism: Mechanism, call: Cached) -> str:
         return mechanism.decode
     stored = call.stored
     if stored.quantized or stored.sharding is not None:
-        return decode.NAME
+        return "autoregressive_decodeattn"
     name = with_a_kernel(mechanism, call)
     if name is not None:
         return name
     if follows_context(call):
-        return decode.NAME
+        return "autoregressive_decodeattn"
     return "vanilla" if call.q.shape[1] == 1 else choose(mechanism, call.projected())
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
+from ed_layers import native
 from ed_layers.cache.codes import Numbers, encode, map_slots
 from ed_layers.cache.protocol import KeysValues, keys_values
 from ed_layers.cache.protocol import Pages as Pages
@@ -30,7 +31,6 @@ from ed_layers.cache.storage import (
     locate,
     update_layer,
 )
-from ed_layers.native import row_writes as native
 
 
 @jax.tree_util.register_dataclass
@@ -138,11 +138,11 @@ class PagedCache:
 
         def put(pages: Numbers, at: At) -> Numbers:
             def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
-                if native.takes(array):
+                if native.row_writes.takes(array):
                     # A token is a row of its page.
                     first = (at[0] if at else 0) * tokens_of_layer
                     rows = jnp.where(real, first + slots, -1)
-                    return native.put(array, rows, tokens, axes=len(at) + 2)
+                    return native.row_writes.put(array, rows, tokens, axes=len(at) + 2)
                 between = (slice(None),) * 3 if slot_axis == array.ndim - 1 else ()  # of scales
                 return array.at[(*at, page, *between, offset)].set(tokens, mode="drop")
 

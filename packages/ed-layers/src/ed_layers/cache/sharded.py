@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from ed_layers import native
 from ed_layers.cache.codes import Codes, Numbers, encode, map_slots
 from ed_layers.cache.storage import At, Layer, sharding_of_scales
-from ed_layers.native import row_writes as native
 
 
 def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None:
@@ -82,7 +82,7 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
     where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
 
     def put(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
-        if native.takes(array):
+        if native.row_writes.takes(array):
             return put_rows(array, tokens, slots, at)
         indexed = (*range(lead), slot_axis)
         # Rows are a batching dimension, so that rows on several devices are written where they are.
@@ -106,4 +106,4 @@ def put_rows(array: jax.Array, tokens: jax.Array, slots: Int[Array, "b s"], at: 
     rows = (layer * b + jnp.arange(b))[:, None, None] * g + jnp.arange(g)
     index = jnp.where((slots >= 0) & (slots < t), slots, -1)[..., None]
     index = jnp.where(index < 0, -1, rows * t + index)
-    return native.put(array, index.reshape(-1), tokens.reshape(-1, k), axes=len(at) + 3)
+    return native.row_writes.put(array, index.reshape(-1), tokens.reshape(-1, k), axes=len(at) + 3)

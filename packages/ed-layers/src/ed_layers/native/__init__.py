@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
+    from ed_layers.native import products as products
+    from ed_layers.native import rotary as rotary
+    from ed_layers.native import row_writes as row_writes
     from ed_layers.native.library import allowed as allowed
     from ed_layers.native.library import describe as describe
     from ed_layers.native.products import product as product
@@ -21,5 +24,8 @@ __getattr__, __dir__, __all__ = attach(
         "describe": "ed_layers.native.library",
         "product": "ed_layers.native.products",
         "product_of_codes": "ed_layers.native.products",
+        "products": "ed_layers.native.products:*",
+        "rotary": "ed_layers.native.rotary:*",
+        "row_writes": "ed_layers.native.row_writes:*",
     },
 )

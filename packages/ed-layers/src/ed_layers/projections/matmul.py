@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ed_layers.native import products as native
+from ed_layers import native
 
 
 def matmul(
@@ -75,7 +75,7 @@ def on_cpu_in_halves(x: jax.Array) -> bool:
 
 def goes_native(x: jax.Array, w: jax.Array, transposed: bool) -> bool:
     """Return whether the native library computes a product."""
-    return native.takes(math.prod(x.shape[:-1]), x.dtype, w, transposed=transposed)
+    return native.products.takes(math.prod(x.shape[:-1]), x.dtype, w, transposed=transposed)
 
 
 def plain(
@@ -91,7 +91,7 @@ def on_cpu(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the product on a CPU: native, or of bfloat16 operands."""
     rows = x.reshape(-1, x.shape[-1])
     if goes_native(x, w, transposed):
-        y = native.product(rows, w, transposed=transposed)
+        y = native.products.product(rows, w, transposed=transposed)
     else:
         y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])

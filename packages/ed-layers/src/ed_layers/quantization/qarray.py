@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_layers.native import products as native
+from ed_layers import native
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.stored import Scales, Stored, joined
 
@@ -100,7 +100,8 @@ def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
     # Groups have to lie along what is contracted.
     fits = stored.axis == (-1 if isinstance(w, Turned) else -2)
     rows = math.prod(x.shape[:-1])
-    if not fits or not native.takes_codes(rows, x.dtype, stored.codes, whole=stored.activations):
+    takes = native.products.takes_codes
+    if not fits or not takes(rows, x.dtype, stored.codes, whole=stored.activations):
         return by_xla(x, w)
     return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
 
@@ -112,11 +113,11 @@ def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, 
     rows = x.reshape(-1, x.shape[-1])
     matrices = (codes_of(stored),)
     whole = stored.activations
-    (y,) = native.products_of_codes(rows, matrices, transposed=turned, whole=whole)
+    (y,) = native.products.products_of_codes(rows, matrices, transposed=turned, whole=whole)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def codes_of(w: QArray) -> native.Codes:
+def codes_of(w: QArray) -> native.products.Codes:
     """A matrix as the native library takes it."""
     scale, zero, form = w.scale, w.zero, FORMATS[w.format]
     if isinstance(scale, Scales):
@@ -125,7 +126,7 @@ def codes_of(w: QArray) -> native.Codes:
         zero = zero if zero.dtype == jnp.uint8 else zero.astype(jnp.float32)
         zero = jnp.broadcast_to(zero, scale.shape)
     table = form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None
-    return native.Codes(w.codes, scale, zero, table)
+    return native.products.Codes(w.codes, scale, zero, table)
 
 
 def _product_forward(
