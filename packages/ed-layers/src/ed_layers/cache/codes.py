@@ -1,9 +1,9 @@
-"""Keys and values in 8 bits: codes, and float32 scales beside them.
+"""Keys and values in 8 bits: codes with float32 scales.
 
-A scale belongs to one token and one head (or to a group of its numbers), so a token is quantized
-once, when it is written, whatever comes after it.
+A scale belongs to one token and one head (or to a group of numbers of the head), so a token is
+quantized once, when it is written, independently of later tokens.
 
-Legend: b batch, g kv heads, t slots, k numbers of a head, n groups of them.
+Legend: b batch, g kv heads, t slots, k numbers of a head, n groups of a head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ed_infra.specs import EasyDeLQuantizationConfig
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-#: Format -> dtype of the codes, and the largest magnitude that one can hold.
+#: Format -> dtype of the codes, and the largest magnitude of a code.
 FORMATS = {
     "int8": (jnp.dtype(jnp.int8), 127.0),
     "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0),
@@ -28,12 +28,12 @@ FORMATS = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Codes:
-    """Quantized numbers; what they stand for is `values * scale`.
+    """Quantized numbers; the numbers are `values * scale`.
 
     Attributes:
-        values: [..., t, k], int8 or float8_e4m3fn.
-        scale: float32 [..., n, t]. Slots come last: a trailing axis of size n would be padded to
-            whole lanes on accelerators.
+        values: codes [..., t, k], int8 or float8_e4m3fn.
+        scale: float32 [..., n, t]. Slots are the last axis: accelerators would pad a last axis of
+            size n to whole lanes.
     """
 
     values: jax.Array
@@ -50,13 +50,13 @@ class Codes:
         return self.values.shape
 
 
-#: Stored numbers: as they are, or quantized.
+#: Stored numbers: plain or quantized.
 Numbers = jax.Array | Codes
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a cache quantizes.
+    """Options of a quantized cache.
 
     Attributes:
         name: "int8" or "fp8".
@@ -68,7 +68,7 @@ class Format:
 
     @classmethod
     def of(cls, config: EasyDeLQuantizationConfig | None) -> Format | None:
-        """Read a `kv_cache_quantization_config`; None stays None.
+        """Convert a `kv_cache_quantization_config`; None stays None.
 
         Raises:
             ConfigError: the format does not have 8 bits.
@@ -88,10 +88,10 @@ class Format:
         return FORMATS[self.name][0]
 
     def groups(self, size: int) -> int:
-        """Scales of a head of `size` numbers.
+        """Return the number of scales of a head of `size` numbers.
 
         Raises:
-            ConfigError: `group_size` does not divide the head.
+            ConfigError: `group_size` does not divide `size`.
         """
         if self.group_size is None:
             return 1
@@ -103,7 +103,7 @@ class Format:
         return size // self.group_size
 
     def encode(self, x: Float[Array, "*rows t k"]) -> Codes:
-        """Quantize: codes [..., t, k], scales [..., n, t]."""
+        """Quantize numbers to codes [..., t, k] and scales [..., n, t]."""
         dtype, largest = FORMATS[self.name]
         groups = self.groups(x.shape[-1])
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
@@ -115,10 +115,10 @@ class Format:
 
 
 def encode(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
-    """Numbers of single tokens, in the format of the storage that they go to.
+    """Convert numbers of single tokens to the format of the target storage.
 
     Returns:
-        [..., k]; codes have their scales beside them, [..., n].
+        [..., k]; if quantized, codes with scales [..., n].
     """
     if not isinstance(like, Codes):
         return x.astype(like.dtype)
@@ -129,7 +129,7 @@ def encode(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
 
 
 def decode(x: Numbers, dtype: DTypeLike) -> Float[Array, "*rows t k"]:
-    """The numbers that are stored, in `dtype`."""
+    """Return the stored numbers in `dtype`."""
     if not isinstance(x, Codes):
         return x.astype(dtype)
     groups = x.scale.shape[-2]
@@ -139,7 +139,7 @@ def decode(x: Numbers, dtype: DTypeLike) -> Float[Array, "*rows t k"]:
 
 
 def first_numbers(x: Numbers, size: int) -> Numbers:
-    """The first `size` numbers of each head: whole groups, where they are quantized in groups."""
+    """Return the first `size` numbers of each head; quantized groups are kept whole."""
     if not isinstance(x, Codes):
         return x[..., :size]
     groups = -(-size * x.scale.shape[-2] // x.shape[-1])

@@ -1,7 +1,7 @@
-"""Contiguous caches: rows of slots, as `generate` needs them.
+"""Contiguous caches for `generate`: rows of slots.
 
-Tokens are stored, padding is not: token i of a row is in slot i, or in slot i % w of a ring. Only
-an encoder's positions stay where they are.
+Tokens are stored, and padding is not: token i of a row is in slot i, or in slot i % w of a ring.
+Positions of an encoder keep their indices.
 
 Legend: b batch, g kv heads, t slots, w slots of a ring (the window), k key dim, d value dim, s new
 tokens, L layers.
@@ -45,20 +45,21 @@ STATIC = {"static": True}
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values as [b, g, t, k] per layer: a batch-1 decode reads each head contiguously.
+    """Keys and values as [b, g, t, k] per layer: decoding with batch size 1 reads each head
+    contiguously.
 
     Attributes:
-        keys, values: per layer [b, g, t, k] and [b, g, t, d]; codes and scales if quantized. No
-            values where they are part of the keys.
-        segment_ids: which slots hold a token, 1 or 0, [b, t].
-        tokens: tokens of each row so far, those of the step under way included; [b].
-        slots: where the tokens of the step under way go, [b, s], outside = nowhere; None between
-            steps.
+        keys, values: per layer [b, g, t, k] and [b, g, t, d]; codes and scales if quantized.
+            `values` is None if the keys contain the values.
+        segment_ids: 1 for a slot with a token, otherwise 0, [b, t].
+        tokens: number of tokens of each row, including the tokens of the current step, [b].
+        slots: slots of the tokens of the current step, [b, s]; an index out of range stores
+            nothing. None between steps.
         value_dim: numbers of a value.
-        sharding: of one layer's keys where slots are split over devices; None = they are not.
+        sharding: sharding of one layer's keys if slots are split over devices; otherwise None.
     """
 
-    #: Name of the axis along which slots are split over devices, if they may be.
+    #: Name of the axis along which slots may be split over devices; None = never.
     SLOTS: ClassVar[str | None] = None
 
     keys: PerLayer
@@ -81,9 +82,9 @@ class Rows:
         """Allocate an empty cache.
 
         Args:
-            specs: one per layer, all equal (see HybridCache for those that differ).
-            batch_size, capacity: rows, and tokens that a row can have.
-            storage: see `Storage`; `sharding` is of [b, g, t, k].
+            specs: one spec per layer, all equal; `HybridCache` supports different specs.
+            batch_size, capacity: number of rows, and maximum number of tokens of a row.
+            storage: see `Storage`; `sharding` describes [b, g, t, k].
         """
         spec, store = uniform(specs), Storage(**storage)
         shape = (batch_size, spec.num_kv_heads, cls.slots_for(spec, capacity))
@@ -107,33 +108,33 @@ class Rows:
 
     @classmethod
     def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
-        """Further fields of a kind of cache, before the first token."""
+        """Return further fields of a subclass, before the first token."""
         return {}
 
     @classmethod
     def slots_for(cls, spec: LayerCacheSpec, capacity: int) -> int:
-        """Slots of a row that can have `capacity` tokens."""
+        """Return the number of slots of a row with `capacity` tokens."""
         return capacity
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """Storage layout of the layers."""
         return layout_of(self.keys)
 
     @property
     def num_slots(self) -> int:
-        """Slots of a row."""
+        """Number of slots of a row."""
         return self.segment_ids.shape[1]
 
     def count(self, segment_ids: Int[Array, "b s"]) -> tuple[Self, Bool[Array, "b s"], jax.Array]:
-        """Add a step's tokens: the cache, which places hold a token, and positions [b, s]."""
+        """Add the tokens of a step; return the cache, the mask of tokens, and positions [b, s]."""
         real = segment_ids != 0
         positions = counted(self.tokens, real)
         tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
         return replace(self, tokens=tokens), real, positions
 
     def take(self, slots: Int[Array, "b s"]) -> Self:
-        """Note where a step's tokens go."""
+        """Record the slots of the tokens of a step."""
         return replace(self, slots=slots, segment_ids=marked(self.segment_ids, slots, 1))
 
     def advance(self, count: int) -> Self:
@@ -147,7 +148,7 @@ class Rows:
         return replace(self, slots=None)
 
     def select_rows(self, rows: Int[Array, " n"]) -> Self:
-        """Rows of the cache; see `ContiguousCache.select_rows`."""
+        """Select rows of the cache; see `ContiguousCache.select_rows`."""
         values = None if self.values is None else take_rows(self.values, rows)
         fields = ("segment_ids", "tokens", *self.empty(0, 0))
         by_row = {name: getattr(self, name)[rows] for name in fields}
@@ -162,14 +163,14 @@ class Rows:
         ragged: RaggedBatch | None = None,
         group: str = "full",
     ) -> tuple[Self, Stored]:
-        """Store this step's keys and values of one layer; see `Cache.update`."""
+        """Store the keys and values of one layer; see `Cache.update`."""
         if mask_info is None:
             raise ValueError("a cache of rows needs mask_info, which its begin() returns")
         return self.store(layer, kv, mask_info)
 
     @abstractmethod
     def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
-        """What a kind of cache does when it is updated."""
+        """Store the keys and values of one layer; `update` calls this method."""
 
     def write(self, layer: Layer, kv: KeysValues, slots: Int[Array, "b s"]) -> Self:
         """Store keys [b, s, g, k] and values [b, s, g, d] of one layer in these slots."""
@@ -184,10 +185,10 @@ class Rows:
         return replace(self, keys=keys, values=stored(self.values, kv[1]))
 
     def read(self, layer: Layer, mask_info: MaskInfo, *, ordered: bool = False) -> Stored:
-        """What attention reads of one layer."""
+        """Return one layer as attention reads it."""
         keys, at = locate(self.keys, layer)
         if self.values is None:
-            # One layer is cut, not a stack of them.
+            # Slice one layer, not the stack of all layers.
             keys, at = take_layer(keys, at), ()
             values = first_numbers(keys, self.value_dim)
         else:
@@ -204,23 +205,23 @@ class DenseCache(Rows):
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row can have."""
+        """Maximum number of tokens of a row."""
         return self.num_slots
 
     @property
     def can_rewind(self) -> bool:
-        """Whether rows can forget their latest tokens: nothing is overwritten."""
+        """Whether rows can drop their latest tokens: always, because no slot is overwritten."""
         return True
 
     def rewind(self, tokens: Int[Array, " b"]) -> DenseCache:
-        """Forget all but the first `tokens` of each row; see `ContiguousCache.rewind`."""
+        """Keep the first `tokens` of each row; see `ContiguousCache.rewind`."""
         kept = jnp.arange(self.num_slots) < tokens[:, None]
         return replace(self, tokens=tokens, segment_ids=jnp.where(kept, self.segment_ids, 0))
 
     def begin(
         self, segment_ids: Int[Array, "b s"]
     ) -> tuple[DenseCache, MaskInfo, Int[Array, "b s"]]:
-        """Announce a step; see `ContiguousCache.begin`. The mask is over all slots."""
+        """Start a step; see `ContiguousCache.begin`. The mask covers all slots."""
         cache, real, positions = self.count(segment_ids)
         cache = cache.take(jnp.where(real, positions, -1))
         b, most = segment_ids.shape
@@ -235,21 +236,21 @@ class DenseCache(Rows):
         mask_info = MaskInfo(
             q_segment_ids=real.astype(jnp.int32),
             kv_segment_ids=cache.segment_ids,
-            # A token past the end sees the last slot, whatever its window; see `store`.
+            # A token past the end sees the last slot, regardless of its window; see `store`.
             q_index=jnp.minimum(positions, self.capacity - 1),
             kv_index=slot,
         )
         return cache, mask_info, positions
 
     def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
-        """Store this step's keys and values of one layer behind the others; give all.
+        """Store the keys and values of one layer after the previous tokens; return all slots.
 
-        A row that gets more tokens than it has slots gets NaN in its last slot, which every later
-        query of the row sees: a mistake that only shows at run time must not pass for an answer.
+        A row with more tokens than slots stores NaN in its last slot, which every later query of
+        the row sees. This turns an error that is only visible at run time into a visible result.
         """
         keys, values = keys_values(kv, values_in_keys=self.values is None)
         slots, last = self.slots, self.capacity - 1
-        if slots is None:  # nobody has called `begin`: every place is a token
+        if slots is None:  # Without `begin`, every position is a token.
             slots = self.tokens[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)
         past = (jnp.max(slots, axis=1, keepdims=True) > last) & (slots >= last)
         keys = jnp.where(past[:, :, None, None], jnp.nan, keys)
@@ -262,7 +263,7 @@ class DenseCache(Rows):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WindowCache(Rows):
-    """The last `w` tokens of each row, for layers that see no more: token i is in slot i % w.
+    """The last `w` tokens of each row, for layers with a window: token i is in slot i % w.
 
     Attributes:
         index: order index of the token in each slot, [b, w].
@@ -272,7 +273,7 @@ class WindowCache(Rows):
 
     @classmethod
     def slots_for(cls, spec: LayerCacheSpec, capacity: int) -> int:
-        """As many as the window is long."""
+        """Return the length of the window."""
         if spec.window is None or spec.window > capacity:
             raise ValueError(
                 f"WindowCache is for layers whose window is shorter than the {capacity} tokens of "
@@ -282,30 +283,31 @@ class WindowCache(Rows):
 
     @classmethod
     def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
-        """No slot holds a token."""
+        """Return indices of empty slots."""
         return {"index": jnp.zeros((batch_size, num_slots), jnp.int32)}
 
     @property
     def capacity(self) -> None:
-        """A row can have any number of tokens."""
+        """The number of tokens of a row is unlimited."""
         return None
 
     @property
     def can_rewind(self) -> bool:
-        """Whether rows can forget their latest tokens: what they overwrote is lost."""
+        """Whether rows can drop their latest tokens: no, because those overwrote earlier tokens."""
         return False
 
     def rewind(self, tokens: Int[Array, " b"]) -> WindowCache:
-        """Not possible; see `can_rewind`."""
+        """Raise ValueError; see `can_rewind`."""
         raise ValueError("a ring of slots cannot forget: the tokens behind it are overwritten")
 
     def begin(
         self, segment_ids: Int[Array, "b s"]
     ) -> tuple[WindowCache, MaskInfo, Int[Array, "b s"]]:
-        """Announce a step; see `ContiguousCache.begin`.
+        """Start a step; see `ContiguousCache.begin`.
 
-        The mask is over what `update` gives: the ring in which a single token has taken its slot;
-        or, of several tokens, the ring as it was and then the new tokens.
+        The mask covers the arrays that `update` returns. For a single token, this is the ring with
+        the new token in its slot. For several tokens, this is the ring before the step, followed by
+        the new tokens.
         """
         cache, real, positions = self.count(segment_ids)
         kept = real & (positions >= cache.tokens[:, None] - self.num_slots)
@@ -321,7 +323,7 @@ class WindowCache(Rows):
         return cache, MaskInfo(segments, kv[0], positions, kv[1]), positions
 
     def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
-        """Store this step's keys and values; give what its queries may see."""
+        """Store the keys and values of this step; return those that its queries see."""
         kv = keys_values(kv, values_in_keys=self.values is None)
         if self.slots is None:
             raise ValueError(
@@ -331,7 +333,7 @@ class WindowCache(Rows):
         cache = self.write(layer, kv, self.slots)
         if self.slots.shape[1] == 1:
             return cache, cache.read(layer, mask)
-        # New tokens may push out what the first of them still see: attention reads both.
+        # New tokens may overwrite tokens that the first new tokens still see: attention reads both.
         before = self.read(layer, mask)
         keys = behind(before.k, kv[0])
         if kv[1] is None or self.values is None:
@@ -342,7 +344,7 @@ class WindowCache(Rows):
 
 
 def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b s"]:
-    """Positions of new tokens behind `before` others; padding is not counted."""
+    """Return the positions of new tokens after `before` previous tokens; padding is not counted."""
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
     return jnp.maximum(before[:, None] + count - 1, 0)
 
@@ -350,13 +352,14 @@ def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b
 def marked(
     array: Int[Array, "b t"], slots: Int[Array, "b s"], values: Int[Array, "b s"] | int
 ) -> Int[Array, "b t"]:
-    """The array with values in these slots; those outside, below zero too, are dropped."""
+    """Write values into these slots of the array; ignore slots out of range, including negative
+    ones."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     return array.at[rows, jnp.where(slots < 0, array.shape[1], slots)].set(values, mode="drop")
 
 
 def behind(old: Numbers, new: jax.Array) -> Numbers:
-    """Stored numbers [b, g, t, k] of a layer, and new ones [b, s, g, k] behind them."""
+    """Concatenate stored numbers [b, g, t, k] of a layer and new numbers [b, s, g, k]."""
     tokens = encode(new, old)
     if isinstance(tokens, Codes):
         scale = jnp.moveaxis(tokens.scale, 1, -1)

@@ -1,4 +1,4 @@
-"""One cache for layers that differ: full attention, windows, cross-attention, recurrence.
+"""One cache for different layers: full attention, windows, cross-attention, recurrence.
 
 Legend: b batch, s new tokens, L layers of the model.
 """
@@ -30,17 +30,17 @@ Memory = DenseCache | WindowCache | CrossCache | PagedCache | CrossSlots | Recur
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HybridCache:
-    """A cache of its own for each group of layers.
+    """A separate cache for each group of layers.
 
-    A layer says by `group` which of its memories it means, so a layer may have several (self- and
+    A layer names its cache by `group`, so a layer may have several caches (self- and
     cross-attention), and a scan over periods may index layers by a traced number.
 
     Attributes:
         caches: group -> the cache of its layers.
         masks: group -> its mask in this step, between `begin` and `advance`.
-        tokens: tokens of each row so far, [b]; None for pages.
-        table: which layer is where in the cache of a group, static.
-        capacity: tokens that a row can have; None for pages.
+        tokens: number of tokens of each row, [b]; None for pages.
+        table: index of each layer in the cache of each group, static.
+        capacity: maximum number of tokens of a row; None for pages.
     """
 
     caches: dict[str, Memory]
@@ -62,8 +62,8 @@ class HybridCache:
         """Allocate an empty contiguous cache for each group.
 
         Args:
-            specs: what each layer keeps: one spec, or a tuple of specs of different groups.
-            batch_size, capacity: rows, and tokens that a row can have.
+            specs: the memory of each layer: one spec, or a tuple of specs of different groups.
+            batch_size, capacity: number of rows, and maximum number of tokens of a row.
             cross_capacity: positions of an encoder, for specs of the group "cross".
             storage: see `Storage`.
 
@@ -73,7 +73,7 @@ class HybridCache:
 
         def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
             window, size = specs[0].window, capacity
-            # A window that no row outgrows forgets nothing.
+            # A window that is longer than every row drops no token.
             kind = DenseCache if window is None or window >= capacity else WindowCache
             if group == "cross":
                 if cross_capacity is None:
@@ -101,7 +101,7 @@ class HybridCache:
         """Allocate a pool of pages for each group, and slots for states and encoder outputs.
 
         Args:
-            specs: as in `create`.
+            specs: see `create`.
             num_pages: pages of each group's pool: one number for all, or group -> number.
             page_size: tokens per page.
             num_states: slots that sequences can lease, for recurrent layers and encoder outputs.
@@ -137,13 +137,13 @@ class HybridCache:
                 specs, num_pages=pages, page_size=page_size, group=group, **storage
             )
 
-        # Any sequence may lease any state slot, so they are not split over devices.
+        # Any sequence may lease any state slot, so state slots are not split over devices.
         caches, table = memories(specs, make, num_states, {**storage, "sharding": None})
         return cls(caches, {}, None, table, None)
 
     def simplest(self) -> DenseCache | WindowCache | PagedCache | HybridCache:
-        """The cache of the only group, where every layer has keys and values in it and no other
-        memory; else this cache."""
+        """Return the cache of the only group if every layer has its keys and values, and no other
+        memory, in this group; otherwise this cache."""
         if len(self.table) == 1 and -1 not in self.table[0][1]:
             cache = self.caches[self.table[0][0]]
             if isinstance(cache, DenseCache | WindowCache | PagedCache):
@@ -152,17 +152,17 @@ class HybridCache:
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """Storage layout of the layers."""
         return next(iter(self.caches.values())).layout
 
     def begin(
         self, segment_ids: Int[Array, "b s"]
     ) -> tuple[HybridCache, MaskInfo, Int[Array, "b s"]]:
-        """Announce a step to every cache; see `ContiguousCache.begin`.
+        """Start a step in every cache; see `ContiguousCache.begin`.
 
         Returns:
-            the cache that knows each group's mask, the mask over all slots where layers see them
-            all (else among the new tokens), and positions.
+            The cache with the mask of each group; the mask over all slots if some layers see all
+            slots, otherwise over the new tokens; and the positions.
         """
         if self.tokens is None:
             raise ValueError(
@@ -188,11 +188,12 @@ class HybridCache:
         ragged: RaggedBatch | None = None,
         group: str = "full",
     ) -> tuple[HybridCache, Stored | Pages]:
-        """Store this step's keys and values of one layer; give what its attention reads.
+        """Store the keys and values of one layer; return the arrays that attention reads.
 
         Args:
             layer: number of the layer in the model.
-            mask_info: of an encoder, for the group "cross"; the others have theirs from `begin`.
+            mask_info: the mask of an encoder, for the group "cross"; `begin` creates the other
+                masks.
         """
         cache, index = self.memory(layer, group)
         if isinstance(cache, RecurrentCache):
@@ -220,7 +221,7 @@ class HybridCache:
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
     ) -> States:
-        """The states of a recurrent layer; see `StateCache.get`."""
+        """Return the states of a recurrent layer; see `StateCache.get`."""
         cache, index = self.states(layer, group)
         return cache.get(index, ragged=ragged)
 
@@ -246,7 +247,7 @@ class HybridCache:
         return replace(self, caches=caches, masks={})
 
     def select_rows(self, rows: Int[Array, " n"]) -> HybridCache:
-        """Rows of the cache; see `ContiguousCache.select_rows`."""
+        """Select rows of the cache; see `ContiguousCache.select_rows`."""
         caches: dict[str, Memory] = {}
         for group, cache in self.caches.items():
             if self.tokens is None or isinstance(cache, PagedCache | CrossSlots):
@@ -257,11 +258,12 @@ class HybridCache:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether the cache of every group can; see `ContiguousCache.can_rewind`."""
+        """Whether `rewind` is possible in the caches of all groups; see
+        `ContiguousCache.can_rewind`."""
         return all(isinstance(cache, DenseCache) for cache in self.caches.values())
 
     def rewind(self, tokens: Int[Array, " b"]) -> HybridCache:
-        """Forget all but the first `tokens` of each row; see `ContiguousCache.rewind`."""
+        """Keep the first `tokens` of each row; see `ContiguousCache.rewind`."""
         caches: dict[str, Memory] = {}
         for group, cache in self.caches.items():
             if not isinstance(cache, DenseCache):
@@ -270,18 +272,18 @@ class HybridCache:
         return replace(self, caches=caches, tokens=tokens)
 
     def states(self, layer: Layer, group: str) -> tuple[RecurrentCache, Layer]:
-        """The cache of a recurrent layer, and the index of the layer in it."""
+        """Return the cache of a recurrent layer, and the index of the layer in this cache."""
         cache, index = self.memory(layer, group)
         if isinstance(cache, RecurrentCache):
             return cache, index
         raise ValueError(f"group {group!r} keeps keys and values: its layers call update()")
 
     def memory(self, layer: Layer, group: str) -> tuple[Memory, Layer]:
-        """The cache of a group, and the index of a layer of the model in it; static where the
-        layer is.
+        """Return the cache of a group, and the index of a layer of the model in this cache; the
+        index is static if the number of the layer is.
 
         Raises:
-            ValueError: there is no such group, or the layer is not in it.
+            ValueError: the group does not exist, or does not contain the layer.
         """
         if group not in self.caches:
             raise ValueError(
@@ -306,10 +308,10 @@ def memories(
     num_states: int | None,
     storage: StorageOptions,
 ) -> tuple[dict[str, Memory], Table]:
-    """The cache of each group, and which layer is where.
+    """Create the cache of each group, and the table of the layers.
 
     Args:
-        make: makes the cache of a group that keeps keys and values.
+        make: creates the cache of a group with keys and values.
         num_states: rows, or state slots, of recurrent layers.
     """
     store, (table, groups) = Storage(**storage), grouped(specs)

@@ -1,9 +1,10 @@
-"""What layers, models and engines call on a cache, and what attention reads of one.
+"""Protocols between models, layers, engines and caches, and the records that attention reads.
 
-A contiguous cache has rows, which take every step together: a model calls `begin`, then each layer
-`update` (a recurrent one `get` and `set`), then the model `advance`. Pages and state slots are
-leased by sequences: an engine keeps the books and says by a `RaggedBatch` which of them a step
-means. Layers call the same methods with it, and there is neither `begin` nor `advance`.
+A contiguous cache has rows, and all rows advance together: a model calls `begin`, each layer calls
+`update` (a recurrent layer `get` and `set`), and the model calls `advance`. Sequences lease pages
+and state slots of the other caches. An engine manages the leases, and a `RaggedBatch` names the
+pages and slots of a step. Layers call the same methods with the `RaggedBatch`, without `begin` and
+`advance`.
 
 Legend: b batch, s new tokens, g kv heads, t slots, k numbers of a key, d numbers of a value.
 """
@@ -25,7 +26,7 @@ from ed_layers.cache.spec import LayerCacheSpec as LayerCacheSpec
 from ed_layers.cache.storage import At, Layout, take_layer
 from ed_layers.cache.storage import Layer as Layer
 
-#: A step's keys [b, s, g, k] and values [b, s, g, d]; values may be None where keys hold them.
+#: Keys [b, s, g, k] and values [b, s, g, d] of a step; values are None if the keys contain them.
 KeysValues = tuple[jax.Array, jax.Array | None]
 
 #: States of one recurrent layer: name -> [rows, ...].
@@ -39,15 +40,16 @@ States = dict[str, jax.Array]
 )
 @dataclass(frozen=True)
 class Stored:
-    """What attention reads of one layer of a contiguous cache.
+    """One layer of a contiguous cache, as attention reads it.
 
     Attributes:
         keys, values: [b, g, t, k] and [b, g, t, d], or with a leading layer axis.
         at: index of the layer in keys and values, `(layer,)` or `()`.
-        mask_info: who may attend to which slot.
-        layout: how the cache stores its layers; where they are leaves, reading one copies nothing.
-        ordered: slot i holds the token of order index i, so slots behind the newest are empty.
-        sharding: of [b, g, t, k] where slots are split over devices; None = they are not.
+        mask_info: the mask over the slots.
+        layout: storage layout of the layers; a layer of "leaves" is read without a copy.
+        ordered: whether slot i holds the token of order index i, so that slots after the newest
+            token are empty.
+        sharding: sharding of [b, g, t, k] if slots are split over devices; otherwise None.
     """
 
     keys: Numbers
@@ -60,17 +62,17 @@ class Stored:
 
     @property
     def k(self) -> Numbers:
-        """Keys of the layer, [b, g, t, k]."""
+        """The keys of the layer, [b, g, t, k]."""
         return take_layer(self.keys, self.at)
 
     @property
     def v(self) -> Numbers:
-        """Values of the layer, [b, g, t, d]."""
+        """The values of the layer, [b, g, t, d]."""
         return take_layer(self.values, self.at)
 
     @property
     def quantized(self) -> bool:
-        """Whether codes are stored."""
+        """Whether the arrays are quantized."""
         return isinstance(self.keys, Codes)
 
 
@@ -81,16 +83,16 @@ class Stored:
 )
 @dataclass(frozen=True)
 class Pages:
-    """What attention reads of one layer of a paged cache: it gathers the pages that a sequence has,
-    never the pool of a layer.
+    """One layer of a paged cache, as attention reads it: attention gathers the pages of the
+    sequences, never the pool of a layer.
 
     Attributes:
         pool: [P, page_size, g, 2, k], or with a leading layer axis; codes and scales if quantized.
-            Where values are part of their keys, the axis of two has one entry.
+            The axis of size 2 has size 1 if values are part of their keys.
         at: index of the layer in the pool, `(layer,)` or `()`.
-        group: which page table of the RaggedBatch.
-        value_dim: numbers of a value; None = as many as a key.
-        ragged: the sequences that attention sees, if they differ from those of the step.
+        group: the page table of the RaggedBatch.
+        value_dim: numbers of a value; None = the size of a key.
+        ragged: the sequences that attention reads, if they differ from the sequences of the step.
     """
 
     pool: Numbers
@@ -101,11 +103,12 @@ class Pages:
 
 
 class Cache(Protocol):
-    """A pytree that a step donates and gets back; a scan over layers carries it."""
+    """A pytree that a step receives as a donated argument and returns; a scan over layers carries
+    it."""
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """Storage layout of the layers."""
         ...
 
     def update(
@@ -117,62 +120,62 @@ class Cache(Protocol):
         ragged: RaggedBatch | None = None,
         group: str = "full",
     ) -> tuple[Self, Stored | Pages]:
-        """Store this step's keys and values of one layer, and give what its attention reads.
+        """Store the keys and values of one layer, and return the arrays that attention reads.
 
         Args:
-            layer: which layer of the model.
-            kv: keys and values; None where a layer of the group "cross" only reads.
-            mask_info: who may attend to whom, from `begin`; with keys and values of an encoder,
-                `kv_segment_ids` say which of its positions are padding.
+            layer: number of the layer in the model.
+            kv: keys and values; None if a layer of the group "cross" only reads.
+            mask_info: the mask that `begin` returned. With keys and values of an encoder,
+                `kv_segment_ids` is 0 for padding of the encoder.
             ragged: the flat batch of a serving step, for pages.
-            group: which memory of the layer, where it may have several; see `LayerCacheSpec`.
+            group: the cache group of the layer; see `LayerCacheSpec`.
         """
         ...
 
 
 class ContiguousCache(Cache, Protocol):
-    """A cache of rows, made by `model.init_cache`: what a model calls around its layers."""
+    """A cache of rows, which `model.init_cache` creates. A model calls these methods around its
+    layers."""
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that a row can have; None = any number."""
+        """Maximum number of tokens of a row; None = unlimited."""
         ...
 
     def begin(self, segment_ids: Int[Array, "b s"]) -> tuple[Self, MaskInfo, Int[Array, "b s"]]:
-        """Announce the tokens of a step.
+        """Start a step.
 
-        Padding may stand anywhere: it is not stored, and positions, windows and chunks do not count
-        it.
+        Padding may be at any position. The cache does not store padding, and positions, windows and
+        chunks do not count padding.
 
         Args:
             segment_ids: nonzero for a token, 0 for padding.
 
         Returns:
-            the cache to hand to the layers, who may attend to what in this step, and the rotary
-            positions of the tokens.
+            The cache for the layers, the mask of this step, and the rotary positions of the tokens.
 
         Raises:
-            ValueError: a row gets more tokens than `capacity`. Inside jit their number is unknown:
-                a step wider than `capacity` is refused, and a row that gets too many tokens over
-                several steps gives NaN from then on.
+            ValueError: a row has more tokens than `capacity`. Inside jit, the number of tokens is
+                unknown: a step wider than `capacity` raises this error, and a row that exceeds
+                `capacity` over several steps produces NaN.
         """
         ...
 
     def advance(self, count: int) -> Self:
-        """End the step of `count` places that `begin` announced, after all layers have run.
+        """End the step after all layers have run.
 
         Raises:
-            ValueError: no step of so many places has begun.
+            ValueError: no step with `count` positions has started.
         """
         ...
 
     def select_rows(self, rows: Int[Array, " n"]) -> Self:
-        """Rows of the cache between two steps, in this order; a row may come several times."""
+        """Select rows of the cache between two steps; a row may occur several times."""
         ...
 
     @property
     def tokens(self) -> Int[Array, " b"] | None:
-        """Tokens of each row so far; None for pages."""
+        """The number of tokens of each row; None for pages."""
         ...
 
     @property
@@ -181,24 +184,25 @@ class ContiguousCache(Cache, Protocol):
         ...
 
     def rewind(self, tokens: Int[Array, " b"]) -> Self:
-        """Forget all but the first `tokens` of each row, between two steps.
+        """Keep the first `tokens` of each row, and drop the others, between two steps.
 
         Raises:
-            ValueError: the cache keeps something that cannot be taken back.
+            ValueError: the cache contains rings or states.
         """
         ...
 
 
 class StateCache(Protocol):
-    """What a recurrent layer calls on a cache of rows or of state slots."""
+    """The interface of a recurrent layer to a cache of rows or of state slots."""
 
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
     ) -> States:
-        """The states of one layer before this step: of the rows, or of the sequences of `ragged`.
+        """Return the states of one layer before this step, for the rows or for the sequences of
+        `ragged`.
 
-        A sequence that begins in this step gets zeros, whoever had its state slot before. One that
-        was preempted and is computed again from its first token begins, too.
+        A sequence that begins in this step receives zeros, whatever its state slot contains. A
+        preempted sequence that is recomputed from its first token also begins.
         """
         ...
 
@@ -210,19 +214,19 @@ class StateCache(Protocol):
         ragged: RaggedBatch | None = None,
         group: str = "recurrent",
     ) -> Self:
-        """Store the states of one layer after this step, as `get` gave them.
+        """Store the states of one layer after this step, with the names that `get` returned.
 
         Raises:
-            ValueError: the names are not those of the cache.
+            ValueError: the names differ from the names of the cache.
         """
         ...
 
 
 def keys_values(kv: KeysValues | None, *, values_in_keys: bool) -> KeysValues:
-    """This step's keys and values.
+    """Return the keys and values of this step.
 
     Raises:
-        ValueError: there are none.
+        ValueError: `kv` is None.
     """
     if kv is None or (kv[1] is None and not values_in_keys):
         raise ValueError(

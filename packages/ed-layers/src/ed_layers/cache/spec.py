@@ -1,4 +1,4 @@
-"""What a layer needs kept between steps, and which layers are stored together."""
+"""The memory that a layer needs between steps, and the groups of layers that share a cache."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerCacheSpec:
-    """Keys and values of one attention layer: what a token takes, and how long it is kept.
+    """Keys and values of one attention layer: the size of a token, and how long tokens are stored.
 
     Attributes:
-        num_kv_heads, head_dim: heads, and numbers of a head's key.
+        num_kv_heads, head_dim: number of heads, and numbers of a head's key.
         value_dim: numbers of a head's value; None = `head_dim`.
-        window: tokens after which one is forgotten, itself included; None = all are kept.
+        window: number of latest tokens that are stored; None = all.
         group: layers that are stored together and share page tables: "full", "window" or "cross"
-            (keys and values of an encoder, written once). A window makes "full" a "window".
-        values_in_keys: a value is the first `value_dim` numbers of its key, so keys alone are
+            (keys and values of an encoder, written once). A window changes "full" to "window".
+        values_in_keys: a value is the first `value_dim` numbers of its key, so only keys are
             stored. The compressed cache of multi-head latent attention (DeepSeek-V2, 2024) is
             `LayerCacheSpec(1, 512 + 64, value_dim=512, values_in_keys=True)`.
 
@@ -37,7 +37,7 @@ class LayerCacheSpec:
                 f"value_dim={self.value_dim} is more than the head_dim={self.head_dim} numbers of "
                 "a key, but values_in_keys=True reads values out of keys"
             )
-        # One way to write each spec, so that equal layers compare equal.
+        # Each spec has one normal form, so that equal layers compare equal.
         if self.value_dim == self.head_dim:
             object.__setattr__(self, "value_dim", None)
         if self.window is not None and self.group == "full":
@@ -68,22 +68,22 @@ class RecurrentSpec:
 
 Spec = LayerCacheSpec | RecurrentSpec
 
-#: What one layer keeps: one spec, or several where it has several memories (self- and
-#: cross-attention of a decoder; attention and recurrence side by side).
+#: The memory of one layer: one spec, or several specs (self- and cross-attention of a decoder;
+#: parallel attention and recurrence).
 LayerSpecs = Spec | tuple[Spec, ...]
 
-#: (group, index of each layer of the model among the layers of the group, -1 = not in it).
+#: (group, index of each layer of the model among the layers of the group; -1 = not in the group).
 Table = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def grouped(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
-    """Which group has which layers.
+    """Assign the layers to groups.
 
     Returns:
-        the table of the groups, and the specs of each group's layers.
+        The table of the groups, and the specs of each group's layers.
 
     Raises:
-        ValueError: the specs of a group differ, or a layer has two of one group.
+        ValueError: the specs of a group differ, or a layer has two specs of one group.
     """
     groups: dict[str, list[Spec]] = {}
     table: dict[str, list[int]] = {}
@@ -104,7 +104,7 @@ def grouped(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
 
 
 def uniform(specs: Sequence[LayerSpecs]) -> LayerCacheSpec:
-    """The one spec that all layers share.
+    """Return the spec that all layers share.
 
     Raises:
         ValueError: the layers differ.

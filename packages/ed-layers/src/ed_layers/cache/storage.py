@@ -1,6 +1,7 @@
-"""Arrays of many layers: stacked for scanned depth, apart for unrolled depth.
+"""Arrays of many layers: one stack for scanned depth, separate arrays for unrolled depth.
 
-Legend: L layers, b rows, s new tokens, g kv heads, t slots, k numbers of a head, n scales of one.
+Legend: L layers, b rows, s new tokens, g kv heads, t slots, k numbers of a head, n scales of a
+head.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from ed_layers.cache.codes import Codes, Format, Numbers
 Layout = Literal["stacked", "leaves"]
 Layer = int | Int[Array, ""]
 
-#: Where the arrays of one layer are in the numbers that hold it: `(layer,)` in a stack, or `()`.
+#: Index of one layer in an array: `(layer,)` in a stack, or `()`.
 At = tuple[Layer, ...]
 
-# One array [L, ...] for scanned depth (a scan carries it and indexes it by a traced layer), or a
-# tuple of L arrays for unrolled depth: slicing a stack inside jit copies the slice.
+# One array [L, ...] for scanned depth (a scan carries the array and indexes it by a traced layer),
+# or a tuple of L arrays for unrolled depth: a slice of a stack inside jit is a copy.
 PerLayer = Numbers | tuple[Numbers, ...]
 
-#: Where an array of one layer goes: a sharding, a function that gives it by the names of the axes
-#: and the shape, or None, which leaves it to jax.
+#: Placement of the array of one layer: a sharding, a function of the axis names and the shape that
+#: returns a sharding, or None (jax decides).
 Place = Sharding | Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding | None] | None
 
 NumbersT = TypeVar("NumbersT", jax.Array, Numbers)
@@ -36,7 +37,7 @@ DimT = TypeVar("DimT")
 
 
 class StorageOptions(TypedDict, total=False):
-    """The fields of `Storage`, as caches take them."""
+    """The fields of `Storage`, as keyword arguments of caches."""
 
     dtype: DTypeLike
     layout: Layout
@@ -46,13 +47,13 @@ class StorageOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Storage:
-    """How a cache stores its arrays.
+    """Options of the arrays of a cache.
 
     Attributes:
-        dtype: of keys and values, unless they are quantized.
-        layout: "stacked" for a scanned model, "leaves" for an unrolled one.
-        sharding: of the arrays of one layer; see `Place`.
-        format: of 8-bit storage; None stores `dtype`.
+        dtype: dtype of keys and values that are not quantized.
+        layout: "stacked" for a scanned model, "leaves" for an unrolled model.
+        sharding: placement of the arrays of one layer; see `Place`.
+        format: format of 8-bit storage; None = numbers of `dtype`.
     """
 
     dtype: DTypeLike = jnp.float32
@@ -61,7 +62,7 @@ class Storage:
     format: Format | None = None
 
     def place(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding | None:
-        """The sharding of an array of one layer."""
+        """Return the sharding of an array of one layer."""
         return self.sharding(axes, shape) if callable(self.sharding) else self.sharding
 
     def numbers(
@@ -70,8 +71,9 @@ class Storage:
         """Allocate zeros for keys or values of all layers; codes and scales if quantized.
 
         Args:
-            shape, sharding: of one layer, the numbers of a head last.
-            slot_axis: the dimension along which tokens lie; scales have it last.
+            shape, sharding: shape and sharding of one layer; the last axis has the numbers of a
+                head.
+            slot_axis: the axis of the slots; scales have this axis last.
         """
 
         def make(lead: tuple[int, ...]) -> Numbers:
@@ -87,7 +89,7 @@ class Storage:
     def layers(
         self, num_layers: int, make: Callable[[tuple[int, ...]], NumbersT]
     ) -> NumbersT | tuple[NumbersT, ...]:
-        """Allocate an array for all layers; `make` makes it, given its leading dims."""
+        """Allocate an array for all layers; `make` creates an array from its leading dimensions."""
         if self.layout == "stacked":
             return make((num_layers,))
         return tuple(make(()) for _ in range(num_layers))
@@ -96,7 +98,7 @@ class Storage:
 def zeros(
     lead: tuple[int, ...], shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None
 ) -> jax.Array:
-    """Zeros on their devices; the layer axis of a stack is never sharded."""
+    """Allocate zeros on their devices; the layer axis of a stack is never sharded."""
     array = jnp.zeros((*lead, *shape), dtype)
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(*(None,) * len(lead), *sharding.spec)
@@ -105,12 +107,12 @@ def zeros(
 
 
 def dims_of_scales(dims: Sequence[DimT], slot_axis: int, groups: DimT) -> tuple[DimT, ...]:
-    """Sizes or mesh axes of numbers [.., t, .., k], as their scales [.., n, t] have them."""
+    """Convert sizes or mesh axes of numbers [.., t, .., k] to those of their scales [.., n, t]."""
     return (*dims[:slot_axis], *dims[slot_axis + 1 : -1], groups, dims[slot_axis])
 
 
 def sharding_of_scales(sharding: Sharding | None, ndim: int, slot_axis: int) -> Sharding | None:
-    """Sharding of the scales of `ndim`-dimensional numbers that are sharded so."""
+    """Convert the sharding of `ndim`-dimensional numbers to the sharding of their scales."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     dims = (*sharding.spec, *(None,) * ndim)[:ndim]
@@ -118,19 +120,19 @@ def sharding_of_scales(sharding: Sharding | None, ndim: int, slot_axis: int) -> 
 
 
 def layout_of(storage: PerLayer) -> Layout:
-    """How the layers are stored."""
+    """Return the storage layout of the layers."""
     return "leaves" if isinstance(storage, tuple) else "stacked"
 
 
 def locate(storage: NumbersT | tuple[NumbersT, ...], layer: Layer) -> tuple[NumbersT, At]:
-    """The numbers that hold a layer, and where it is in them."""
+    """Return the array that contains a layer, and the index of the layer in the array."""
     if isinstance(storage, tuple):
         return storage[static_layer(layer)], ()
     return storage, (layer,)
 
 
 def take_layer(numbers: NumbersT, at: At) -> NumbersT:
-    """The layer out of numbers that hold it, as `locate` gives them."""
+    """Slice a layer from an array; `locate` returns both arguments."""
     if not at:
         return numbers
     index = jnp.asarray(at[0])
@@ -144,9 +146,8 @@ def update_layer(
     layer: Layer,
     update: Callable[[NumbersT, At], NumbersT],
 ) -> NumbersT | tuple[NumbersT, ...]:
-    """Replace one layer by `update(numbers, at)`, which writes into the numbers that hold the
-    layer: in place, instead of taking the layer out and putting it back.
-    """
+    """Replace one layer by `update(numbers, at)`, which writes into the array that contains the
+    layer. The update is in place, without a slice and a copy back."""
     if isinstance(storage, tuple):
         index = static_layer(layer)
         return (*storage[:index], update(storage[index], ()), *storage[index + 1 :])
@@ -156,13 +157,13 @@ def update_layer(
 def take_rows(
     storage: NumbersT | tuple[NumbersT, ...], rows: Int[Array, " n"]
 ) -> NumbersT | tuple[NumbersT, ...]:
-    """Rows of the arrays of all layers, in this order; a row may come several times."""
+    """Select rows of the arrays of all layers, in this order; a row may occur several times."""
     axis = 0 if isinstance(storage, tuple) else 1
     return jax.tree.map(lambda array: jnp.take(array, rows, axis=axis, mode="clip"), storage)
 
 
 def static_layer(layer: Layer) -> int:
-    """The layer as a Python int; unrolled storage cannot be indexed by a traced number."""
+    """Return the number of a layer as an int; a traced number cannot index unrolled storage."""
     if isinstance(layer, int):
         return layer
     raise TypeError(
