@@ -1,9 +1,9 @@
-"""Where keys, values and states live between steps. The layout of each class is its own business.
+"""Caches of keys, values and states. Only a class knows the layout of its arrays.
 
-- `spec`: what a layer says it keeps; `ragged`: the flat batch of a serving step
-- `protocol`: what layers, models and engines call, and what attention reads
+- `spec`: the memory that a layer needs; `ragged`: the flat batch of a serving step
+- `protocol`: the interfaces of models, layers and engines, and the records for attention
 - `contiguous`, `cross`, `paged`, `recurrent`: the caches
-- `hybrid`: one cache of each kind, for layers that differ
+- `hybrid`: one cache per kind, for models with different layers
 - `storage`, `codes`, `sharded`: arrays of many layers, in 8 bits, and split over devices
 """
 

@@ -84,10 +84,10 @@ class CrossSlots:
         """Allocate empty slots.
 
         Args:
-            specs: one per layer, all equal.
-            num_slots, capacity: number of slots, and encoder positions that a slot can have.
+            specs: one spec per layer, all equal.
+            num_slots, capacity: number of slots, and maximum number of encoder positions of a slot.
             page_size: positions per page.
-            storage: see `Storage`; `sharding` is of [P, page_size, g, 2, k].
+            storage: see `Storage`; `sharding` describes [P, page_size, g, 2, k].
         """
         pages = num_slots * -(-capacity // page_size)
         pool = PagedCache.create(
@@ -97,7 +97,7 @@ class CrossSlots:
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """Storage layout of the layers."""
         return self.pool.layout
 
     @property
@@ -107,12 +107,12 @@ class CrossSlots:
 
     @property
     def pages_per_slot(self) -> int:
-        """Consecutive pages of a slot."""
+        """Number of consecutive pages of a slot."""
         return self.pool.num_pages // self.num_slots
 
     @property
     def capacity(self) -> int:
-        """Encoder positions that a slot can have."""
+        """Maximum number of encoder positions of a slot."""
         return self.pages_per_slot * self.pool.page_size
 
     def write(
@@ -159,7 +159,7 @@ class CrossSlots:
         ragged: RaggedBatch | None = None,
         group: str = "cross",
     ) -> tuple[CrossSlots, Pages]:
-        """Return what the queries of a serving step read; `write` fills the slots."""
+        """Return the arrays that the queries of a serving step read; `write` fills the slots."""
         if ragged is None:
             raise ValueError("slots of a serving engine need ragged, the flat batch of a step")
         if kv is not None:

@@ -1,4 +1,4 @@
-"""The flat batch of a serving step: tokens of many sequences, one after another.
+"""The flat batch of a serving step: the tokens of all sequences, concatenated.
 
 Legend: T flat tokens (padded to a bucket), n sequence slots (padded), p pages per sequence.
 """
@@ -15,25 +15,27 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Which sequence each flat token belongs to, and where its keys and values live.
+    """The sequence of each flat token, and the location of its keys and values.
 
-    Layers that free pages at different times (full attention, sliding window) have page tables of
-    their own: `slots` and `page_table` are keyed by group name, "full" for ordinary attention.
+    Layers that free pages at different times (full attention, sliding window) have separate page
+    tables: `slots` and `page_table` have an entry per group, "full" for ordinary attention.
 
     Attributes:
-        cu_q_lens: tokens of sequence i are `cu_q_lens[i]:cu_q_lens[i+1]`; [n+1], flat at the end.
+        cu_q_lens: tokens of sequence i are `cu_q_lens[i]:cu_q_lens[i+1]`; [n+1], constant at the
+            end.
         kv_lens: length of each sequence *including* this step's tokens; [n], 0 for an empty slot.
         seq_of_token: sequence slot of each token; [T].
-        slots: group -> `page * page_size + offset` where the token's keys and values go; [T].
-            Padding tokens carry an index beyond the pool, and are dropped.
+        slots: group -> `page * page_size + offset` of the token's keys and values; [T]. The index
+            of padding tokens is outside the pool, so they are dropped.
         page_table: group -> page numbers of each sequence; [n, p].
         state_slots: slot of each sequence's recurrent state; [n].
-        num_seqs: how many of the n slots are in use.
-        decode_only: no sequence has more than one token (static): attention then leaves out what
-            it does for longer ones, which is most of its compile time.
-        prompt_lens: tokens of each sequence's prompt, computed or not; [n]. Rotary factors that
-            depend on length follow them (`ed_models.body.context`). None = `kv_lens`.
-        adapter_ids: place of each sequence's LoRA adapter, 0 = none; [n]. None = none for all.
+        num_seqs: number of used slots of the n slots.
+        decode_only: whether no sequence has more than one token (static). Attention then omits the
+            code for longer sequences, which needs most of the compile time.
+        prompt_lens: number of tokens of each sequence's prompt, computed or not; [n]. Rotary
+            factors that depend on the length use these lengths (`ed_models.body.context`). None =
+            `kv_lens`.
+        adapter_ids: index of each sequence's LoRA adapter, 0 = none; [n]. None = no adapters.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -49,30 +51,31 @@ class RaggedBatch:
 
     @property
     def q_lens(self) -> Int[Array, " n"]:
-        """Tokens of each sequence in this step."""
+        """Number of tokens of each sequence in this step."""
         return jnp.diff(self.cu_q_lens)
 
     def group_of(self, name: str) -> str:
-        """The group whose slots and pages a cache of this name uses: "full" unless it has its own.
+        """Return the group whose slots and pages a cache of this name uses: its own group if
+        present, otherwise "full".
 
         A scheduler that frees no page before a sequence ends needs one page table for all layers.
         """
         return name if name in self.page_table else "full"
 
     def positions(self) -> Int[Array, "1 T"]:
-        """Position of each token in its own sequence (padding tokens get 0)."""
+        """Position of each token in its sequence; 0 for padding."""
         seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)
         offset = jnp.arange(self.seq_of_token.shape[0]) - self.cu_q_lens[seq]
         position = (self.kv_lens - self.q_lens)[seq] + offset
         return jnp.where(self.real(), position, 0)[None].astype(jnp.int32)
 
     def adapter_of_token(self) -> Int[Array, "1 T"] | None:
-        """`adapter_ids` for each token."""
+        """`adapter_ids` of each token."""
         if self.adapter_ids is None:
             return None
         seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)
         return self.adapter_ids[seq][None]
 
     def real(self) -> Bool[Array, " T"]:
-        """Which tokens belong to a sequence: padding comes last."""
+        """Whether each token belongs to a sequence; padding comes last."""
         return jnp.arange(self.seq_of_token.shape[0]) < self.cu_q_lens[-1]

@@ -1,4 +1,4 @@
-"""The place for the states of recurrent layers: a fixed number of arrays per row.
+"""A cache for the states of recurrent layers: a fixed number of arrays per row.
 
 Legend: b rows, n sequence slots of a ragged batch, L layers.
 """
@@ -34,11 +34,10 @@ from ed_layers.cache.storage import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentCache:
-    """Named arrays [b, ...] per layer; in serving, b is the number of state slots that sequences
-    lease.
+    """Named arrays [b, ...] per layer; in serving, b is the number of state slots.
 
-    The cache does not see the tokens, so padding is the layer's own business: it leaves the state
-    of a row as it is where `mask_info.q_segment_ids` of the step are 0.
+    The cache does not see the tokens, so the layer handles padding: where `mask_info.q_segment_ids`
+    of the step is 0, the layer does not change the state of a row.
 
     Attributes:
         states: name -> per layer [b, ...].
@@ -58,10 +57,10 @@ class RecurrentCache:
         """Allocate zeros.
 
         Args:
-            specs: one per layer, all equal.
-            batch_size: rows, or state slots.
+            specs: one spec per layer, all equal.
+            batch_size: number of rows, or of state slots.
             layout: see `Storage`.
-            sharding: of the batch, the first dimension of every state; see `Place`.
+            sharding: placement of the batch, the first dimension of every state; see `Place`.
         """
         if len(set(specs)) != 1:
             raise ValueError(
@@ -80,17 +79,17 @@ class RecurrentCache:
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """Storage layout of the layers."""
         return layout_of(next(iter(self.states.values())))
 
     def select_rows(self, rows: Int[Array, " n"]) -> RecurrentCache:
-        """Rows of the cache; see `ContiguousCache.select_rows`."""
+        """Select rows of the cache; see `ContiguousCache.select_rows`."""
         return RecurrentCache({name: take_rows(x, rows) for name, x in self.states.items()})
 
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
     ) -> States:
-        """The states of one layer; see `StateCache.get`."""
+        """Return the states of one layer; see `StateCache.get`."""
         located = {name: locate(storage, layer) for name, storage in self.states.items()}
         if ragged is None:
             return {name: take_layer(array, at) for name, (array, at) in located.items()}
@@ -121,7 +120,7 @@ class RecurrentCache:
                 start = (*at, *(0,) * new.ndim)
                 block = new.reshape((1,) * len(at) + new.shape)
                 return jax.lax.dynamic_update_slice(array, block, start)
-            # Places of the batch that are not in use must not touch the state of another sequence.
+            # Unused positions of the batch must not change the state of another sequence.
             used = jnp.arange(ragged.state_slots.shape[0]) < ragged.num_seqs
             slots = jnp.where(used, ragged.state_slots, array.shape[len(at)])
             return array.at[(*at, slots)].set(new, mode="drop")

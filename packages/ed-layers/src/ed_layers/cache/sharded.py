@@ -1,8 +1,8 @@
-"""Writing tokens into rows of slots, which may be split over devices.
+"""Writes of tokens into rows of slots, which may be split over devices.
 
-The partitioner would gather a cache to write along a sharded dimension. Under `shard_map` nothing
-is sent: the new tokens are on every device of their row already, and each device writes those that
-fall into its own slots.
+XLA's partitioner would gather a cache to write along a sharded dimension. `shard_map` needs no
+communication: the new tokens are already on every device of their row, and each device writes the
+tokens of its slots.
 
 Legend: b batch, g kv heads, t slots, k numbers of a head, s new tokens.
 """
@@ -22,14 +22,14 @@ from ed_layers.cache.storage import At, Layer, sharding_of_scales
 
 
 def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None:
-    """The sharding of [b, g, t, k], if it splits t; None otherwise."""
+    """Return the sharding of [b, g, t, k] if it splits t, otherwise None."""
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > 2 and sharding.spec[2]:
         return sharding
     return None
 
 
 def specs_of(numbers: Numbers, sharding: NamedSharding, *, lead: int) -> Any:
-    """Partition specs of stored numbers that have `lead` axes in front of [b, g, t, k]."""
+    """Return the partition specs of stored numbers with `lead` axes before [b, g, t, k]."""
     front = (None,) * lead
     values = PartitionSpec(*front, *sharding.spec)
     if not isinstance(numbers, Codes):
@@ -40,7 +40,7 @@ def specs_of(numbers: Numbers, sharding: NamedSharding, *, lead: int) -> Any:
 
 
 def first_slot(sharding: NamedSharding, local: int) -> jax.Array:
-    """Number of the first of this device's `local` slots; inside `shard_map`."""
+    """Return the first slot of this device, which has `local` slots; inside `shard_map`."""
     return jax.lax.axis_index(sharding.spec[2]) * local
 
 
@@ -54,8 +54,8 @@ def write_rows(
     """Write tokens of rows into one layer [b, g, t, k], in place.
 
     Args:
-        slots: where each token goes; one whose slot does not exist is dropped.
-        sharding: of the layer, where slots are split over devices.
+        slots: slot of each token; a token whose slot does not exist is dropped.
+        sharding: sharding of the layer if slots are split over devices.
     """
     if sharding is None:
         return scatter(numbers, new, slots, *at)
@@ -77,7 +77,7 @@ def write_rows(
 
 
 def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> Numbers:
-    """As `write_rows`, on one device, or with slots that are not split."""
+    """Do the work of `write_rows` on one device, or with slots that are not split."""
     lead = len(at)
     where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
 
@@ -85,7 +85,7 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
         if native.row_writes.takes(array):
             return put_rows(array, tokens, slots, at)
         indexed = (*range(lead), slot_axis)
-        # Rows are a batching dimension, so that rows on several devices are written where they are.
+        # Rows are a batching dimension, so that rows on several devices are written in place.
         dims = jax.lax.ScatterDimensionNumbers(
             update_window_dims=(2, 3),
             inserted_window_dims=indexed,
@@ -100,7 +100,7 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
 
 
 def put_rows(array: jax.Array, tokens: jax.Array, slots: Int[Array, "b s"], at: At) -> jax.Array:
-    """As `scatter`, of numbers [*lead, b, g, t, k], by the native library."""
+    """Do the work of `scatter` for numbers [*lead, b, g, t, k] in the native library."""
     b, g, t, k = array.shape[len(at) :]
     layer = at[0] if at else 0
     rows = (layer * b + jnp.arange(b))[:, None, None] * g + jnp.arange(g)

@@ -1,7 +1,7 @@
-"""Layers that read the keys and values of an earlier layer and have none of their own (Gemma 4).
+"""Layers without keys and values, which read the keys and values of an earlier layer (Gemma 4).
 
-They keep nothing: `cache_specs` of such a layer is `()`. What the earlier layer's attention read is
-handed on to them from layer to layer, with the cache.
+Such a layer stores nothing: its `cache_specs` is `()`. The arrays that the attention of the earlier
+layer read are passed from layer to layer with the cache.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ed_layers.cache.protocol import Cache, KeysValues, Layer, Pages, Stored
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.storage import Layout
 
-#: What attention reads of a layer: of a cache, or this step's keys and values where there is none.
+#: The arrays that attention reads: of a cache, or the keys and values of this step without a cache.
 Reading = Stored | Pages | KeysValues
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedKeys:
-    """A cache, or none in training, and what the layers that share read of it; as short-lived as
-    one step.
+    """A cache (None in training), and the arrays that the sharing layers read. It lives for one
+    step.
 
     Attributes:
-        cache: of the layers that have keys and values.
-        readings: group -> what the layer that shares has read.
-        sharing: numbers of the layers that share, one for each group, static.
+        cache: cache of the layers that have keys and values.
+        readings: group -> the arrays that the sharing layer read.
+        sharing: numbers of the sharing layers, one per group, static.
     """
 
     cache: Cache | None
@@ -38,7 +38,7 @@ class SharedKeys:
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """Storage layout of the layers."""
         return "leaves" if self.cache is None else self.cache.layout
 
     def update(
@@ -50,13 +50,13 @@ class SharedKeys:
         ragged: RaggedBatch | None = None,
         group: str = "full",
     ) -> tuple[SharedKeys, Reading]:
-        """Store this step's keys and values and give what attention reads; without any, give what
-        the layer of the group that shares has read.
+        """Store the keys and values of this step, and return the arrays that attention reads.
+        Without keys and values, return the arrays of the sharing layer of the group.
 
-        A layer that shares has a known number: its kind occurs once, so it is not scanned.
+        The number of a sharing layer is static: its kind occurs once, so the layer is not scanned.
 
         Raises:
-            ValueError: no layer of the group has shared yet.
+            ValueError: no sharing layer of the group precedes this layer.
         """
         if kv is None:
             if group not in self.readings:

@@ -1,1 +1,1 @@
-"""Layers with a state of fixed size: what they share (`rows`, `conv`), and each recurrence."""
+"""Layers with a state of fixed size: shared code (`rows`, `conv`), and the recurrences."""

@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel by itself.
+"""A short causal convolution of each channel.
 
 Legend: r rows, c columns, f channels, k taps.
 """
@@ -21,10 +21,10 @@ class ShortConv(nnx.Module):
     The kernel is [k, 1, f]; the state is the last k - 1 inputs, [k - 1, f].
 
     Args:
-        parts: says dtypes and initialisation.
+        parts: dtypes and initializers.
         channels: f.
         taps: k.
-        bias: whether there is one, [f].
+        bias: whether the convolution has a bias, [f].
         axis: logical axis of the channels.
     """
 
@@ -44,7 +44,7 @@ class ShortConv(nnx.Module):
         self.dtype = parts.dtype
 
     def state_spec(self, name: str = "conv") -> StateSpec:
-        """What the layer keeps between steps."""
+        """The memory of the layer between steps."""
         taps, _, channels = self.kernel.get_value().shape[-3:]
         return StateSpec(name, (taps - 1, channels), jnp.dtype(self.dtype).name)
 

@@ -1,14 +1,15 @@
-"""Attention with decay, a chunk of tokens at a time: what linear attention and delta rules share.
+"""Attention with decay, one chunk of tokens at a time, for linear attention and delta rules.
 
-A head has a state `S` [k, v]. Token t lets it decay and writes `k[t] u[t]^T`; `S^T q[t]` is read:
+A head has a state `S` [k, v]. Token t multiplies the state by the decay and adds `k[t] u[t]^T`; the
+output is `S^T q[t]`:
 
     S[t] = exp(g[t]) S[t - 1] + k[t] u[t]^T
 
-Within a chunk this is a sum over pairs of tokens, and the state of before reaches the tokens until
-a sequence begins. The decay is one number of a head (g [.., 1]) or one of each channel of its key
-(g [.., k]). Everything is float32.
+Within a chunk, this is a sum over pairs of tokens. The state before the chunk contributes to the
+tokens until a sequence begins. The decay is one number of a head (g [.., 1]), or one number of each
+channel of its key (g [.., k]). All arrays are float32.
 
-Legend: q rows, c tokens (i one that reads, j one that wrote), h heads, k key channels, v values.
+Legend: q rows, c tokens (i a reading token, j a writing token), h heads, k key channels, v values.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Decay:
     """The decays of one chunk.
 
     Attributes:
-        at: log of what is left at a token of what was before the chunk, or before the token's
-            sequence, [q, c, h, 1 or k].
-        reach: whether j reaches i, [q or 1, i, j].
-        fresh: whether the state of before reaches a token, [q, c]; None = all of them.
+        at: log of the decay at a token since the begin of the chunk, or of the token's sequence,
+            [q, c, h, 1 or k].
+        reach: whether token j contributes to token i, [q or 1, i, j].
+        fresh: whether the previous state contributes to a token, [q, c]; None = to all tokens.
     """
 
     at: Float[Array, "q c h one_or_k"]
@@ -41,24 +42,25 @@ class Decay:
 
     @classmethod
     def of(cls, g: Float[Array, "q c h one_or_k"], begun: Int[Array, "q c"] | None) -> Decay:
-        """Add up the log decays `g` of a chunk; `begun` as in `ed_layers.recurrence.rows.Step`."""
+        """Sum the log decays `g` of a chunk; `begun` as in `ed_layers.recurrence.rows.Step`."""
         g = g.astype(jnp.float32)
         reached = reach(begun, g.shape[1])
         if begun is None:
             return cls(jnp.cumsum(g, axis=1), reached, None)
-        # A product and no cumulative sum: other sequences leave no rounding errors behind.
+        # A product instead of a cumulative sum: other sequences cause no rounding errors.
         at = jnp.einsum("qij,qjhk->qihk", reached.astype(g.dtype), g, precision=EXACT)
         return cls(at, reached, begun == 0)
 
     def scores(
         self, a: Float[Array, "q c h k"], b: Float[Array, "q c h k"]
     ) -> Float[Array, "q h c c"]:
-        """`sum_k a[i] b[j] exp(at[i] - at[j])` where j reaches i, else 0; [q, h, i, j]."""
+        """Return `sum_k a[i] b[j] exp(at[i] - at[j])` where j reaches i, otherwise 0; [q, h,
+        i, j]."""
         if self.at.shape[-1] == 1:
             at = jnp.moveaxis(self.at[..., 0], 1, 2)
             left = jnp.where(self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf)
             return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(left)
-        # The exponent is of each pair: split into one of i and one of j it would overflow.
+        # The exponent belongs to each pair: factors of i and j alone would overflow.
         left = jnp.where(
             self.reach[..., None, None], self.at[:, :, None] - self.at[:, None], -jnp.inf
         )
@@ -68,7 +70,7 @@ class Decay:
     def read(
         self, a: Float[Array, "q c h k"], state: Float[Array, "q h k v"]
     ) -> Float[Array, "q c h v"]:
-        """What the tokens read of the state of before the chunk."""
+        """Return the part of the outputs that comes from the state before the chunk."""
         seen = jnp.exp(self.at)
         if self.fresh is not None:
             seen = jnp.where(self.fresh[..., None, None], seen, 0)
@@ -81,7 +83,8 @@ class Decay:
         u: Float[Array, "q c h v"],
         state: Float[Array, "q h k v"],
     ) -> Float[Array, "q c h v"]:
-        """What the tokens read after each has written `b u^T`, its own included."""
+        """Return the part of the outputs that comes from the writes `b u^T` of the chunk, including
+        the write of the token itself."""
         own = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
         return self.read(a, state) + own
 
@@ -91,7 +94,7 @@ class Decay:
         u: Float[Array, "q c h v"],
         state: Float[Array, "q h k v"],
     ) -> Float[Array, "q h k v"]:
-        """The state after the chunk."""
+        """Return the state after the chunk."""
         end = self.at[:, -1]
         left = jnp.where(self.reach[:, -1, :, None, None], end[:, None] - self.at, -jnp.inf)
         kept = jnp.exp(end)

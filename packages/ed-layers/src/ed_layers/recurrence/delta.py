@@ -2,8 +2,8 @@
 
     S = exp(g[t]) S;  S = S + beta[t] k[t] (v[t] - S^T k[t])^T;  y[t] = S^T q[t]
 
-A token writes what its key does not yet recall. Within a chunk, what the tokens write is the
-solution of a triangular system (the WY form).
+A token writes the difference between its value and the value that the state returns for its key.
+Within a chunk, the writes are the solution of a triangular system (the WY form).
 
 Legend: b batch, s sequence, d hidden, q rows, c tokens, h value heads, g key heads, k numbers of a
 key, v numbers of a value.
@@ -29,7 +29,7 @@ from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows
 
-#: What `delta_rule` takes of each token: q, k [.., h, k], v [.., h, v], g [.., h, 1 or k], beta
+#: Arguments of `delta_rule` for each token: q, k [.., h, k], v [.., h, v], g [.., h, 1 or k], beta
 #: [.., h].
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -37,15 +37,16 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 def delta_rule(
     state: Float[Array, "q h k v"], inputs: Inputs, begun: Int[Array, "q c"] | None
 ) -> tuple[Float[Array, "q h k v"], Float[Array, "q c h v"]]:
-    """The recurrence over a chunk, float32; a `Step` of `Rows.scan`.
+    """Compute the recurrence over a chunk, float32; a `Step` of `Rows.scan`.
 
-    A token with g = 0 and beta = 0 leaves the state as it is.
+    A token with g = 0 and beta = 0 does not change the state.
     """
     q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs)
     decay, beta = Decay.of(g, begun), beta[..., None]
     u = beta * (v - decay.read(k, state))
     if u.shape[1] > 1:
-        # Token i recalls of token j what the scores say: u[i] = beta (v - S^T k)[i] - sum_j<i.
+        # The scores are the part of token j in the value that token i reads: u[i] = beta (v - S^T
+        # k)[i] - sum_j<i.
         recalled = decay.scores(beta * k, k)
         columns = jnp.moveaxis(u, 1, 2)
         columns = jax.scipy.linalg.solve_triangular(
@@ -56,23 +57,23 @@ def delta_rule(
 
 
 class GatedDelta(nnx.Module):
-    """A mixer with the gated delta rule: Qwen3-Next's, and OLMo Hybrid's with its names.
+    """A mixer with the gated delta rule, with the parameter names of Qwen3-Next and OLMo Hybrid.
 
     Queries, keys and values pass a short convolution and an activation; queries and keys have
     length 1. `g = -exp(A_log) softplus(a_proj(x) + dt_bias)`, `beta = sigmoid(b_proj(x))`.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         key_heads, value_heads: g and h; a key head serves h / g value heads.
         key_dim, value_dim: k and v.
-        taps: of the convolutions.
-        beta_scale: factor on beta; 2 lets the state change its sign (Grazzi et al. 2024).
-        eps: of the norm of the outputs.
-        rates: `exp(A_log)` is drawn from this range.
-        steps: `softplus(dt_bias)` is drawn from this range, by its logarithm.
+        taps: taps of the convolutions.
+        beta_scale: factor on beta; with 2, the state may change its sign (Grazzi et al. 2024).
+        eps: epsilon of the norm of the outputs.
+        rates: range of the initial `exp(A_log)`.
+        steps: range of the initial `softplus(dt_bias)`, which is log-uniform.
     """
 
-    #: Tokens that are computed in parallel.
+    #: Number of tokens that are computed in parallel.
     chunk = CHUNK
     #: Activation of the output gate.
     gate_act: Callable[[jax.Array], jax.Array] = staticmethod(jax.nn.silu)
@@ -118,7 +119,7 @@ class GatedDelta(nnx.Module):
     def add_gates(
         self, parts: Parts, rates: tuple[float, float], steps: tuple[float, float]
     ) -> None:
-        """Make what `log_decay` and `gate` need."""
+        """Create the parameters of `log_decay` and `gate`."""
         d, h = parts.config.hidden_size, self.value_heads
         self.a_proj = parts.linear(d, h, axes=("embed", "heads"))
         self.g_proj = parts.linear(d, h * self.value_dim, axes=("embed", "heads"))
@@ -126,19 +127,19 @@ class GatedDelta(nnx.Module):
         self.dt_bias = nnx.Param(step_biases(parts, (h,), steps), axes=("heads",))
 
     def log_decay(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s h one_or_k"]:
-        """Log of the decay, float32."""
+        """Return the log of the decay, float32."""
         a = self.a_proj(x, ctx).astype(jnp.float32) + self.dt_bias.get_value().astype(jnp.float32)
         rate = jnp.exp(self.A_log.get_value().astype(jnp.float32))
         return (-rate * jax.nn.softplus(a))[..., None]
 
     def gate(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s hv"]:
-        """The gate of the outputs, before its activation."""
+        """Return the gate of the outputs, before its activation."""
         return self.g_proj(x, ctx)
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the mixer, and the cache."""
         x = ctx.named(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
@@ -166,12 +167,12 @@ class GatedDelta(nnx.Module):
 
 
 class KimiDelta(GatedDelta):
-    """Kimi delta attention (Kimi Team 2025): each channel of a key has a decay of its own.
+    """Kimi delta attention (Kimi Team 2025): each channel of a key has a separate decay.
 
-    Decays and output gate come out of projections of low rank; the gate is a sigmoid.
+    Low-rank projections compute the decays and the output gate; the gate is a sigmoid.
     """
 
-    chunk = 16  # pairs of tokens are computed for each channel
+    chunk = 16  # each channel has its own pairs of tokens
     gate_act = staticmethod(jax.nn.sigmoid)
 
     def add_gates(
@@ -198,19 +199,19 @@ class KimiDelta(GatedDelta):
 
 
 def unit(x: Float[Array, "*dims k"]) -> Float[Array, "*dims k"]:
-    """Vectors of length 1."""
+    """Scale vectors to length 1."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
 def log_rates(parts: Parts, shape: tuple[int, ...], rates: tuple[float, float]) -> jax.Array:
-    """Logarithms of numbers between the two `rates`."""
+    """Draw logarithms of numbers between the two `rates`."""
     low, high = rates
     rate = jax.random.uniform(parts.rngs.params(), shape, minval=low, maxval=high)
     return jnp.log(jnp.maximum(rate, 1e-4)).astype(parts.param_dtype)
 
 
 def step_biases(parts: Parts, shape: tuple[int, ...], steps: tuple[float, float]) -> jax.Array:
-    """Numbers whose softplus lies between the two `steps`, evenly by its logarithm."""
+    """Draw numbers whose softplus is log-uniform between the two `steps`."""
     low, high = (jnp.log(step) for step in steps)
     step = jnp.exp(jax.random.uniform(parts.rngs.params(), shape, minval=low, maxval=high))
     step = jnp.maximum(step, 1e-4)

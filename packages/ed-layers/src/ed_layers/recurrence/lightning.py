@@ -1,4 +1,4 @@
-"""Lightning attention (MiniMax 2025): linear attention whose heads forget at fixed rates.
+"""Lightning attention (MiniMax 2025): linear attention with a fixed decay rate of each head.
 
     S[t] = exp(-rate) S[t - 1] + k[t] v[t]^T;  y[t] = S[t]^T q[t]
 
@@ -30,21 +30,21 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def linear_attention(
     state: Float[Array, "q h k v"], inputs: Inputs, begun: Int[Array, "q c"] | None
 ) -> tuple[Float[Array, "q h k v"], Float[Array, "q c h v"]]:
-    """Linear attention with decay over a chunk, float32; a `Step` of `Rows.scan`."""
+    """Compute linear attention with decay over a chunk, float32; a `Step` of `Rows.scan`."""
     q, k, v, g = (x.astype(jnp.float32) for x in inputs)
     decay = Decay.of(g, begun)
     return decay.write(k, v, state), decay.attend(q, k, v, state)
 
 
 class LightningAttention(nnx.Module):
-    """A mixer with linear attention; sizes are those of the configuration's attention.
+    """A mixer with linear attention; the sizes are those of the configuration's attention.
 
-    Queries, keys and values pass the activation `hidden_act`. The outputs of all heads are normed
-    as one and multiplied by the sigmoid of `output_gate`. `qkv_proj` makes query, key and value of
-    head 0, then those of head 1, and so on.
+    Queries, keys and values pass the activation `hidden_act`. One norm covers the outputs of all
+    heads, which are then multiplied by the sigmoid of `output_gate`. `qkv_proj` computes query, key
+    and value of head 0, then of head 1, and so on.
     """
 
-    #: Tokens that are computed in parallel.
+    #: Number of tokens that are computed in parallel.
     chunk = CHUNK
 
     def __init__(self, parts: Parts):
@@ -61,7 +61,8 @@ class LightningAttention(nnx.Module):
         self.cache_spec = RecurrentSpec((StateSpec("kv", (h, k, k)),))
 
     def rates(self, layer: Layer) -> Float[Array, " h"]:
-        """How fast the heads of a layer forget: later heads and later layers more slowly."""
+        """Return the decay rates of the heads of a layer: smaller for later heads and later
+        layers."""
         of_head = (2.0 ** (-8 / self.heads)) ** np.arange(1, self.heads + 1)
         of_layer = 1 - jnp.asarray(layer, jnp.float32) / (self.layers - 1 + 1e-5) + 1e-5
         return jnp.asarray(of_head, jnp.float32) * of_layer
@@ -69,7 +70,7 @@ class LightningAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the mixer, and the cache."""
         x = ctx.named(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)

@@ -26,33 +26,35 @@ from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import Rows
 
-#: Tokens computed in parallel: few, because each has all states of all channels in memory.
+#: Number of tokens that are computed in parallel: few, because each token needs the states of all
+#: channels in memory.
 CHUNK = 16
-#: Lowest and highest step size at the start of training, and what none is below.
+#: Smallest and largest step size at the start of training, and the lower bound of all step sizes.
 TIME_STEP = (1e-3, 1e-1, 1e-4)
 
 
 class MambaMixer(nnx.Module):
-    """The layer of Mamba; Hugging Face's names, but `in_proj` is `in_proj` and `z_proj` here.
+    """The layer of Mamba, with the parameter names of Hugging Face, except that `in_proj` is
+    `in_proj` and `z_proj` here.
 
-    The state is [f, n] in float32, beside that of the convolution.
+    The states are [f, n] in float32, and the state of the convolution.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         channels: f.
         states: n.
-        taps: of the convolution.
-        rank: of the step sizes.
-        bias: of the projections from and to the stream.
-        conv_bias: of the convolution.
-        norm: makes the norms of dt, B and C from their features (Jamba, Falcon-Mamba); None = no
-            norms.
-        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        taps: taps of the convolution.
+        rank: rank of the projection of step sizes.
+        bias: whether the input and output projections have a bias.
+        conv_bias: whether the convolution has a bias.
+        norm: creates the norms of dt, B and C from their number of features (Jamba, Falcon-Mamba);
+            None = no norms.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's activation.
         time_step: see `TIME_STEP`.
-        chunk: tokens to compute in parallel.
+        chunk: number of tokens that are computed in parallel.
     """
 
-    #: Layers that are called on something else than the tokens of a batch: on rows of chunks.
+    #: Layers whose inputs are rows of chunks, not the tokens of a batch.
     without_tokens: ClassVar[tuple[str, ...]] = ("x_proj", "dt_proj")
 
     def __init__(
@@ -92,7 +94,7 @@ class MambaMixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the mixer, and the cache."""
         x = ctx.named(x, "normed_input")
         rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
@@ -102,7 +104,7 @@ class MambaMixer(nnx.Module):
         dt, b, c = self.selected(u)
         u = u.astype(jnp.float32)
         rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
-        # Where there is no token a step of zero leaves the state as it is.
+        # A step size of zero at padding does not change the state.
         inputs = u, rows.masked(dt), b, c
         y, states["ssm"] = rows.scan(partial(selective_scan, rates), states["ssm"], inputs)
         y = rows.leave(y + self.D.get_value().astype(jnp.float32) * u)
@@ -111,7 +113,7 @@ class MambaMixer(nnx.Module):
         return self.out_proj((y * gate).astype(self.dtype), ctx), cache
 
     def selected(self, u: Float[Array, "r c f"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What follows the token: dt [r, c, f], B and C [r, c, n], float32."""
+        """Return the inputs that depend on the token: dt [r, c, f], B and C [r, c, n], float32."""
         rank, n = self.sizes
         dt, b, c = jnp.split(self.x_proj(u), (rank, rank + n), axis=-1)
         if self.has_norms:
@@ -126,11 +128,11 @@ def selective_scan(
     inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     begun: Int[Array, "r c"] | None,
 ) -> tuple[Float[Array, "r f n"], Float[Array, "r c f"]]:
-    """One chunk of the recurrence, without `D u`; a `Step` of `Rows.scan`.
+    """Compute one chunk of the recurrence, without `D u`; a `Step` of `Rows.scan`.
 
     Args:
         rates: A, negative.
-        state: before the chunk.
+        state: state before the chunk.
         inputs: u and dt [r, c, f], B and C [r, c, n], all float32.
         begun: see `Step`.
     """
@@ -150,7 +152,7 @@ def selective_scan(
 
 
 def step_bias(parts: Parts, size: int, time_step: tuple[float, float, float]) -> jax.Array:
-    """Biases [size] whose softplus are step sizes, log-uniform as `time_step` says."""
+    """Draw biases [size] whose softplus is log-uniform within `time_step`."""
     low, high, floor = time_step
     logs = jax.random.uniform(
         parts.rngs.params(), (size,), jnp.float32, jnp.log(low), jnp.log(high)

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024): one decay for each head, so that chunks are products of matrices.
+"""Mamba-2 (Dao & Gu 2024): one decay for each head, so that chunks are matrix products.
 
 For every head, with the step `dt[t]` and states [p, n]:
 
@@ -30,28 +30,28 @@ from ed_layers.recurrence.rows import CHUNK, Rows, reach
 
 
 class Mamba2Mixer(nnx.Module):
-    """The layer of Mamba-2; Hugging Face's names, but two of its tensors are several here.
+    """The layer of Mamba-2, with the parameter names of Hugging Face, except two split tensors.
 
-    `in_proj` is `z_proj`, `in_proj`, `bc_proj` and `dt_proj`; `conv1d` is `conv1d`, of the heads,
-    and `bc_conv1d`: so heads are split over devices, and B and C, which heads share, are not. The
-    state is [h, p, n] in float32, beside those of the convolutions.
+    `in_proj` is split into `z_proj`, `in_proj`, `bc_proj` and `dt_proj`, and `conv1d` into `conv1d`
+    of the heads and `bc_conv1d`: the heads are split over devices, but B and C are shared by heads.
+    The states are [h, p, n] in float32, and the states of the convolutions.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         heads, head_dim: h, p.
         states: n.
-        groups: g; the heads of a group share B and C, and are normed together.
-        taps: of the convolution.
-        bias: of the projections from the stream.
-        out_bias: of the projection to the stream; None = as `bias`.
-        conv_bias: of the convolution.
-        norm_eps: of the gated norm; None = gated without a norm (Falcon-H1).
-        gate_first: the gate acts before the norm.
-        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        groups: g; the heads of a group share B and C, and one norm.
+        taps: taps of the convolution.
+        bias: whether the input projections have a bias.
+        out_bias: whether the output projection has a bias; None = the value of `bias`.
+        conv_bias: whether the convolution has a bias.
+        norm_eps: epsilon of the gated norm; None = a gate without a norm (Falcon-H1).
+        gate_first: whether the gate precedes the norm.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's activation.
         dt_limits: bounds of the step sizes.
-        multipliers: factors on the gate, x, B, C and dt, as they are projected (Falcon-H1).
+        multipliers: factors on the projected gate, x, B, C and dt (Falcon-H1).
         time_step: see `ed_layers.recurrence.mamba.TIME_STEP`.
-        chunk: tokens to compute in parallel.
+        chunk: number of tokens that are computed in parallel.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Mamba2Mixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the mixer, and the cache."""
         x = ctx.named(x, "normed_input")
         g, h, p, n = self.sizes
         of_z, of_x, of_b, of_c, of_dt = self.multipliers
@@ -127,7 +127,7 @@ class Mamba2Mixer(nnx.Module):
         bc, states["bc_conv"] = self.bc_conv1d(bc, states["bc_conv"], rows)
         u = act(u).astype(jnp.float32).reshape(*u.shape[:2], h, p)
         bc = act(bc).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
-        # Where there is no token a step of zero leaves the state as it is.
+        # A step size of zero at padding does not change the state.
         dt = rows.masked(self.steps(rows.enter(self.dt_proj(x, ctx) * of_dt, "heads")))
         rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
         step = partial(state_space_dual, rates, precision=self.precision)
@@ -141,7 +141,7 @@ class Mamba2Mixer(nnx.Module):
         return self.out_proj(y, ctx), cache
 
     def steps(self, dt: Float[Array, "r c h"]) -> Float[Array, "r c h"]:
-        """Step sizes, float32."""
+        """Return the step sizes, float32."""
         dt = dt.astype(jnp.float32) + self.dt_bias.get_value().astype(jnp.float32)
         return jnp.clip(jax.nn.softplus(dt), *self.dt_limits)
 
@@ -154,14 +154,14 @@ def state_space_dual(
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Float[Array, "r h p n"], Float[Array, "r c h p"]]:
-    """One chunk of the recurrence, without `D x`; a `Step` of `Rows.scan`.
+    """Compute one chunk of the recurrence, without `D x`; a `Step` of `Rows.scan`.
 
-    Within the chunk tokens meet as in attention, with decays for a softmax; what came before is in
-    the state.
+    Within the chunk, pairs of tokens are computed as in attention, with decays instead of a
+    softmax. The state contains all earlier tokens.
 
     Args:
         rates: A, negative.
-        state: before the chunk.
+        state: state before the chunk.
         inputs: x [r, c, h, p], dt [r, c, h], B and C [r, c, g, n], all float32.
         begun: see `Step`.
     """
@@ -170,8 +170,8 @@ def state_space_dual(
     g, n = b.shape[2:]
     product = partial(jnp.einsum, precision=precision)
     reached = reach(begun, columns)
-    # Sums of logarithms from the begin of a sequence, or of the chunk: what stands before has no
-    # part in them, not even by rounding.
+    # Sums of logarithms since the begin of a sequence, or of the chunk. Earlier tokens do not
+    # contribute, not even rounding errors.
     logs = jnp.matmul(
         reached.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
     ).swapaxes(1, 2)

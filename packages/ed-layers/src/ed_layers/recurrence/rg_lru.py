@@ -2,10 +2,11 @@
 
     h[t] = a[t] h[t - 1] + sqrt(1 - a[t]^2) i[t] x[t],  a[t] = exp(-8 softplus(A) r[t])
 
-with the gates `i` and `r`, sigmoids of linear functions of blocks of x. The first token of a
-sequence enters as it is, without the root.
+The gates `i` and `r` are sigmoids of linear functions of blocks of x. The factor of the first token
+of a sequence is 1 instead of the square root.
 
-Legend: b batch, s sequence, d hidden, q rows, c tokens, f channels, n blocks, w channels of one.
+Legend: b batch, s sequence, d hidden, q rows, c tokens, f channels, n blocks, w channels of a
+block.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def diagonal(
     inputs: tuple[Float[Array, "q c f"], Float[Array, "q c f"]],
     begun: Int[Array, "q c"] | None,
 ) -> tuple[Float[Array, "q f"], Float[Array, "q c f"]]:
-    """`h[t] = exp(g[t]) h[t - 1] + x[t]` for the inputs (g, x); a `Step` of `Rows.scan`."""
+    """Compute `h[t] = exp(g[t]) h[t - 1] + x[t]` for the inputs (g, x); a `Step` of `Rows.scan`."""
     g, x = inputs
     a = jnp.exp(g)
     if begun is not None:
@@ -49,14 +50,14 @@ class RGLRU(nnx.Module):
     """The recurrent block of RecurrentGemma: `linear_out(lru(conv(linear_x(x))) act(linear_y(x)))`.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         width: f.
         blocks: n; the gates mix the channels of a block.
-        taps: of the convolution.
+        taps: taps of the convolution.
         hidden_act: Hugging Face's name of the activation.
     """
 
-    #: Tokens that are computed in parallel.
+    #: Number of tokens that are computed in parallel.
     chunk = CHUNK
 
     def __init__(self, parts: Parts, width: int, blocks: int, *, taps: int, hidden_act: str):
@@ -70,7 +71,7 @@ class RGLRU(nnx.Module):
             setattr(self, f"{name}_weight", nnx.Param(kernel, axes=("heads", None, None)))
             bias = jnp.zeros((blocks, w), parts.param_dtype)
             setattr(self, f"{name}_bias", nnx.Param(bias, axes=("heads", None)))
-        # A decay between 0.9 and 0.999 where the gate is open.
+        # The decay is between 0.9 and 0.999 if the gate is open.
         square = jax.random.uniform(parts.rngs.params(), (width,), minval=0.81, maxval=0.998)
         rate = jnp.log(jnp.expm1(-0.5 * jnp.log(square))).astype(parts.param_dtype)
         self.recurrent_param = nnx.Param(rate, axes=("mlp",))
@@ -79,7 +80,7 @@ class RGLRU(nnx.Module):
         self.cache_spec = RecurrentSpec((self.conv1d.state_spec(), StateSpec("h", (width,))))
 
     def sigmoid(self, name: str, x: Float[Array, "b s f"]) -> Float[Array, "b s f"]:
-        """A gate, float32."""
+        """Return a gate, float32."""
         weight = getattr(self, f"{name}_weight").get_value().astype(x.dtype)
         bias = getattr(self, f"{name}_bias").get_value().astype(x.dtype)
         parts = x.reshape(*x.shape[:2], *bias.shape)
@@ -89,7 +90,7 @@ class RGLRU(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the block, and the cache."""
         x = ctx.named(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
@@ -110,7 +111,7 @@ class RGLRU(nnx.Module):
 
 @jax.custom_jvp
 def root(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """The square root, with a slope of at most 1000."""
+    """Return the square root; its slope is at most 1000."""
     return jnp.sqrt(x)
 
 

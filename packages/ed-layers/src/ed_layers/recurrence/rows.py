@@ -1,6 +1,6 @@
-"""The batch as recurrent layers compute on it: rows of tokens in order, each row with a state.
+"""The batch of a recurrent layer: rows of consecutive tokens, each row with a state.
 
-A mixer takes the same steps in training, in `generate` and in serving:
+A mixer runs the same steps in training, in `generate` and in serving:
 
     rows = Rows.of(ctx, x.shape[:2], cache)
     states = rows.states(cache, layer, self.cache_spec)
@@ -10,12 +10,13 @@ A mixer takes the same steps in training, in `generate` and in serving:
     cache = rows.store(cache, layer, states, self.cache_spec)
     return self.out_proj(rows.leave(y), ctx), cache
 
-What a row is depends on the batch:
+The rows depend on the batch:
 
-- without a cache, rows are those of the batch, and several sequences may begin in one;
-- with a contiguous cache, rows are those of the batch, their tokens moved to the front;
+- without a cache, the rows are the rows of the batch, and several sequences may begin in one row;
+- with a contiguous cache, the rows are the rows of the batch, with their tokens moved to the front;
 - in a serving step of single tokens, a row is the token of a sequence;
-- in any other serving step, a row is a chunk of one sequence, and rows follow one another.
+- in any other serving step, a row is a chunk of one sequence, and the rows of a sequence are
+  consecutive.
 
 Legend: b batch, s positions, r rows, c columns, m states, n sequences, q rows of a step, C columns
 of a step.
@@ -38,30 +39,31 @@ from ed_layers.cache.spec import RecurrentSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 
-#: `(state [q, ...], inputs [q, C, ...], begun) -> (state, outputs [q, C, ...])`: a recurrence over
-#: C tokens. `begun` [q, C] counts the sequences that began at or before a token: the state that the
-#: step takes reaches the tokens of count 0, a token reaches the later ones of its own count, and
-#: the state that the step returns is that of the last count. None: no sequence begins.
+#: A recurrence over C tokens: `(state [q, ...], inputs [q, C, ...], begun) -> (state, outputs [q,
+#: C, ...])`. `begun` [q, C] is the number of sequences that began at or before a token. The given
+#: state contributes to the tokens with count 0, a token contributes to later tokens with the same
+#: count, and the returned state belongs to the last count. None: no sequence begins.
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
-#: Tokens that a recurrence computes in parallel.
+#: Number of tokens that a recurrence computes in parallel.
 CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How tokens of a batch and of its rows correspond; see the head of this file.
+    """The mapping between the tokens of a batch and the positions of its rows; see the module.
 
     Attributes:
-        ctx: what the layer is told.
-        real: which places hold tokens, [r, c]. A mixer makes the inputs of the others neutral: such
-            that they leave the state as it is.
-        starts: where a sequence begins, [r, c]; None = each row goes on from its state.
-        chunk: tokens that a recurrence computes in parallel.
-        take: for each place the token in its row of the batch, or in a flat batch; None = places
-            are those of the batch.
-        back: for each token its place; None as before.
-        owner: the state of each row where rows follow one another, [r]; None = row i has state i.
+        ctx: context of the layer.
+        real: whether a position holds a token, [r, c]. The inputs of a mixer at other positions
+            must not change the state.
+        starts: whether a sequence begins at a position, [r, c]; None = each row continues its
+            state.
+        chunk: number of tokens that a recurrence computes in parallel.
+        take: for each position, the index of the token in its row of the batch, or in a flat batch;
+            None = the positions of the batch.
+        back: for each token, its position; None = the positions of the batch.
+        owner: the state of each row if rows are consecutive chunks, [r]; None = row i has state i.
         last: the last row of each state, [m]; None = row i.
     """
 
@@ -76,13 +78,13 @@ class Rows:
 
     @classmethod
     def of(cls, ctx: Ctx, shape: tuple[int, int], cache: Any, *, chunk: int = CHUNK) -> Rows:
-        """The rows of a batch.
+        """Create the rows of a batch.
 
         Args:
-            ctx: what the layer is told.
+            ctx: context of the layer.
             shape: (b, s) of the batch.
-            cache: the model's; None in training.
-            chunk: tokens to compute in parallel, at least as many as a convolution remembers.
+            cache: cache of the model; None in training.
+            chunk: number of tokens to compute in parallel, at least the memory of a convolution.
         """
         s = shape[1]
         if ctx.ragged is not None:
@@ -95,7 +97,7 @@ class Rows:
             return cls(ctx, real, starts=real & (ctx.mask_info.q_index == 0), chunk=chunk)
         if s == 1:
             return cls(ctx, real, chunk=chunk)
-        # A stable sort brings the tokens of each row to its front.
+        # A stable sort moves the tokens of each row to the front.
         take = jnp.argsort(~real, axis=1, stable=True)
         count = jnp.cumsum(real, axis=1)
         places = jnp.arange(s) < count[:, -1:]
@@ -104,14 +106,15 @@ class Rows:
     def enter(
         self, x: Float[Array, "b s *dims"], axis: str | None = None
     ) -> Float[Array, "r c *dims"]:
-        """Bring values of tokens to their places; places without a token have some value.
+        """Move values of tokens to their positions; the values of positions without a token are
+        arbitrary.
 
         Args:
-            axis: what the third dimension means (`"mlp"`, `"heads"`), so that devices share it;
-                None = each has it whole.
+            axis: logical axis of the third dimension (`"mlp"`, `"heads"`), which devices split;
+                None = not split.
         """
         if self.ctx.config is not None:
-            # A recurrence goes along the sequence: each device has whole rows.
+            # A recurrence runs along the sequence: each device has whole rows.
             axes = ("batch", None, axis, *(None,) * x.ndim)[: x.ndim]
             x = constrain(x, axes, self.ctx.config)
         if self.take is None:
@@ -121,7 +124,7 @@ class Rows:
         return jnp.take_along_axis(x, _spread(self.take, x.ndim), axis=1)
 
     def leave(self, y: Float[Array, "r c *dims"]) -> Float[Array, "b s *dims"]:
-        """Bring values back to the tokens."""
+        """Move values back to the tokens."""
         if self.back is None:
             return y
         if self.ctx.ragged is not None:
@@ -129,26 +132,26 @@ class Rows:
         return jnp.take_along_axis(y, _spread(self.back, y.ndim), axis=1)
 
     def states(self, cache: StateCache | None, layer: Layer, spec: RecurrentSpec) -> States:
-        """The states of a layer before this step; zeros without a cache."""
+        """Return the states of a layer before this step; zeros without a cache."""
         if cache is None:
             rows = self.real.shape[0]
             return {x.name: jnp.zeros((rows, *x.shape), x.dtype) for x in spec.states}
         return cache.get(layer, ragged=self.ctx.ragged, group=spec.group)
 
     def store(self, cache: Any, layer: Layer, states: States, spec: RecurrentSpec) -> Any:
-        """The cache after this step; None stays None."""
+        """Return the cache after this step; None stays None."""
         if cache is None:
             return None
         return cache.set(layer, states, ragged=self.ctx.ragged, group=spec.group)
 
     def masked(self, x: Float[Array, "r c *dims"], value: float = 0.0) -> Float[Array, "r c *dims"]:
-        """Replace what stands in places without a token."""
+        """Replace the values of positions without a token."""
         return jnp.where(_spread(self.real, x.ndim), x, jnp.asarray(value, x.dtype))
 
     def remembered(
         self, x: Float[Array, "r c *dims"], state: Float[Array, "m k *dims"]
     ) -> tuple[Float[Array, "r kc *dims"], Float[Array, "m k *dims"]]:
-        """Put the `k` inputs before each row in front of it.
+        """Prepend the `k` previous inputs to each row.
 
         Args:
             x: inputs.
@@ -168,8 +171,8 @@ class Rows:
         return whole, self.of_states(after, state)
 
     def of_states(self, rows: jax.Array, state: jax.Array) -> jax.Array:
-        """From [r, ...] and [m, ...]: what the last row of each state says, in the state's dtype;
-        the old state where there is no token."""
+        """Return the states of the last rows, from rows [r, ...] and previous states [m, ...], in
+        the dtype of the states; a state without a token does not change."""
         if self.last is not None:
             assert self.ctx.ragged is not None, "only sequences of a serving step have many rows"
             goes_on = _spread(self.ctx.ragged.q_lens > 0, rows.ndim)
@@ -177,22 +180,23 @@ class Rows:
         return rows.astype(state.dtype)
 
     def begun(self) -> Int[Array, "r c"] | None:
-        """How many sequences began at or before each place of its row; None where none does."""
+        """Return the number of sequences that began at or before each position of its row; None if
+        no sequence begins."""
         return None if self.starts is None else jnp.cumsum(self.starts, axis=1, dtype=jnp.int32)
 
     def scan(self, step: Step, state: Any, inputs: Any) -> tuple[Any, Any]:
         """Run a recurrence over all tokens.
 
         Args:
-            step: `chunk` tokens of several rows at a time; see `Step`.
+            step: the recurrence for `chunk` tokens of several rows; see `Step`.
             state: a pytree of [m, ...].
-            inputs: a pytree of [r, c, ...] in which zeros are neutral: they fill up the rows.
+            inputs: a pytree of [r, c, ...]; zeros, which fill the rows, must not change the state.
 
         Returns:
-            outputs, a pytree of [r, c, ...], and the state after this step, in its own dtype.
+            The outputs, a pytree of [r, c, ...], and the state after this step, in its own dtype.
         """
         if self.ctx.mode == "train":
-            # Only the states between the chunks are kept for the backward pass.
+            # The backward pass needs only the states between the chunks.
             step = jax.checkpoint(step, prevent_cse=False)
         r, c = self.real.shape
         if self.owner is not None:
@@ -223,7 +227,7 @@ class Rows:
         return jax.tree.map(joined, outputs), state
 
     def _scan_chained(self, step: Step, states: Any, inputs: Any) -> tuple[Any, Any]:
-        """Row by row: each takes the state of its sequence, and leaves it for the next one."""
+        """Run the rows one after another: each row reads and updates the state of its sequence."""
 
         def body(states: Any, now: Any) -> tuple[Any, Any]:
             owner, inputs = now
@@ -241,14 +245,14 @@ class Rows:
 
 
 def reach(begun: Int[Array, "q c"] | None, columns: int) -> Bool[Array, "q c c"]:
-    """Whether the second token reaches the first one: it is not later, and no sequence begins in
-    between. With `begun` None, [1, c, c]."""
+    """Return whether the second token contributes to the first token: the second token is not
+    later, and no sequence begins between them. [1, c, c] if `begun` is None."""
     causal = jnp.tril(jnp.ones((columns, columns), bool))[None]
     return causal if begun is None else causal & (begun[:, :, None] == begun[:, None])
 
 
 def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
-    """Each sequence has one token or none: a row with one column."""
+    """Create rows with one column: each sequence has at most one token."""
     return Rows(
         ctx,
         (ragged.q_lens > 0)[:, None],
@@ -258,7 +262,7 @@ def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
 
 
 def _of_chunks(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
-    """Each sequence has rows of its own, as many as its tokens fill."""
+    """Create separate rows for each sequence, as many as its tokens fill."""
     tokens, n = ragged.seq_of_token.shape[0], ragged.q_lens.shape[0]
     rows = jnp.arange(tokens // chunk + n, dtype=jnp.int32)
     ends = jnp.cumsum(-(-ragged.q_lens // chunk))
@@ -280,5 +284,5 @@ def _of_chunks(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
 
 
 def _spread(x: jax.Array, ndim: int) -> jax.Array:
-    """Add dimensions of one at the end."""
+    """Append dimensions of size 1."""
     return x.reshape(*x.shape, *(1,) * (ndim - x.ndim))

@@ -1,11 +1,11 @@
 """The time mixing and the channel mixing of RWKV-4 (Peng et al. 2023).
 
-A channel keeps a mean of values, weighted by the exponentials of their keys, which decay:
+A channel has a mean of values, weighted by decaying exponentials of their keys:
 
     y[t] = (n[t-1] + exp(u + k[t]) v[t]) / (d[t-1] + exp(u + k[t]))
     n[t] = exp(-w) n[t-1] + exp(k[t]) v[t];  d[t] = exp(-w) d[t-1] + exp(k[t])
 
-`n` and `d` are kept divided by the exponential of a third number, the largest exponent so far.
+`n` and `d` are stored divided by the exponential of a third number, the largest exponent so far.
 
 Legend: b batch, s sequence, d hidden, r and q rows, c tokens, f channels.
 """
@@ -25,13 +25,13 @@ from ed_layers.context import Ctx
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
 
-#: The largest exponent where nothing has been seen yet; a sum of three is still a float32.
+#: The largest exponent before the first token; a sum of three such numbers is still a float32.
 NOTHING = -1e38
 
 
 class Sums(NamedTuple):
-    """Some tokens in a row: `n exp(m)` and `d exp(m)`, and the log of how much they let decay what
-    was before them. All [q, c, f]."""
+    """Sums over consecutive tokens: `n exp(m)` and `d exp(m)`, and the log of the decay of earlier
+    tokens. All arrays are [q, c, f]."""
 
     n: jax.Array
     d: jax.Array
@@ -39,7 +39,7 @@ class Sums(NamedTuple):
     g: jax.Array
 
     def then(self, right: Sums) -> Sums:
-        """These tokens, then others."""
+        """Return the sums over these tokens, followed by others."""
         m = jnp.maximum(self.m + right.g, right.m)
         old, new = jnp.exp(self.m + right.g - m), jnp.exp(right.m - m)
         return Sums(old * self.n + new * right.n, old * self.d + new * right.d, m, self.g + right.g)
@@ -48,12 +48,12 @@ class Sums(NamedTuple):
 def time_mixing(
     state: States, inputs: dict[str, Float[Array, "q c f"]], begun: Int[Array, "q c"] | None
 ) -> tuple[States, Float[Array, "q c f"]]:
-    """The recurrence over a chunk, float32; a `Step` of `Rows.scan`.
+    """Compute the recurrence over a chunk, float32; a `Step` of `Rows.scan`.
 
     Args:
-        state: `n`, `d` and `m`, [q, f]; zeros have seen nothing.
-        inputs: `k`; `u`, which the current token's key has besides; `v`; `g`, the log of the decay;
-            `one`, 1 for a token and 0 for a place without.
+        state: `n`, `d` and `m`, [q, f]; zeros before the first token.
+        inputs: `k`; `u`, which is added to the key of the current token; `v`; `g`, the log of the
+            decay; `one`, 1 for a token and 0 for padding.
         begun: see `Step`.
     """
     k, u, v, g, one = (inputs[name] for name in ("k", "u", "v", "g", "one"))
@@ -64,12 +64,12 @@ def time_mixing(
     tokens = Sums(one * v, one, jnp.where(one > 0, k, NOTHING), g)
     kept = jnp.where(state["d"] > 0, state["m"], NOTHING)
     before = Sums(state["n"], state["d"], kept, jnp.zeros_like(kept))
-    # Place 0 is the state of before; place t + 1 is what is known after token t.
+    # Index 0 is the previous state; index t + 1 is the state after token t.
     both = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b], axis=1), before, tokens)
     known = jax.lax.associative_scan(lambda left, right: left.then(right), both, axis=1)
     last = {name: getattr(known, name)[:, -1] for name in ("n", "d", "m")}
     seen = Sums(*(x[:, :-1] for x in known))
-    # A token reads what was there before it, undecayed; the first one of a sequence, nothing.
+    # A token reads the previous state without decay; the first token of a sequence reads nothing.
     now = seen.then(Sums(v, jnp.ones_like(v), k + u, undecayed))
     return last, now.n / now.d
 
@@ -77,7 +77,8 @@ def time_mixing(
 def shifted(
     x: Float[Array, "b s d"], state: Float[Array, "m 1 d"], rows: Rows
 ) -> tuple[Float[Array, "b s d"], Float[Array, "m 1 d"]]:
-    """The token before each one, zeros before the first; and the state after this step."""
+    """Return the previous token of each token, zeros before the first; and the state after this
+    step."""
     whole, state = rows.remembered(rows.masked(rows.enter(x)), state)
     before = whole[:, :-1]
     if rows.starts is not None:
@@ -86,11 +87,11 @@ def shifted(
 
 
 class Mixed(nnx.Module):
-    """Linear layers that read mixtures of a token and the one before it.
+    """Linear layers whose inputs are mixtures of a token and the previous token.
 
     Args:
-        parts: says initialisation and dtypes.
-        names: of the mixtures: `time_mix_<name>` has a share of the token for each channel.
+        parts: initializers and dtypes.
+        names: names of the mixtures: `time_mix_<name>` is the share of the token for each channel.
     """
 
     def __init__(self, parts: Parts, *names: str):
@@ -100,16 +101,16 @@ class Mixed(nnx.Module):
             setattr(self, f"time_mix_{name}", nnx.Param(half, axes=(None, None, None)))
 
     def mixed(self, name: str, x: jax.Array, before: jax.Array, ctx: Ctx) -> Float[Array, "b s f"]:
-        """The layer of that name, of its mixture."""
+        """Return the output of the layer with this name, for its mixture."""
         share = getattr(self, f"time_mix_{name}").get_value().astype(x.dtype)
         return getattr(self, name)(x * share + before * (1 - share), ctx)
 
 
 class TimeMixing(Mixed):
-    """What RWKV has for attention. Its states are `n`, `d`, `m` and `attention_x`.
+    """The attention layer of RWKV. Its states are `n`, `d`, `m` and `attention_x`.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         width: f.
     """
 
@@ -128,7 +129,7 @@ class TimeMixing(Mixed):
     def __call__(
         self, x: Float[Array, "b s d"], states: States, rows: Rows
     ) -> tuple[Float[Array, "b s d"], States]:
-        """Return what is added to the stream, and the states after this step."""
+        """Return the output of the layer, and the states after this step."""
         ctx = rows.ctx
         before, last = shifted(x, states["attention_x"], rows)
 
@@ -153,11 +154,11 @@ class TimeMixing(Mixed):
 
 
 class ChannelMixing(Mixed):
-    """What RWKV has for a feed-forward layer. Its state is `feed_forward_x`.
+    """The feed-forward layer of RWKV. Its state is `feed_forward_x`.
 
     Args:
-        parts: makes the projections.
-        width: of the layer within.
+        parts: creates the projections.
+        width: width of the hidden layer.
     """
 
     def __init__(self, parts: Parts, width: int):
@@ -171,7 +172,7 @@ class ChannelMixing(Mixed):
     def __call__(
         self, x: Float[Array, "b s d"], states: States, rows: Rows
     ) -> tuple[Float[Array, "b s d"], States]:
-        """Return what is added to the stream, and the state after this step."""
+        """Return the output of the layer, and the state after this step."""
         ctx = rows.ctx
         before, last = shifted(x, states["feed_forward_x"], rows)
         key = ctx.named(self.mixed("key", x, before, ctx), "mlp_up")

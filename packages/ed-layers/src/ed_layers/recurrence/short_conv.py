@@ -19,12 +19,12 @@ from ed_layers.recurrence.rows import Rows
 
 
 class GatedShortConv(nnx.Module):
-    """A mixer that is one short convolution of d channels between two gates.
+    """A mixer: a short convolution of d channels between two gates.
 
     Args:
-        parts: makes the projections.
-        taps: of the convolution.
-        bias: of the projections and of the convolution.
+        parts: creates the projections.
+        taps: taps of the convolution.
+        bias: whether the projections and the convolution have a bias.
     """
 
     def __init__(self, parts: Parts, taps: int, *, bias: bool = False):
@@ -39,7 +39,7 @@ class GatedShortConv(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the mixer, and the cache."""
         x = ctx.named(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache)
