@@ -1,7 +1,8 @@
-"""Kernels in C++ for CPUs: products in every format of weights, and attention.
+"""C++ kernels for CPUs: products in every format of weights, and attention.
 
-`python -m ed_layers.native build` compiles them, `python -m ed_layers.native` says what is in use.
-Without them everything runs in plain XLA. `ED_LAYERS_NATIVE=0` turns them off.
+`python -m ed_layers.native build` compiles the library, and `python -m ed_layers.native` prints its
+state. Without the library, all computations use plain XLA. `ED_LAYERS_NATIVE=0` disables the
+library.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""`python -m ed_layers.native`: what is in use; `... build`: compile the library."""
+"""`python -m ed_layers.native`: print the state of the library; `... build`: compile the
+library."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ed_layers.native.library import describe
 
 
 def main() -> int:
-    """Parse the command line; 1 if the library cannot be built."""
+    """Parse the command line; return 1 if the library cannot be built."""
     parser = argparse.ArgumentParser(prog="python -m ed_layers.native", description=__doc__)
     parser.add_argument("action", nargs="?", choices=["build", "describe"], default="describe")
     if parser.parse_args().action == "build":

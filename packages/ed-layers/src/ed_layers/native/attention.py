@@ -32,15 +32,16 @@ def attention(
     mask: Mask,
     limits: Int[Array, " 2"],
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b s h"]]:
-    """Softmax attention, summed in float32, and the log-sum-exp of the scores of each query.
+    """Compute softmax attention, summed in float32, and the log-sum-exp of the scores of each
+    query.
 
     Args:
         soft_cap: 0 = none.
         limits: window and chunk, 0 = none.
 
     Returns:
-        the result in the dtype of `q`, zeros for a query that sees nothing; and the log-sum-exp,
-        then -inf.
+        The result in the dtype of `q`, and the log-sum-exp. For a query without visible keys, these
+        are 0 and -inf.
     """
     return forward(scale, soft_cap, causal, q, k, v, mask, limits)
 
@@ -54,7 +55,7 @@ def forward(scale, soft_cap, causal, q, k, v, mask, limits):
 
 
 def forward_and_save(scale, soft_cap, causal, q, k, v, mask, limits):
-    # Named in here, so that a remat policy which keeps them need not run the forward pass again.
+    # The results have names, so that a remat policy can keep them and avoid a second forward pass.
     results = forward(scale, soft_cap, causal, q, k, v, mask, limits)
     out, lse = checkpoint_name(results, "attn_output")
     return (out, lse), (q, k, v, mask, limits, out, lse)
@@ -89,12 +90,12 @@ def attention_to_slots(
     soft_cap: float,
     causal: bool,
 ) -> Float[Array, "b s h d"]:
-    """Attention to one layer of a contiguous cache, read where it lies. No gradient.
+    """Compute attention to one layer of a contiguous cache, without a copy. No gradient.
 
     Args:
         keys, values: [L, b, g, t, k] and [L, b, g, t, d], or without the axis of layers; float32,
             bfloat16, int8 or float8_e4m3fn.
-        scales: of codes, float32 [L, b, g, groups, t]; else `no_scale()`.
+        scales: scales of codes, float32 [L, b, g, groups, t]; otherwise `no_scale()`.
         sinks: [0] = none.
     """
     result = jax.ShapeDtypeStruct((*q.shape[:3], values.shape[-1]), q.dtype)
@@ -116,14 +117,15 @@ def attention_to_pages(
     scale: float,
     soft_cap: float,
 ) -> Float[Array, "T h d"]:
-    """Causal attention of a flat batch to one layer of pages, read where they lie. No gradient.
+    """Compute causal attention of a flat batch to one layer of pages, without a copy. No gradient.
 
     Args:
-        pool: [L, P, page_size, g, 2, k], or without the axis of layers, or with one entry in place
-            of two.
-        pool_scale: of codes, float32 [L, P, g, 2, groups, page_size]; else `no_scale()`.
-        batch: of the sequences, int32: offsets of their tokens [n + 1], their lengths [n], how many
-            are in use [1], and their pages [n, p].
+        pool: [L, P, page_size, g, 2, k], or without the axis of layers, or with size 1 instead of
+            2.
+        pool_scale: scales of codes, float32 [L, P, g, 2, groups, page_size]; otherwise
+            `no_scale()`.
+        batch: int32 arrays of the sequences: offsets of their tokens [n + 1], their lengths [n],
+            the number of used sequences [1], and their pages [n, p].
         sinks: [0] = none.
     """
     result = jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)
@@ -133,10 +135,10 @@ def attention_to_pages(
 
 
 def no_scale() -> jax.Array:
-    """What stands beside numbers that are no codes."""
+    """Return the scales of numbers that are not codes: an empty array."""
     return jnp.zeros((0,), jnp.float32)
 
 
 def _numbers(scale: float, soft_cap: float) -> dict[str, np.float32]:
-    """Attributes: the library takes no float64."""
+    """Return the attributes of a call; the library does not accept float64."""
     return {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap)}

@@ -1,4 +1,5 @@
-"""Compile the C++ sources. Standard library only: the build of a wheel runs this file, too."""
+"""Compile the C++ sources. Standard library only, because the build of a wheel also runs this
+file."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: Where the sources are: in the repository, or beside this file in a wheel.
+#: Folder of the sources: in the repository, or next to this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
-#: What is compiled and loaded. The number is that of the interface between C++ and Python.
+#: Name of the compiled library. The number is the version of the interface between C++ and Python.
 LIBRARY = HERE / "libed_layers_4.so"
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
 VNNI = (*AVX512, "-mavx512vnni")
-#: Levels of instructions by machine: the name in C++, the name for people, the compiler's flags.
+#: Levels of instructions by machine: the name in C++, the name in messages, the compiler's flags.
 LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "x86_64": (
         ("kBaseLevel", "base", ()),
@@ -37,24 +38,24 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("kDotprodLevel", "dotprod", ("-march=armv8.2-a+dotprod",)),
     ),
 }
-#: What XLA calls, compiled once.
+#: The handlers that XLA calls, compiled once.
 HANDLERS = ("choose.cc", "library.cc", "attend.cc", "attend_stored.cc", "rotary.cc")
 #: Programs for sanitizers: one runs every kernel, the other calls every handler as XLA does.
 CHECK = ("choose.cc", "check.cc")
 CHECK_CALLS = (*HANDLERS, "check_calls.cc")
-#: Sanitizers of the compiler that work together.
+#: Sanitizers that can be combined in one build.
 SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
 
 
 class CannotBuild(RuntimeError):
-    """The library cannot be compiled here; the message says why."""
+    """The library cannot be compiled on this machine; the message contains the reason."""
 
 
 def build(target: Path = LIBRARY) -> Path:
     """Compile the library.
 
     Args:
-        target: file to write; another process that has it loaded keeps the old one.
+        target: file to write; another process that has loaded the file keeps the old version.
 
     Raises:
         CannotBuild: no sources, no compiler, no headers of jaxlib, or the compiler failed.
@@ -65,7 +66,7 @@ def build(target: Path = LIBRARY) -> Path:
 
 def sanitized(target: Path) -> Path:
     """Compile a program that runs every kernel under the address and undefined-behaviour
-    sanitizers; raises as `build`."""
+    sanitizers; raises the errors of `build`."""
     return link(target, CHECK, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
 
 
@@ -77,14 +78,14 @@ def sanitized_calls(target: Path, sanitizer: str) -> Path:
         sanitizer: a key of `SANITIZERS`.
 
     Raises:
-        CannotBuild: as `build`.
+        CannotBuild: see `build`.
     """
     flags = ("-g", "-pthread", f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover")
     return link(target, CHECK_CALLS, *flags)
 
 
 def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:
-    """Compile the levels and `handlers`, side by side, and link them."""
+    """Compile the levels and `handlers` in parallel, and link them."""
     sources = next((path for path in SOURCES if path.is_dir()), None)
     if sources is None:
         raise CannotBuild(f"no C++ sources in {' or '.join(map(str, SOURCES))}")
@@ -96,7 +97,7 @@ def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:
     sanitize = tuple(flag for flag in flags if flag.startswith("-f"))
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        # GCC 12 warns of its own headers of AVX-512.
+        # GCC 12 prints warnings for its own AVX-512 headers.
         of_levels = ("-O1" if sanitize else "-O3", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
         units = [
             ("level.cc", (*of_levels, *own, f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{name}"'))
@@ -113,7 +114,7 @@ def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:
             list(threads.map(compile_one, units, objects))
         made = directory / "made"
         run(compiler, *flags, *objects, "-o", str(made))
-        # Moved into place in one step, so that nobody loads half a file.
+        # The rename is atomic, so that no process loads a partial file.
         beside = target.with_suffix(f".{os.getpid()}")
         shutil.copy(made, beside)
         beside.replace(target)
@@ -121,7 +122,7 @@ def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:
 
 
 def headers() -> Path:
-    """XLA's headers, which come with jaxlib; found without importing it."""
+    """Return the folder of XLA's headers, which jaxlib contains, without importing jaxlib."""
     spec = importlib.util.find_spec("jaxlib")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (include := Path(place) / "include").is_dir():

@@ -1,4 +1,4 @@
-"""The compiled library: loaded and made known to XLA when the first product asks for it."""
+"""The compiled library: loaded and registered with XLA at the first use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ed_layers.native.build import LIBRARY
 
 logger = get_logger(__name__)
 
-#: "0" turns the kernels off; "1" takes them on several devices, too, each of which then has whole
+#: "0" disables the kernels; "1" also enables them on several devices, each of which then has whole
 #: arrays.
 VARIABLE = "ED_LAYERS_NATIVE"
-#: Functions that XLA calls. A cached program keeps the names: so they have the interface's number.
+#: Functions that XLA calls. A cached program contains the names, so the names contain the version
+#: of the interface.
 TARGETS = {
     "ed_product": "ed_layers_product_4",
     "ed_product_of_codes": "ed_layers_codes_4",
@@ -39,7 +40,7 @@ _ALLOWED = ContextVar("native kernels are allowed", default=True)
 
 @contextmanager
 def allowed(choice: bool) -> Iterator[None]:
-    """Trace what is inside without kernels, where a configuration says `native_kernels: false`."""
+    """Trace the block without kernels, for a configuration with `native_kernels: false`."""
     token = _ALLOWED.set(choice and _ALLOWED.get())
     try:
         yield
@@ -48,7 +49,8 @@ def allowed(choice: bool) -> Iterator[None]:
 
 
 def in_use() -> bool:
-    """Whether kernels are taken: there, not turned off, and on the one CPU device of a process."""
+    """Return whether kernels may be used: the library is loaded and enabled, and the process has
+    one CPU device."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "0" or not _ALLOWED.get() or jax.default_backend() != "cpu":
         return False
@@ -77,7 +79,7 @@ def _loaded() -> Loaded:
         once(logger, f"{said} (some seconds, a C++ compiler)", level=logging.INFO)
         return Loaded(None, f"not built ({build})")
     # XLA defers registrations until the backend exists. The error of a deferred registration, such
-    # as a newer version of the FFI, would be an error of the backend.
+    # as a newer version of the FFI, would appear as an error of the backend.
     jax.default_backend()
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -99,7 +101,8 @@ def _loaded() -> Loaded:
 
 
 def describe() -> str:
-    """Return one line: which kernels are in use, or why none is in use."""
+    """Describe the kernels in one line: the level of instructions, or the reason why none is
+    used."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "0":
         return f"native kernels: turned off by {VARIABLE}=0"

@@ -16,19 +16,19 @@ from jaxtyping import Array, Float, Int, Num
 
 from ed_layers.native.library import TARGETS, in_use, level
 
-#: Up to this many rows the library's products are taken: with more, XLA's are as fast. Measured by
-#: tools.bench.products.
+#: Maximum number of rows for the library's products: with more rows, XLA is as fast
+#: (tools.bench.products).
 MOST_ROWS = 128
-#: The same where instructions multiply pairs of bfloat16 numbers.
+#: The same limit for instructions that multiply pairs of bfloat16 numbers.
 MOST_ROWS_OF_PAIRS = 256
-#: The same of matrices that lie transposed.
+#: The same limit for transposed matrices.
 MOST_ROWS_TRANSPOSED = 64
-#: The same of codes, which XLA has to decode first.
+#: The same limit for codes, which XLA must decode first.
 MOST_ROWS_OF_CODES = 256
-#: Numbers of a matrix from which a call of the library is worth its few microseconds.
+#: Minimum size of a matrix: smaller products do not justify the microseconds of a call.
 LEAST_SIZE = 1 << 14
 
-#: Activations that the library knows, by Hugging Face's names: numbers of `Gate` in product.h.
+#: Activations of the library by Hugging Face's names: numbers of `Gate` in product.h.
 ACTS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2}
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
@@ -36,7 +36,8 @@ CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
 
 
 def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False) -> bool:
-    """Whether `product` is there, and faster than XLA, for rows of a dtype and a matrix w."""
+    """Return whether `product` is available and faster than XLA, for rows of a dtype and a matrix
+    w."""
     if not (w.size >= LEAST_SIZE and dtype in NUMBERS and w.dtype in NUMBERS and in_use()):
         return False
     if transposed:
@@ -46,7 +47,8 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False
 
 
 def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
-    """Whether `product_of_codes` is there, and faster than XLA, for rows of a dtype and codes."""
+    """Return whether `product_of_codes` is available and faster than XLA, for rows of a dtype and
+    codes."""
     return (
         rows > 0
         and (whole or rows <= MOST_ROWS_OF_CODES)
@@ -61,10 +63,11 @@ def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = 
 def product(
     x: Float[Array, "n i"], w: jax.Array, *, transposed: bool = False
 ) -> Float[Array, "n o"]:
-    """`x @ w` in the dtype of `x`, summed in float32; both float32 or bfloat16. No gradient.
+    """Return `x @ w` in the dtype of `x`, summed in float32; both are float32 or bfloat16. No
+    gradient.
 
     Args:
-        w: [i, o]; or [o, i] if `transposed`, read as it lies.
+        w: [i, o]; or [o, i] if `transposed`, read without a copy.
     """
     return products(x, (w,), transposed=transposed)[0]
 
@@ -76,11 +79,11 @@ def products(
     transposed: bool = False,
     act: str | None = None,
 ) -> list[jax.Array]:
-    """As `product`, of several matrices in one call: a result [n, o] for each.
+    """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
-        act: a name of `ACTS`: there are two matrices of one shape, and the result is one,
-            `act(x @ first) * (x @ second)`.
+        act: a name of `ACTS`. There are then two matrices of one shape, and one result: `act(x @
+            first) * (x @ second)`.
     """
     widths = [w.shape[0 if transposed else 1] for w in matrices]
     results = results_of(x, widths, act)
@@ -89,14 +92,14 @@ def products(
 
 
 class Codes(NamedTuple):
-    """A matrix of codes, `(levels - zero) * scale`.
+    """A quantized matrix, `(levels - zero) * scale`.
 
     Attributes:
         codes: int8 or float8_e4m3fn [i, o], which are the levels; or uint8 [i / 2, o], two four-bit
-            codes in a byte, the even input in the lower half, whose levels `table` has.
-        scale: of groups of i / g inputs, float32 or float8_e8m0fnu.
-        zero: of the same groups, float32 or uint8; None = 0.
-        table: of four-bit codes alone.
+            codes in a byte, the even input in the lower half, with levels in `table`.
+        scale: scales of groups of i / g inputs, float32 or float8_e8m0fnu.
+        zero: zeros of the same groups, float32 or uint8; None = 0.
+        table: levels of four-bit codes.
     """
 
     codes: Int[Array, "_ o"] | Float[Array, "i o"]
@@ -113,13 +116,14 @@ def products_of_codes(
     whole: bool = False,
     act: str | None = None,
 ) -> list[jax.Array]:
-    """The product of `x` and each matrix in the dtype of `x`, summed in float32. No gradient.
+    """Return the products of `x` and each matrix in the dtype of `x`, summed in float32. No
+    gradient.
 
     Args:
-        transposed: codes, scale and zero are [o, ..] instead.
-        whole: x is rounded to 8 bits, by its groups, and multiplied by whole numbers; codes of four
-            bits are then whole numbers themselves, whatever `table` says.
-        act: as for `products`.
+        transposed: whether codes, scale and zero are [o, ..].
+        whole: whether x is rounded to 8 bits, by its groups, and multiplied by whole numbers.
+            Four-bit codes are then whole numbers, and `table` is ignored.
+        act: see `products`.
     """
     results = results_of(x, [of.codes.shape[0 if transposed else 1] for of in matrices], act)
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], results, vmap_method="sequential")
@@ -140,7 +144,7 @@ def product_of_codes(
     transposed: bool = False,
     whole: bool = False,
 ) -> Float[Array, "n o"]:
-    """As `products_of_codes`, of the one matrix `Codes(codes, scale, zero, table)`."""
+    """Return `products_of_codes` for the single matrix `Codes(codes, scale, zero, table)`."""
     matrix = Codes(codes, scale, zero, table)
     return products_of_codes(x, (matrix,), transposed=transposed, whole=whole)[0]
 
@@ -148,11 +152,11 @@ def product_of_codes(
 def results_of(
     x: Float[Array, "n i"], widths: Sequence[int], act: str | None
 ) -> list[jax.ShapeDtypeStruct]:
-    """What a call returns; one array where an activation joins two products."""
+    """Return the shapes of the results; an activation combines two products to one array."""
     kept = widths if act is None else widths[:1]
     return [jax.ShapeDtypeStruct((x.shape[0], width), x.dtype) for width in kept]
 
 
 def number_of(act: str | None) -> np.int64:
-    """The library's number of an activation."""
+    """Return the library's number of an activation."""
     return np.int64(0 if act is None else ACTS[act])

@@ -1,7 +1,6 @@
-"""Turning queries and keys by tables of angles.
+"""Rotation of queries and keys by tables of angles.
 
-XLA's CPU backend computes cosines and sines where they are used: of every head of every layer
-again.
+XLA's CPU backend computes cosines and sines at every use, so again for every head of every layer.
 
 Legend: b batch, s tokens, h heads, k head dim, r2 half of the rotary dimension.
 """
@@ -18,7 +17,7 @@ from ed_layers.native.library import TARGETS, in_use
 
 
 def takes(x: jax.Array) -> bool:
-    """Whether `rotate` is there for such an array."""
+    """Return whether `rotate` is available for this array."""
     return x.dtype in (jnp.float32, jnp.bfloat16) and in_use()
 
 
@@ -29,7 +28,7 @@ def rotate(
     cos: Float[Array, "b s r2"],
     sin: Float[Array, "b s r2"],
 ) -> Float[Array, "b s h k"]:
-    """As `ed_infra.rope.rotation.rotate`; the tables are constants of a gradient."""
+    """Return `ed_infra.rope.rotation.rotate`; the gradient treats the tables as constants."""
     return _turn(interleaved, x, cos, sin, back=False)
 
 
@@ -44,7 +43,7 @@ def _forward(interleaved, x, cos, sin):
 
 
 def _backward(interleaved, saved, cotangent):
-    # A rotation times a factor: its transpose turns back, by the same factor.
+    # The transpose of a rotation times a factor rotates back, with the same factor.
     return _turn(interleaved, cotangent, *saved, back=True), None, None
 
 

@@ -1,9 +1,9 @@
-"""Writing rows of an array where it lies.
+"""In-place writes of rows of an array.
 
-XLA's CPU backend scatters no floats of 8 and 16 bits: it converts the whole array, scatters, and
-converts the whole array back. Of a cache that is many times the work of a step.
+XLA's CPU backend cannot scatter floats of 8 and 16 bits: it converts the whole array, scatters, and
+converts the array back. For a cache, this costs several times the other work of a step.
 
-Legend: N rows of an array, n of them written.
+Legend: N rows of an array, n written rows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from ed_layers.native.library import TARGETS, in_use
 
 
 def takes(array: jax.Array) -> bool:
-    """Whether `put` is there, and faster than a scatter by XLA."""
+    """Return whether `put` is available and faster than a scatter by XLA."""
     small = array.dtype.itemsize <= 2 and jnp.issubdtype(array.dtype, jnp.floating)
     return small and in_use()
 
 
 def put(array: jax.Array, index: Int[Array, " n"], new: jax.Array, *, axes: int) -> jax.Array:
-    """`array` [*N, *row] with the rows `new` [n, *row] at `index`, in place if it may be.
+    """Return `array` [*N, *row] with the rows `new` [n, *row] at `index`, written in place if
+    possible.
 
-    Rows at an index outside of the array are dropped. It is not reshaped: XLA would copy it.
+    Rows with an index outside the array are dropped. The array is not reshaped, because XLA would
+    copy it.
 
     Args:
-        axes: first axes of the array that count its rows.
+        axes: number of first axes of the array that count its rows.
     """
     result = jax.ShapeDtypeStruct(array.shape, array.dtype)
     call = jax.ffi.ffi_call(

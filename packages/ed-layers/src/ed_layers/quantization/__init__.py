@@ -1,4 +1,4 @@
-"""Weights in few bits: formats, arrays, and models that have them."""
+"""Quantized weights: formats, arrays, and models with quantized matrices."""
 
 from typing import TYPE_CHECKING
 

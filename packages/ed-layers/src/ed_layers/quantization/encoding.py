@@ -1,4 +1,4 @@
-"""From numbers to a `QArray`. Legend: i in features, o out features, n groups along i."""
+"""Conversion of numbers to a `QArray`. Legend: i in features, o out features, n groups along i."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def encode(
     double: bool = False,
     activations: bool = False,
 ) -> QArray:
-    """Quantize a matrix, or a stack of them.
+    """Quantize a matrix, or a stack of matrices.
 
     Args:
-        x: floating-point.
-        name: of the format.
-        group_size: k; None = the format's own.
-        double: quantize the scales too.
-        activations: of `QArray`.
+        x: floating-point matrix.
+        name: name of the format.
+        group_size: k; None = the default of the format.
+        double: whether the scales are quantized, too.
+        activations: see `QArray`.
 
     Raises:
-        ConfigError: the group does not fit.
+        ConfigError: the group size is not possible.
     """
     group = FORMATS[name].group_of(x.shape[-2], group_size, name)
     w = _encoded(x, FORMATS[name], group, double)
@@ -50,7 +50,7 @@ def _encoded(x: jax.Array, form: Format, group: int, double: bool) -> QArray:
         codes = pack(codes) if form.packed else codes
         return QArray(codes, _doubled(scale) if double else scale, zero)
 
-    # One layer at a time where `transform` maps over a stack: no second copy of the stack.
+    # `transform` maps over the layers of a stack one at a time, which avoids a copy of the stack.
     return jax.custom_batching.sequential_vmap(one)(x)
 
 
@@ -61,12 +61,13 @@ def encoded(
     rows: bool = False,
     absorbed: bool = False,
 ) -> QArray:
-    """A matrix in the format of a configuration.
+    """Convert a matrix to the format of a configuration.
 
     Args:
         matrix: [.., i, o]; a table [v, d] with `rows`.
-        rows: whether it is looked up by rows, so that groups lie along the columns.
-        absorbed: whether it is used without activations too, which are then not quantized.
+        rows: whether lookups read rows, so that groups run along the columns.
+        absorbed: whether products without activations also use the matrix; activations are then not
+            quantized.
     """
     w = encode(
         matrix.mT if rows else matrix,
@@ -78,7 +79,7 @@ def encoded(
     return w.transposed() if rows else w
 
 
-#: Scales that share a scale, in double quantization.
+#: Number of scales that share a scale, in double quantization.
 DOUBLE_BLOCK = 256
 
 

@@ -1,11 +1,11 @@
-"""Formats of quantized weights: what a code stands for, and how numbers become codes.
+"""Formats of quantized weights: the values of codes, and the conversion of numbers to codes.
 
-A matrix [.., i, o] is cut along its contracted dimension into n groups of k values; each group of a
-column shares a scale, and what a code stands for is
+A matrix [.., i, o] is divided along its contracted dimension into n groups of k values. Each group
+of a column has one scale, and the value of a code is
 
     (level(code) - zero) * scale
 
-Without a zero it is `level(code) * scale`. A further format is an entry of `FORMATS`.
+or, without a zero, `level(code) * scale`. A further format is an entry of `FORMATS`.
 
 Legend: i in features, o out features, n groups, k values of a group.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from jaxtyping import Array, Float
 
-#: The 16 levels of NF4, as bitsandbytes has them (Dettmers et al. 2023, appendix E).
+#: The 16 levels of NF4, equal to those of bitsandbytes (Dettmers et al. 2023, appendix E).
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -41,7 +41,7 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-#: Values of a 4-bit number E2M1: sign, two bits of exponent, one of mantissa.
+#: Values of a 4-bit number E2M1: sign, two bits of exponent, one bit of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8 = 448.0  # the largest float8_e4m3fn
 _MX = 32  # values of a block, in every microscaling format
@@ -50,7 +50,8 @@ Grouped = Float[Array, "*lead n k o"]
 
 
 class Encoded(NamedTuple):
-    """What an encoder makes of groups [.., n, k, o]: codes of that shape, scales [.., n, o]."""
+    """The result of an encoder for groups [.., n, k, o]: codes of the same shape, scales [.., n,
+    o]."""
 
     codes: jax.Array
     scale: jax.Array
@@ -59,14 +60,14 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store numbers.
+    """A storage format of numbers.
 
     Attributes:
-        encode: groups to codes and scales.
-        level: codes to what they stand for before zero and scale, float32.
+        encode: converts groups to codes and scales.
+        level: converts codes to numbers before zero and scale, float32.
         packed: whether two codes share a byte.
-        group: values of a group where nobody says; None = all of a column.
-        only: no other size of group exists.
+        group: default number of values of a group; None = a whole column.
+        only: whether no other group size is possible.
     """
 
     encode: Callable[[Grouped], Encoded]
@@ -76,17 +77,18 @@ class Format:
     only: bool = False
 
     def group_of(self, inputs: int, group_size: int | None, name: str) -> int:
-        """The size of a group of a dimension.
+        """Return the group size for a dimension.
 
         Args:
             inputs: i.
-            group_size: as configured; None = the format's own, or the largest divisor below it.
-            name: of the format, for messages.
+            group_size: the configured size; None = the default of the format, or the largest
+                divisor below the default.
+            name: name of the format, for messages.
 
         Raises:
-            ConfigError: the size does not divide the dimension, or is none of the format's.
+            ConfigError: the size does not divide the dimension, or the format does not support it.
         """
-        # A group of 4-bit codes is a number of bytes.
+        # A group of 4-bit codes fills whole bytes.
         sizes = [size for size in divisors(inputs) if not self.packed or size % 2 == 0]
         if self.packed and inputs % 2:
             raise ConfigError(
@@ -110,26 +112,29 @@ class Format:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, in order."""
+    """Return all divisors in order."""
     return [size for size in range(1, n + 1) if n % size == 0]
 
 
 def _absmax(x: Grouped) -> tuple[jax.Array, jax.Array]:
-    """The largest magnitude of each group [.., n, o], and the groups over it (zeros stay)."""
+    """Return the largest magnitude of each group [.., n, o], and the groups divided by it (zeros
+    stay)."""
     largest = jnp.max(jnp.abs(x), axis=-2)
     return largest, x / jnp.where(largest == 0, 1, largest)[..., None, :]
 
 
 def _scaled(x: Grouped, largest_code: float) -> tuple[jax.Array, jax.Array]:
-    """Scales, and groups over their scales, within +-`largest_code`."""
-    # Not divided by it: XLA would multiply all the same, but only where it compiles both together.
+    """Return scales, and groups divided by their scales, within +-`largest_code`."""
+    # A multiplication by the inverse: XLA would replace a division only if it compiles both
+    # together.
     scale = jnp.max(jnp.abs(x), axis=-2) * np.float32(1 / largest_code)
     y = x / jnp.where(scale == 0, 1, scale)[..., None, :]
     return scale, jnp.clip(y, -largest_code, largest_code)
 
 
 def _above(x: jax.Array, bounds: np.ndarray, closed: np.ndarray | None = None) -> jax.Array:
-    """How many bounds lie below each number; at a bound that is `closed`, itself too. uint8."""
+    """Return the number of bounds below each number; a number at a `closed` bound counts the bound.
+    uint8."""
     count = jnp.zeros(x.shape, jnp.uint8)
     for i, bound in enumerate(bounds.astype(np.float32)):
         above = x >= bound if closed is not None and closed[i] else x > bound
@@ -142,7 +147,7 @@ def _middles(levels: tuple[float, ...]) -> np.ndarray:
 
 
 def _lookup(levels: tuple[float, ...]) -> Callable[[jax.Array], jax.Array]:
-    """Look 4-bit codes up, by their bits: half the time of a gather on a CPU."""
+    """Look up 4-bit codes by their bits, which takes half the time of a gather on a CPU."""
 
     def level(codes: jax.Array) -> jax.Array:
         codes = codes.astype(jnp.int32)
@@ -157,19 +162,20 @@ def _lookup(levels: tuple[float, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def nf4(x: Grouped) -> Encoded:
-    """The nearest of 16 quantiles of a normal distribution, over the largest magnitude."""
+    """Return the nearest of 16 quantiles of a normal distribution, relative to the largest
+    magnitude."""
     scale, y = _absmax(x)
     return Encoded(_above(y, _middles(NF4)), scale)
 
 
 def int8(x: Grouped) -> Encoded:
-    """Whole numbers from -127 to 127."""
+    """Return whole numbers from -127 to 127."""
     scale, y = _scaled(x, 127.0)
     return Encoded(jnp.round(y).astype(jnp.int8), scale)
 
 
 def int4(x: Grouped) -> Encoded:
-    """Affine: whole numbers from 0 to 15, of which the zero stands for 0."""
+    """Return whole numbers from 0 to 15, and the zero: the code of 0."""
     low, high = jnp.minimum(jnp.min(x, axis=-2), 0), jnp.maximum(jnp.max(x, axis=-2), 0)
     scale = (high - low) * np.float32(1 / 15)
     safe = jnp.where(scale == 0, 1, scale)
@@ -179,13 +185,13 @@ def int4(x: Grouped) -> Encoded:
 
 
 def fp8(x: Grouped) -> Encoded:
-    """float8_e4m3fn, the largest magnitude of a group at 448."""
+    """Return float8_e4m3fn numbers; the largest magnitude of a group becomes 448."""
     scale, y = _scaled(x, _FP8)
     return Encoded(y.astype(jnp.float8_e4m3fn), scale)
 
 
 def _mx(x: Grouped, exponent: int) -> tuple[jax.Array, jax.Array]:
-    """Powers of two by which the largest magnitude gets `exponent`, and groups over them.
+    """Return powers of two that scale the largest magnitude to `exponent`, and the scaled groups.
 
     `floor(log2(largest)) - exponent` (OCP Microscaling Formats 1.0, section 6.3), E8M0.
     """
@@ -193,18 +199,19 @@ def _mx(x: Grouped, exponent: int) -> tuple[jax.Array, jax.Array]:
     power = jnp.frexp(largest)[1] - 1 - exponent
     power = jnp.where(largest == 0, -127, jnp.clip(power, -127, 127))
     scale = jax.lax.bitcast_convert_type((power + 127).astype(jnp.uint8), jnp.float8_e8m0fnu)
-    # By ldexp: the smallest scale is no normal float32.
+    # `ldexp`, because the smallest scale is not a normal float32.
     return scale, jnp.ldexp(x, -power[..., None, :])
 
 
 def mxfp8(x: Grouped) -> Encoded:
-    """float8_e4m3fn with a power of two for each block of 32."""
+    """Return float8_e4m3fn numbers with a power of two for each block of 32."""
     scale, y = _mx(x, 8)
     return Encoded(jnp.clip(y, -_FP8, _FP8).astype(jnp.float8_e4m3fn), scale)
 
 
 def mxfp4(x: Grouped) -> Encoded:
-    """E2M1 with a power of two for each block of 32; halfway it is the even mantissa."""
+    """Return E2M1 numbers with a power of two for each block of 32; ties round to the even
+    mantissa."""
     scale, y = _mx(x, 2)
     magnitude = _above(jnp.abs(y), _middles(E2M1), closed=np.arange(7) % 2 == 1)
     return Encoded(magnitude | jnp.where(y < 0, 8, 0).astype(jnp.uint8), scale)
@@ -215,7 +222,7 @@ def _number(codes: jax.Array) -> jax.Array:
 
 
 def _float8(codes: jax.Array) -> jax.Array:
-    """Values of float8_e4m3fn, or of its bits; XLA's own conversion is slow on a CPU."""
+    """Convert float8_e4m3fn numbers, or their bits; XLA's conversion is slow on a CPU."""
     bits = codes
     if codes.dtype != jnp.uint8:
         bits = jax.lax.bitcast_convert_type(codes, jnp.uint8)
@@ -239,6 +246,6 @@ FORMATS: dict[str, Format] = {
     ),
 }
 
-#: Formats that quantize activations too (to 8 bits, a scale for each row and group) -> how their
-#: weights are stored.
+#: Formats that also quantize activations (to 8 bits, one scale for each row and group) -> the
+#: storage format of their weights.
 ACTIVATIONS_TOO: dict[str, str] = {"w8a8": "int8", "w4a8": "int4"}

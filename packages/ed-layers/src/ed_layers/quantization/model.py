@@ -1,7 +1,7 @@
-"""Models with quantized weights: made by ordered rules over the names of modules, and unmade.
+"""Quantization of models, by ordered rules over module names, and the inverse.
 
-Linear layers, the linear layers of experts, and embeddings have matrices that rules can select.
-Nothing else is touched: no norm, convolution, router, bias or decay.
+Rules can select the matrices of linear layers, of the linear layers of experts, and of embeddings.
+Norms, convolutions, routers, biases and decays are never quantized.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ed_layers.transform import Replace, transform
 
 M = TypeVar("M", bound=nnx.Module)
 
-#: What selects modules and says their formats.
+#: Rules that select modules and their formats.
 QuantizationRules = (
     EasyDeLQuantizationConfig
     | Mapping[str, Any]
@@ -36,7 +36,7 @@ QuantizationRules = (
     | Sequence[tuple[str, EasyDeLQuantizationConfig | Mapping[str, Any] | None]]
 )
 
-#: Modules with a matrix -> the attribute that it is.
+#: Class of a module with a matrix -> name of the matrix attribute.
 MATRICES: dict[type[nnx.Module], str] = {
     Linear: "kernel",
     ExpertLinear: "kernel",
@@ -45,20 +45,21 @@ MATRICES: dict[type[nnx.Module], str] = {
 
 
 class QuantParam(nnx.Variable):
-    """A quantized matrix (`QArray`). It does not learn: no optimizer sees it."""
+    """A quantized matrix (`QArray`), which optimizers ignore."""
 
 
 def quantize(model: M, rules: QuantizationRules) -> M:
-    """Return a copy of a model whose matrices are quantized; its other arrays are shared.
+    """Return a copy of a model with quantized matrices; the copy shares the other arrays.
 
     Args:
-        model: any module. Scanned and unrolled layers get the same codes.
-        rules: (pattern, configuration) pairs, searched in the names of modules
-            (`model.layers.3.self_attn.q_proj`) in order; the first match decides, and None leaves a
-            module as it is. Or one configuration, whose own `pattern` selects.
+        model: any module. Scanned and unrolled layers receive the same codes.
+        rules: (pattern, configuration) pairs, searched in the module names
+            (`model.layers.3.self_attn.q_proj`) in order. The first match applies; None leaves a
+            module unchanged. Alternatively one configuration, which selects by its `pattern`.
 
     Raises:
-        ConfigError: the model is quantized, a rule matches nothing, or a group does not fit.
+        ConfigError: the model is quantized, a rule matches no module, or a group size is not
+            possible.
     """
     if is_quantized(model):
         raise ConfigError(
@@ -75,7 +76,7 @@ def quantize(model: M, rules: QuantizationRules) -> M:
 
 
 def rules_of(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None]:
-    """Read what `quantize` takes."""
+    """Convert the `rules` of `quantize` to pairs."""
     if isinstance(rules, Rules):
         return rules
     if isinstance(rules, EasyDeLQuantizationConfig | Mapping):
@@ -86,12 +87,12 @@ def rules_of(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None
 
 
 def spec_of(value: EasyDeLQuantizationConfig | Mapping[str, Any]) -> EasyDeLQuantizationConfig:
-    """A configuration, or one from a mapping of its fields."""
+    """Return a configuration, also from a mapping of its fields."""
     return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
 
 
 def matrix_of(module: nnx.Module) -> tuple[str, nnx.Variable]:
-    """The name and the variable of a module's matrix."""
+    """Return the name and the variable of a module's matrix."""
     name = next(name for cls, name in MATRICES.items() if isinstance(module, cls))
     return name, getattr(module, name)
 
@@ -112,12 +113,12 @@ def _quantized(spec: EasyDeLQuantizationConfig, module: nnx.Module, _: jax.Array
 
 
 def dequantize(model: M) -> M:
-    """Return a copy of a model with plain matrices: the values that its codes stand for.
+    """Return a copy of a model with plain matrices, which contain the values of the codes.
 
-    Matrices that simulate a format are plain again too: with what they have learned.
+    Matrices that simulate a format also become plain, with their trained values.
 
     Raises:
-        ConfigError: nothing is quantized or simulates it.
+        ConfigError: no matrix is quantized or simulates a format.
     """
     if next(_matrices(model, QArray | Simulated), None) is None:
         raise ConfigError("no matrix of the model is quantized, or simulates it")
@@ -141,17 +142,18 @@ def _matrices(model: nnx.Module, of: Any) -> Iterator[tuple[list[str], Any]]:
 
 
 def quantized_matrices(model: nnx.Module) -> Iterator[tuple[list[str], QArray]]:
-    """Canonical names of the layers that a quantized matrix holds, and the matrix."""
+    """Return the canonical names of the layers of a quantized matrix, and the matrix."""
     return _matrices(model, QArray)
 
 
 def is_quantized(model: nnx.Module) -> bool:
-    """Whether a matrix of the model is quantized."""
+    """Return whether a matrix of the model is quantized."""
     return next(quantized_matrices(model), None) is not None
 
 
 def describe(model: nnx.Module) -> str:
-    """Which formats matrices have, one a line: how many, and their bytes a weight in memory."""
+    """Describe the formats of the matrices, one line each: number of matrices, and bytes per
+    weight."""
     counts: dict[str, list[int]] = {}
     for names, w in _matrices(model, QArray | Simulated):
         if isinstance(w, QArray):

@@ -1,4 +1,4 @@
-"""`QArray`: a matrix stored in few bits, which multiplies as it is.
+"""`QArray`: a quantized matrix that products use without a decoded copy.
 
 Legend: i in features, o out features, n groups along i, k values of a group, e experts, r rows.
 """
@@ -21,8 +21,8 @@ from ed_layers import native
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.stored import Scales, Stored, joined
 
-#: Values that are decoded at once on a CPU: 8 MB of float32, which caches hold. Larger matrices are
-#: multiplied a block of columns at a time; elsewhere compilers do the like on their own.
+#: Number of values that a CPU decodes at a time: 8 MB of float32, which fit into caches. Products
+#: with larger matrices run over blocks of columns; on other platforms the compiler does this.
 BLOCK = 2**21
 
 
@@ -41,24 +41,24 @@ class QArray(Stored):
     def grouped_product(
         self, rows: Float[Array, "r i"], counts: Int[Array, " e"], *, precision: Any = None
     ) -> Float[Array, "r o"]:
-        """As `jax.lax.ragged_dot` of a stack [e, i, o]."""
+        """Return `jax.lax.ragged_dot` with a stack [e, i, o]."""
         return _grouped(precision, rows, self, counts)
 
     @property
     def T(self) -> Turned:
-        """The matrix [d, v] of a table [v, d]."""
+        """Return the matrix [d, v] of a table [v, d]."""
         return Turned(self)
 
     @property
     def factors_out(self) -> bool:
-        """Whether a product can be scaled after it, column by column."""
+        """Whether a product can be scaled afterwards, column by column."""
         return self.axis == -2 and self.groups == 1
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Turned:
-    """The matrix [d, v] of a table [v, d]: that of a head which is tied to an embedding."""
+    """The matrix [d, v] of a table [v, d], for a head that is tied to an embedding."""
 
     table: QArray
 
@@ -74,7 +74,7 @@ class Turned:
         return (*lead, d, v)
 
     def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """The matrix as a plain array."""
+        """Return the matrix as a plain array."""
         return self.table.dense(dtype).mT
 
     def product(self, x: Float[Array, "*rows d"], *, precision: Any = None) -> jax.Array:
@@ -83,7 +83,8 @@ class Turned:
 
 
 def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
-    """Activations in 8 bits: whole numbers [*rows, n, k], and a scale for each row and group."""
+    """Quantize activations to 8 bits: whole numbers [*rows, n, k], and a scale for each row and
+    group."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     scale = jnp.max(jnp.abs(grouped), axis=-1) * np.float32(1 / 127)
     return jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None]), scale
@@ -97,7 +98,7 @@ def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
     else:
         once = _whole_numbers if w.activations else partial(_decoded, precision)
     by_xla = partial(_in_blocks, once)
-    # Groups have to lie along what is contracted.
+    # Groups must run along the contracted dimension.
     fits = stored.axis == (-1 if isinstance(w, Turned) else -2)
     rows = math.prod(x.shape[:-1])
     takes = native.products.takes_codes
@@ -107,7 +108,7 @@ def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
 
 
 def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, "*rows o"]:
-    """The product by the native library, which reads the codes as they are."""
+    """Return the product of the native library, which reads the codes."""
     turned = isinstance(w, Turned)
     stored = w.table if turned else w
     rows = x.reshape(-1, x.shape[-1])
@@ -118,7 +119,7 @@ def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, 
 
 
 def codes_of(w: QArray) -> native.products.Codes:
-    """A matrix as the native library takes it."""
+    """Return the matrix in the format of the native library."""
     scale, zero, form = w.scale, w.zero, FORMATS[w.format]
     if isinstance(scale, Scales):
         scale = scale.numbers()
@@ -132,7 +133,7 @@ def codes_of(w: QArray) -> native.products.Codes:
 def _product_forward(
     precision: Any, x: jax.Array, w: QArray | Turned
 ) -> tuple[jax.Array, QArray | Turned]:
-    # Codes are kept for the backward pass, never the matrix.
+    # The backward pass stores codes, never the decoded matrix.
     return _product(precision, x, w), w
 
 
@@ -145,11 +146,12 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def _decoded(precision: Any, x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
-    """The product with the values of the codes; where a column has one scale, with the levels."""
+    """Multiply by the values of the codes; if a column has one scale, multiply by the levels and
+    scale the result."""
     halves = w.halves()
     decode = w.levels if w.factors_out else w.values
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
-    if w.axis == -1:  # groups lie along the columns
+    if w.axis == -1:  # groups run along the columns
         y = dot(x, joined([decode(codes) for codes in halves], -1).astype(x.dtype))
     else:
         parts = [x[..., i :: len(halves)] for i in range(len(halves))]
@@ -160,7 +162,7 @@ def _decoded(precision: Any, x: Float[Array, "*rows i"], w: QArray) -> Float[Arr
 
 
 def _back(precision: Any, g: Float[Array, "*rows o"], w: QArray) -> Float[Array, "*rows i"]:
-    """The product with the transpose, float32."""
+    """Return the product with the transpose, float32."""
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     if w.axis == -1:
         return dot(g, w.dense(g.dtype).mT)
@@ -168,7 +170,8 @@ def _back(precision: Any, g: Float[Array, "*rows o"], w: QArray) -> Float[Array,
 
 
 def _turned(precision: Any, x: Float[Array, "*rows d"], w: Turned) -> Float[Array, "*rows v"]:
-    """As `_decoded`, of a table: values are turned and not codes, which the product does itself."""
+    """Do the work of `_decoded` for a table. The decoded values are transposed, because the product
+    transposes codes more slowly."""
     halves, table = w.table.halves(), w.table
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     parts = [x[..., i :: len(halves)] for i in range(len(halves))]
@@ -188,7 +191,7 @@ def _turned_back(precision: Any, g: Float[Array, "*rows v"], w: Turned) -> Float
 
 
 def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
-    """The product of whole numbers: of 8 bits by 8 bits, summed in 32, group by group."""
+    """Return the product of 8-bit whole numbers, summed in 32 bits, group by group."""
     assert w.axis == -2, "groups of a product lie along the contracted dimension"
     numbers, of_row = rounded(x, w.groups)
     halves = w.halves()
@@ -215,24 +218,24 @@ def _in_blocks(
     w: QArray | Turned,
     summed: bool = False,
 ) -> jax.Array:
-    """A product, on a CPU by blocks of columns: the whole matrix is never decoded there.
+    """Compute a product; on a CPU by blocks of columns, so that the whole matrix is never decoded.
 
     Args:
         product: `(x, matrix) -> y`.
-        x: [*rows, i]; [*rows, o] where the blocks' results are `summed`.
+        x: [*rows, i]; [*rows, o] if the results of the blocks are `summed`.
     """
     inputs, columns = w.shape[-2:]
     count = -(-inputs * columns // BLOCK)
-    # Groups that lie along the columns are not cut.
+    # Groups along the columns are not split.
     if count == 1 or (isinstance(w, QArray) and w.axis == -1):
         return product(x, w).astype(x.dtype)
     size = -(-columns // count)
-    axis = -2 if isinstance(w, Turned) else -1  # of the columns, as they are stored
+    axis = -2 if isinstance(w, Turned) else -1  # of the stored columns
 
     def blocks(x: jax.Array, w: QArray | Turned) -> jax.Array:
         stored = w.table if isinstance(w, Turned) else w
         codes = stored.codes
-        if jnp.issubdtype(codes.dtype, jnp.floating):  # a slice of which would make a wide copy
+        if jnp.issubdtype(codes.dtype, jnp.floating):  # a slice would be a float32 copy
             codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
         stored = replace(stored, codes=codes, scale=stored.scales())
 
@@ -242,7 +245,7 @@ def _in_blocks(
             return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
 
         def step(i: jax.Array, out: jax.Array) -> jax.Array:
-            # The last block begins earlier, so that all have one size.
+            # The last block begins earlier, so that all blocks have the same size.
             start = jnp.minimum(i * size, columns - size)
             part: Any = jax.tree.map(lambda leaf: cut(leaf, start, axis), stored)
             part = Turned(part) if isinstance(w, Turned) else part

@@ -1,7 +1,7 @@
-"""A matrix stored in few bits, and its values.
+"""The stored arrays of a quantized matrix, and their values.
 
-Its arrays have the rank of the matrix, so leading dimensions (layer, expert) are batch dimensions
-of each, and a slice of the matrix along them is that slice of each array.
+The arrays have the rank of the matrix. Leading dimensions (layer, expert) are batch dimensions of
+each array, so a slice of the matrix along them is the same slice of each array.
 
 Legend: i in features, o out features, n groups along i, k values of a group.
 """
@@ -25,12 +25,12 @@ from ed_layers.quantization.formats import FORMATS
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scales:
-    """Scales that are quantized themselves: `codes * scale + offset` (QLoRA's double quantization).
+    """Quantized scales: `codes * scale + offset` (QLoRA's double quantization).
 
     Attributes:
         codes: int8, the shape of the scales.
         scale: float32, one for each block across the columns: fewer columns than `codes`.
-        offset: float32 [.., 1, 1], the mean of all.
+        offset: float32 [.., 1, 1], the mean of all scales.
     """
 
     codes: jax.Array
@@ -39,11 +39,11 @@ class Scales:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the scales."""
+        """Shape of the scales."""
         return self.codes.shape
 
     def numbers(self) -> jax.Array:
-        """The scales, float32."""
+        """Return the scales, float32."""
         codes, scale = self.codes.astype(jnp.float32), self.scale
         for axis in (-2, -1):
             if scale.shape[axis] not in (1, codes.shape[axis]):
@@ -57,14 +57,14 @@ class Stored:
     """A quantized matrix [.., i, o]: `(level(codes) - zero) * scale`.
 
     Attributes:
-        codes: [.., i, o]; formats of 4 bits have two in a byte, [.., i / 2, o] uint8, the one with
-            the even index in the lower bits.
+        codes: [.., i, o]; two 4-bit codes share a byte, [.., i / 2, o] uint8, with the even index
+            in the lower bits.
         scale: [.., n, o], float32 or an exponent (float8_e8m0fnu), or quantized `Scales`.
-        zero: what stands for 0, in units of codes: [.., n, o] or [.., 1, 1]; None = 0.
+        zero: the code of 0: [.., n, o] or [.., 1, 1]; None = 0.
         format: key of `ed_layers.quantization.formats.FORMATS`.
-        activations: whether products quantize their other side to 8 bits.
-        axis: along which values are in groups, and packed: -2; -1 in the transpose.
-        dtype: of the matrix that this one stands for.
+        activations: whether products quantize their other operand to 8 bits.
+        axis: axis of the groups and of packing: -2; -1 in the transpose.
+        dtype: dtype of the original matrix.
     """
 
     codes: jax.Array
@@ -75,19 +75,19 @@ class Stored:
     axis: int = field(default=-2, metadata={"static": True})
     dtype: np.dtype = field(default=np.dtype("float32"), metadata={"static": True})
 
-    #: Whether a gradient of the matrix is wanted.
+    #: Whether the matrix has a gradient.
     learns = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         shape = list(self.codes.shape)
         shape[self.axis] *= 2 if FORMATS[self.format].packed else 1
         return tuple(shape)
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the matrix."""
+        """Number of dimensions of the matrix."""
         return len(self.codes.shape)
 
     @property
@@ -102,7 +102,7 @@ class Stored:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Along each dimension, into how many parts the matrix can be cut so that each is one."""
+        """For each dimension, the number of equal parts into which all arrays can be split."""
         codes = list(self.codes.shape)
         if self.groups > 1 or self.activations:
             codes[self.axis] = math.gcd(codes[self.axis], self.groups)
@@ -115,22 +115,23 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Size of all arrays in bytes."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def transposed(self) -> Self:
-        """The transpose [.., o, i], each array turned."""
+        """The transpose [.., o, i]; each array is transposed."""
         swapped: Self = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, -1, -2), self)
         return replace(swapped, axis=-3 - self.axis)
 
     def scales(self) -> jax.Array:
-        """The scales, float32."""
+        """Return the scales, float32."""
         return self.scale.numbers() if isinstance(self.scale, Scales) else _f32(self.scale)
 
     def halves(self) -> tuple[jax.Array, ...]:
-        """The codes; of 4 bits those of even index along the groups, and those of odd index.
+        """Return the codes; for 4 bits, the codes with even index along the groups, and those with
+        odd index.
 
-        Two products of halves cost less than what puts the halves together.
+        Two products of halves are faster than interleaving the halves.
         """
         if not FORMATS[self.format].packed:
             return (self.codes,)
@@ -138,7 +139,7 @@ class Stored:
         return codes & 15, codes >> 4
 
     def levels(self, codes: jax.Array) -> jax.Array:
-        """What codes stand for before the scale, float32."""
+        """Return the levels of the codes, before the scale, float32."""
         levels = FORMATS[self.format].level(codes)
         if self.zero is None:
             return levels
@@ -146,12 +147,12 @@ class Stored:
         return self._by_group(levels, lambda level: level - zero)
 
     def values(self, codes: jax.Array) -> jax.Array:
-        """What codes stand for, float32."""
+        """Return the values of the codes, float32."""
         scale = self._spread(self.scales())
         return self._by_group(self.levels(codes), lambda level: level * scale)
 
     def _by_group(self, x: jax.Array, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Apply a function to [.., n, k, o] (of a transpose [.., o, n, k])."""
+        """Apply a function to [.., n, k, o] (for a transpose [.., o, n, k])."""
         at = x.ndim + self.axis
         grouped = x.reshape(*x.shape[:at], self.groups, -1, *x.shape[at + 1 :])
         return of(grouped).reshape(x.shape)
@@ -160,21 +161,22 @@ class Stored:
         return jnp.expand_dims(_f32(of_groups), self.axis)
 
     def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """The matrix as a plain array, in `dtype`; default: that of the matrix."""
+        """Return the matrix as a plain array in `dtype`; default: the dtype of the original
+        matrix."""
         values = [self.values(codes) for codes in self.halves()]
         return joined(values, self.axis).astype(self.dtype if dtype is None else dtype)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
-        """As `dense`: so that what reads a plain matrix reads this one."""
+        """Return `dense(dtype)`, so that code for plain matrices also accepts this matrix."""
         return self.dense(dtype)
 
     def take(self, rows: Int[Array, "*rows"]) -> Float[Array, "*rows o"]:
-        """Rows of a matrix that is grouped along its columns; no other row is decoded."""
+        """Return rows of a matrix whose groups run along its columns; no other row is decoded."""
         assert self.axis == -1, "rows of a matrix that is grouped along them are not apart"
         count = self.shape[-2]
 
         def of(leaf: jax.Array) -> jax.Array:
-            # Scales of scales have a row for a block of rows, offsets one for all.
+            # Quantized scales have one scale for a block of rows, and one offset for all rows.
             return jnp.take(leaf, rows // (count // leaf.shape[-2]), axis=-2)
 
         return jax.tree.map(of, self).dense()
@@ -185,19 +187,19 @@ def _f32(x: jax.Array) -> jax.Array:
 
 
 def pack(codes: Any, axis: int = -2) -> Any:
-    """Put pairs of 4-bit codes along an axis into bytes; numpy stays numpy."""
+    """Pack pairs of 4-bit codes along an axis into bytes; numpy arrays stay numpy arrays."""
     xp = np if isinstance(codes, np.ndarray) else jnp
     even, odd = (xp.take(codes, xp.arange(s, codes.shape[axis], 2), axis=axis) for s in (0, 1))
     return (even | (odd << 4)).astype(xp.uint8)
 
 
 def unpack(codes: jax.Array, axis: int = -2) -> jax.Array:
-    """The 4-bit codes of bytes, uint8."""
+    """Unpack the 4-bit codes of bytes, uint8."""
     return joined([codes & 15, codes >> 4], axis)
 
 
 def joined(halves: Sequence[jax.Array], axis: int) -> jax.Array:
-    """Put the entries of even and of odd index together again; one array stays as it is."""
+    """Interleave the entries with even and with odd index; a single array is returned unchanged."""
     if len(halves) == 1:
         return halves[0]
     first = halves[0]
