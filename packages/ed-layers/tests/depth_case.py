@@ -15,9 +15,8 @@ from ed_infra import parameter_names
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import Metric, Report
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables
-from ed_layers.context import ALL_LAYERS
+from ed_layers.context import ALL_LAYERS, named
 from ed_layers.depth.remat import Remat
-from ed_layers.named import named
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import Linear
 from flax import nnx

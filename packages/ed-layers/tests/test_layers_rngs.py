@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from ed_layers.depth.rngs import layer_rngs
+from ed_layers.depth.stack import layer_rngs
 from flax import nnx
 
 

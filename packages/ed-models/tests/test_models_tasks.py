@@ -83,13 +83,13 @@ class TestBodies:
         assert type(again) is LlamaModel
 
     def test_a_family_on_the_body_of_another(self, tmp_path):
-        from ed_models.tasks.derived import base_module
+        from ed_models.tasks.embedding import body_of
         from ed_models.weights.rules import STANDARD, renamed
 
         class Other(LlamaForCausalLM):
             WEIGHTS = renamed({"model": "transformer", "layers": "h"}, *STANDARD)
 
-        body = base_module(Other)
+        body = body_of(Other)
         assert body is not LlamaModel and issubclass(body, LlamaModel)
         body.create(LlamaConfig(**SHAPE, **ONE)).save_pretrained(tmp_path / "m")
         assert "h.0.mlp.up_proj.weight" in load_file(tmp_path / "m/model.safetensors")

@@ -1,4 +1,24 @@
-"""`Ctx`: the information about a batch that every layer receives besides the activations.
+"""`Ctx`, the information about a batch that every layer receives, and the names of arrays.
+
+Remat policies select intermediate values by name, and a mesh can fix their sharding (`named`).
+A family uses a name for one array of a layer, and never two names for the same array. Otherwise a
+policy that excludes one name would keep the array under the other name.
+
+| name | array |
+| --- | --- |
+| `layer_output` | the stream between two layers (`ed_layers.depth.stack` names it) |
+| `normed_input` | the normed stream, the input of attention and MLP |
+| `attn_query`, `attn_key`, `attn_value` | projections, split into heads, before rotary positions |
+| `attn_qkv`, `attn_key_value` | the same, if one projection computes several of them |
+| `attn_weights` | softmax of the scores, if they exist completely (`vanilla`) |
+| `attn_output` | weighted sum of values, before the output projection |
+| `attn_dense` | output of the output projection |
+| `attn_receptance` | the receptance of RWKV |
+| `residual` | the stream after attention |
+| `mlp_gate`, `mlp_up`, `mlp_down` | projections of the MLP |
+| `mlp_output` | output of the MLP; `mlp_down` of all chunks, if the MLP is scanned |
+| `moe_router_logits`, `moe_gate_logits`, `moe_expert_output`, `moe_output` | of experts |
+| `embeddings`, `model_output`, `lm_head_output` | outside of the layers: always kept |
 
 Legend: b batch, s query length, r rotary dimension, n buckets, h heads.
 """
@@ -9,17 +29,20 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.inputs import Encoded
 from ed_infra.masks import MaskInfo
+from ed_infra.sharding.placement import constrain
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.named import named
+if TYPE_CHECKING:
+    from ed_infra.inputs import Encoded
+
+    from ed_layers.cache.ragged import RaggedBatch
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -27,6 +50,28 @@ Mode = Literal["train", "prefill", "decode"]
 Rope = tuple[Float[Array, "b s half"], Float[Array, "b s half"]]
 #: Name of the rotary tables of a model whose layers are all equal.
 ALL_LAYERS = "default"
+
+STREAM = ("batch", "sequence", "hidden")
+_HEADS = ("batch", "sequence", "heads", None)
+_KEY_HEADS = ("batch", "sequence", "kv_heads", None)
+_INNER = ("batch", "sequence", "mlp")
+
+#: Logical axes (`ed_infra.sharding.axes.ACTIVATION_AXES`) of named arrays with a fixed sharding.
+AXES: dict[str, tuple[str | None, ...]] = {
+    "attn_query": _HEADS,
+    "attn_key": _KEY_HEADS,
+    "attn_value": _KEY_HEADS,
+    "attn_output": _HEADS,
+    "mlp_gate": _INNER,
+    "mlp_up": _INNER,
+    **dict.fromkeys(
+        (
+            *("layer_output", "normed_input", "attn_dense", "residual"),
+            *("mlp_down", "mlp_output", "embeddings", "model_output"),
+        ),
+        STREAM,
+    ),
+}
 
 
 @partial(
@@ -91,3 +136,19 @@ class Ctx:
         if self.key is None:
             return self
         return replace(self, key=jax.random.fold_in(self.key, layer))
+
+
+def named(
+    x: Float[Array, "*dims"], name: str, config: EasyDeLBaseConfig | None = None
+) -> jax.Array:
+    """Name an intermediate result of a layer.
+
+    Args:
+        x: any array.
+        name: one of `gradient_checkpointing_targets`.
+        config: configuration of the model. `use_sharding_constraint` constrains the sharding of the
+            array to its `AXES`; otherwise the compiler chooses the sharding inside a layer.
+    """
+    if config is not None and config.use_sharding_constraint and name in AXES:
+        x = constrain(x, AXES[name], config)
+    return checkpoint_name(x, name)

@@ -19,8 +19,7 @@ from ed_infra.parameter_names import Run
 from ed_infra.rules import Rules
 from flax import nnx
 
-from ed_layers.depth.runs import runs_of
-from ed_layers.depth.stack import Stack
+from ed_layers.depth.stack import Stack, runs_of
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -1,6 +1,7 @@
 """Attention is one function, `attend`, over a table of mechanisms.
 
-- `attend` validates a call, and runs the mechanism that `mechanism` chooses;
+- `dispatch` contains `attend`: it validates a call, and runs the mechanism that `mechanism`
+  chooses;
 - `mechanism` resolves the options of a configuration, and implements "auto";
 - `registry` contains the tables of mechanisms and kernels, and runs a call;
 - `kernel` defines the record of a kernel, and the calls that kernels receive; `scoring` the scores;
@@ -8,7 +9,23 @@
 - `blocks` contains the attention blocks of models.
 """
 
-from ed_layers.attention.attend import attend as attend
-from ed_layers.attention.kernel import Kernel as Kernel
-from ed_layers.attention.mechanism import Mechanism as Mechanism
-from ed_layers.attention.registry import MECHANISMS as MECHANISMS
+# ruff: noqa: F401 - names for type checkers
+from typing import TYPE_CHECKING
+
+from ed_infra.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "MECHANISMS": "ed_layers.attention.registry",
+        "Kernel": "ed_layers.attention.kernel",
+        "Mechanism": "ed_layers.attention.mechanism",
+        "attend": "ed_layers.attention.dispatch",
+    },
+)
+
+if TYPE_CHECKING:
+    from ed_layers.attention.dispatch import attend
+    from ed_layers.attention.kernel import Kernel
+    from ed_layers.attention.mechanism import Mechanism
+    from ed_layers.attention.registry import MECHANISMS

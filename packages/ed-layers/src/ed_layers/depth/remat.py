@@ -2,7 +2,7 @@
 
 A layer is wrapped in `jax.checkpoint`. The input of the layer is always kept. The backward pass
 recomputes from it every value that the policy does not keep. Policies with
-`gradient_checkpointing_targets` select among the values that `ed_layers.named` names.
+`gradient_checkpointing_targets` select among the values that `ed_layers.context.named` names.
 
 Cheap values are recomputed under every policy, including no policy: see `recomputed`.
 """
@@ -208,7 +208,7 @@ def check_host_memory(name: str, mesh: jax.sharding.Mesh) -> None:
 
 
 def names_in(jaxpr: Any) -> set[str]:
-    """Return the names that `ed_layers.named` assigns inside a jaxpr, at any depth."""
+    """Return the names that `ed_layers.context.named` assigns inside a jaxpr, at any depth."""
     found: set[str] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "name":

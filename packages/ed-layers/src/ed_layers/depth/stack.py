@@ -26,11 +26,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.context import Ctx
+from ed_layers.context import STREAM, Ctx, named
 from ed_layers.depth.remat import BETWEEN, Remat, names_in
-from ed_layers.depth.rngs import layer_rngs
-from ed_layers.depth.runs import runs_of
-from ed_layers.named import STREAM, named
 
 Layout = Literal["stacked", "leaves"]
 MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
@@ -193,7 +190,7 @@ class Stack(nnx.Module):
             yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
 
     def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
-        """The names that each kind of layer passes to `ed_layers.named`, traced on first use."""
+        """The names that each kind of layer passes to `named`, traced on first use."""
         trace = jax.make_jaxpr(apply, return_shape=True)
         for layer, graphdef, state in self.kinds():
             jaxpr, (_, cache, _) = trace(Static(graphdef, layer), state, x, cache)
@@ -306,3 +303,60 @@ def to_layout(module: nnx.Module, layout: Layout) -> None:
     for _, node in nnx.iter_modules(module):
         if isinstance(node, Stack):
             node.to_layout(layout)
+
+
+def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
+    """Split the layers into runs with the fewest compiled layer bodies, then the fewest runs.
+
+    Args:
+        kinds: one value per layer; layers with the same value have the same structure.
+
+    Returns:
+        The runs in order; a period longer than one layer occurs at least twice.
+
+    >>> [tuple(run) for run in runs_of("WWWWWF" * 4 + "WW")]  # Gemma 3: five windowed, one full
+    [(0, 24, 6), (24, 2, 1)]
+    >>> [tuple(run) for run in runs_of("D" + "M" * 26)]  # DeepSeek: a dense layer, then experts
+    [(0, 1, 1), (1, 26, 1)]
+    """
+    n = len(kinds)
+    # best[i]: (bodies, number of runs, runs) for the layers from i to the last.
+    best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())] * (n + 1)
+    for start in reversed(range(n)):
+        options = []
+        for period in range(1, max((n - start) // 2, 1) + 1):
+            equal = 0
+            while (
+                start + equal + period < n and kinds[start + equal] == kinds[start + equal + period]
+            ):
+                equal += 1
+            for repeats in range(1 if period == 1 else 2, equal // period + 2):
+                run = Run(start, repeats * period, period)
+                bodies, count, rest = best[start + run.count]
+                options.append((bodies + period, count + 1, (run, *rest)))
+        best[start] = min(options, key=lambda option: (option[0], option[1], -option[2][0].count))
+    return best[0][2]
+
+
+class KeyStream(nnx.RngStream):
+    """The keys of `nnx.RngStream`, with a counter in Python.
+
+    flax counts in an array. While a module is traced, each update of that array searches
+    everything that was traced before.
+    """
+
+    def __init__(self, key: jax.Array, *, tag: str) -> None:
+        super().__init__(key, tag=tag)
+        self.drawn = 0
+
+    def __call__(self) -> jax.Array:
+        key = jax.random.fold_in(self.key.get_value(), self.drawn)
+        self.drawn += 1
+        return key
+
+
+def layer_rngs(key: jax.Array) -> nnx.Rngs:
+    """Return `nnx.Rngs(params=key)` with the same keys, which are faster to draw."""
+    rngs = nnx.Rngs()
+    setattr(rngs, "params", KeyStream(key, tag="params"))  # noqa: B010
+    return rngs

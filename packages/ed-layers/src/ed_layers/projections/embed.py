@@ -11,7 +11,7 @@ from ed_infra.sharding.placement import constrain
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_layers.named import STREAM, named
+from ed_layers.context import STREAM, named
 from ed_layers.projections.linear import Initializer, Product
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Encoded, Inputs
 
 if TYPE_CHECKING:
     import numpy as np
+    from ed_infra.inputs import Encoded, Inputs
     from ed_infra.specs import LoraSpec
     from ed_layers.cache.protocol import Cache, ContiguousCache
     from ed_layers.cache.spec import LayerSpecs

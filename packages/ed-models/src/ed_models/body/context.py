@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_infra.rope.rotation import sections_of, select_axis
 from ed_infra.sharding.placement import constrain
-from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.rotary import rope_tables
 from jaxtyping import Array, Int
+
+if TYPE_CHECKING:
+    from ed_layers.cache.ragged import RaggedBatch
 
 
 def layer_context(

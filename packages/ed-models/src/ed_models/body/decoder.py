@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from ed_infra.inputs import Features
 from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.context import Ctx
-from ed_layers.named import named
+from ed_layers.context import Ctx, named
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.embed import Embed
 from flax import nnx
@@ -27,6 +25,9 @@ from jaxtyping import Array, Float, Int
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import layer_context, rope_settings
 from ed_models.weights.rules import STANDARD
+
+if TYPE_CHECKING:
+    from ed_infra.inputs import Features
 
 
 class Decoder(EasyDeLBaseModule):

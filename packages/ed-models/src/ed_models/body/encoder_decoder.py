@@ -20,8 +20,7 @@ from ed_layers.attention.blocks.cross_attention import CrossAttention
 from ed_layers.cache import HybridCache
 from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.context import Ctx
-from ed_layers.named import named
+from ed_layers.context import Ctx, named
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
 from jax.typing import DTypeLike

@@ -6,15 +6,17 @@ Legend: b batch, s sequence, d hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ed_infra.outputs import Report
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
+
+if TYPE_CHECKING:
+    from ed_layers.cache.storage import Layer
 
 Stream = Float[Array, "b s d"]
 #: `(x, ctx) -> x`, or `(x, report)` of a layer that reports (`ed_layers.moe.layer.SparseMLP`).

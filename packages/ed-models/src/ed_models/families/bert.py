@@ -35,7 +35,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.checkpoints.task_rules import SCORE
 from ed_models.tasks.classification import SequenceClassifier
-from ed_models.tasks.derived import base_module, embedder
+from ed_models.tasks.embedding import Embedder, body_of
 from ed_models.weights.blocks import Shape
 from ed_models.weights.rules import STANDARD, ignore, renamed
 
@@ -181,7 +181,7 @@ class BertForSequenceClassification(SequenceClassifier[BertModel]):
 
     body_class = BertModel
     input_names = BertModel.input_names
-    DERIVED = {TaskType.BASE_MODULE: base_module, TaskType.EMBEDDING: embedder}
+    DERIVED = {TaskType.BASE_MODULE: body_of, TaskType.EMBEDDING: Embedder.for_family}
     TIED_WEIGHTS = {}
     # Names of norms in the checkpoints of the first release.
     OTHER_NAMES = {"gamma": "weight", "beta": "bias"}

@@ -5,25 +5,31 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.inputs import Features
+from ed_infra.enums import TaskType
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import BaseModelOutput, CausalLMOutput
 from ed_layers import native
-from ed_layers.cache.protocol import Cache
-from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.named import named
+from ed_layers.context import named
 from ed_layers.parts import Parts
 from ed_layers.projections.head import Head
 from ed_layers.projections.linear import Transposed, Weight
 from jaxtyping import Array, Float, Int
 
-from ed_models.tasks.derived import DERIVED
 from ed_models.tasks.head_model import Body, HeadModel
+
+if TYPE_CHECKING:
+    from ed_infra.inputs import Features
+    from ed_layers.cache.protocol import Cache
+    from ed_layers.cache.ragged import RaggedBatch
+
+    from ed_models.tasks.classification import SequenceClassifier
+    from ed_models.tasks.embedding import Embedder
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
@@ -89,10 +95,36 @@ class VocabularyHead(HeadModel[Body]):
         )
 
 
+def _body(family: type[Any]) -> type[Any]:
+    from ed_models.tasks.embedding import body_of
+
+    return body_of(family)
+
+
+def _classifier(family: type[Any]) -> type[SequenceClassifier[Any]]:
+    from ed_models.tasks.classification import SequenceClassifier
+
+    return SequenceClassifier.for_family(family)
+
+
+def _embedder(family: type[Any]) -> type[Embedder[Any]]:
+    from ed_models.tasks.embedding import Embedder
+
+    return Embedder.for_family(family)
+
+
+# Further tasks of every family that registers a language model, also in other packages.
+_DERIVED: Mapping[TaskType, Callable[[type[Any]], type]] = {
+    TaskType.BASE_MODULE: _body,
+    TaskType.SEQUENCE_CLASSIFICATION: _classifier,
+    TaskType.EMBEDDING: _embedder,
+}
+
+
 class CausalLM(VocabularyHead):
     """A decoder body under `model`, and a head. Subclasses set `body_class`."""
 
-    DERIVED = DERIVED
+    DERIVED = _DERIVED
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ Legend: b batch, s sequence, d hidden, h heads, g kv heads, k head dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ed_infra.masks import MaskInfo
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_layers.attention import Mechanism, attend
+from ed_layers import attention
 from ed_layers.attention.blocks.settings import (
     MaskRule,
     Position,
@@ -25,15 +25,17 @@ from ed_layers.attention.blocks.settings import (
     ScoreRule,
 )
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring
-from ed_layers.cache.protocol import Cache
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs
-from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from ed_layers.fused_projections import project
 from ed_layers.parts import Parts
 from ed_layers.rotary import apply_rotary
 
-CacheT = TypeVar("CacheT", bound=Cache | None)
+if TYPE_CHECKING:
+    from ed_layers.cache.protocol import Cache
+    from ed_layers.cache.storage import Layer
+
+CacheT = TypeVar("CacheT", bound="Cache | None")
 
 
 class SelfAttention(nnx.Module):
@@ -93,7 +95,7 @@ class SelfAttention(nnx.Module):
             "alibi": isinstance(position, Alibi),
             "relative": isinstance(position, RelativeBuckets),
         }
-        self.mechanism = Mechanism.resolve(
+        self.mechanism = attention.Mechanism.resolve(
             config,
             features=frozenset(name for name, is_used in used.items() if is_used),
             dropout=getattr(config, "attention_dropout", 0.0),
@@ -127,7 +129,7 @@ class SelfAttention(nnx.Module):
         scoring, mask_info = self.scoring(ctx), ctx.mask_info
         if not self.mask.causal:
             mask_info = bidirectional(mask_info, cache)
-        return attend(
+        return attention.attend(
             q,
             k,
             v,
