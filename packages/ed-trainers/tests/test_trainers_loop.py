@@ -272,7 +272,7 @@ def test_invalid_trainer_input_raises_config_error(toy, tmp_path):
         trainer(toy, tmp_path, loader=toy.loader(rows=4)).train()
     with pytest.raises(ConfigError, match="there is no train_dataset"):
         SFTTrainer(SFTArguments(), model=toy.model()).train()
-    with pytest.raises(ConfigError, match="int gives no batches"):
+    with pytest.raises(ConfigError, match="int has no batches"):
         SFTTrainer(SFTArguments(), model=toy.model(), train_dataset=3)
     with pytest.raises(ConfigError, match="takes SFTArguments, not dict"):
         SFTTrainer({}, model=toy.model())

@@ -149,4 +149,4 @@ def test_compare_command_reports_differences(tmp_path):
     assert "1 arrays differ, of 2; by 0.5 at most" in out
     code, out, err = run(tmp_path / "a/0", tmp_path / "none")
     assert code == 2
-    assert "holds no arrays: give a checkpoint" in err
+    assert "contains no arrays: pass a checkpoint" in err

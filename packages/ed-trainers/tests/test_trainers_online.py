@@ -173,14 +173,14 @@ def test_held_out_prompts_are_completed_and_scored(toy_of_module, tmp_path):
 
 def test_invalid_online_setup_raises_config_error(toy_of_module, tmp_path):
     run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
-    with pytest.raises(ConfigError, match="takes batches of prompts, not dict"):
+    with pytest.raises(ConfigError, match="requires batches of prompts, not dict"):
         phase_of(run).generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
     with pytest.raises(ConfigError, match=r"16 rows, but .*size 8 times .*give 2 prompts"):
         run.feed.checked(phase_of(run).generate(Prompts(4).batch_at(0), run.weights(), 0))
     run.method.rollout = None
     with pytest.raises(ConfigError, match="nothing that completes prompts"):
         phase_of(run).generate(Prompts(2).batch_at(0), run.weights(), 0)
-    with pytest.raises(ConfigError, match="nothing gives any"):
+    with pytest.raises(ConfigError, match="needs rewards: set reward_functions"):
         online("grpo", toy_of_module(), tmp_path, rewards=())
     with pytest.raises(ConfigError, match="3 reward_weights for 1 rewards"):
         online("grpo", toy_of_module(), tmp_path, reward_weights=[1, 2, 3])

@@ -60,7 +60,7 @@ def test_report_escapes_samples_and_evaluation_text(tmp_path: Path) -> None:
 
 
 def test_report_without_metrics_raises_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no metrics"):
+    with pytest.raises(ConfigError, match="contains no metrics"):
         write_report(tmp_path)
 
 

@@ -290,7 +290,7 @@ def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
             here = [name for name in names if name in arguments.model_fields_set]
             idle += [(name, f"{needed} is not set") for name in here]
     if arguments.generation_prompts and "generation_num_prompts" in arguments.model_fields_set:
-        idle.append(("generation_num_prompts", "generation_prompts says which there are"))
+        idle.append(("generation_num_prompts", "see `generation_prompts`"))
     if not arguments.generation_temperature and arguments.generation_top_p < 1:
         idle.append(("generation_top_p", "generation_temperature is 0: nothing is sampled"))
     steps, first = arguments.max_training_steps, arguments.profile_start_step

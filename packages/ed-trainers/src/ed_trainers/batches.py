@@ -107,7 +107,7 @@ class Feed:
         self._iterator: Iterator[HostBatch] | None = None
         if not isinstance(dataset, Loader | Iterable):
             raise ConfigError(
-                f"train_dataset {type(dataset).__name__} gives no batches: pass a loader with "
+                f"train_dataset {type(dataset).__name__} has no batches: pass a loader with "
                 "batch_at(step), or an iterable with state_dict() and load_state_dict(state)"
             )
 
@@ -187,6 +187,6 @@ def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | Non
     if isinstance(dataset, Iterable):
         return iter(dataset), len(dataset) if isinstance(dataset, Sized) else None
     raise ConfigError(
-        f"eval_dataset {type(dataset).__name__} gives no batches: pass a loader with "
+        f"eval_dataset {type(dataset).__name__} has no batches: pass a loader with "
         "batch_at(step) and steps_per_epoch, or an iterable"
     )

@@ -14,7 +14,7 @@ from ed_trainers.state import EasyDeLState
 
 
 class RunningTrainer(Protocol):
-    """What a callback may ask of the trainer; `ed_trainers.trainer.Trainer` is the one shipped."""
+    """The interface of a trainer to callbacks; `ed_trainers.trainer.Trainer` implements it."""
 
     @property
     def arguments(self) -> TrainingArguments:
@@ -40,7 +40,7 @@ class RunningTrainer(Protocol):
         ...
 
     def save_model(self, directory: str | Path) -> None:
-        """Write the model as it is now in Hugging Face layout."""
+        """Write the present model in Hugging Face layout."""
         ...
 
     def save_checkpoint(self) -> None:
@@ -53,7 +53,7 @@ class RunningTrainer(Protocol):
 
 
 class Callback:
-    """Base of callbacks: override what is needed. Every method is called on every process.
+    """Base class of callbacks. Every method is called on every process.
 
     Results are read back one step late: in `on_log` the row of step n comes with the weights of
     step n + 1, unless an evaluation, a checkpoint or the end waited for step n.

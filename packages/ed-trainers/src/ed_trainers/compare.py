@@ -58,7 +58,7 @@ class Difference:
 
 
 class Arrays:
-    """The arrays of a checkpoint by canonical name, each read when it is asked for.
+    """The arrays of a checkpoint by canonical name, each read at its first use.
 
     Args:
         directory: of a checkpoint, a saved state, or safetensors files; or a stream.
@@ -81,8 +81,9 @@ class Arrays:
             self.shapes, self._read = _of_safetensors(path)
         else:
             raise CheckpointError(
-                f"{path} holds no arrays: give a checkpoint (<save_directory>/checkpoints/<step>), "
-                "a saved state, a directory of safetensors files, or a stream of EasyLM's"
+                f"{path} contains no arrays: pass a checkpoint "
+                "(<save_directory>/checkpoints/<step>), a saved state, a directory of safetensors "
+                "files, or a stream of EasyLM's"
             )
         #: Canonical name -> the stored array, and the layer of it.
         self.entries: dict[str, tuple[str, int | None]] = {}

@@ -193,7 +193,7 @@ class Method(Generic[A]):
         per_token: whether the method's own term is a mean over tokens, in nats. If so, an
             evaluation reports the perplexity.
         progress_columns: names of the figures in the terminal and in the summary.
-        extension: variables that are trained beside the model.
+        extension: variables that are trained together with the model.
     """
 
     prepare: Callable[[MethodRun[A], HostBatch], Prepared]

@@ -52,7 +52,7 @@ def model_of(directory: str | Path) -> EasyDeLBaseModule:
     facts = _facts(path)
     wrong = checksums.damage(path)
     if wrong is not None:
-        raise CheckpointError(f"{path} is damaged: {wrong}; take another one")
+        raise CheckpointError(f"{path} is damaged: {wrong}; use another file")
     there = {
         one: stored.dtype
         for name, stored in stored_arrays(path / "arrays").items()
@@ -157,7 +157,7 @@ def convert(
 
 
 def main() -> int:
-    """Convert, and print what was written."""
+    """Convert, and print the written files."""
     parser = argparse.ArgumentParser(
         prog="python -m ed_trainers.convert",
         description=__doc__,

@@ -1,7 +1,7 @@
 """EasyLM's streaming checkpoints of LLaMA: read, written, and turned into Hugging Face's layout.
 
 A stream is a file of msgpack records, one for each array: `(key, bytes)`, the key a tuple of names,
-the bytes flax's msgpack of the array. Parameters stand under `transformer` and `lm_head`, in a
+the bytes flax's msgpack of the array. Parameters are under `transformer` and `lm_head`, in a
 whole training state under `params/params` before these. A matrix is `[in, out]`; queries and keys
 are rotated in neighbouring pairs of features, in Hugging Face's files in two halves.
 
@@ -42,7 +42,7 @@ _AROUND = {
     "model.norm.weight": "transformer/ln_f/kernel",
 }
 _HEAD = "lm_head.weight", "lm_head/kernel"
-# What stands before the parameters in a whole training state, and in one of parameters.
+# Prefixes of the parameters in a complete training state, and in a file of parameters.
 _LEADS = ("params/params/", "params/")
 _READ = 1 << 24
 
@@ -208,7 +208,7 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
         source: the file.
         target: the directory to write.
         config: a directory with the `config.json` of the model, or its name on the hub: a stream
-            does not say how many heads there are.
+            lacks the number of heads.
 
     Raises:
         CheckpointError: the stream is damaged, or of another model than the configuration; or the
@@ -228,7 +228,7 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
         stream.read(here[_HEAD[1]]).T, stream.read(here["transformer/wte/embedding"])
     ):
         raise CheckpointError(
-            f"{source} has a head of its own, and {config} says tie_word_embeddings: set it to "
+            f"{source} has a separate head, but {config} has tie_word_embeddings: set it to "
             "false there"
         )
     written = {own: tensor for own, tensor in tensors.items() if not (tied and own == _HEAD[0])}
@@ -245,7 +245,7 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
         except ValueError as error:
             raise CheckpointError(
                 f"{own} of {source}, shaped {list(array.shape)}, does not divide into the heads of "
-                f"{config}: give the configuration of this model"
+                f"{config}: pass the configuration of this model"
             ) from error
 
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ class Placement:
     A dimension that the mesh axes do not divide is replicated.
 
     Args:
-        config: the configuration of the model; gives the mesh and the meaning of logical axes.
+        config: the configuration of the model, with the mesh and the partition rules.
     """
 
     def __init__(self, config: EasyDeLBaseConfig):

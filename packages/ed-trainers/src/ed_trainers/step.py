@@ -36,7 +36,7 @@ _SMALLEST = 1e-8
 class Step(Generic[T]):
     """A compiled function of the learner's leaves and a batch, with the frozen leaves bound.
 
-    The frozen leaves are arguments of the program and are never donated.
+    The frozen leaves are arguments of the program and never donated.
 
     Attributes:
         before: a program that runs first on the same arguments; its result, a dict, is a further

@@ -1,1 +1,1 @@
-"""What losses are made of: pairs, segments, chunked log-probabilities and divergences."""
+"""Parts of losses: pairs, segments, chunked log-probabilities and divergences."""

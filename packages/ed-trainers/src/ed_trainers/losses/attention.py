@@ -16,7 +16,7 @@ from ed_infra.errors import ConfigError
 from ed_layers.attention.weights import Watched, attention_weights
 from jaxtyping import Array, Float
 
-# Weights [b, h, c, s] of both models exist at once.
+# Weights [b, h, c, s] of both models exist at the same time.
 QUERIES = 128
 # The logarithm of a weight of 0, where the two models see different tokens.
 _LEAST = 1e-30

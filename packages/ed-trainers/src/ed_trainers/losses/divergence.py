@@ -3,8 +3,8 @@
 The logits of both exist for one chunk of tokens at a time; the backward pass makes them again. As
 in `token_loss`, each device walks over its own tokens; the vocabulary stays with the compiler.
 
-Memory beside hidden states and heads: a few arrays [c, v] in float32, and the gradient of the
-student's head, [d, v]; nothing grows with both the tokens of a batch and the vocabulary.
+Memory in addition to hidden states and heads: a few arrays [c, v] in float32, and the gradient of
+the student's head, [d, v]; nothing grows with both the tokens of a batch and the vocabulary.
 
 Legend: b rows, s positions, d hidden of the student, t hidden of the teacher, c tokens of a chunk.
 """
@@ -28,7 +28,7 @@ from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import by_device
 from ed_trainers.placement import Placement
 
-# Several arrays of [c, v] exist at once.
+# Several arrays of [c, v] exist at the same time.
 DEFAULT_CHUNK = 256
 
 
@@ -56,7 +56,7 @@ def token_divergences(
         sharding: of `targets`; its mesh axes are those that tokens are split over.
         beta: 0 to 1.
         temperature: both logits are divided by it, for the divergence alone.
-        chunk: tokens whose logits exist at once on a device.
+        chunk: number of tokens whose logits exist at the same time on a device.
 
     Returns:
         `(divergence, logp)` in nats, float32, sharded as the targets are; `logp` of each target at
@@ -108,7 +108,7 @@ def compared(
     Args:
         batch: `input_ids`, `segment_ids`, `position_ids`, `targets` [b, s].
         key: dropout key of the student.
-        placement: says which devices hold which tokens.
+        placement: the distribution of tokens over devices.
         noise: on the student's embeddings alone; see `scoring.noise_of`.
         hidden_states: the outputs also have the input of every layer.
 

@@ -41,7 +41,7 @@ def next_token_batch(batch: HostBatch, model: LanguageModel | None = None) -> In
             For an encoder-decoder, `labels` and `loss_weights` are [b, t], with
             `decoder_input_ids` [b, t] (default: `labels` shifted to the right within each segment)
             and `decoder_segment_ids` [b, t] (default: one segment per row, up to the last label).
-        model: the trained model; its `input_names` tell whether it is an encoder-decoder.
+        model: the trained model; its `input_names` show whether it is an encoder-decoder.
 
     Returns:
         `input_ids`, `segment_ids`, `position_ids` int32 [b, s]; `targets` int32 and `weights`

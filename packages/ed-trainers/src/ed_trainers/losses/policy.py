@@ -24,7 +24,7 @@ from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import by_device
 from ed_trainers.placement import Placement
 
-# Logits and their softmax exist at once, [c, v] each.
+# Logits and their softmax exist at the same time, [c, v] each.
 DEFAULT_CHUNK = 256
 
 
@@ -33,7 +33,7 @@ class Truncation(NamedTuple):
 
     Attributes:
         top_k: 0 keeps all tokens.
-        top_p: probability kept of the tokens that `top_k` leaves; 1 keeps all tokens.
+        top_p: probability kept among the tokens of `top_k`; 1 keeps all tokens.
         min_p: smallest probability relative to the most probable token; 0 keeps all tokens.
     """
 
@@ -47,7 +47,7 @@ class Truncation(NamedTuple):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def log_mass(self, logps: Float[Array, "c v"]) -> Float[Array, " c"]:
-        """Return the logarithm of the probability that the filters leave.
+        """Return the logarithm of the probability of the tokens that pass the filters.
 
         The filters compare sorted numbers, which exist once in memory. A compiled program may
         compute unsorted numbers twice, with different last bits, which moves the cutoff.
@@ -100,7 +100,8 @@ def token_policy(
         key: dropout key.
         placement: determines which devices hold which tokens.
         temperature: divisor of the logits.
-        chunk: number of tokens whose logits exist at once on a device; None uses the default.
+        chunk: number of tokens whose logits exist at the same time on a device; None uses the
+            default.
         truncation: compute `sampled_logps` with these filters.
     """
     output = forward(model, rows, key)

@@ -3,7 +3,7 @@
 Schulman et al., arXiv:1707.06347 (eq. 7) and 1506.02438 (advantages); the penalty, the clipped
 values and the whitening as in Ziegler et al. (1909.08593) and its descendants, TRL's among them.
 
-An answer's figures stand at the positions that predict its tokens, where `weights` is 1. Between
+An answer's figures are at the positions that predict its tokens, where `weights` is 1. Between
 two answers of a row is at least one position with weight 0, so packed rows need no other care.
 
 Legend: r rows, s positions.
@@ -51,7 +51,8 @@ def generalized_advantages(
         values: expected return before each token.
         weights: 1 for a token of an answer.
         gamma: discount of a token.
-        lam: discount of a temporal difference; 1 gives the return less the value, 0 one difference.
+        lam: discount of a temporal difference; 1 means the return minus the value, 0 one
+            difference.
     """
     following = jnp.pad((weights * values)[:, 1:], ((0, 0), (0, 1)))
     differences = weights * (rewards + gamma * following - values)
@@ -79,7 +80,7 @@ class Losses(NamedTuple):
 
 
 def policy_losses(ratios: Tokens, advantages: Tokens, *, cliprange: float) -> Losses:
-    """`-advantage * ratio`, not below what the ratio clipped to `1 ± cliprange` gives.
+    """`-advantage * ratio`, and at least the value for the ratio clipped to `1 ± cliprange`.
 
     Args:
         ratios: of the probability of each token to the one before the updates.

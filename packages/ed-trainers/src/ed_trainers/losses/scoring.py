@@ -110,7 +110,8 @@ def target_logps(
         batch: as for `forward`, and `targets`.
         key: dropout key.
         placement: determines which devices hold which tokens.
-        chunk: number of tokens whose logits exist at once; None uses the default of the loss.
+        chunk: number of tokens whose logits exist at the same time; None uses the default of the
+            loss.
         noise: see `noise_of`.
     """
     output = forward(model, batch, key, noise=noise)

@@ -63,7 +63,7 @@ class Answers(NamedTuple):
         weights: Float[Array, "r s"],
         segment_ids: Int[Array, "r s"],
     ) -> Answers:
-        """Add up what the tokens of each answer have, each at the position that predicts it."""
+        """Sum values over the tokens of each answer; values are at the predicting positions."""
         return cls(
             segment_sums(token_logps * weights, segment_ids), segment_sums(weights, segment_ids)
         )

@@ -1,4 +1,4 @@
-"""Log-probabilities and cross-entropy of a sharded batch: each device takes its own tokens.
+"""Log-probabilities and cross-entropy of a sharded batch: each device computes its own tokens.
 
 `ed_layers.losses` walks over chunks of tokens. Left to itself, the compiler splits that walk over
 devices with different rows in some meshes only, and repeats work in others (counted for a small
@@ -40,8 +40,8 @@ def token_logprobs(
         head: `model.head()`, or a matrix [d, v].
         targets: token ids in [0, v).
         sharding: of `targets`; its mesh axes are those that tokens are split over.
-        chunk: tokens whose logits exist at once on a device; None lets the loss choose. The
-            backward pass computes them again.
+        chunk: tokens whose logits exist at the same time on a device; None = the default of the
+            loss. The backward pass computes them again.
 
     Returns:
         `(logp, logz)`, float32, sharded as the targets are.
@@ -76,8 +76,9 @@ def token_cross_entropy(
         targets: token ids in [0, v).
         weights: 0 drops a token.
         sharding: of `targets`; its mesh axes are those that tokens are split over.
-        chunk: tokens whose logits exist at once on a device; None lets the loss choose.
-        loss: what is added to each token: label smoothing, z-loss.
+        chunk: tokens whose logits exist at the same time on a device; None = the default of the
+            loss.
+        loss: additional terms of each token: label smoothing, z-loss.
     """
 
     def local(hidden: jax.Array, head: Head, targets: jax.Array, weights: jax.Array) -> jax.Array:

@@ -63,7 +63,7 @@ BCO = Method[BCOArguments](
 
 
 class BCOTrainer(Trainer):
-    """Trains a model to tell good answers from bad answers; `arguments` are `BCOArguments`."""
+    """Trains a model to separate good and bad answers; `arguments` are `BCOArguments`."""
 
     entry = METHODS["bco"]
     record = BCO

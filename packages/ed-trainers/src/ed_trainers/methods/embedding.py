@@ -39,7 +39,7 @@ class Slots:
         self.count = 1
 
     def fit(self, pairs: int) -> int:
-        """Return the number of slots for rows of so many pairs. It never decreases."""
+        """Return the number of slots for rows with `pairs` pairs. The number never decreases."""
         while self.count < pairs:
             self.count *= 2
         return self.count

@@ -187,7 +187,7 @@ def _equal_rewards(rewards: np.ndarray, steps: int) -> str:
     seen = ", ".join(f"{value:g}" for value in np.unique(rewards)[:3])
     return (
         f"warning: for {steps} steps in a row, all completions of each prompt had equal rewards "
-        f"(the last ones: {seen}). The advantages are 0, so the model learns nothing from them. "
+        f"(the last ones: {seen}). The advantages are 0, so the model does not learn from them. "
         "Check that the reward functions read the completions in the shape they get (with chat "
         "prompts a completion is a list of messages), that the task is neither too hard nor "
         "solved, that max_completion_length is long enough, and that temperature is high enough "

@@ -151,7 +151,7 @@ def mismatched(
     Args:
         rows: the documents of each row.
         length: number of positions of a row.
-        before: the answer before the first row. None leaves a first row with one document empty.
+        before: the answer before the first row. If None, a first row with one document stays empty.
     """
     shape = (len(rows), length)
     names = ("input_ids", "segment_ids", "position_ids")

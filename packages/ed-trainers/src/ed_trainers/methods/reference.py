@@ -158,7 +158,7 @@ class Reference:
 
 
 def compute_ahead(run: MethodRun, data: RunData) -> None:
-    """Compute the log-probabilities of the reference for all data, if the options say so.
+    """Compute the log-probabilities of the reference for all data, if `precompute_ref_log_probs`.
 
     Raises:
         ConfigError: a dataset is not a loader with a length.

@@ -38,7 +38,8 @@ class ReferenceLogps:
     Args:
         model: the reference.
         placement: puts rows on the devices.
-        chunk: number of tokens whose logits exist at once; None uses the default of the loss.
+        chunk: number of tokens whose logits exist at the same time; None uses the default of the
+            loss.
         path: the file of the log-probabilities. An existing file is used if its reference matches.
         rows: number of rows per forward pass.
     """

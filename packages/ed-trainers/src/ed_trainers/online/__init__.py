@@ -1,1 +1,1 @@
-"""What the methods share that learn from completions of their own."""
+"""Shared code of the methods that train on sampled completions."""

@@ -1,7 +1,7 @@
 """The geometric mixture of two policies, which samples as one model.
 
 Munos et al., arXiv:2312.00886, section 7.1: at each token the probabilities `p^(1 - c) * q^c`,
-normalised. Both models go through each prompt and each token, each with a cache of its own.
+normalized. Both models process each prompt and each token, with separate caches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
     """Two models of one vocabulary, mixed where they generate; it shares their variables.
 
     Args:
-        model: the first; its configuration says what the special tokens are.
+        model: the first; its configuration has the special tokens.
         other: the second.
         coefficient: c, the share of the second: 0 is the first alone, 1 the second.
     """

@@ -15,11 +15,11 @@ from ed_trainers.rollout import Sampled, Weights
 
 
 class ModelRollout:
-    """Completes prompts by `generate` of a model, so many at once.
+    """Completes prompts by `generate` of a model, in batches.
 
     Args:
         model_of: makes the model, of the learner with its present weights.
-        rows: prompts that are completed at once.
+        rows: number of prompts of a batch.
     """
 
     def __init__(self, model_of: Callable[[LanguageModel], object], rows: int):

@@ -116,7 +116,7 @@ class Generation(NamedTuple):
 
 
 class Phase(Generic[A]):
-    """Completes prompts, and asks models about the completions; an object of `Method.parts`.
+    """Completes prompts, and evaluates models on the completions; an object of `Method.parts`.
 
     Args:
         run: the run of the method.
@@ -197,13 +197,13 @@ class Phase(Generic[A]):
         run, options = self.run, self.options
         if not isinstance(batch, PromptBatch):
             raise ConfigError(
-                f"{run.name} takes batches of prompts, not {type(batch).__name__}: give a loader "
-                "of ed_data.build_prompts"
+                f"{run.name} requires batches of prompts, not {type(batch).__name__}: pass a "
+                "loader of ed_data.build_prompts"
             )
         rollout = rollout or run.rollout
         if rollout is None:
             raise ConfigError(
-                f"{run.name} has nothing that completes prompts: give rollout=, such as "
+                f"{run.name} needs a rollout that completes prompts: pass rollout=, such as "
                 "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
         if copies is None:
@@ -211,7 +211,9 @@ class Phase(Generic[A]):
         kept = [list(ids)[-options.max_prompt_length :] for ids in batch.input_ids]
         for row, prompt in enumerate(kept):
             if not prompt:
-                raise ConfigError(f"prompt {row} of the batch is empty: give it at least one token")
+                raise ConfigError(
+                    f"prompt {row} of the batch is empty: it needs at least one token"
+                )
         ids = [prompt for prompt in kept for _ in range(copies)]
         params = {
             "max_tokens": options.max_completion_length,
@@ -378,7 +380,7 @@ class Scorer:
         models: the frozen models by role; unchanged.
 
     Raises:
-        ConfigError: nothing gives rewards, or the number of weights differs from their number.
+        ConfigError: there are no rewards, or the number of weights differs from their number.
     """
 
     def __init__(self, run: MethodRun[A], models: dict[str, LanguageModel]):
@@ -394,7 +396,7 @@ class Scorer:
             _check_vocabulary(run.learner, models[REWARD.name])
         if not names:
             raise ConfigError(
-                f"{run.name} needs rewards, and nothing gives any: set reward_functions, or give "
+                f"{run.name} needs rewards: set reward_functions, or pass "
                 "the frozen model 'reward' (the section reward_model)"
             )
         weights = options.reward_weights or (1.0,) * len(names)

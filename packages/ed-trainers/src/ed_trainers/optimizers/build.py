@@ -39,8 +39,8 @@ def build_optimizer(
 
     Gradients may come in any float dtype. The structure of the state depends on `optimizer`,
     `skip_bad_steps`, whether there is an `ema_decay`, and the dtypes of the parameters alone, so a
-    resumed run may change every other setting. With `skip_bad_steps` the update wants the loss too,
-    as `value=`.
+    resumed run may change every other setting. With `skip_bad_steps`, the update also needs the
+    loss, as `value=`.
     """
     core = optax.chain(
         _direction(arguments),
@@ -73,12 +73,12 @@ def check_rules(arguments: TrainingArguments, params: optax.Params) -> None:
 
 
 def global_norm(tree: optax.Updates) -> jax.Array:
-    """Euclidean norm over all leaves, accumulated in float32."""
+    """Return the Euclidean norm over all leaves, accumulated in float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
-# --- directions: what an optimizer makes of a gradient, before decay and learning rate ---
+# --- directions: the update of an optimizer before weight decay and learning rate ---
 
 
 def _adamw(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
@@ -92,7 +92,7 @@ def _lion(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
 def _eight_bit(
     scale: Callable[..., Direction], settings: dict[str, Any], mu_dtype: str | None
 ) -> Direction:
-    """Eight bits for large arrays, and what the optimizer does otherwise for small ones."""
+    """Store the moments of large arrays in eight bits, those of small arrays as usual."""
     block_size = settings.pop("block_size")
     inner = scale(**settings, mu_dtype=mu_dtype)
     large = per_array(eight_bit(inner, block_size=block_size))
@@ -217,7 +217,7 @@ def _by_learning_rate(schedule: Schedule, factors_of: NumbersOf) -> optax.Gradie
 
 
 def _factors(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
-    """The factor of each parameter on the learning rate; Muon's AdamW has a rate of its own."""
+    """Return the learning rate factor of each parameter; Muon's AdamW has a separate rate."""
     factors = learning_rate_factors(arguments, params)
     own = arguments.optimizer_kwargs.get("adam_learning_rate")
     if own is None:
@@ -227,7 +227,7 @@ def _factors(arguments: TrainingArguments, params: optax.Params | None) -> Numbe
 
 
 def _clipped(inner: optax.GradientTransformation, largest: float) -> optax.GradientTransformation:
-    """Clip by global norm without a state of its own, so that switching it keeps the structure."""
+    """Clip by global norm without a state, so that the option does not change the structure."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None

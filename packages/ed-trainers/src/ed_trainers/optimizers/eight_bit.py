@@ -19,7 +19,7 @@ import optax
 from ed_infra.parameter_names import normalize
 from jaxtyping import Array, Float, UInt8
 
-#: Arrays of fewer numbers keep their moments as they are: little is saved, and norms are delicate.
+#: Smaller arrays have float32 moments: they need little memory, and norms need the precision.
 SMALLEST = 4096
 
 # Moments that are never negative: all 256 levels are theirs.
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 def levels(*, signed: bool) -> np.ndarray:
     """Return the 256 levels of the dynamic tree of the paper, rising, float32.
 
-    The first zeros of a code give a power of ten, what follows a linear fraction of it.
+    The leading zeros of a code are a power of ten, the other bits a linear fraction of it.
     """
     values = [0.0, 1.0]
     for exponent in range(7):

@@ -1,6 +1,6 @@
 """Weight decay and learning rates of groups of parameters, by rules over canonical names.
 
-Parameters are told apart by canonical name (`model.layers.3.input_layernorm.weight`), never by
+Parameters are distinguished by canonical name (`model.layers.3.input_layernorm.weight`), never by
 rank: a norm's weight has rank two when its layers are stacked.
 """
 
@@ -26,7 +26,7 @@ Numbers = optax.Params
 
 
 def decays(path: Sequence[object]) -> bool:
-    """Tell whether weight decay applies, without any rule, to the parameter stored at a path."""
+    """Return whether weight decay applies by default to the parameter at a path."""
     return not NO_DECAY.search(canonical(path)[0])
 
 

@@ -1,6 +1,6 @@
 """MARS: AdamW on gradients whose variance is reduced (Yuan et al. 2024, arXiv 2411.10438).
 
-As in the authors' code with its default `optimize_1d=False`, MARS takes matrices only. Vectors,
+As in the authors' code with its default `optimize_1d=False`, MARS updates only matrices. Vectors,
 such as the weights of norms and biases, get plain AdamW (`optimizers.build`).
 """
 

@@ -82,7 +82,7 @@ def apply_updates(
 
     Args:
         params: the parameters before the step.
-        updates: what the optimizer returned for them.
+        updates: the updates that the optimizer returned.
         opt_state: the optimizer's state *after* the step.
     """
     state = state_of(opt_state, MasterState)

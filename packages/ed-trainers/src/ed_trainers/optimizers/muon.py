@@ -32,7 +32,7 @@ class MuonState(NamedTuple):
 
 
 def matrices(params: optax.Params | None) -> Any:
-    """Return a tree like the parameters that says of each whether Muon takes it.
+    """Return a tree like the parameters: whether Muon updates each parameter.
 
     It takes the matrices of layers and of experts. Embeddings, the head of the vocabulary or of
     classes, and whatever is no matrix are AdamW's.

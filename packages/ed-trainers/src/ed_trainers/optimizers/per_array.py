@@ -110,7 +110,7 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def _columns(structure: Any, treedef: Any, states: list[optax.OptState]) -> optax.OptState:
-    """Turn a state for each array into one state whose leaves are trees of arrays."""
+    """Convert a state for each array to one state whose leaves are trees of arrays."""
     rows = [structure.flatten_up_to(state) for state in states]
     trees = [
         jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(structure.num_leaves)

@@ -1,7 +1,7 @@
 """Schedule-free learning: averaging in the place of a schedule (Defazio et al. 2024, 2405.15682).
 
-Three sequences: z takes the steps, x is their average and the result, and gradients are taken at
-y = (1 - b1) z + b1 x. The parameters of a state are x: what is evaluated, saved and lent is the
+Three sequences: the optimizer updates z, x is their average and the result, and gradients are taken
+at y = (1 - b1) z + b1 x. The parameters of a state are x: what is evaluated, saved and lent is the
 result at every moment. z is the optimizer's state, and the step asks `gradient_point` for y.
 """
 
@@ -27,7 +27,7 @@ class ScheduleFreeState(NamedTuple):
         b1: share of the average in y.
         largest: highest learning rate so far.
         weights: sum of the weights of the average.
-        z: the sequence that takes the steps, a tree like the parameters.
+        z: the sequence that the optimizer updates, a tree like the parameters.
         inner: state of the optimizer that makes them.
     """
 
@@ -45,7 +45,7 @@ def schedule_free(
     """Average the steps of an optimizer that has no momentum.
 
     Args:
-        inner: gives the step of z from the gradient at y, with y as its parameters.
+        inner: computes the update of z from the gradient at y, with y as its parameters.
         schedule: its learning rate: an iterate counts by the highest one so far.
         b1: share of the average in y.
         weight_lr_power: power of the learning rate that is its weight.

@@ -25,7 +25,7 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
         total_steps: updates of the whole run; the decay ends there.
 
     Returns:
-        A function of an integer scalar, traceable, that gives a float32 scalar.
+        A traceable function from an integer scalar to a float32 scalar.
     """
     peak = arguments.learning_rate
     end = arguments.learning_rate_end or 0.0

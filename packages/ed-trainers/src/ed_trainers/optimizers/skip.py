@@ -50,7 +50,7 @@ def skip_bad_steps(
         norm: of a gradient.
 
     Returns:
-        A transformation whose update takes the loss as `value=`.
+        A transformation whose update receives the loss as `value=`.
     """
 
     def init(params: optax.Params) -> SkipState:

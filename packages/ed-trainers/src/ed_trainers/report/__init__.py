@@ -30,7 +30,7 @@ POINTS = 1500
 PREVIEWS = 50
 #: Keys of a row that are no curves: places on the axes.
 _AXES = ("step", "time")
-#: What is shown first, in this order.
+#: Metrics that are shown first, in this order.
 _FIRST = ("loss", "perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 _TIME = "%Y-%m-%d %H:%M"
 _UNITS = (("h", 3600), ("min", 60), ("s", 1))
@@ -46,7 +46,7 @@ def write_report(directory: str | Path) -> Path:
     rows = read_rows(directory / RECORD)
     if not rows:
         raise ConfigError(
-            f"{directory / RECORD} holds no metrics: give the save_directory of a run that has "
+            f"{directory / RECORD} contains no metrics: pass the save_directory of a run that has "
             "done a step"
         )
     summary = _read_json(directory / SUMMARY)
@@ -57,7 +57,7 @@ def write_report(directory: str | Path) -> Path:
         "SUBTITLE": html.escape(_subtitle(rows)),
         "FIGURES": _figures(rows, summary),
         "SECTIONS": _evaluation(summary) + _samples(summary) + _previews(rows) + _config(config),
-        # A script ends at the first "</", wherever it stands.
+        # A script ends at the first "</", even inside a string.
         "DATA": json.dumps({"charts": charts(rows)}, separators=(",", ":")).replace("</", "<\\/"),
     }
     page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], page)
@@ -151,7 +151,7 @@ def _samples(summary: Mapping[str, Any]) -> str:
 
 
 def _previews(rows: Sequence[Row]) -> str:
-    """What the model wrote while it learned, the last steps first; those before are folded."""
+    """Return the samples of the model, the last steps first; earlier steps are folded."""
     previews = [row for row in rows if row.get("samples")][: -PREVIEWS - 1 : -1]
     shown = [
         f"<details{' open' if row is previews[0] else ''}><summary>step {row['step']:,}</summary>"
@@ -183,7 +183,7 @@ def _words(name: str) -> str:
 
 
 def _number(name: str, value: float) -> str:
-    """A figure to four digits; of seconds, in the unit that a person would take."""
+    """Format a number with four digits; seconds in a readable unit."""
     if name.endswith("seconds"):
         name_of, size = next(u for u in _UNITS if value >= 2 * u[1] or u is _UNITS[-1])
         return f"{value / size:.3g} {name_of}"

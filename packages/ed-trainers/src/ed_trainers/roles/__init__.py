@@ -1,1 +1,1 @@
-"""Models beside the learner: frozen ones, and a value head."""
+"""Models in addition to the learner: frozen models, and a value head."""

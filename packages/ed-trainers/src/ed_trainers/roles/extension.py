@@ -1,4 +1,4 @@
-"""Variables that a method trains beside the model, such as a value head."""
+"""Variables that a method trains together with the model, such as a value head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ed_trainers.rollout import Weights
 
 @dataclass(frozen=True)
 class Extension:
-    """Variables that a method trains beside the model, such as a value head.
+    """Variables that a method trains together with the model, such as a value head.
 
     Attributes:
         attach: returns a module with the model's variables and the new ones; `arguments` may name a

@@ -92,7 +92,7 @@ class Following:
 
 
 class Frozen:
-    """Split models that are not trained. Compiled steps receive their leaves as arguments.
+    """Split frozen models. Compiled steps receive their leaves as arguments.
 
     Args:
         models: the models by role.

@@ -1,4 +1,4 @@
-"""A value head beside a causal model: the expected return before each token.
+"""A value head of a causal model: the expected return before each token.
 
 The head is a part of the trained module with the name `value_head`, so optimizers, checkpoints,
 meshes and rules over names treat it like any other part. Generation, saving and serving use the
@@ -127,7 +127,7 @@ def _attach(model: LanguageModel, arguments: TrainingArguments) -> LanguageModel
     return with_value_head(model, directory)
 
 
-#: The role "value": a value head beside the learner.
+#: The role "value": a value head of the learner.
 VALUE_HEAD = Extension(
     attach=_attach,
     detach=without_value_head,

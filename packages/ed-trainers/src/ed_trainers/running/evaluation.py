@@ -30,7 +30,7 @@ class Evaluator:
         method: batch, loss and frozen models.
         placement: puts batches on the devices.
         dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
-        rows: number of rows evaluated at once; None uses the batches of the dataset.
+        rows: number of rows of a batch; None uses the batches of the dataset.
     """
 
     def __init__(
@@ -73,9 +73,7 @@ class Evaluator:
             pending = result
         _add(sums, pending)
         if not sums[0] or sums[0][MAIN][1] == 0:
-            raise ConfigError(
-                "eval_dataset has no token with a weight: give data with labels to evaluate"
-            )
+            raise ConfigError("eval_dataset has no token with a weight: pass data with labels")
         terms, metrics = map(_means, sums)
         means = {f"eval_{name}": value for name, value in logged(terms, metrics).items()}
         if self._method.record.per_token:
@@ -101,7 +99,7 @@ class Evaluator:
         if isinstance(dataset, Iterator) and not hasattr(dataset, "state_dict"):
             raise ConfigError(
                 f"eval_dataset {type(dataset).__name__} can be read only once, and this method "
-                "reads the held-out data twice: give a list of batches, or a loader"
+                "reads the held-out data twice: pass a list of batches, or a loader"
             )
         if self._statistics is None:
             self._statistics = build_statistics_step(state, self._method)

@@ -102,7 +102,7 @@ class TrainingLoop:
         self.meter = Meter()
         self._profile = ProfileWindow(self.arguments, self._say)
         self.progress: Progress | None = None
-        # What is still on the device: (step, report, figures of its batch).
+        # Results that are still on the device: (step, report, figures of its batch).
         self._pending: tuple[int, dict[str, jax.Array], Mapping[str, float]] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
@@ -208,7 +208,7 @@ class TrainingLoop:
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
             self.checkpoints.look()
-            # Asked once a step: a signal that comes later in it must not end the loop unsaved.
+            # Read once per step: a signal later in the step must not end the loop before a save.
             if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
                 self._stopped_by = self.stop.reason
                 self._save_asked = self.stop.take_save()
@@ -236,7 +236,7 @@ class TrainingLoop:
             if height != self.arguments.total_batch_size:
                 raise ConfigError(
                     f"train_dataset gives batches of {height} sequences, but total_batch_size is "
-                    f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
+                    f"{self.arguments.total_batch_size}: an optimizer step uses one batch"
                 )
             parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
             placed = self.job.method.placement.place(parts, stacked=True, parts=feed.parts)
@@ -260,7 +260,7 @@ class TrainingLoop:
             return self._train_step(self._leaves, batch)
 
     def _count_flops(self, length: int) -> None:
-        """Say once how MFU is computed, where the peak of the devices is known."""
+        """Log once how MFU is computed, if the peak of the devices is known."""
         peak, config = self.arguments.peak_flops_per_device, self.job.method.placement.config
         self.meter.utilization = utilization(self._state(), config, length=length, peak=peak)
         if self.meter.utilization is not None:
@@ -303,7 +303,7 @@ class TrainingLoop:
     # --- pauses ---
 
     def _is_time(self, every: int | None) -> bool:
-        """Whether it is time for what is done every so many steps, and at the end."""
+        """Return whether a periodic task is due at this step; the last step counts."""
         return self.step == self.total or (every is not None and self.step % every == 0)
 
     def _look(self, probe: Probe) -> None:
@@ -370,7 +370,7 @@ class TrainingLoop:
         if stopped_by is not None:
             self._say(
                 f"stopped by {stopped_by} at step {self.step} of {self.total}; "
-                f"to go on, run the same command again: it resumes from {path}"
+                f"to continue, run the same command again: it resumes from {path}"
             )
         failed = self.checkpoints.failed
         if stopped_by is None and self.arguments.do_last_save:
@@ -401,7 +401,7 @@ class TrainingLoop:
         return None
 
     def _settle(self, best: int | None) -> str:
-        """Put the parameters that the run ends with in the place of the last ones; say which."""
+        """Replace the parameters by the final parameters of the run; return which."""
         state, which = self._state(), ""
         if self.arguments.load_best_model_at_end and best is not None:
             row = self.log.evaluation(best) or {}
