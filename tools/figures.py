@@ -106,8 +106,12 @@ def several_meanings(modules: dict[str, str]) -> dict[str, list[str]]:
 
 
 def imported_by(module: str) -> Counter[str]:
-    """Import a module in a new process, and count the imported modules of each package."""
-    code = f"import sys, {module}; print(*sys.modules)"
+    """Import a module in a new process, and count the loaded modules of each package.
+
+    `__init__.py` files contain no code and do not count.
+    """
+    loaded = "(n for n, m in sys.modules.items() if not hasattr(m, '__path__'))"
+    code = f"import sys, {module}; print(*{loaded})"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return Counter(name.split(".")[0] for name in done.stdout.split())
@@ -158,7 +162,10 @@ def main() -> None:
         rows.append(row(package.name, sources, sum(imported[name] for name in package.modules)))
     rows.append(row("all", everything, sum(int(cells[-1]) for cells in rows)))
     print(table(HEADER, rows))
-    print(f"\nThe last column is the number of modules that `import {FAMILY}` loads.")
+    print(
+        f"\nThe last column is the number of modules that `import {FAMILY}` loads,\n"
+        "without `__init__.py` files."
+    )
     own = {m: text for of in by_package.values() for m, text in of.items() if m.startswith("ed_")}
     names = several_meanings(own)
     print(f"{len(names)} public names have definitions that differ between modules.")
