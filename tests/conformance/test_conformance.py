@@ -15,7 +15,7 @@ from tests.conformance.cases import cases, subjects
 from tools.conformance_results import IMPOSSIBLE, checks
 
 CHECKS = checks()
-#: What a default run checks of every family.
+#: The checks of every family in a default run.
 SMOKE = ("parity",)
 
 #: One family of each kind of cache and state: a default run fills these.

@@ -1,4 +1,4 @@
-"""Every registered family with all its matrices quantized gives the numbers of plain ones.
+"""Every registered family with quantized matrices computes the numbers of plain matrices.
 
 A default run looks at the logits of a few families; nightly at all of them, and at caches and other
 storage too.
@@ -75,7 +75,7 @@ def test_quantized_family_in_every_storage(subject: Subject) -> None:
 
 def created(subject: Subject) -> Any:
     """With random weights of ours: no torch is needed."""
-    # As a checkpoint has them: some of Hugging Face's classes take fields that they do not name.
+    # As in a checkpoint: some of Hugging Face's classes accept fields that they do not name.
     config = registry.get_config(subject.model_type).from_dict(
         subject.fields, sharding_axis_dims=ONE
     )

@@ -1,5 +1,6 @@
-"""Sixty-four prompts at once through the engine, in six families with different caches, its
-options on and off: greedy tokens are those of `generate` and of torch, log-probabilities torch's.
+"""The engine with 64 concurrent prompts, for six families with different caches and for options.
+
+Greedy tokens equal those of `generate` and of torch; log-probabilities equal torch's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ed_models.conformance import Subject
 
 from tests.conformance import cases
 
-#: Full attention; experts; a window; latents; a state; a state beside attention.
+#: Full attention; experts; a window; latents; a state; a state in addition to attention.
 FAMILIES = ("llama", "mixtral", "gemma3_text", "deepseek_v3", "mamba", "jamba")
 NEW = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)

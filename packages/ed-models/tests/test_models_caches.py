@@ -1,4 +1,4 @@
-"""The caches of a model: token by token, in chunks and at once they give the same logits."""
+"""The logits with a cache do not depend on the size of the chunks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_quantized_cache_logits_stay_within_error_bound(plain, dtype, record_pro
 
 
 def test_the_end_of_a_cache():
-    """What outgrows its cache is an error where lengths are known, and NaN where they are not."""
+    """Overflow of a cache raises an error if lengths are known, and returns NaN otherwise."""
     model = model_of()
     ids: Any = IDS[:, :5]
     cache = model(ids[:, :4], past_key_values=model.init_cache(B, 4)).past_key_values

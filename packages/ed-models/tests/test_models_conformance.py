@@ -1,4 +1,4 @@
-"""The conformance suite: what a failed comparison says."""
+"""The messages of failed comparisons of the conformance suite."""
 
 import numpy as np
 import pytest

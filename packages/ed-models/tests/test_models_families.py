@@ -1,4 +1,4 @@
-"""What families share and the conformance suite does not see: dropout, and what is refused."""
+"""Properties of families outside of the conformance suite: dropout, and rejected fields."""
 
 import jax
 import jax.numpy as jnp

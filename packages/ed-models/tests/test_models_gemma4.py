@@ -31,7 +31,7 @@ def test_layers_that_share_keep_nothing(scan):
     assert isinstance(cache, HybridCache)
     full, window = cache.caches["full"], cache.caches["window"]
     assert isinstance(full, DenseCache) and isinstance(window, WindowCache)
-    # [b, g, t, k]: one full layer with heads of its own, two with a window.
+    # [b, g, t, k]: one full layer with other heads, two with a window.
     shapes = {
         name: [x.shape for x in jax.tree.leaves(keys)]
         for name, keys in (("full", full.keys), ("window", window.keys))

@@ -123,7 +123,7 @@ def test_eos_token_id_none_disables_the_end_token(model, prompt, greedy):
     for config in (None, {"eos_token_id": end}):
         out = ends.generate(prompt, config, **options, eos_token_id=None)
         np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
-    # `None` in a configuration means that the checkpoint says.
+    # `None` in a configuration means the value of the checkpoint.
     out = ends.generate(prompt[:1], {"eos_token_id": None}, **options)
     assert out.sequences.shape == (1, LENGTH + 4)
 

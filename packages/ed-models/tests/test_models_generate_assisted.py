@@ -1,4 +1,4 @@
-"""Assisted generation says what plain decoding says, token for token, in fewer forwards."""
+"""Assisted generation produces the tokens of plain decoding in fewer forward passes."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def model():
 
 
 def disturbed(model, by=0.15):
-    """A model that says nearly the same."""
+    """A model that produces nearly the same tokens."""
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -145,7 +145,7 @@ def test_a_cache_that_cannot_forget_is_computed_again(windowed, prompt):
 @pytest.mark.daily("dynamic")
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rotary_factors_that_follow_length(rope, prompt):
-    """A draft has the factor of its own place, not of the drafts behind it."""
+    """The rotary factor of a draft depends on its position, not on later drafts."""
     parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0}
     if rope == "longrope":
         parameters |= {
@@ -176,8 +176,8 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"num_beams": 2, "prompt_lookup_num_tokens": 2}, "beams cannot be drafted"),
-            ({"output_scores": True, "prompt_lookup_num_tokens": 2}, "are of one token a step"),
+            ({"num_beams": 2, "prompt_lookup_num_tokens": 2}, "beam search cannot use drafts"),
+            ({"output_scores": True, "prompt_lookup_num_tokens": 2}, "need one token per step"),
             ({"num_assistant_tokens": 2}, "has no effect without assistant_model"),
             ({"max_matching_ngram_size": 2}, "no effect without prompt_lookup_num_tokens"),
             ({"prompt_lookup_num_tokens": 65}, "is 65; it must be a whole number"),

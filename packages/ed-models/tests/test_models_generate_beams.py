@@ -203,7 +203,7 @@ def test_sampled_beams_are_reproducible_and_row_independent(endless, prompt):
     np.testing.assert_array_equal(out.sequences, again.sequences)
     other = endless.generate(ids, **options, seed=2)
     assert (out.sequences != other.sequences).any()
-    # A row draws what it draws alone, and its score is the sum of its tokens'.
+    # A row samples the same tokens alone, and its score is the sum of its tokens' scores.
     alone = endless.generate(ids[:1], **options, seed=1)
     np.testing.assert_array_equal(alone.sequences, out.sequences[:3])
     sums = endless.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
@@ -250,7 +250,7 @@ def test_rings_of_slots_follow_their_beams(prompt, tmp_path):
 
 @pytest.mark.nightly
 def test_eight_devices_say_the_same(model, prompt):
-    """Beams and drafts of rows, heads and parameters that lie on several devices."""
+    """Beams and drafts with rows, heads and parameters on several devices."""
     ids, mask = prompt
     config = model.config.replace(sharding_axis_dims=(1, 4, 1, 2, 1))
     sharded = LlamaForCausalLM.create(config, seed=3)

@@ -213,7 +213,7 @@ class TestStopStrings:
         out = model.generate(prompt, **options, pad_token_id=pad, attention_mask=prompt >= 0)
         assert out.sequences.shape[1] < S + NEW
         for row, ids in enumerate(prompt):
-            # In a batch without an end token, transformers lets rows go on until all have ended.
+            # In a batch without an end token, transformers continues rows until all have ended.
             theirs = torch_model.generate(
                 torch.tensor(ids[None]),
                 attention_mask=torch.ones(1, S),
@@ -327,7 +327,7 @@ class TestRefused:
         ("options", "message"),
         [
             ({"num_return_sequences": 2}, "would be 2 times the same row; pass do_sample=True"),
-            ({"num_beams": 2, "num_return_sequences": 3}, "=3 is more than the beams there are"),
+            ({"num_beams": 2, "num_return_sequences": 3}, "=3 is larger than num_beams"),
             ({"length_penalty": 0.5}, "length_penalty has no effect without num_beams"),
             ({"length_penalty": 0.5, "num_beams": 1}, "has no effect without num_beams"),
             ({"early_stopping": True}, "early_stopping has no effect without num_beams"),
@@ -335,16 +335,16 @@ class TestRefused:
             ({"num_beams": 4, "num_beam_groups": 3}, "do not divide into num_beam_groups=3"),
             ({"num_beams": 4, "diversity_penalty": 1.0}, "without num_beam_groups"),
             ({"num_beams": 0}, "num_beams is 0; it must be a whole number of at least 1"),
-            ({"num_beams": 2, "output_logprobs": True}, "is of rows without beams"),
+            ({"num_beams": 2, "output_logprobs": True}, "does not support beams"),
             ({"min_new_tokens": 3}, "has no effect on rows that no token ends"),
             ({"min_length": 3}, "has no effect on rows that no token ends"),
             ({"min_new_tokens": 9, "max_new_tokens": 8, "eos_token_id": 1}, "at least 9 new"),
-            ({"typical_p": 0.5}, "typical_p has no effect while the likeliest token is taken"),
+            ({"typical_p": 0.5}, "typical_p has no effect in greedy decoding"),
             ({"suppress_tokens": [V]}, "suppress_tokens has token 40, but .* 40 tokens"),
             ({"bad_words_ids": [[1, V + 3]]}, "bad_words_ids has token 43"),
             ({"use_cache": False}, "use_cache is False; it must be True, or left out"),
             ({"return_dict_in_generate": False}, "the tokens are its sequences"),
-            ({"forced_bos_token_id": 1, "begin_suppress_tokens": [2]}, "leave one of them out"),
+            ({"forced_bos_token_id": 1, "begin_suppress_tokens": [2]}, "omit one of them"),
             ({"num_beems": 2}, "num_beems=2, which generate .* did you mean 'num_beams'"),
             ({"streamer": 1}, "generate got streamer=1, which generate does not support"),
         ],

@@ -1,4 +1,4 @@
-"""Where each option of `generate` comes from, and what is refused."""
+"""The sources of the options of `generate`, and rejected values."""
 
 import json
 from types import SimpleNamespace

@@ -41,7 +41,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
-    """A directory in several files; tests that change it take a copy."""
+    """A checkpoint in several files; tests that change it copy it."""
     directory = tmp_path_factory.mktemp("saved") / "model"
     model.save_pretrained(directory, max_shard_size="10KB")
     return directory
@@ -143,7 +143,7 @@ def test_a_device_reads_only_its_slice(saved, monkeypatch):
 
 
 def test_parameters_are_converted_once_and_directly(model, copy):
-    # bfloat16 reaches beyond float16: a detour through it would give infinities.
+    # bfloat16 reaches beyond float16: a detour through float16 would overflow.
     content = {n: v.astype(ml_dtypes.bfloat16) for n, v in tensors(copy).items()}
     content["lm_head.weight"] = content["lm_head.weight"] * ml_dtypes.bfloat16(1e30)
     rewrite(copy, content)
@@ -271,7 +271,7 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match="is not a JSON object"):
             load(copy)
         (copy / "config.json").write_text("{}")
-        with pytest.raises(CheckpointError, match='does not say its "model_type"'):
+        with pytest.raises(CheckpointError, match='has no "model_type"'):
             load(copy)
 
     def test_unknown_model_type_raises_registry_error(self, copy):
@@ -281,7 +281,7 @@ class TestBadCheckpoints:
 
 
 class TestTiedHeads:
-    """What the files hold decides, as in transformers (compared in tests/parity)."""
+    """The files determine the dtype, as in transformers (compared in tests/parity)."""
 
     TIED = {"config_kwargs": {"tie_word_embeddings": True}}  # noqa: RUF012
 
@@ -383,7 +383,7 @@ class TestGenerationSettings:
         ("text", "why"),
         [
             ("{", "Expecting property name"),
-            ("[]", "it is no JSON object"),
+            ("[]", "it is not a JSON object"),
             ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>'; it must be a token id"),
             ('{"pad_token_id": 1.5}', "pad_token_id is 1.5"),
         ],

@@ -1,4 +1,4 @@
-"""Every execution field changes what a Llama does: its program, its sharding, its files or numbers.
+"""Every execution field has an effect on a Llama: on its program, sharding, files or numbers.
 
 Most are seen in the jaxpr: the program is traced, not compiled. `proves` names the field;
 docs/config_reference.md is made from it.
@@ -145,7 +145,7 @@ def test_option_changes_the_compiled_program(program: Any, base: dict, changes: 
         return
     changed = program(**{**base, **changes})
     assert changed != plain
-    assert program(**base) == plain, "tracing twice gives the same text"
+    assert program(**base) == plain, "tracing twice produces the same text"
 
 
 POLICIES = [
@@ -165,7 +165,7 @@ def test_remat_policies_are_different_programs():
     texts = [train_program(gradient_checkpointing=name) for name in ["", *POLICIES]]
     targets = {"gradient_checkpointing_targets": ("mlp_up", "attn_output")}
     texts += [train_program(gradient_checkpointing=name, **targets) for name in BY_NAME]
-    # What differs is what the backward pass is given.
+    # The inputs of the backward pass differ.
     assert len(set(texts)) == len(texts)
 
 

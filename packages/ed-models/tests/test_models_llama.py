@@ -27,7 +27,7 @@ def config(**changes):
 
 
 def forward(model, **inputs):
-    """Call a model jitted, the way every consumer does: flat leaves, graphdef closed over."""
+    """Call a jitted model as its consumers do: with flat leaves and a closed-over graphdef."""
     graphdef, state = nnx.split(model)
     return jax.jit(lambda state, inputs: nnx.merge(graphdef, state)(**inputs))(state, inputs)
 

@@ -1,4 +1,4 @@
-"""A model on a CPU takes the native library, unless its configuration turns it off."""
+"""A model on a CPU uses the native library, unless its configuration disables it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed checkpoints: what is read equals an unpacking of its own, number by number."""
+"""Packed checkpoints: the loaded numbers equal a second implementation of the unpacking."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_unpacked_tensors_match_transformers(fp8: SimpleNamespace, mxfp4: Simple
 
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    # Theirs takes only blocks that divide the matrix.
+    # The reference implementation needs blocks that divide the matrix.
     whole = [
         n.removesuffix("_scale_inv")
         for n in fp8.tensors
@@ -218,7 +218,7 @@ def test_unpacked_tensors_match_transformers(fp8: SimpleNamespace, mxfp4: Simple
 
 
 def broken(kind: str, made: SimpleNamespace, folder: Path) -> tuple[Path, str]:
-    """A checkpoint with a mistake, and what is said of it."""
+    """A checkpoint with a mistake, and the error message."""
     tensors, settings = dict(made.tensors), {"quant_method": "fp8", "weight_block_size": [16, 8]}
     name = "model.layers.0.self_attn.o_proj.weight"
     if kind == "another method":

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A layout: settings of config.json, and what makes a weight of so many rows and columns."""
+    """A layout: settings of config.json, and a function that creates a weight [rows, columns]."""
 
     settings: dict[str, Any]
     make: Callable[[np.random.Generator, int, int], Layer]
@@ -93,7 +93,9 @@ def gptq(
         return Layer(packed, numbers)
 
     settings = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym}
-    version = "gptq_v2" if v2 and not sym else "gptq"  # symmetric ones may say what they are not
+    version = (
+        "gptq_v2" if v2 and not sym else "gptq"
+    )  # symmetric formats may contain unused zero points
     return Kind(settings | {"desc_act": not ordered, "checkpoint_format": version}, make)
 
 
@@ -395,7 +397,7 @@ def test_biases_that_are_zero_are_not_missed(saved: Path, tmp_path: Path) -> Non
         load(rewritten(tmp_path / "one", 1.0))
 
 
-#: (kind, what changes the tensors or the settings, what is said)
+#: (kind, change of the tensors or the settings, message)
 MISTAKES: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] = {
     "gptq: no scales": (
         "gptq, 4 bits",
@@ -476,7 +478,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]
     "bitsandbytes: int8 for one kernel": (
         "bitsandbytes, int8",
         lambda t, s: t.update({"x.weight_format": np.array(1, np.uint8)}),
-        "x.weight_format says",
+        "x.weight_format: x.weight is ordered for one kernel",
     ),
     "bitsandbytes: scales of other rows": (
         "bitsandbytes, int8",
@@ -511,7 +513,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]
     "compressed-tensors: rotated": (
         "compressed-tensors, int8 of rows",
         lambda t, s: s.update(transform_config={"config_groups": {"R1": {}}}),
-        "activations are rotated",
+        "transform_config rotates activations",
     ),
     "compressed-tensors: 3 bits": (
         "compressed-tensors, packed 4 bits",

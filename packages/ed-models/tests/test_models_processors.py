@@ -23,7 +23,7 @@ BIASES = {
 }
 BANS = [[4], [7], [int(IDS[0, -1]), 9], [*map(int, IDS[2, -3:]), 2]]
 
-#: (name, value, class in transformers, its arguments, what the rows look like)
+#: (name, value, class in transformers, its arguments, shape of the rows)
 CASES = [
     ("sequence_bias", BIASES, "SequenceBias", (BIASES,), {}),
     ("sequence_bias", [[list(k), v] for k, v in BIASES.items()], "SequenceBias", (BIASES,), {}),
@@ -108,7 +108,7 @@ def test_logits_processors_match_transformers(name, value, kind, arguments, shap
 
 
 def test_every_processor_option_has_a_comparison():
-    """What transformers does not have has tests of its own below."""
+    """Options that transformers lacks have separate tests below."""
     own = {"presence_penalty", "frequency_penalty", "logits_processor"}
     assert {case[0] for case in CASES} | own == set(PROCESSORS)
 
@@ -177,7 +177,7 @@ def test_presence_and_frequency_penalties_count_generated_tokens():
 
 
 def test_processors_ignore_left_padding():
-    """Rows that are padded on the left are processed as they are alone."""
+    """Left padding does not change the scores of a row."""
     options = {
         "no_repeat_ngram_size": 2,
         "repetition_penalty": 1.5,

@@ -1,4 +1,4 @@
-"""Adapters over quantized weights: the base stays as it is, and a merge asks first."""
+"""Adapters over quantized weights: the base does not change, and a merge needs consent."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def logits(model):
 def test_adapter_over_quantized_base_matches_dequantized_base(kind, tmp_path):
     quantized = build(kind == "experts").quantize({"dtype": "nf4", "pattern": r"^(?!.*lm_head)"})
     model = learned(quantized.apply_lora(SPECS[kind]))
-    # The same numbers as over plain matrices of the values that the codes stand for.
+    # The numbers equal those over plain matrices with the dequantized values.
     plain = learned(quantized.dequantize().apply_lora(SPECS[kind]))
     np.testing.assert_allclose(logits(model), logits(plain), atol=1e-5)
     assert np.abs(logits(model) - logits(quantized)).max() > 1e-3
-    # Only the adapter learns; the base is the same arrays.
+    # Only the adapter is trained; the base has the same arrays.
     assert {str(path[-1]) for path, _ in nnx.to_flat_state(model.graphstate)} <= {
         "lora_a",
         "lora_b",

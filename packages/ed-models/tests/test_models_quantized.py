@@ -58,7 +58,7 @@ def test_quantized_embedding_and_head_match_dequantized_model(tied):
 
 
 def gradients(model, lower=False):
-    """Of what learns in a model; or the program that makes them."""
+    """The gradients of the trainable parameters, or the program that computes them."""
     graphdef, params, other = model.split_module()
 
     def loss(params, other):

@@ -1,4 +1,4 @@
-"""Quantized models and files: quantized as they are read, written and read back to the bit."""
+"""Quantized models and files: quantized during loading, written and read back to the bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONE, EIGHT = (1, 1, 1, 1, 1), (1, 2, 2, 2, 1)
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
 EVERYTHING = ""  # a pattern that every module has: the head and the embedding too
 
-#: What `quantize` takes -> one configuration, of each format and option.
+#: One argument of `quantize` for each format and option.
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"dtype": "nf4"},
     "nf4 twice": {"dtype": "nf4", "double_quantization": True, "group_size": 32},
@@ -56,7 +56,7 @@ def load(folder: Path, dims: tuple[int, ...] = ONE, **options: Any) -> Any:
 
 
 def assert_same(ours: nnx.Module, expected: nnx.Module) -> None:
-    """Every array is equal to the bit, and stands for the same."""
+    """Assert that all arrays are equal to the bit and belong to the same parameters."""
     a, b = (dict(nnx.to_flat_state(nnx.state(m))) for m in (ours, expected))
     assert a.keys() == b.keys()
     for path, variable in a.items():
@@ -271,7 +271,7 @@ def test_simulated_quantization_on_load_equals_quantize(
     spec, fields = {"dtype": "nf4", "simulate": True}, {"scan_layers": scan_layers}
     model = load(plain, quantization_config=spec, apply_quantization=True, config_kwargs=fields)
     assert_same(model, load(plain, config_kwargs=fields).quantize(spec))
-    model.save_pretrained(tmp_path)  # what learns, as it is
+    model.save_pretrained(tmp_path)  # the trainable parameters, unchanged
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert_same(load(tmp_path), load(plain, config_kwargs=fields))
 

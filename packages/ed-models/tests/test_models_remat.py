@@ -1,4 +1,4 @@
-"""The names that a Llama gives its intermediate results, and remat by them on a mesh."""
+"""The names of intermediate results of a Llama, and remat by these names on a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flax import nnx
 
 IDS = np.random.default_rng(0).integers(3, 256, (4, 24)).astype(np.int32)
 DOCUMENTED = set(typing.get_args(AVAILABLE_GRADIENT_CHECKPOINT_TARGETS))
-# What other families have: experts, RWKV's receptance, projections that make several at once.
+# Names of other families: experts, RWKV's receptance, fused projections.
 OF_OTHERS = {
     *("moe_expert_output", "moe_gate_logits", "moe_output", "moe_router_logits"),
     *("attn_receptance", "attn_qkv", "attn_key_value"),

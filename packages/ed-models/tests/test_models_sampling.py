@@ -49,7 +49,7 @@ def test_greedy_takes_the_first_of_equals():
 @pytest.mark.parametrize("v", [16384, 16385])
 def test_a_large_vocabulary_has_the_same_first_of_equals(v):
     x = np.random.default_rng(0).normal(size=(5, v)).astype(np.float32)
-    x[1, [130, 700, v - 1]] = 9  # in blocks of their own
+    x[1, [130, 700, v - 1]] = 9  # in separate blocks
     x[2, [900, 901]] = 9
     x[3] = -np.inf
     x[4, 77] = np.nan

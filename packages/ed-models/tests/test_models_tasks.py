@@ -108,7 +108,7 @@ class TestClassifiers:
         want = hidden[[0, 1, 2], [7, 7, 5]] @ kernel
         got = classifier(IDS, attention_mask=MASK)
         np.testing.assert_allclose(got.logits, want, atol=1e-6)
-        # Without a mask, what is not padding by its id counts.
+        # Without a mask, tokens other than the padding id are counted.
         ids = np.where(MASK, IDS, 0)
         got = classifier(ids[2:], attention_mask=None).logits
         np.testing.assert_allclose(got, want[2:], atol=1e-6)

@@ -70,7 +70,7 @@ def test_packed_floats_are_unpacked_on_read(tmp_path, name, bits):
 
 
 def raw_file(path, tensors):
-    """Write a file by hand: name -> (dtype, shape, bytes)."""
+    """Write a file from name -> (dtype, shape, bytes)."""
     header, body = {}, b""
     for name, (dtype, shape, data) in tensors.items():
         at = [len(body), len(body) + len(data)]

@@ -41,7 +41,7 @@ def apply_lora(
     """
     if has_lora(model):
         raise ConfigError(
-            "the model has adapters; merge them (merge_lora) or take them off (remove_lora) before "
+            "the model has adapters; merge them (merge_lora) or remove them (remove_lora) before "
             "new ones are put on"
         )
     if isinstance(spec, LoraSpec):
@@ -88,9 +88,9 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
         now, then = (sum(sizes) / 2**20 for sizes in zip(*map(_sizes, quantized), strict=True))
         raise ConfigError(
             f"matrices with adapters are quantized ({quantized[0].format}), and merged they would "
-            "have to be rounded to such codes again, in which most of what an adapter learned is "
-            f"lost: merge with dequantize=True, which makes them plain ({then:.1f} MiB instead of "
-            f"{now:.1f}), or leave the adapter beside them"
+            "have to be rounded to such codes again. Most of the trained change would be lost: "
+            f"merge with dequantize=True, which makes the matrices plain ({then:.1f} MiB instead "
+            f"of {now:.1f}), or keep the adapter separate"
         )
     return _every(model, lambda layer, _key: layer.merged())
 

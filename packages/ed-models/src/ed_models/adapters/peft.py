@@ -112,7 +112,7 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
         CheckpointError: a file is missing or broken, a tensor has NaN or infinite numbers, or the
             adapter was made for another model: the message lists the modules and shapes that do
             not fit.
-        ConfigError: the adapter uses what is not computed here.
+        ConfigError: the adapter uses an unsupported setting.
     """
     directory = Path(directory)
     settings = _read_settings(directory / CONFIG)
@@ -133,7 +133,7 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
 
 
 def _keys(matrices: Mapping[str, Matrix]) -> dict[str, str]:
-    """The name of each matrix's wrapper: several parameters of one module lie in each other."""
+    """Return the name of each matrix's wrapper; wrappers of one module are nested."""
     order: dict[str, list[str]] = {}
     for matrix in sorted(matrices.values(), key=_depth):
         if matrix.parameter is not None:
@@ -164,7 +164,7 @@ def _settings(
     first = next(iter(specs.values()))
 
     def targets(parameters: bool) -> list[str]:
-        """The last parts of the names where those say it, else the names."""
+        """Return the last parts of the names if these are unique, otherwise the names."""
         chosen = [n for n, m in touched.items() if (m.parameter is not None) == parameters]
         parts = 2 if parameters else 1
         ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
@@ -211,7 +211,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     for name, value in _UNUSED.items():
         if settings.get(name) not in (value, None, [], {}):
             raise ConfigError(
-                f"{path} says {name}: {settings[name]!r}, which is not computed here; merge the "
+                f"{path} has {name}: {settings[name]!r}, which is not supported; merge the "
                 "adapter with PEFT (merge_and_unload) and load the merged model"
             )
     return settings

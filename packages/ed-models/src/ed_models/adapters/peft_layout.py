@@ -1,10 +1,11 @@
-"""Where the matrices of our layers lie in the modules of transformers, which PEFT puts adapters on.
+"""The location of our matrices in the modules of transformers, to which PEFT adds adapters.
 
 A matrix of theirs may be several of ours (queries, keys and values in one; the gate and the up
 projection of all experts in one), and the other way round its blocks may alternate; the family's
-`WEIGHTS` say how, for adapters as for weights. Two things differ from a checkpoint, because PEFT
-goes by modules in memory: modules may have other names there (`MODULES` of the family), and the
-experts of a layer are two parameters of one module, however many tensors a checkpoint has.
+`WEIGHTS` define the relation, for adapters and for weights. Two things differ from a checkpoint,
+because PEFT goes by modules in memory: modules may have other names there (`MODULES` of the
+family), and the experts of a layer are two parameters of one module, however many tensors a
+checkpoint has.
 
 PEFT puts one wrapper round the other for the parameters of a module. The last one, `down_proj`, is
 the outer one; that of `gate_up_proj` is called `base_layer` then. Theirs are A [e * r, i], and B
@@ -43,13 +44,14 @@ EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Modules:
-    """What a family says of transformers' modules where they are not as its checkpoint is.
+    """The differences between transformers' modules and the checkpoints of a family.
 
     Attributes:
         names: parts of a checkpoint name -> parts of a module name; see
             `ed_models.weights.rules.renamed`.
-        swapped: PEFT takes the outputs of experts for their inputs (Llama 4, whose parameters are
-            [e, i, o] and do not say so).
+        swapped: PEFT swaps the inputs and outputs of experts (Llama 4, whose parameters are [e, i,
+        o]
+            without a marker).
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -62,10 +64,10 @@ class Matrix:
 
     Attributes:
         module: name of the module of torch.
-        parameter: of a module of experts; None where the module is the layer.
-        shape: [x, y] as they have it, of one expert.
+        parameter: of a module of experts; None if the module is the layer.
+        shape: [x, y] in transformers, of one expert.
         experts: e; None for a single matrix.
-        pieces: which block of it is which block of ours, in two dimensions.
+        pieces: the blocks that the matrix shares with ours, in two dimensions.
         swapped: see `Modules`.
     """
 
@@ -78,12 +80,12 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """By which settings tell it apart."""
+        """The name in the settings of an adapter."""
         return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is a table [v, d]."""
+        """Whether the matrix is a table [v, d]."""
         return self.pieces[0].ours.endswith(".embedding")
 
     @property
@@ -93,18 +95,18 @@ class Matrix:
         return (x, y) if self.is_embedding or self.pieces[0].perm == (0, 1) else (y, x)
 
     def outputs(self, piece: Piece) -> slice:
-        """Which outputs of theirs a block of ours is."""
+        """Return the outputs of their matrix that a block of ours contains."""
         inputs = self.sizes[0]
         if len(piece.hf_region[piece.perm[0]]) != inputs:
             raise ConfigError(
-                f"{piece.ours!r} is a part of {self.name!r} which has not all of its inputs; "
+                f"{piece.ours!r} is a part of {self.name!r} without all of its inputs; "
                 "PEFT's layout has no place for its adapter"
             )
         return as_slice(piece.hf_region[piece.perm[1]])
 
 
 def matrices_of(model: Any) -> dict[str, Matrix]:
-    """The matrices of transformers' model that can have adapters, by name."""
+    """Return the matrices of transformers' model that can have adapters, by name."""
     base = nnx.state(model, lambda path, v: not isinstance(v, nnx.LoRAParam | SlotParam))
     weights = weight_map(type(model), base, model.config)
     modules: Modules = getattr(type(model), "MODULES", Modules())
@@ -146,7 +148,7 @@ def _expert_matrices(
 
 
 def _of_one_tensor(weights: WeightMap, tensor: str, modules: Modules, rename: Rename) -> Matrix:
-    """The checkpoint has the parameter as the module has it."""
+    """Return the matrix of a parameter with the same shape in checkpoint and module."""
     name = rename(tensor.removesuffix(".weight"))
     module, _, parameter = name.rpartition(".")
     flat = [
@@ -163,7 +165,7 @@ def _of_one_tensor(weights: WeightMap, tensor: str, modules: Modules, rename: Re
 
 
 def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
-    """The checkpoint has tensors of each expert: the module has gate and up in one."""
+    """Return the matrices of experts with separate tensors; the module fuses gate and up."""
     down = [name for name in own if name.endswith(".down_proj.kernel")]
     rest = [name for name in own if name not in down]
     found = []
@@ -182,10 +184,10 @@ def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
 
 
 def joined(matrix: Matrix, adapter: Adapter) -> tuple[LoraSpec, LayerAdapter]:
-    """One adapter of their matrix, made of those of ours that lie in it.
+    """Combine our adapters into one adapter of their matrix.
 
-    Ours that share A share it there. Else the A of ours stand one beside another, and the rank is
-    their sum; the scale is one number, so a larger rank has an alpha that keeps it.
+    If our adapters share A, the result has this A. Otherwise the A are concatenated, and the ranks
+    are added. The scale is one number, so alpha grows with the rank.
     """
     sources = list(dict.fromkeys(p.ours for p in matrix.pieces if p.ours in adapter))
     parts = [adapter[name] for name in sources]
@@ -223,7 +225,7 @@ def joined(matrix: Matrix, adapter: Adapter) -> tuple[LoraSpec, LayerAdapter]:
 def parted(
     matrix: Matrix, whole: LayerAdapter, shapes: Mapping[str, Shape]
 ) -> dict[str, LayerAdapter]:
-    """The adapters of ours that one of their matrix is made of; ours share its A."""
+    """Split an adapter of their matrix into adapters of our matrices, which share A."""
     parts: dict[str, LayerAdapter] = {}
     for piece in matrix.pieces:
         if matrix.is_embedding:
@@ -245,7 +247,7 @@ def parted(
 
 
 def packed(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A and B as PEFT has them, of ours: a [*e, i, r], b [*e, r, o]."""
+    """Convert our a [*e, i, r] and b [*e, r, o] to PEFT's A and B."""
     if matrix.swapped:
         a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
     a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)  # [*e, r, i], [*e, o, r]
@@ -255,7 +257,7 @@ def packed(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np
 
 
 def unpacked(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ours of what PEFT has; None where the shapes are not those of the matrix."""
+    """Convert PEFT's A and B to ours; None if the shapes do not match the matrix."""
     inputs, outputs = matrix.sizes[::-1] if matrix.swapped else matrix.sizes
     e = matrix.experts or 1
     fits = (a.ndim, b.ndim) == (2, 2) and (b.shape[0], a.shape[1]) == (outputs, inputs)
@@ -269,5 +271,5 @@ def unpacked(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, 
 
 
 def as_slice(positions: Any) -> slice:
-    """The positions of one dimension of a block."""
+    """Return the positions of one dimension of a block as a slice."""
     return slice(positions.start, positions.stop, positions.step)

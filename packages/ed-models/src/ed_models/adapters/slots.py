@@ -39,8 +39,8 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
     """
     if has_lora(model):
         raise ConfigError(
-            "the model has an adapter on its layers, and others cannot be served beside it: merge "
-            "it (unwrap_lora_to_layers), or take it off (set_adapter(None)) and load it by name"
+            "the model has an adapter on its layers, and no others can be served with it: merge "
+            "it (unwrap_lora_to_layers), or remove it (set_adapter(None)) and load it by name"
         )
     left_out = [
         re.escape(f"{name}.{layer}" if name else layer)
@@ -53,7 +53,7 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
         rules.append((f"^(?:{'|'.join(left_out)})$", None))
 
     def places(layer: nnx.Module, key: jax.Array) -> nnx.Module:
-        assert isinstance(layer, Linear), "only linear layers were asked for"
+        assert isinstance(layer, Linear), "only linear layers have slots"
         return LoRASlots(layer, slots, rank)
 
     rules += [(target, places) for target in targets or (ALL_LINEAR,)]
@@ -95,7 +95,7 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
         more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
         listed = "\n  ".join([*wrong[:_LISTED], *more])
         raise ConfigError(
-            "this adapter cannot be served beside others; merge it into a model of its own "
+            "this adapter cannot be served with others; merge it into a separate model "
             f"(load_adapter, unwrap_lora_to_layers):\n  {listed}"
         )
 

@@ -90,7 +90,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
     def split_module(
         self, trainable: nnx.filterlib.Filter | None = None
     ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        """Return `(graphdef, graphstate, graphother)`. Split once, not per step: it takes ms.
+        """Return `(graphdef, graphstate, graphother)`. Split once, not per step: a split needs
+        milliseconds.
 
         Args:
             trainable: nnx filter of the trained variables; default: the adapters if the model has

@@ -68,7 +68,7 @@ def watched_attention(
         if len(seen) != 1:
             raise ConfigError(
                 f"layer {layer} of {type(model).__name__} has no attention that can be compared: "
-                "leave it out of attention_layers"
+                "remove it from attention_layers"
             )
         found += seen
     return found

@@ -44,7 +44,7 @@ def layer_context(
             backward pass), `fcm_min_ratio` and `fcm_max_ratio`.
         shape: (b, s) of the tokens.
         attention_mask: [b, s], nonzero = a token.
-        segment_ids: [b, s], 0 = padding; takes precedence over `attention_mask`.
+        segment_ids: [b, s], 0 = padding; has precedence over `attention_mask`.
         position_ids: rotary positions [b, s], or [3, b, s] with the axes of images and videos; the
             default counts the tokens of a segment.
         mask_info: a complete mask.

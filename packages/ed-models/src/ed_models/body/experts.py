@@ -1,4 +1,4 @@
-"""Layers with experts, as the configurations of several families say them."""
+"""Layers with experts whose configuration fields several families share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ed_layers.parts import Parts
 
 
 def has_experts(config: Any, index: int) -> bool:
-    """Whether a layer has experts, as Qwen's configurations say: every `decoder_sparse_step`-th one
+    """Return whether a layer of a Qwen model has experts: every `decoder_sparse_step`-th layer
     that `mlp_only_layers` does not name."""
     often = (index + 1) % config.decoder_sparse_step == 0
     return often and config.num_experts > 0 and index not in config.mlp_only_layers
 
 
 def qwen_experts(parts: Parts) -> SparseMLP:
-    """Experts as the configurations of Qwen2-MoE and its heirs say: scores are a softmax, and a
-    shared expert has a gate of its own."""
+    """Create the experts of Qwen2-MoE and its successors: scores are a softmax, and a shared
+    expert has a separate gate."""
     config = parts.config
     experts, k = config.num_experts, config.num_experts_per_tok
     return SparseMLP(

@@ -76,7 +76,7 @@ class DecoderLayer(nnx.Module):
         self.dropout, self.factor, self.mixes = dropout, factor, name
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
-        """Return the stream after the layer, the cache, and what the layer reports."""
+        """Return the stream after the layer, the cache, and the report of the layer."""
         mixer = getattr(self, self.mixes)
         attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
         added = ctx.dropped(attended * self.factor, self.dropout, "attention")
@@ -89,7 +89,7 @@ class DecoderLayer(nnx.Module):
         return reported(self.mlp(x, ctx), "mlp")
 
     def cache_specs(self) -> LayerSpecs:
-        """What the layer keeps in a cache."""
+        """The memory of the layer in a cache."""
         return getattr(self, self.mixes).cache_spec
 
 
@@ -108,7 +108,7 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = norm(d)
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
-        """Return the stream after the layer, the cache, and what the layer reports."""
+        """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
         out, report = self.branch(x, ctx)
@@ -132,7 +132,7 @@ class PostNormLayer(DecoderLayer):
         self.post_feedforward_layernorm = norm(d)
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
-        """Return the stream after the layer, the cache, and what the layer reports."""
+        """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(x, ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
         out, report = self.feed_forward(x, ctx)
@@ -167,7 +167,7 @@ class ParallelLayer(DecoderLayer):
         self.dropout = dropout
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
-        """Return the stream after the layer, the cache, and what the layer reports."""
+        """Return the stream after the layer, the cache, and the report of the layer."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)
         if self.norms == 2:
@@ -193,7 +193,7 @@ class MixerLayer(nnx.Module):
         self.mixer: Any = mixer
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
-        """Return the stream after the layer, the cache, and what the layer reports."""
+        """Return the stream after the layer, the cache, and the report of the layer."""
         normed, report = self.norm(x), Report()
         if hasattr(self.mixer, "cache_spec"):
             mixed, cache = self.mixer(normed, ctx, cache, layer)

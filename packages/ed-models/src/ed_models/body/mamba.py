@@ -46,7 +46,7 @@ def hybrid_mixer(parts: Parts, **form: Any) -> Mamba2Mixer:
     """Mamba-2, by the fields of hybrids (Bamba, Falcon-H1, Granite 4).
 
     Args:
-        form: further arguments of `Mamba2Mixer`, or others than these fields say.
+        form: further arguments of `Mamba2Mixer`, which override these fields.
     """
     config = parts.config
     fields = {
@@ -65,7 +65,7 @@ def hybrid_mixer(parts: Parts, **form: Any) -> Mamba2Mixer:
 
 class MixerDecoder(Decoder):
     """The body of Mamba: nothing turns, norms have `layer_norm_epsilon`, and the stream is float32
-    where `residual_in_fp32` says so."""
+    if `residual_in_fp32` is set."""
 
     @staticmethod
     def norm_of(parts: Parts) -> Callable[..., nnx.Module]:

@@ -15,7 +15,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer, FeedForward
 from ed_models.weights.rules import EXPERTS, STANDARD, fused, renamed
 
-#: LFM2: norms and feed-forward layers have names of their own; one projection makes both gates and
+#: LFM2: norms and feed-forward layers have other names; one projection makes both gates and
 #: the input of a convolution.
 SHORT_CONV = renamed(
     {

@@ -40,7 +40,7 @@ def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: Placement, read: Re
 
 
 def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: Read) -> Simulated:
-    """Make a matrix that learns as it is, and that products see rounded."""
+    """Create a trainable matrix that is rounded in products."""
     place: Any = placement.value
     return replace(leaf, value=fill(path, leaf.value, place, read))  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def _divides_layers(placement: Placement) -> bool:
 
 
 def _of_a_layer(placement: Placement) -> Placement:
-    """Where one layer of a stack lies."""
+    """The location of one layer of a stack."""
     if not isinstance(placement, jax.sharding.NamedSharding):
         return placement
     return jax.sharding.NamedSharding(

@@ -39,7 +39,7 @@ from ed_models.checkpoints.checks import (
 from ed_models.checkpoints.loading import load
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 
-#: Files of a repository that a model is made of; other copies of the weights stay where they are.
+#: Files of a repository that are downloaded; other copies of the weights are not.
 SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 WEIGHTS = ("*.safetensors",)
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
@@ -52,7 +52,7 @@ class Loadable(Protocol):
 
     @classmethod
     def read_settings(cls, directory: Path) -> dict[str, object]:
-        """What a module takes from the files beside config.json and the weights."""
+        """The settings of a module in the files other than config.json and the weights."""
         ...
 
 
@@ -132,7 +132,7 @@ def resolve(
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"{name!r} is no directory here and not in the hub's local cache, and the hub cannot "
-            "be asked (offline, or local_files_only); download it first, or give a directory"
+            "be reached (offline, or local_files_only); download it first, or pass a directory"
         ) from error
     return folder
 
@@ -159,14 +159,14 @@ def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
 
     Raises:
         CheckpointError: no readable config.json, or one that contradicts itself.
-        RegistryError: nobody has registered its model type.
+        RegistryError: its model type is not registered.
         ConfigError: a change is unknown or wrong.
     """
     path = directory / "config.json"
     stored = read_json(path)
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise CheckpointError(f'{path} does not say its "model_type"')
+        raise CheckpointError(f'{path} has no "model_type"')
     cls = registry.get_config(model_type)
     try:
         config = cls.from_pretrained(directory)
@@ -204,8 +204,9 @@ def from_pretrained(
 
     Args:
         name_or_path: a directory or a hub repository.
-        module_class: what to build; None = what the registry has for `task` and the model type.
-        task: where `module_class` is None; "auto-bind" takes the checkpoint's own, which the class
+        module_class: the class to build; None = the registered class of `task` and the model type.
+        task: where `module_class` is None; "auto-bind" uses the task of the checkpoint, which the
+        class
             in its `architectures` names.
         variant: of the weights: "fp16" reads `model.fp16.safetensors`.
         allow_pickle: read `pytorch_model.bin` where there are no safetensors files. No code of the
@@ -213,19 +214,19 @@ def from_pretrained(
         dtype, param_dtype: of computation and of stored parameters, floating-point; the file's
             dtype does not matter, values are converted once.
         precision: of matrix products.
-        sharding_axis_dims: devices along (dp, fsdp, ep, tp, sp); one -1 takes what remains.
+        sharding_axis_dims: devices along (dp, fsdp, ep, tp, sp); one -1 = all remaining devices.
         sharding_dcn_axis_dims, sharding_axis_names, partition_axis, backend, platform: execution
             fields of the configuration; None = the configuration's own.
         config_kwargs: further fields to change, such as `{"scan_layers": False}`.
         auto_shard_model: False puts every parameter whole on the mesh's first device.
         partition_rules: (regular expression, spec) pairs that override the derived sharding.
-        quantization_config: what `quantize` of the model takes, such as `{"dtype": "nf4"}`.
+        quantization_config: the argument of the model's `quantize`, such as `{"dtype": "nf4"}`.
         apply_quantization: quantize each matrix as it is read, so that the model is never whole in
             memory unquantized; by the checkpoint's own configuration where `quantization_config`
             is None. False keeps `quantization_config` in the model's configuration, for
             `model.quantize()`.
         check_finite: refuse weights with NaN or infinite numbers; the error names the tensor. False
-            loads such weights as they are.
+            loads such weights unchanged.
         hub: see `resolve`.
 
     Raises:

@@ -41,7 +41,7 @@ _BLOCK = 2**22  # elements of a head that are compared at a time
 
 
 class Draft(NamedTuple):
-    """A module without values, and where its values lie."""
+    """A module without values, and the sharding of its values."""
 
     graphdef: nnx.GraphDef
     state: nnx.State
@@ -62,12 +62,12 @@ def load(
 ) -> ModuleT:
     """Build `cls(config)` with weights in Hugging Face's layout.
 
-    A head that `config` says is tied, but that the files hold with other values than the
-    embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
+    If `config` ties the head, but the files contain a head with other values than the
+    embedding's, the head is loaded separately, and the module's config is changed; `transformers`
     does the same. A body that was saved alone loads although its names lack the first part, and a
     body alone loads from the files of a model with a head. Packed tensors
-    (`ed_models.checkpoints.packed_tensors`) become plain ones, and the module's config says so.
-    Quantized matrices of this project's own files are read as they are.
+    (`ed_models.checkpoints.packed_tensors`) become plain ones, and the module's config is changed.
+    Quantized matrices of this project's own files are loaded without unpacking.
 
     Args:
         cls: a module class. `WEIGHTS` maps its parameters to tensors. `OTHER_NAMES` lists other
@@ -75,13 +75,13 @@ def load(
             heads to embeddings. `new_tensors` returns random values of tensors that checkpoints
             of another task lack. `as_published` computes tensors
             that some writer lays out in another way.
-        config: its configuration; gives the mesh and the sharding.
-        files: where the tensors lie.
-        dtype: what the module computes in.
+        config: its configuration, which contains the mesh and the sharding rules.
+        files: the files that contain the tensors.
+        dtype: dtype of activations.
         param_dtype: what parameters are kept in, whatever the file's dtype; None = `dtype`. Values
             are converted once, directly.
         precision: of matrix products.
-        shard: place the parameters as the config's rules say; otherwise whole on one device.
+        shard: place the parameters by the config's rules; otherwise whole on one device.
         quantization: rules by which matrices are quantized as they are read: of each stack one
             layer's matrix is in memory unquantized. None = none are.
         check_finite: refuse tensors with NaN or infinite numbers.
@@ -101,7 +101,7 @@ def load(
     if stored is not None and quantization is not None:
         raise ConfigError(
             f"the matrices in {files.directory} are quantized, and codes cannot be quantized "
-            "again: leave quantization_config out, or quantize the checkpoint they were made from"
+            "again: omit quantization_config, or quantize the original checkpoint"
         )
     rules = quantization if stored is None else stored
     check_depth(config, files)
@@ -135,7 +135,7 @@ def load(
             once(
                 logger,
                 f"{files.directory}: tie_word_embeddings is true, but the files hold a head that "
-                "differs from the embedding; it is loaded as a head of its own "
+                "differs from the embedding; it is loaded as a separate head "
                 "(tie_word_embeddings=False)",
             )
             made, config = other, untied
@@ -150,7 +150,7 @@ def load(
     placement = _placements(state, config, variables, shard=shard)
     special = {QArray: fill_quantized if stored is None else fill_stored, Simulated: fill_simulated}
     filled = []
-    # Stays silent where stderr is no terminal, and for models that load at once.
+    # No progress bar if stderr is no terminal, or if the model loads quickly.
     with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
         for path, variable in variables:
             leaf: Any = variable.get_value()
@@ -164,7 +164,7 @@ def load(
 def _placements(
     state: nnx.State, config: EasyDeLBaseConfig, variables: Iterable[tuple], *, shard: bool
 ) -> dict[tuple, Any]:
-    """Where each variable lies: a sharding, or a quantized matrix of them."""
+    """Return the sharding of each variable, or a quantized matrix of shardings."""
     if shard:
         return dict(nnx.to_flat_state(sharding.shardings(state, config)))
     one = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
@@ -214,7 +214,7 @@ def check_depth(config: EasyDeLBaseConfig, files: TensorFiles) -> None:
 def check(
     weights: WeightMap, state: nnx.State, files: TensorFiles, *, stored: bool = False
 ) -> None:
-    """Compare what the model wants with what the files hold; `stored` is that of `weight_map`.
+    """Compare the tensors of the model with those of the files; `stored` is that of `weight_map`.
 
     Raises:
         CheckpointError: they differ.
@@ -267,7 +267,7 @@ def _listing(what: str, entries: list[str], limit: int = 12) -> list[str]:
 def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     """Add or drop the first part of all names: `h.0.…` and `transformer.h.0.…`.
 
-    A body that was saved without its head lacks that part, and a body alone wants names without
+    A body that was saved without its head lacks that part, and a body alone has names without
     it; `transformers` reads both.
     """
     ((prefix, _),) = Counter(name.partition(".")[0] for name in wanted).most_common(1)
@@ -281,14 +281,14 @@ def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
 
 
 def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
-    """Read a tensor that the model lacks under the name that `OTHER_NAMES` of the class says."""
+    """Read a tensor that the model lacks under its name in `OTHER_NAMES` of the class."""
     rename = renamer(getattr(cls, "OTHER_NAMES", {}))
     others = {name: rename(name) for name in files if name not in wanted}
     return files.renamed({n: to for n, to in others.items() if to in wanted and to not in files})
 
 
 def _without_zero_biases(weights: WeightMap, files: TensorFiles) -> TensorFiles:
-    """Leave out biases that the model lacks and that add nothing: AutoGPTQ gives one to each of
+    """Remove biases of zeros that the model lacks: AutoGPTQ adds one to each of
     its layers."""
     biases = [n for n in _left_over(weights, files) if n.endswith(".bias")]
     return files.renamed({n: None for n in biases if not files.read(n).any()})
@@ -297,10 +297,10 @@ def _without_zero_biases(weights: WeightMap, files: TensorFiles) -> TensorFiles:
 def _with_one_matrix(
     cls: type, untied: WeightMap, files: TensorFiles, dtype: np.dtype
 ) -> TensorFiles | None:
-    """Leave one matrix for each head and its embedding, under the embedding's name.
+    """Keep one matrix for each head and its embedding, under the embedding's name.
 
     Args:
-        untied: the tensors of the model with heads of their own.
+        untied: the tensors of the model with separate heads.
         dtype: of the parameters; values count as equal if they are in it.
 
     Returns:

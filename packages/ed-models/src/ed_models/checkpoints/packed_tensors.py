@@ -1,9 +1,9 @@
 """Checkpoints whose tensors are packed: codes of few bits with scales, read as plain numbers.
 
-`config.json` says by `quantization_config` how. `unpacked` gives a view of the files in which each
-packed tensor has its name, its shape and its values; the codes and scales behind it are hidden. A
-slice is unpacked when it is read, and converted to the parameter's dtype then: nothing but that
-slice is in memory.
+`quantization_config` of `config.json` defines the packing. `unpacked` returns a view of the files
+in which each packed tensor has its name, its shape and its values; the codes and scales behind it
+are hidden. A slice is unpacked when it is read, and converted to the parameter's dtype then:
+nothing but that slice is in memory.
 
 A further format is a file of `ed_models.checkpoints.packing` and an entry of `READERS`.
 """
@@ -62,11 +62,11 @@ def unpacked(
 ) -> tuple[TensorFiles, EasyDeLBaseConfig]:
     """Return the files as plain numbers, and the configuration of a model that has such.
 
-    What activations would be rounded by is left out, which is said once: products are computed in
+    Scales of activations are ignored, with one warning: products are computed in
     the model's dtype.
 
     Args:
-        config: its `quantization_config` says how tensors are packed, if they are.
+        config: its `quantization_config` describes the packing, if tensors are packed.
 
     Raises:
         CheckpointError: the packing is not known, or scales do not fit their tensors.
@@ -75,11 +75,11 @@ def unpacked(
     if not isinstance(settings, Mapping) or "quant_method" not in settings:
         return files, config
     method = settings["quant_method"]
-    if method == METHOD:  # quantized matrices of this project, which stay as they are
+    if method == METHOD:  # quantized matrices of this project, which are not unpacked
         return files, config.replace(quantization_config=None)
     if method not in READERS:
         raise CheckpointError(
-            f"quantization_config of config.json says quant_method={method!r}, a packing that is "
+            f"quantization_config of config.json has quant_method={method!r}, a packing that is "
             f"not read{did_you_mean(str(method), READERS)} (known: {', '.join(READERS)}): load the "
             "checkpoint that was not quantized, or unpack it once with transformers "
             "(model.dequantize(), then save_pretrained)"

@@ -1,6 +1,6 @@
 """Read `pytorch_model.bin` without running code: a pickle of tensor descriptions, and raw bytes.
 
-torch writes a zip file whose members are stored as they are: `data.pkl` says how each tensor lies
+torch writes a zip file with uncompressed members: `data.pkl` describes how each tensor is stored
 in which member of `data/`. The pickle is read by an unpickler that knows the handful of names that
 torch writes there, and refuses every other; so a slice of a tensor is read from the file like one
 of a safetensors file. Sources: torch/serialization.py, torch/_weights_only_unpickler.py.
@@ -73,7 +73,7 @@ def open_tensors(
         allow_pickle: read `pytorch_model.bin` where there are no safetensors files.
 
     Raises:
-        CheckpointError: there are no weights, a file is damaged or not there, or a pickle asks for
+        CheckpointError: there are no weights, a file is damaged or missing, or a pickle refers to
             anything else than tensors.
     """
     index = directory / with_variant(PICKLED_INDEX, variant)
@@ -95,10 +95,10 @@ def open_tensors(
 
 
 def read_pickled(file: Path) -> dict[str, TensorEntry]:
-    """Say where each tensor of a file lies, without reading its values.
+    """Return the location of each tensor of a file, without reading the values.
 
     Raises:
-        CheckpointError: the file is damaged, of another format, or asks for code.
+        CheckpointError: the file is damaged, has another format, or refers to code.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -184,7 +184,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
         if known is None:
             raise CheckpointError(
                 f"{self._file} asks for {module}.{name}, which no file of weights needs; it was "
-                "not run. Do not load this file by other means unless you trust whoever made it"
+                "not run. Do not load this file by other means unless you trust its author"
             )
         return known
 
@@ -207,7 +207,7 @@ def _unpickled(file: Path, data: bytes) -> object:
 
 
 def _bytes_of(file: Path, info: zipfile.ZipInfo) -> tuple[int, int]:
-    """First byte and end of a member, which must be stored as it is."""
+    """Return the first byte and the end of a member, which must not be compressed."""
     with file.open("rb") as stream:
         stream.seek(info.header_offset)
         header = stream.read(30)

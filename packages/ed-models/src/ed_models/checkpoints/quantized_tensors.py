@@ -1,13 +1,13 @@
-"""Quantized matrices in this project's own checkpoints: the codes and scales as they are.
+"""Quantized matrices in this project's own checkpoints: codes and scales are stored unchanged.
 
 A matrix `model.layers.0.self_attn.q_proj.kernel` is the tensors `….kernel.codes`, `….kernel.scale`
 and, where the format has them, `….kernel.zero`, `….kernel.scale.codes` and so on: the arrays of its
 `QArray`, which is [in, out]. `quantization_config` of config.json has the rules that select the
-modules; parameters that are not quantized lie as in every checkpoint.
+modules; other parameters are stored as in every checkpoint.
 
 These are own names because Hugging Face has no layout for most of the formats (nf4 with our double
 quantization, the microscaling ones), and none for a fused tensor of which only a part is quantized.
-A slice is read as it will lie on a device, without a transposition.
+A slice has the layout of the arrays on the devices, so reading does not transpose it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_RULES = 10_000
 
 
 def parts_of(matrix: QArray) -> dict[str, Any]:
-    """The arrays of a quantized matrix by their names, in the order of its leaves."""
+    """Return the arrays of a quantized matrix by name, in the order of the pytree leaves."""
     flat, _ = jax.tree_util.tree_flatten_with_path(matrix)
     return {".".join(key.name for key in path): leaf for path, leaf in flat}
 

@@ -1,7 +1,7 @@
-"""Write a module as a directory that Hugging Face `transformers` loads as it is.
+"""Write a module as a directory that Hugging Face `transformers` can load.
 
-Everything is written beside the target and moved into place when it is complete; `config.json` goes
-last, so that a directory that has one is whole.
+The files are written to a temporary directory and moved into place when complete; `config.json`
+goes last, so that a directory that has one is whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Saved(Protocol):
     architecture: ClassVar[str | None]
 
     def write_settings(self, directory: Path) -> None:
-        """Write the files beside config.json and the weights."""
+        """Write the files other than config.json and the weights."""
         ...
 
 
@@ -59,7 +59,7 @@ def save(
 ) -> None:
     """Save configuration, weights, generation settings and, where given, the tokenizer.
 
-    Weights leave the devices one tensor at a time. With several processes all must call this;
+    Weights are copied from the devices one tensor at a time. All processes must call this;
     process 0 writes.
 
     Args:

@@ -59,7 +59,7 @@ _KEPT = 2**25  # bytes of a file's pages that stay in memory after they were rea
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: its file, its type and its bytes `[start, stop)` in that file."""
+    """The location of one tensor: its file, its type and its bytes `[start, stop)` in that file."""
 
     file: Path
     format: str
@@ -73,7 +73,7 @@ class TensorEntry:
 
 
 class TensorFiles(Mapping[str, TensorEntry]):
-    """The tensors of one directory, as a mapping from name to `TensorEntry`; `read` gives values.
+    """The tensors of one directory, as a mapping from name to `TensorEntry`; `read` returns values.
 
     Files are mapped on first use and stay mapped until the object is dropped.
     """
@@ -94,7 +94,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
 
         Raises:
             CheckpointError: there are no weights, a file of the index is not there, or a header
-                is damaged or does not hold what the index says.
+                is damaged, or lacks a tensor that the index lists.
         """
         directory = Path(directory)
         index = directory / with_variant(INDEX_NAME, variant)
@@ -115,7 +115,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
                 if name in entries:
                     raise CheckpointError(
                         f"tensor {name!r} is in two files, {entries[name].file.name} and "
-                        f"{file.name} of {directory}, and no {INDEX_NAME} says which one counts"
+                        f"{file.name} of {directory}, and no {INDEX_NAME} selects one of them"
                     )
                 entries[name] = entry
         return cls(entries)
@@ -171,7 +171,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
     def _forget(self, size: int) -> None:
         """Let go of pages that were read before, so that a process does not hold whole files.
 
-        Views stay valid: what they show is read again when it is asked for.
+        Views stay valid: an access reads the values again.
         """
         self._touched += size
         if self._touched > _KEPT and hasattr(mmap, "MADV_DONTNEED"):
@@ -181,14 +181,14 @@ class TensorFiles(Mapping[str, TensorEntry]):
 
 
 class Computed(NamedTuple):
-    """A tensor that no file holds as it is: what it looks like, and its values at an index."""
+    """A tensor that is computed from stored tensors: its entry, and a function for its values."""
 
     entry: TensorEntry
     read: Callable[[Index], np.ndarray]
 
 
 class JoinedFiles(TensorFiles):
-    """Tensor files, and computed tensors beside theirs or in place of theirs."""
+    """Tensor files with additional or replaced tensors that are computed."""
 
     def __init__(self, files: TensorFiles, computed: Mapping[str, Computed]):
         super().__init__({**files, **{name: tensor.entry for name, tensor in computed.items()}})
@@ -282,7 +282,7 @@ def with_variant(name: str, variant: str | None) -> str:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Read an index: tensor name -> file name, each file beside the index.
+    """Read an index: tensor name -> file name in the directory of the index.
 
     Raises:
         CheckpointError: the index is damaged, names a file elsewhere, or one that is not there.

@@ -1,4 +1,4 @@
-"""Write safetensors files as Hugging Face does: shards of a given size, and an index beside them.
+"""Write safetensors files as Hugging Face does: shards of a given size, and an index.
 
 One tensor is in memory at a time: the header needs only names, types and shapes, so it is written
 first and the values follow as they come. A file appears under its name only when it is complete.
@@ -46,7 +46,7 @@ def parse_size(size: int | str) -> int:
         number = 0
     if number < 1:
         raise ConfigError(
-            f"max_shard_size is {size!r}; give bytes, or a number with one of "
+            f"max_shard_size is {size!r}; pass bytes, or a number with one of "
             f"{', '.join(u for u in _UNITS if u)} (such as '5GB')"
         )
     return int(number)
@@ -102,7 +102,7 @@ def write_tensors(
 
 
 def write_order(specs: Mapping[str, TensorSpec], max_shard_size: int | str) -> list[str]:
-    """The order in which `write_tensors` asks for values: what processes that do not write follow
+    """Return the order in which `write_tensors` reads values, which other processes follow
     where reading is collective."""
     shards = plan_shards(specs, parse_size(max_shard_size)).values()
     return [n for names in shards for n in _file_order({name: specs[name] for name in names})]

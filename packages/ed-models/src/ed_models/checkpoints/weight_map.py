@@ -98,7 +98,7 @@ class WeightMap:
 
         Args:
             window: the wanted positions of each dimension, with step 1.
-            read: `(hf name, index) -> values`; asked only for what the window needs.
+            read: `(hf name, index) -> values`; called only for the entries that the window needs.
             out: array of the window's shape.
             check_finite: refuse values that are NaN or infinite after the cast.
 
@@ -114,7 +114,7 @@ class WeightMap:
                     raise CheckpointError(
                         f"tensor {piece.hf!r} has NaN or infinite numbers in {out.dtype}: download "
                         "the file again, or load in a dtype with a larger range; "
-                        "check_finite=False loads the tensor as it is"
+                        "check_finite=False loads the tensor unchanged"
                     )
 
     def save(self, hf_name: str, read: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
@@ -165,7 +165,7 @@ def _is_transposed(source: np.ndarray) -> bool:
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Sixteen columns of a transposed matrix at a time: what is read lies together, and each write
+    """Copy 16 columns of a transposed matrix at a time: reads are contiguous, and each write
     fills a cache line. Types that numpy knows only through ml_dtypes are moved as integers of
     their size.
     """
@@ -186,7 +186,7 @@ def window_of(index: Sequence[slice], shape: Shape) -> list[range]:
 
 
 def _intersect(piece: Piece, window: Sequence[range]) -> tuple[Index, Index] | None:
-    """Return `(index into the window, index into their tensor)`, or None: they do not meet."""
+    """Return `(index into the window, index into their tensor)`, or None if they do not overlap."""
     target: list[int | slice] = []
     source = list(_index(piece.hf_region))
     kept = iter(piece.perm)  # their dimension of each of ours that the block keeps

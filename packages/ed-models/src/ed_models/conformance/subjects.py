@@ -462,7 +462,7 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
         if not own.rows:
             raise ValueError(
                 f"{model_type!r} has no tiny configuration: add one to its Cases, such as "
-                '{"what is special": {field: value}}'
+                '{"special feature": {field: value}}'
             )
         task = own.task or registry.tasks_of(model_type)[0]
         module_class = registry.get_module(task, model_type)

@@ -1,7 +1,7 @@
 """Bamba (IBM, Princeton and UIUC 2024): Mamba-2 and attention.
 
 - `attn_layer_indices` names the layers that have attention; half of each of its heads turns
-- the mean square of the logits' normalisers is a loss of its own, times `z_loss_coefficient`
+- the mean square of the logits' normalisers is an additional loss, times `z_loss_coefficient`
 
 Numbers follow Hugging Face's `modeling_bamba.py`; parameter names are its names.
 """

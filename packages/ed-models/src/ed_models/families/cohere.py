@@ -2,7 +2,7 @@
 
 - one layer norm without bias feeds both
 - rotary pairs are neighbours
-- queries and keys may be normed, each head with weights of its own (`use_qk_norm`)
+- queries and keys may be normed, each head with separate weights (`use_qk_norm`)
 - logits are multiplied by `logit_scale`; head tied to the embedding
 
 Numbers follow Hugging Face's `modeling_cohere.py`; parameter names are its names.

@@ -3,7 +3,7 @@
 - three layers with a window and rotary positions, then one without either
 - attention and experts side by side behind one norm, a layer norm without bias or an RMS norm
 - shared experts are added to the chosen ones, or averaged with them
-- `mlp_layer_types` says which layers are dense; these may turn although they see all
+- `mlp_layer_types` selects the dense layers; these may turn although they see all
 
 Numbers follow Hugging Face's `modeling_cohere2_moe.py`; parameter names are its names.
 """

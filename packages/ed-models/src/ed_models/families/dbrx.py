@@ -3,7 +3,7 @@
 - queries, keys and values are clipped to `clip_qkv`
 - the weights of the chosen experts are divided by their norm, of the order
   `moe_normalize_expert_weights`
-- the experts of a layer lie one after another in one tensor for each projection
+- each projection of all experts of a layer is one tensor
 
 Numbers follow Hugging Face's `modeling_dbrx.py`.
 """
@@ -128,4 +128,4 @@ class DbrxForCausalLM(CausalLM):
         Rule("{path}.experts.down_proj.kernel", "{path}.experts.w2", concat(0, equal)),
         *STANDARD,
     )
-    # What transformers' class wants said by DBRX's own names, and what it does not know.
+    # Fields that transformers' class expects under DBRX's names, and unknown fields.

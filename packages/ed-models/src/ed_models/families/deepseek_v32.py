@@ -1,11 +1,11 @@
 """DeepSeek-V3.2 (DeepSeek-AI 2025): DeepSeek-V3 whose queries see the keys that an index chooses.
 
-- keys and values of all heads come from one latent, which a cache stores beside the index's keys
+- keys and values of all heads come from one latent; a cache stores it and the index's keys
 - small heads score all keys of a query, and attention reads the `index_topk` best
 - scores of experts are sigmoids, chosen from the best groups, as in DeepSeek-V3
 
 Numbers follow Hugging Face's `modeling_deepseek_v32.py`; parameter names are its names. Layers that
-predict further tokens are not loaded. The index has no loss of its own: training leaves it as is.
+predict further tokens are not loaded. The index has no loss, so training does not change it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 - a bias that training moves without a gradient joins in the choice of experts, not in their weights
 - shared experts as one feed-forward layer
-- `moe_layer_start_index`, `moe_layer_end_index` and `moe_layer_interval` say which layers have
+- `moe_layer_start_index`, `moe_layer_end_index` and `moe_layer_interval` select the layers with
   experts
 - rotary pairs are neighbours
 

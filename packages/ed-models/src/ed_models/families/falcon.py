@@ -69,7 +69,7 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
 
 
 def norm_name(usual: str, of_branch: str) -> Layout:
-    """What a norm is called: something else where each branch has its own."""
+    """Return the name of a norm, which differs if each branch has a separate norm."""
 
     def relate(ours, hf, config):
         own = config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1
@@ -79,7 +79,9 @@ def norm_name(usual: str, of_branch: str) -> Layout:
 
 
 def alibi_of(config: FalconConfig) -> Alibi:
-    """Slopes of a geometric sequence; heads beyond a power of two take every other of the next.
+    """Return slopes of a geometric sequence.
+
+    Heads beyond a power of two use every other slope of the next power.
 
     Slopes, and their products with positions, are rounded to bfloat16, as `transformers` does.
     """

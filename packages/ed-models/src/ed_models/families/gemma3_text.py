@@ -1,6 +1,6 @@
 """Gemma 3, text (Gemma Team 2025): Gemma 2 with normed queries and keys, without soft caps.
 
-- five layers with a window, then one without; each kind has rotary parameters of its own
+- five layers with a window, then one without; each kind has separate rotary parameters
 - query and key heads are RMS-normed
 - attention and feed-forward are normed before and after
 

@@ -1,11 +1,11 @@
-"""Gemma 4, text (Gemma Team 2026): Gemma 3 whose last layers have no keys and values of their own.
+"""Gemma 4, text (Gemma Team 2026): Gemma 3 whose last layers reuse earlier keys and values.
 
-- layers with a window and layers without have head sizes and rotary parameters of their own
+- layers with a window and layers without have different head sizes and rotary parameters
 - the last `num_kv_shared_layers` read the keys and values of the last layer of their type before
   them; their feed-forward may be twice as wide (`use_double_wide_mlp`)
 - values are normed, and may be the keys before their norm (`attention_k_eq_v`)
-- each layer adds what an embedding of its own and a projection of the first stream say of a token
-- `enable_moe_block`: experts beside the feed-forward, routed by the stream before its norm
+- each layer adds a separate embedding of the token and a projection of the embedded tokens
+- `enable_moe_block`: experts in parallel to the feed-forward, routed by the stream before its norm
 
 Numbers follow Hugging Face's `modeling_gemma4.py`; parameter names are its names.
 """
@@ -131,7 +131,7 @@ class Gemma4TextRouter(Router):
 
 
 class Gemma4TextDecoderLayer(SandwichLayer):
-    """Attention and feed-forward, each normed before and after, and what the layer is told."""
+    """Attention and feed-forward, each normed before and after, and the embedding of the layer."""
 
     def __init__(self, parts: Parts, index: int):
         config: Gemma4TextConfig = parts.config
@@ -192,7 +192,7 @@ class Gemma4TextModel(ScaledDecoder):
         if config.use_bidirectional_attention == "all":
             raise ConfigError(
                 "use_bidirectional_attention='all' is an encoder, and this model is a decoder; "
-                "leave it out, or set it to 'vision', which text alone does not notice"
+                "omit it, or set it to 'vision', which has no effect on text"
             )
         if p := config.hidden_size_per_layer_input:
             d, n = config.hidden_size, config.num_hidden_layers * p

@@ -3,7 +3,7 @@
 - scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
 - experts are chosen from the best groups; weights add up to `routed_scaling_factor`
 - the first `first_k_dense_replace` layers are dense
-- half of each head turns; queries and keys are RMS-normed where `use_qk_norm` says so
+- half of each head turns; queries and keys are RMS-normed if `use_qk_norm` is set
 
 Numbers follow Hugging Face's `modeling_glm4_moe.py`; parameter names are its names. Layers that
 predict further tokens are not loaded.

@@ -1,7 +1,7 @@
 """GLM-4.7-Flash (Zhipu AI 2026): latent attention, sigmoid routing with a bias for the choice.
 
 - keys and values of all heads come from one latent, which is all that a cache stores
-- `mlp_layer_types` says which layers have experts; scores are sigmoids, as in DeepSeek-V3
+- `mlp_layer_types` selects the layers with experts; scores are sigmoids, as in DeepSeek-V3
 
 Numbers follow Hugging Face's `modeling_glm4_moe_lite.py`; parameter names are its names. Layers
 that predict further tokens are not loaded.

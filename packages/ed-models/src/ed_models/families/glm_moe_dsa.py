@@ -1,12 +1,12 @@
 """GLM-5 (Zhipu AI 2026): latent attention whose queries see the keys that an index chooses.
 
-- keys and values of all heads come from one latent, which a cache stores beside the index's keys
+- keys and values of all heads come from one latent; a cache stores it and the index's keys
 - small heads score all keys of a query, and attention reads the `index_topk` best
 - scores of experts are sigmoids, as in DeepSeek-V3
 
 Numbers follow Hugging Face's `modeling_glm_moe_dsa.py`; parameter names are its names. Layers that
 predict further tokens are not loaded, nor are models some of whose layers share the choice of
-another. The index has no loss of its own: training leaves it as is.
+another. The index has no loss, so training does not change it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI 2025): experts with biases and a clamped gate, attention with sinks.
 
-- a learned logit per head takes part in the softmax of attention
+- a learned logit per head is included in the softmax of attention
 - every second layer sees a window
 - gate and up projection alternate in one tensor of the checkpoint; all layers have biases
 - the gate is cut off above `swiglu_limit`, the other half at both ends, and one is added to it

@@ -2,7 +2,7 @@
 
 - embeddings, attention scores, residual branches and logits have a factor each
 - the weights of the chosen experts are the softmax of their logits alone
-- the experts of a layer lie in one tensor for gate and up projection, and one for down
+- the experts of a layer have one tensor for gate and up projection, and one for down
 
 Numbers follow Hugging Face's `modeling_granitemoe.py`; parameter names are its names.
 """

@@ -1,8 +1,8 @@
 """Granite 4 (IBM 2025): Mamba-2 and attention, with Granite's multipliers and experts.
 
-- `layer_types` says which layers have attention, without positions unless
+- `layer_types` selects the layers with attention, without positions unless
   `position_embedding_type` is `rope`
-- every layer has a feed-forward that all tokens visit, and `num_local_experts` experts beside it;
+- every layer has a feed-forward that all tokens visit, and `num_local_experts` experts in parallel;
   none where that is 0
 - embeddings, attention scores, residual branches and logits have a factor each
 

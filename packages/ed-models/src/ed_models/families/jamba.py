@@ -1,8 +1,8 @@
 """Jamba (AI21 2024): Mamba and attention, experts in some layers.
 
-- `attn_layer_period` and `attn_layer_offset` say which layers have attention, without positions;
+- `attn_layer_period` and `attn_layer_offset` select the layers with attention, without positions;
   the others have Mamba, whose dt, B and C are RMS-normed
-- `expert_layer_period` and `expert_layer_offset` say which layers have experts; the weights of the
+- `expert_layer_period` and `expert_layer_offset` select the layers with experts; the weights of the
   chosen ones are their softmax over all
 
 Numbers follow Hugging Face's `modeling_jamba.py`; parameter names are its names.

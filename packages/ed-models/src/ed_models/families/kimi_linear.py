@@ -1,9 +1,9 @@
 """Kimi Linear (Kimi Team 2025): three layers of Kimi delta attention, then one of latent attention.
 
-- each channel of a key of the delta rule has a decay of its own
+- each channel of a key of the delta rule has a separate decay
 - latent attention without positions: nothing turns
 - scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
-- `mlp_layer_types` says which layers are dense
+- `mlp_layer_types` selects the dense layers
 
 Numbers follow Hugging Face's `modeling_kimi_linear.py`; parameter names are its names.
 """

@@ -2,7 +2,7 @@
 
 - most layers mix tokens by a convolution over three of them, between two gates
 - queries and keys of attention are RMS-normed
-- the size of the feed-forward layer is adjusted as `block_auto_adjust_ff_dim` says
+- the size of the feed-forward layer is adjusted if `block_auto_adjust_ff_dim` is set
 
 Numbers follow Hugging Face's `modeling_lfm2.py`; parameter names are its names.
 """

@@ -4,7 +4,7 @@
 - rotary positions on queries and keys, halves rotated; Llama 3's frequency scaling from the config
 - grouped-query attention: `num_key_value_heads` keys and values serve `num_attention_heads` queries
 - gated SiLU feed-forward
-- head tied to the embedding where `tie_word_embeddings` says so
+- head tied to the embedding if `tie_word_embeddings` is set
 
 Numbers follow Hugging Face's `modeling_llama.py`; parameter names are its names.
 """

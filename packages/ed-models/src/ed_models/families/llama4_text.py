@@ -1,10 +1,10 @@
 """Llama 4 (Meta 2025), the language model: one expert and a shared one, chunked attention.
 
-- the sigmoid of the router's logit scales what the expert reads
+- the sigmoid of the router's logit scales the input of the expert
 - layers with rotary positions see their own chunk; the others see all, without positions, and their
   queries grow with their place (`attn_temperature_tuning`)
 - queries and keys are normed, without weights, after they are turned; rotary pairs are neighbours
-- `moe_layers` says which layers have experts; dense ones have `intermediate_size_mlp`
+- `moe_layers` selects the layers with experts; dense ones have `intermediate_size_mlp`
 
 Numbers follow Hugging Face's `modeling_llama4.py`; parameter names are its names. A row that is
 padded on the left has the numbers of the row alone.
@@ -45,7 +45,7 @@ class Llama4TextAttention(SelfAttention):
 
     def __init__(self, parts: Parts, index: int):
         config: Llama4TextConfig = parts.config
-        turns = bool(config.no_rope_layers[index])  # 1 = rotary positions, whatever the name says
+        turns = bool(config.no_rope_layers[index])  # 1 = rotary positions, in spite of the name
         chunked = config.layer_types[index] == "chunked_attention"
         super().__init__(
             parts,

@@ -1,10 +1,10 @@
 """LongCat-Flash (Meituan 2025): two latent attentions in a layer, experts on a shortcut past the
 second, some of which do nothing.
 
-- a layer is attention, dense network, attention, dense network; its experts read what the first
-  network reads, and what they return is added at the end of the layer
+- a layer is attention, dense network, attention, dense network; its experts read the input
+  of the first network, and their output is added at the end of the layer
 - compressed queries and latents are scaled up, as if they were as wide as the stream
-- behind the experts with matrices come `zero_expert_num` that return what they read
+- `zero_expert_num` further experts have no matrices and return their input
 - scores of experts are softmaxes; a bias that training moves without a gradient joins in the
   choice; weights are not normalised
 
@@ -43,7 +43,7 @@ class LongcatFlashConfig(EasyDeLBaseConfig, transformers.LongcatFlashConfig):
 
 
 class LongcatFlashExperts(Experts):
-    """Experts, and behind them numbers that stand for the identity."""
+    """Experts, followed by experts that are the identity."""
 
     def __init__(self, parts: Parts):
         config: LongcatFlashConfig = parts.config
@@ -57,12 +57,12 @@ class LongcatFlashExperts(Experts):
 
 
 class LongcatFlashDecoderLayer(nnx.Module):
-    """Twice attention and dense network, with experts beside the second half."""
+    """Two times attention and dense network, with experts in parallel to the second half."""
 
     def __init__(self, parts: Parts, index: int):
         config: LongcatFlashConfig = parts.config
         d = config.hidden_size
-        # The latents of both attentions are kept, each in a group of its own.
+        # Each attention stores its latents in a separate group.
         self.self_attn = nnx.List(
             [LatentAttention(parts, scaled=True, group=group) for group in ("full", "second")]
         )
@@ -80,7 +80,7 @@ class LongcatFlashDecoderLayer(nnx.Module):
         self.mlp = SparseMLP(parts, gate=gate, experts=LongcatFlashExperts(parts))
 
     def __call__(self, x, ctx: Ctx, cache: Any, layer: Layer):
-        """Return the stream after the layer, the cache, and what the layer reports."""
+        """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn[0](self.input_layernorm[0](x), ctx, cache, layer)
         x = x + attended
         normed = self.post_attention_layernorm[0](x)
@@ -92,7 +92,7 @@ class LongcatFlashDecoderLayer(nnx.Module):
         return x + out + shortcut, cache, report.under("mlp")
 
     def cache_specs(self) -> LayerSpecs:
-        """What the layer keeps in a cache."""
+        """The memory of the layer in a cache."""
         return tuple(attention.latent_spec for attention in self.self_attn)
 
 
@@ -119,7 +119,7 @@ class LongcatFlashForCausalLM(CausalLM):
             *STANDARD,
         ),
         ignore("model.mtp.{path}"),
-        # transformers 5.23 makes matrices, which nobody reads, for experts that do nothing.
+        # transformers 5.23 creates unused matrices for experts without computation.
         ignore("{path}.experts.{expert}.gate_proj.weight"),
         ignore("{path}.experts.{expert}.up_proj.weight"),
     )

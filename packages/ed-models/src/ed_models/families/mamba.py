@@ -1,7 +1,7 @@
 """Mamba (Gu & Dao 2023): a state space for each channel, and no attention.
 
 - a layer is one mixer: a short convolution, the recurrence, a gate
-- the stream is float32 where `residual_in_fp32` says so
+- the stream is float32 if `residual_in_fp32` is set
 
 Numbers follow Hugging Face's `modeling_mamba.py`; parameter names are its names. Of the fields that
 say how parameters start, those of the step sizes' biases hold; matrices start normal, with

@@ -2,7 +2,7 @@
 
 - a layer is one mixer: short convolutions, the recurrence, a norm with a gate
 - heads of a group share B and C, and are normed together
-- the stream is float32 where `residual_in_fp32` says so
+- the stream is float32 if `residual_in_fp32` is set
 
 Numbers follow Hugging Face's `modeling_mamba2.py`; parameter names are its names. Of the fields
 that say how parameters start, those of the step sizes' biases hold; matrices start normal, with

@@ -1,7 +1,7 @@
 """MiniMax-Text-01 (MiniMax 2025): lightning attention and full attention in turns, with experts.
 
 - lightning attention is linear; its heads forget at rates that follow from head and layer
-- what is added to is the normed stream, each part with a factor of its own
+- the residual is the normed stream, and each addition has a separate factor
 - the softmax weights of the chosen experts add up to one
 
 Numbers follow Hugging Face's `modeling_minimax.py`; parameter names are its names.
@@ -28,7 +28,7 @@ from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import BLOCK_SPARSE, ignore
 
-#: What the configuration determines, but checkpoints may have.
+#: Tensors of some checkpoints that follow from the configuration.
 DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 

@@ -1,7 +1,7 @@
 """Mistral (Jiang et al. 2023): Llama with a sliding window.
 
-- all layers see the last `sliding_window` tokens, or all of them where it is null
-- no biases; `head_dim` may be a size of its own
+- all layers see the last `sliding_window` tokens, or all tokens if the field is null
+- no biases; `head_dim` is independent of the hidden size
 
 Numbers follow Hugging Face's `modeling_mistral.py`; parameter names are its names.
 """

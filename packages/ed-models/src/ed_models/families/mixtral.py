@@ -1,7 +1,7 @@
 """Mixtral (Jiang et al. 2024): Mistral with experts in place of the feed-forward layer.
 
 - each token visits the two best of eight experts; their softmax weights add up to one
-- all layers see the last `sliding_window` tokens, or all of them where it is null
+- all layers see the last `sliding_window` tokens, or all tokens if the field is null
 
 Numbers follow Hugging Face's `modeling_mixtral.py`; parameter names are its names.
 """

@@ -1,6 +1,6 @@
 """Nemotron-H and Nemotron 3 (NVIDIA 2025): a layer is one mixer, of Mamba-2, attention or MLP.
 
-- `layers_block_type` says which: `linear_attention`, `full_attention`, `mlp` or `moe`; attention
+- `layers_block_type` selects: `linear_attention`, `full_attention`, `mlp` or `moe`; attention
   has no positions
 - feed-forwards have no gate; experts too, and they may read a smaller projection of the stream
 - scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
@@ -56,7 +56,7 @@ class LatentExperts(nnx.Module):
 
 
 def experts_of(parts: Parts, features: int) -> Experts:
-    """Experts without a gate, of so many features."""
+    """Create experts without a gate; `features` is the size of their inputs and outputs."""
     config: NemotronHConfig = parts.config
     return Experts(
         parts,

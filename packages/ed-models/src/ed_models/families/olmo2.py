@@ -1,6 +1,6 @@
 """OLMo 2 (OLMo Team 2024): Llama with norms after attention and feed-forward.
 
-- attention and feed-forward read the stream as it is; what they add is normed
+- attention and feed-forward read the stream without a norm; their outputs are normed
 - queries and keys are RMS-normed over all heads together
 - norms scale in float32
 

@@ -1,6 +1,6 @@
 """OLMo 3 (OLMo Team 2025): OLMo 2 with windows.
 
-- three layers with a window, then one without; each kind may have rotary parameters of its own
+- three layers with a window, then one without; each kind may have separate rotary parameters
 - attention and feed-forward are normed after; queries and keys over all heads together
 
 Numbers follow Hugging Face's `modeling_olmo3.py`; parameter names are its names.

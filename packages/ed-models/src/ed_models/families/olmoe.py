@@ -1,7 +1,7 @@
 """OLMoE (Muennighoff et al. 2024): 64 small experts in each layer.
 
 - queries and keys are RMS-normed over all heads together; projections are clipped to `clip_qkv`
-- the softmax weights of the chosen experts add up to one only where `norm_topk_prob` says so
+- the softmax weights of the chosen experts add up to one only if `norm_topk_prob` is set
 
 Numbers follow Hugging Face's `modeling_olmoe.py`; parameter names are its names.
 """

@@ -1,8 +1,8 @@
 """OPT (Zhang et al. 2022): learned positions, ReLU, biases everywhere.
 
 - positions start in row 2 of their table
-- norms stand before attention and feed-forward, or after the sums (OPT-350m), which then has no
-  final norm, and embeddings of their own width with a projection on either side
+- norms are before attention and feed-forward, or after the sums (OPT-350m), which then has no
+  final norm, and embeddings of another width with a projection on either side
 - head tied to the embedding
 
 Numbers follow Hugging Face's `modeling_opt.py`; parameter names are its names.
@@ -36,7 +36,7 @@ class OPTConfig(EasyDeLBaseConfig, transformers.OPTConfig):
     attribute_map = {**transformers.OPTConfig.attribute_map, "initializer_range": "init_std"}
 
     def validate(self):
-        """Refuse what is not trained here."""
+        """Raise ConfigError for unsupported fields."""
         super().validate()  # type: ignore[misc]
         if self.layerdrop:
             raise ConfigError("opt: layers are never dropped here; set layerdrop to 0")

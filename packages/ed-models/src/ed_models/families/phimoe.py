@@ -3,7 +3,7 @@
 - the weight of each of the two experts is its softmax among those whose logits are near the best
   remaining one (Liu et al. 2023); in training too the best ones are chosen, without noise
 - layer norms with biases; the head may have one
-- LongRoPE with a factor on cosine and sine of its own (`short_mscale`, `long_mscale`)
+- LongRoPE with a separate factor on cosine and sine (`short_mscale`, `long_mscale`)
 
 Numbers follow Hugging Face's `modeling_phimoe.py`; parameter names are its names. Beyond the length
 of training the long factors count, as Microsoft published the model.

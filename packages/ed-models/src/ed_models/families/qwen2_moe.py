@@ -1,8 +1,8 @@
 """Qwen1.5-MoE and Qwen2-MoE (Qwen Team 2024): Qwen2 with experts, one of which all tokens share.
 
-- the output of the shared expert is multiplied by a gate of its own
-- the softmax weights of the chosen experts add up to one only where `norm_topk_prob` says so
-- `decoder_sparse_step` and `mlp_only_layers` say which layers have experts
+- the output of the shared expert is multiplied by a separate gate
+- the softmax weights of the chosen experts add up to one only if `norm_topk_prob` is set
+- `decoder_sparse_step` and `mlp_only_layers` select the layers with experts
 
 Numbers follow Hugging Face's `modeling_qwen2_moe.py`; parameter names are its names.
 """

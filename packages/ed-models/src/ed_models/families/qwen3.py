@@ -1,7 +1,7 @@
 """Qwen3 (Qwen Team 2025): Llama's layer with normed queries and keys.
 
 - each query and key head is RMS-normed before the rotary positions
-- `head_dim` is a size of its own, not hidden size over heads
+- `head_dim` is a separate field, not hidden size over heads
 - biases of the attention projections by `attention_bias`; none in the feed-forward
 - layers of type `sliding_attention` see a window (`use_sliding_window`, `max_window_layers`)
 

@@ -1,7 +1,7 @@
 """Qwen3.5, text (Qwen Team 2026): the layers of Qwen3-Next without experts.
 
 - three layers of the gated delta rule, then one of attention with a gate on its outputs
-- the projections of the delta rule are tensors of their own in the checkpoint
+- the projections of the delta rule are separate tensors in the checkpoint
 - norms store `weight - 1`; a quarter of each attention head turns, in sections of time, height and
   width where positions have these axes
 

@@ -1,8 +1,8 @@
 """Qwen3-MoE (Qwen Team 2025): Qwen3 with experts, none of them shared.
 
 - each query and key head is RMS-normed before the rotary positions
-- the softmax weights of the chosen experts add up to one where `norm_topk_prob` says so
-- `decoder_sparse_step` and `mlp_only_layers` say which layers have experts
+- the softmax weights of the chosen experts add up to one if `norm_topk_prob` is set
+- `decoder_sparse_step` and `mlp_only_layers` select the layers with experts
 
 Numbers follow Hugging Face's `modeling_qwen3_moe.py`; parameter names are its names.
 """

@@ -1,7 +1,7 @@
 """Seed-OSS (ByteDance 2025): Llama with biases on queries, keys and values.
 
 - `attention_bias` for queries, keys and values, `attention_out_bias` for the output projection
-- `mlp_bias`; `head_dim` is a size of its own
+- `mlp_bias`; `head_dim` is independent of the hidden size
 
 Numbers follow Hugging Face's `modeling_seed_oss.py`; parameter names are its names.
 """

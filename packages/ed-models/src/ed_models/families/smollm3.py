@@ -1,6 +1,6 @@
 """SmolLM3 (Hugging Face 2025): Llama in which every fourth layer has no positions.
 
-- `no_rope_layers` says which layers turn queries and keys (1) and which do not (0)
+- `no_rope_layers` selects the layers that rotate queries and keys (1)
 - layers of type `sliding_attention` see a window where `use_sliding_window` is set
 
 Numbers follow Hugging Face's `modeling_smollm3.py`; parameter names are its names.

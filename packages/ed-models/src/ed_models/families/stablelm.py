@@ -1,7 +1,7 @@
 """StableLM (Stability AI 2023): Llama with layer norms, a quarter of each head turns.
 
 - attention and feed-forward one after another, or side by side (`use_parallel_residual`)
-- queries and keys may be normed, each head with weights of its own (`qk_layernorm`)
+- queries and keys may be normed, each head with separate weights (`qk_layernorm`)
 
 Numbers follow Hugging Face's `modeling_stablelm.py`; parameter names are its names.
 """

@@ -56,7 +56,7 @@ def forward(
 ) -> tuple[Float[Array, "b j v"], ContiguousCache]:
     """Logits behind each token; where not `kept`, a token is padding.
 
-    Each token is a prompt of its own for rotary factors that follow length, as in plain decoding.
+    Rotary factors that depend on length are computed for each token, as in plain decoding.
     """
     segments = jnp.where(kept, 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32), 0)
     out = model.decode(jnp.maximum(tokens, 0), segment_ids=segments, past_key_values=cache)
@@ -71,7 +71,7 @@ def settled(
     tokens: Int[Array, "b j"],
     count: Int[Array, " b"],
 ) -> ContiguousCache:
-    """The cache with the first `count` of the tokens that lie between `before` and `after`."""
+    """Return the cache with the first `count` of the tokens between `before` and `after`."""
     if before.can_rewind:
         assert before.tokens is not None
         return after.rewind(before.tokens + count)

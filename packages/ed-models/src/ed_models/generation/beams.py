@@ -68,7 +68,7 @@ class Group:
         running, ended: its beams.
         has_ended: which of `ended` are beams, [b, k].
         hopeful: rows in which a running beam may still beat an ended one, [b].
-        going: whether the group goes on.
+        going: whether the group continues.
     """
 
     running: Sequences
@@ -87,7 +87,7 @@ class Group:
 
 
 class Step(NamedTuple):
-    """What a step needs besides the group.
+    """The arguments of a step besides the group.
 
     Attributes:
         n: new tokens so far.
@@ -190,8 +190,8 @@ def _take(x: jax.Array, index: Int[Array, "b j"]) -> jax.Array:
 
 
 class Found(NamedTuple):
-    """What a search returns: the best of each row, [b, k, ...]; `steps`, `kept` as in `Finished`,
-    for all beams."""
+    """The result of a search: the best beams of each row, [b, k, ...]; `steps`, `kept` as in
+    `Finished`, for all beams."""
 
     best: Sequences
     steps: Int[Array, ""]
@@ -201,7 +201,7 @@ class Found(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def beam_program(split: Split) -> Callable[..., tuple[Found, ContiguousCache]]:
     """`(leaves, cache, logits, rows, draws, choice, beams, pad, room=, outputs=)` to `(Found,
-    cache)`, over `b * G * k` rows of which each row's lie beside each other."""
+    cache)`, over `b * G * k` rows in which the beams of a row are contiguous."""
 
     @functools.partial(jax.jit, static_argnames=("room", "outputs"), donate_argnames="cache")
     def search(leaves, cache, logits, rows, draws, choice, beams, pad, *, room, outputs):
@@ -211,7 +211,7 @@ def beam_program(split: Split) -> Callable[..., tuple[Found, ContiguousCache]]:
         at_least = 1 + rows.eos.shape[0]
 
         def select(n, logits, rows, groups):
-            """Continue all beams by a token: rows, groups, where each came from, what is kept."""
+            """Continue all beams by a token: rows, groups, parents, and the recorded values."""
             logprobs = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(b, beams.size, -1)
             beam = jnp.arange(b * beams.size, dtype=jnp.int32).reshape(b, beams.size)
             said = jnp.zeros((b, logprobs.shape[-1]))

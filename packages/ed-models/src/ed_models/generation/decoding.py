@@ -1,7 +1,7 @@
 """The compiled programs of `generate`: the prefill, and the loop that chooses one token per step.
 
-A program closes over the graphdef and takes flat leaves: as a static argument the graphdef would be
-hashed on every call. Another bucket of lengths compiles another program, and so does another
+A program closes over the graphdef and accepts flat leaves: as a static argument the graphdef would
+be hashed on every call. Another bucket of lengths compiles another program, and so does another
 structure of the `TokenChoice`, of the loop alone; its numbers are arguments.
 
 Legend: b rows, w bucket of prompt lengths, t room for prompt and new tokens, v vocabulary.
@@ -35,7 +35,7 @@ class Split:
     config."""
 
     graphdef: nnx.GraphDef
-    structure: Any  # a PyTreeDef, which type checkers take for a variable
+    structure: Any  # a PyTreeDef, which type checkers consider a variable
     mesh: jax.sharding.Mesh
 
     @classmethod
@@ -112,8 +112,8 @@ def measured(
     tokens: jax.Array | None = None,
     done: jax.Array | bool = False,
 ) -> Kept:
-    """Return what is kept of a step: logits and scores [b, v], and log-probabilities [b] of the
-    tokens, 0 for rows that were done before.
+    """Return the recorded values of a step: logits and scores [b, v], and log-probabilities [b] of
+    the tokens, 0 for rows that were done before.
 
     The log-probabilities are those of the logits or, with "processed_logprobs", of the scores.
     """

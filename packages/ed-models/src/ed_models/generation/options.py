@@ -118,7 +118,7 @@ class GenerationOptions:
         start = special("decoder_start_token_id")
         stops = None
         if tokenizer is not None and "stop_strings" not in options:
-            raise ConfigError("tokenizer has no effect without stop_strings; leave it out")
+            raise ConfigError("tokenizer has no effect without stop_strings; omit it")
         if "stop_strings" in options:
             stops = StopStrings.read("stop_strings", options["stop_strings"], tokenizer)
         _refuse_idle(arguments, on, ends=bool(eos))
@@ -165,13 +165,13 @@ def read_settings(directory: Path) -> str | None:
     try:
         settings = json.loads(text)
         if not isinstance(settings, dict):
-            raise ConfigError("it is no JSON object")
+            raise ConfigError("it is not a JSON object")
         for name in SPECIAL:
             token_ids(name, settings.get(name))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} cannot be used: {error}; mend it, or delete it, and the special tokens of "
-            "config.json count"
+            f"{path} cannot be used: {error}; correct it, or delete it, and the special tokens of "
+            "config.json are used"
         ) from error
     return text
 
@@ -229,19 +229,18 @@ def _refuse_idle(arguments: Iterable[str], on: set[str], *, ends: bool) -> None:
     drawing = [n for n in arguments if n in PROCESSORS and PROCESSORS[n].drawing]
     if drawing and "do_sample" not in on:
         raise ConfigError(
-            f"{', '.join(drawing)} has no effect while the likeliest token is taken; "
-            "pass do_sample=True, or leave it out"
+            f"{', '.join(drawing)} has no effect in greedy decoding; "
+            "pass do_sample=True, or omit it"
         )
     for name in arguments:
         needs_end = name == "min_length" or (name in PROCESSORS and PROCESSORS[name].needs_end)
         if needs_end and not ends:
             raise ConfigError(
-                f"{name} has no effect on rows that no token ends; give eos_token_id, or leave "
-                "it out"
+                f"{name} has no effect on rows that no token ends; pass eos_token_id, or omit it"
             )
         needs = SETTINGS[name].needs if name in SETTINGS else None
         if needs is not None and needs not in on:
-            raise ConfigError(f"{name} has no effect without {needs}; give that, or leave it out")
+            raise ConfigError(f"{name} has no effect without {needs}; pass {needs}, or omit {name}")
 
 
 def _new_tokens(settings: Mapping[str, Any], prompt_length: int) -> int:
@@ -251,7 +250,7 @@ def _new_tokens(settings: Mapping[str, Any], prompt_length: int) -> int:
     if count <= prompt_length:
         raise ConfigError(
             f"max_length={count} counts the prompt, which has {prompt_length} tokens already; "
-            "raise it, or give max_new_tokens"
+            "raise it, or pass max_new_tokens"
         )
     return count - prompt_length
 
@@ -275,8 +274,8 @@ def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfi
         )
     if choice.forced_bos_token_id is not None and choice.begin_suppress_tokens is not None:
         raise ConfigError(
-            "forced_bos_token_id says what the first token is, so begin_suppress_tokens has no "
-            "effect; leave one of them out"
+            "forced_bos_token_id determines the first token, so begin_suppress_tokens has no "
+            "effect; omit one of them"
         )
 
 
@@ -315,27 +314,27 @@ def _refuse_together(options: GenerationOptions) -> None:
         ),
         (
             beams is not None and count > beams.size,
-            f"num_return_sequences={count} is more than the beams there are; raise num_beams",
+            f"num_return_sequences={count} is larger than num_beams; raise num_beams",
         ),
         (
             beams is not None and options.drafts is not None,
-            "beams cannot be drafted; leave out num_beams, or assistant_model and "
+            "beam search cannot use drafts; omit num_beams, or assistant_model and "
             "prompt_lookup_num_tokens",
         ),
         (
             beams is not None and beams.groups > 1 and sampled,
-            "groups of beams differ by diversity_penalty, not by drawing; leave out do_sample or "
+            "groups of beams differ by diversity_penalty, not by sampling; omit do_sample or "
             "num_beam_groups",
         ),
         (
             beams is not None and "logprobs" in options.outputs,
-            "output_logprobs is of rows without beams; sequences_scores and "
-            "compute_transition_scores say how likely beams are",
+            "output_logprobs does not support beams; sequences_scores and "
+            "compute_transition_scores return the log-probabilities of beams",
         ),
         (
             options.drafts is not None and bool(options.outputs),
-            "output_scores, output_logits and output_logprobs are of one token a step; leave them "
-            "out, or assistant_model and prompt_lookup_num_tokens",
+            "output_scores, output_logits and output_logprobs need one token per step; omit them, "
+            "or assistant_model and prompt_lookup_num_tokens",
         ),
     )
     for applies, refusal in refusals:

@@ -1,7 +1,7 @@
 """The options of `generate` that change logits: one table, in Hugging Face's order.
 
 An option is a function and an entry in `PROCESSORS`: its name in a `GenerationConfig`, how its
-value is read and checked, what it does to the scores.
+value is read and checked, and its effect on the scores.
 
 Legend: b rows, t tokens of a row, v vocabulary, c candidates, m sequences.
 """
@@ -33,11 +33,11 @@ from ed_models.generation.values import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What the rows hold so far, and what ends them.
+    """The tokens of the rows so far, and the tokens that end a row.
 
     Attributes:
         ids: [b, t], right-aligned; -1 to the left of a row's first token.
-        new: how many of them were generated, [b].
+        new: number of generated tokens, [b].
         limit: tokens that a row can get.
         eos: tokens that end a row; -1 for none. [m]
         stops: strings that end a row.
@@ -70,7 +70,7 @@ class Rows:
 
 
 class Apply(Protocol):
-    """What an option does to the scores of rows: [b, v] -> [b, v]."""
+    """The effect of an option on the scores of rows: [b, v] -> [b, v]."""
 
     def __call__(self, scores: jax.Array, value: Any, rows: Rows, /) -> jax.Array: ...
 
@@ -80,8 +80,8 @@ class Processor:
     """An option that changes scores.
 
     Attributes:
-        apply: what it does.
-        read: `(name, value) -> value`, checked, as `apply` takes it. Raises ConfigError.
+        apply: the function of the option.
+        read: `(name, value) -> value`, checked, in the form of `apply`. Raises ConfigError.
         off: the value that changes nothing.
         static: another value is another program; otherwise values are arguments of one program.
         drawing: it has an effect only where tokens are drawn.
@@ -133,7 +133,7 @@ def penalize_repetition(scores: jax.Array, factor: Any, rows: Rows) -> jax.Array
 
 
 def penalize_presence(scores: jax.Array, penalty: Any, rows: Rows) -> jax.Array:
-    """Subtract from what was generated before, as OpenAI's API does: the prompt does not count."""
+    """Subtract from the scores of generated tokens, as OpenAI's API does; the prompt is ignored."""
     return scores - penalty * sampling.held(rows.generated(), scores.shape[-1])
 
 
@@ -149,7 +149,7 @@ def ban_ngrams(scores: jax.Array, size: Any, rows: Rows) -> jax.Array:
 
 
 def hold_open(scores: jax.Array, fewest: Any, rows: Rows) -> jax.Array:
-    """No end token before a row has so many new tokens."""
+    """Suppress end tokens until a row has `value` new tokens."""
     early = (rows.new < fewest)[:, None]
     return jnp.where(early, sampling.without(scores, rows.eos), scores)
 
@@ -219,7 +219,7 @@ _TWO_SIDED = number(lambda x: -2 <= x <= 2, "between -2 and 2; 0 is no penalty")
 _SHARE = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
 _CUTOFF = number(lambda x: 0 <= x < 1, "at least 0 and below 1; 0 drops nothing")
 
-#: name -> what it does; in the order of `transformers` (`_get_logits_processor`).
+#: name -> processor; in the order of `transformers` (`_get_logits_processor`).
 PROCESSORS: Mapping[str, Processor] = {
     "sequence_bias": Processor(add_bias, Biases.read, token_ids=True),
     "repetition_penalty": Processor(penalize_repetition, _ABOVE_ZERO, off=1.0),

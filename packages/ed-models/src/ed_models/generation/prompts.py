@@ -114,7 +114,7 @@ def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
     except ValueError:
         raise ConfigError(
             "the rows of input_ids have different lengths; pad them on the left to one length, "
-            "and give attention_mask"
+            "and pass attention_mask"
         ) from None
     if ids.ndim != 2 or 0 in ids.shape:
         raise ConfigError(

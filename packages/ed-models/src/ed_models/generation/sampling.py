@@ -1,9 +1,9 @@
 """Functions on logits that `generate` and the engine share: penalties, bans, filters, draws.
 
 Each is pure, and its numbers are one for all rows or `[b, 1]`. `ed_models.generation.processors`
-says by which options of `generate` they are called.
+lists the options of `generate` that call them.
 
-Tokens of rows come as `ids` [b, t], right-aligned: the latest token is the last, and what lies to
+Tokens of rows come as `ids` [b, t], right-aligned: the latest token is the last, and positions to
 the left of a row's first token is -1.
 
 Legend: b rows, v vocabulary, c candidates, t tokens of a row, m sequences, n tokens of a sequence.
@@ -28,7 +28,7 @@ BLOCK = 128
 def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
     """The first index of each row's maximum; on a CPU many times faster than `jnp.argmax`.
 
-    A row with NaN gives some index.
+    The index of a row with NaN is arbitrary.
     """
     b, v = logits.shape
     if v % BLOCK == 0 and v >= BLOCK**2:
@@ -62,7 +62,7 @@ def penalize_repetition(
 def likely_enough(
     logits: Float[Array, "b c"], min_p: Float[Array, "*b_1"] | float
 ) -> Bool[Array, "b c"]:
-    """Mark what is at least `min_p` times as likely as the likeliest (Nguyen et al., 2024).
+    """Mark tokens that are at least `min_p` times as likely as the likeliest (Nguyen et al., 2024).
 
     Args:
         min_p: 0 marks everything; one number, or [b, 1].
@@ -75,7 +75,8 @@ def in_nucleus(
 ) -> Bool[Array, "b c"]:
     """Mark the fewest likeliest candidates whose probabilities sum to at least `top_p`.
 
-    A candidate is in if what is likelier than it weighs less than `top_p` (Holtzman et al., 2019).
+    A candidate is marked if all likelier tokens together have less than `top_p` (Holtzman et al.,
+    2019).
 
     Args:
         top_p: above 0; one number, or [b, 1].
@@ -120,7 +121,7 @@ def above_eta(
 
 
 def entropy(logprobs: Float[Array, "b c"]) -> Float[Array, "b 1"]:
-    """Entropy in nats; what is impossible adds nothing."""
+    """Return the entropy in nats; impossible tokens add nothing."""
     terms = jnp.where(logprobs > -jnp.inf, jnp.exp(logprobs) * logprobs, 0.0)
     return -jnp.sum(terms, axis=-1, keepdims=True)
 
@@ -142,7 +143,7 @@ def _first_to_reach(
     """
 
     def halve(_, bounds):
-        low, high = bounds  # the answer lies in [low, high]
+        low, high = bounds  # the result is in [low, high]
         middle = high - (high - low) // 2
         before = jnp.sum(jnp.where(order < middle, probs, 0.0), axis=-1, keepdims=True)
         fits = before < mass
@@ -190,7 +191,7 @@ def sequence_bias(
     """The sum of biases of sequences that the next token would complete.
 
     Args:
-        prefixes: all but the last token of each sequence, right-aligned; -1 where it is shorter.
+        prefixes: all but the last token of each sequence, right-aligned; -1 before the first token.
         last: the last tokens.
         bias: of each sequence; -inf bans it.
     """

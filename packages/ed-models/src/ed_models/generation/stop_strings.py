@@ -62,7 +62,7 @@ class StopStrings:
         if tokenizer is None:
             raise ConfigError(
                 f"{name} needs to know what tokens read like: pass the model's tokenizer, "
-                "generate(..., tokenizer=tokenizer), or give eos_token_id"
+                "generate(..., tokenizer=tokenizer), or pass eos_token_id"
             )
         return cls(kept, tokenizer)
 

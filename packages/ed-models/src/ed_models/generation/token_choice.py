@@ -26,7 +26,7 @@ from ed_models.generation.sampling import among_largest, first_argmax
 class TokenChoice:
     """How the next token is chosen: an option of `processors.PROCESSORS` is an attribute.
 
-    A pytree: the values are leaves, so that a compiled function takes any temperature. What makes
+    A pytree: the values are leaves, so a compiled function accepts any temperature. What makes
     another program is static: `do_sample`, `top_k` and the like, and which options there are at
     all. An option that changes nothing is None, and so are temperature and filters where nothing
     is drawn.
@@ -143,8 +143,8 @@ def process(
     """Apply the options to logits.
 
     Args:
-        rows: what the rows hold; options that only filter what is drawn do without.
-        at_least: candidates that every filter leaves.
+        rows: the tokens of the rows; options that only filter samples do not need them.
+        at_least: number of candidates that every filter keeps.
     """
     scores, ids, vocab_size = logits.astype(jnp.float32), None, logits.shape[-1]
     for name, value in choice.values.items():
@@ -174,6 +174,6 @@ def next_token(
 
     Args:
         keys, positions: of each row; together they fix the draw, and only drawing needs them.
-        rows: what the rows hold; see `process`.
+        rows: the tokens of the rows; see `process`.
     """
     return process(logits, choice, rows).choose(choice, keys, positions)

@@ -1,4 +1,4 @@
-"""Reading the values of options: what each may be, and the arrays that a program gets.
+"""Validation of option values, and their conversion to the arrays of a program.
 
 Legend: m sequences, n tokens of the longest.
 """
@@ -26,7 +26,7 @@ class Bans:
     """Sequences of tokens that must not be completed; numpy, until a program has them.
 
     Attributes:
-        prefixes: [m, n - 1], all but the last token, right-aligned; -1 where it is shorter.
+        prefixes: [m, n - 1], all but the last token, right-aligned; -1 before the first token.
         last: [m], the last tokens.
     """
 
@@ -35,7 +35,7 @@ class Bans:
 
     @classmethod
     def read(cls, name: str, value: object) -> Bans | None:
-        """Read `[[token, ...], ...]`; None where it is empty.
+        """Read `[[token, ...], ...]`; None if it is empty.
 
         Raises:
             ConfigError: it is something else, or too much.
@@ -55,7 +55,7 @@ class Biases:
 
     @classmethod
     def read(cls, name: str, value: object) -> Biases | None:
-        """Read `{(token, ...): bias}` or `[[[token, ...], bias], ...]`; None where it is empty.
+        """Read `{(token, ...): bias}` or `[[[token, ...], bias], ...]`; None if it is empty.
 
         Raises:
             ConfigError: it is something else, or too much.
@@ -195,7 +195,7 @@ def callables(name: str, value: object) -> tuple[Callable[..., jax.Array], ...]:
         except TypeError:
             raise ConfigError(
                 f"{name} has {function!r}, which is not hashable; programs are compiled for each "
-                "function: pass a function, or give its class __hash__ and __eq__"
+                "function: pass a function, or define in its class __hash__ and __eq__"
             ) from None
     return functions
 

@@ -105,8 +105,8 @@ def task_class(made: type[Any], family: type[Any], task: str) -> type[Any]:
     Args:
         made: the class, `SequenceClassifier` or `Embedder` with the body of the family.
         family: the language model of the family.
-        task: the end of the name: `Gemma3TextModel` and `ForEmbedding` give
-            `Gemma3TextForEmbedding`.
+        task: the end of the name: `Gemma3TextModel` and `ForEmbedding` result
+            in `Gemma3TextForEmbedding`.
     """
     body = family.body_class.__name__
     stem = body.removesuffix("Model") if body.endswith("Model") else family.__name__

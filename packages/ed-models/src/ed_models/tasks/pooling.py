@@ -181,7 +181,7 @@ def _mode(path: Path) -> PoolingMode:
     chosen: list[PoolingMode] = [mode for mode in _KEYS if mode in wanted]
     if len(wanted) != 1 or len(chosen) != 1:
         raise CheckpointError(
-            f"{path} asks for the pooling modes {wanted}; one of {', '.join(_KEYS)} is read here"
+            f"{path} has the pooling modes {wanted}; one of {', '.join(_KEYS)} is supported"
         )
     return chosen[0]
 

@@ -1,4 +1,4 @@
-"""Blocks that our tensors share with those of a checkpoint, and how to move them about."""
+"""Blocks that our tensors share with those of a checkpoint, and functions that move blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Shape = tuple[int, ...]
 class Piece:
     """A block that two tensors share: `hf[hf_region].transpose(perm) == ours[our_region]`.
 
-    A region has an entry for each dimension: the positions, or one position of ours. A dimension
-    of ours with one position is gone from the block; the others are `perm` of theirs.
+    A region has an entry for each dimension: its positions, or one position of ours. The block does
+    not have our dimensions with one position; the others are `perm` of theirs.
     """
 
     ours: str
@@ -27,14 +27,14 @@ class Piece:
 
 
 class Relation(NamedTuple):
-    """What a layout answers: the tensors of the checkpoint, and their blocks."""
+    """The result of a layout: the tensors of the checkpoint, and their blocks."""
 
     hf_shapes: dict[str, Shape]
     pieces: list[Piece]
 
 
 def positions_between(region: range, start: int, stop: int) -> slice:
-    """Which entries of an ascending range lie in [start, stop)."""
+    """Return the entries of an ascending range that are in [start, stop)."""
     low = max(0, -(-(start - region.start) // region.step))
     high = min(len(region), -(-(stop - region.start) // region.step))
     return slice(low, max(low, high))
@@ -67,7 +67,7 @@ def lay_out(piece: Piece, axis: int, share: int, period: int, offset: int) -> It
 
 
 def one_tensor(relation: Relation) -> tuple[str, Shape, list[Piece]]:
-    """The name, the shape and the blocks of the only tensor of theirs.
+    """Return the name, the shape and the blocks of the only tensor of the checkpoint.
 
     Raises:
         ConfigError: there are several.
@@ -81,5 +81,5 @@ def one_tensor(relation: Relation) -> tuple[str, Shape, list[Piece]]:
 
 
 def resized(shape: Shape, axis: int, size: int) -> Shape:
-    """The shape with another size along `axis`."""
+    """Return the shape with another size along `axis`."""
     return (*shape[: axis % len(shape)], size, *shape[axis % len(shape) + 1 :])

@@ -1,9 +1,9 @@
-"""How our parameters lie in Hugging Face checkpoints: the language of a family's `WEIGHTS` table.
+"""The relation of our parameters to Hugging Face checkpoints: the rules of a `WEIGHTS` table.
 
 A table is a sequence of rules `Rule(ours, theirs, layout)`, read in both directions. The first rule
-whose pattern fits a parameter's canonical name holds. A name in braces stands for one or more parts
-of a dotted name. `STANDARD` is the table of a family that has Hugging Face's names and torch's
-layout; other tables put their rules in front of it.
+whose pattern matches a parameter's canonical name applies. A name in braces matches one or more
+parts of a dotted name. `STANDARD` is the table of a family that has Hugging Face's names and
+torch's layout; other tables put their rules in front of it.
 
 One tensor for one parameter:
 
@@ -35,12 +35,12 @@ Experts, which we stack along a leading dimension:
 Names:
 
     renamed({"model": "transformer", "layers": "h", "self_attn": "attn"}, *STANDARD)
-    ignore("model.layers.61.{path}")                      DeepSeek-V3: a layer that nobody loads
+    ignore("model.layers.61.{path}")                      DeepSeek-V3: a layer that is not loaded
 
-A layout touches no values. It says which block of which of their tensors is which block of ours
+A layout does not read values. It relates blocks of the checkpoint's tensors to blocks of ours
 (`Piece`), so that one table serves loading any slice of ours, saving any tensor of theirs, and
-checking shapes before a byte is read. A norm that adds one to its weight (Gemma) says so in its
-layer; its tensor is `equal`. A function of your own that satisfies `Layout` is as good as these.
+checking shapes before a byte is read. A norm that adds one to its weight (Gemma) does this in its
+layer; its tensor is `equal`. Any function that satisfies `Layout` is accepted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Number = int | str | Callable[..., int]
 
 
 class Rule(NamedTuple):
-    """Our name or names, the Hugging Face name, and how the values lie."""
+    """Our name or names, the Hugging Face name, and the layout of the values."""
 
     ours: str | tuple[str, ...]
     hf: str
@@ -126,14 +126,14 @@ def padded(axis: int, *, before: int = 0, after: int = 0, then: Layout = equal) 
 
 
 def split(axis: int, then: Layout = transpose, *, groups: Number = 1) -> Layout:
-    """Ours lie one after another along `axis` of theirs, in so many groups.
+    """Concatenate our tensors along `axis` of theirs, in groups.
 
     Each of ours is cut into `groups` equal shares; the first shares of all come first, then the
     second shares. With one group each parameter is in one block.
 
     Args:
         axis: dimension of *their* tensor.
-        then: how each of ours would lie in a tensor of its own.
+        then: the layout of each of our tensors in a separate tensor.
         groups: how many, such as the key-value heads where queries, key and value of each lie
             together.
     """
@@ -216,7 +216,7 @@ EXPERTS = Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.w
 
 
 def concat(axis: int, then: Layout = transpose) -> Layout:
-    """The entries of our leading dimension lie one after another along `axis` of one of theirs."""
+    """Concatenate the entries of our leading dimension along `axis` of one tensor of theirs."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
         name, shape, pieces = one_tensor(then(_entry(ours), hf, config))
@@ -315,8 +315,8 @@ BACKBONE = {
     "model": "backbone",
 }
 
-#: Head -> embedding, of models whose head is the embedding where `tie_word_embeddings` says so. A
-#: class with other names has a `TIED_WEIGHTS` of its own.
+#: Head -> embedding, of models whose head is the embedding if `tie_word_embeddings` is set. A
+#: class with other names overrides `TIED_WEIGHTS`.
 TIED: Mapping[str, str] = {"lm_head.kernel": "model.embed_tokens.embedding"}
 
 

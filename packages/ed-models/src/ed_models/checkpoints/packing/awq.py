@@ -2,7 +2,7 @@
 
 A layer [o, i] with codes of 4 bits, eight in an int32, in groups of `group_size` inputs:
 `qweight` int32 [i, o / 8], `qzeros` int32 [groups, o / 8], `scales` [groups, o]. The eight outputs
-0 to 7 of a word lie from its lowest bits up in the order 0, 2, 4, 6, 1, 3, 5, 7.
+0 to 7 are stored in a word, from the lowest bits up, in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ed_models.checkpoints.tensor_files import TensorFiles
 LAYOUT = "AWQ"
 BITS = 4
 PER = WORD // BITS
-#: Where each of the eight outputs of a word lies in it.
+#: The position of each of the eight outputs in a word.
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -46,7 +46,7 @@ def awq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     if version != "gemm" or bits != BITS:
         raise CheckpointError(
             f"{LAYOUT}: version={version!r} with bits={bits!r} is not read: AutoAWQ's 'gemm' with "
-            f"{BITS} bits is; take the checkpoint in that layout"
+            f"{BITS} bits is; use a checkpoint with that layout"
         )
     wanted = settings.get("group_size", settings.get("q_group_size", -1))
     if not isinstance(wanted, int) or wanted == 0 or wanted < -1:

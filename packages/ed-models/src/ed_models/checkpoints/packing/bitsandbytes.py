@@ -49,7 +49,7 @@ def bitsandbytes(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Pa
         expect(files, LAYOUT, scale, entry.shape[:1], FLOATS)
         if form in files and files.read(form).any():
             raise CheckpointError(
-                f"{LAYOUT}: {form} says that {name} is ordered for one kernel, which is not read; "
+                f"{LAYOUT}: {form}: {name} is ordered for one kernel, which is not supported; "
                 "save the checkpoint again with a recent version"
             )
         parts = (scale, *({form} & files.keys()))
@@ -57,9 +57,9 @@ def bitsandbytes(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Pa
 
 
 class _State(NamedTuple):
-    """What `quant_state` says of a tensor: its shape, and how many numbers share a scale.
+    """The `quant_state` of a tensor: its shape, and how many numbers share a scale.
 
-    `nested` scales share one of their own, and are less by `offset`; 0: they are plain numbers.
+    `nested` scales share a second scale, and are stored minus `offset`; 0: they are plain numbers.
     """
 
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ def _state(files: TensorFiles, kind: str, name: str) -> _State:
     odd = state.block < 2 or state.block % 2 or state.nested < 0
     if kind not in KINDS or odd or min(state.shape, default=0) < 1:
         raise CheckpointError(
-            f"{LAYOUT}: {name} says {state} of kind {kind!r}; known are {', '.join(KINDS)} with an "
+            f"{LAYOUT}: {name} has {state} of kind {kind!r}; known are {', '.join(KINDS)} with an "
             "even blocksize and a shape without zeros"
         )
     return state

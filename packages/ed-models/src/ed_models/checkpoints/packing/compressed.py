@@ -5,7 +5,7 @@ A weight [o, i] is `x.weight`, int8 or float8, or `x.weight_packed`: codes of 4 
 `x.weight_shape`. `x.weight_scale` has one scale, one for each row [o, 1], for each group of a row
 [o, groups], or for each block of the matrix. `x.weight_zero_point` has as many zero points, packed
 along o where the codes are packed; without it they are 0. `x.weight_g_idx` [i] is the group of each
-input, where they are not one after another.
+input, if the groups are not contiguous.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compressed_tensors(files: TensorFiles, settings: Mapping[str, Any]) -> Itera
 
 
 def _checked(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups of layers that the settings have; refuses what is not read."""
+    """Return the groups of layers of the settings; unsupported settings raise CheckpointError."""
     groups = settings.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise CheckpointError(f"{LAYOUT}: config_groups is not a mapping of groups: {groups!r:.80}")
@@ -79,7 +79,7 @@ def _checked(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         )
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise CheckpointError(
-            f"{LAYOUT}: transform_config says that activations are rotated, which is not done here"
+            f"{LAYOUT}: transform_config rotates activations, which is not supported"
         )
     return list(groups.values())
 

@@ -8,7 +8,7 @@ A layer [o, i] with codes of `bits` bits, several in an int32, the lowest bits f
   groups are `group_size` inputs each, one after another
 
 The first version of the format stores zero points less one, modulo 2^bits; the second
-(`checkpoint_format: gptq_v2`) stores them as they are. Some writers of the second call it the
+(`checkpoint_format: gptq_v2`) stores them unchanged. Some writers of the second call it the
 first: symmetric codes, whose zero point is always 2^(bits - 1), show which it is.
 """
 
@@ -38,7 +38,7 @@ from ed_models.checkpoints.tensor_files import TensorFiles
 
 LAYOUT = "GPTQ"
 BITS = (2, 4, 8)
-#: `checkpoint_format` -> what is added to stored zero points.
+#: `checkpoint_format` -> the offset of stored zero points.
 VERSIONS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
 
 
@@ -52,7 +52,7 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     if version not in VERSIONS:
         raise CheckpointError(
             f"{LAYOUT}: checkpoint_format={version!r} is made for one kernel and not read (known: "
-            f"{', '.join(VERSIONS)}); take the checkpoint in one of these"
+            f"{', '.join(VERSIONS)}); use a checkpoint in one of these"
         )
     for codes in [name for name in files if name.endswith(".qweight")]:
         layer = codes.removesuffix("qweight")
@@ -68,8 +68,8 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
         elif count != math.ceil(inputs / size):
             raise CheckpointError(
                 f"{LAYOUT}: {scales} has {count} groups, and {inputs} inputs in groups of {size} "
-                f"(group_size) are {math.ceil(inputs / size)}; {order} could say more, and is not "
-                "in the checkpoint"
+                f"(group_size) are {math.ceil(inputs / size)}; {order} could define more, but "
+                "the checkpoint lacks it"
             )
         read = partial(
             _read,
@@ -86,7 +86,7 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
 
 
 def _bits(files: TensorFiles, codes: str, order: str, settings: Mapping[str, Any]) -> int:
-    """Bits of a code: what the shapes say, where layers may differ (`dynamic`)."""
+    """Return the bits of a code, from the shapes if layers may differ (`dynamic`)."""
     bits = settings.get("bits")
     if settings.get("dynamic") and order in files and files[order].shape[0]:
         bits = files[codes].shape[0] * WORD // files[order].shape[0]

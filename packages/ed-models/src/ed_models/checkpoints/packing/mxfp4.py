@@ -26,7 +26,7 @@ MX_BLOCK = 32
 
 
 def mxfp4(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
-    """The tensors that lie in blocks.
+    """Return the tensors that are stored in blocks.
 
     Raises:
         CheckpointError: blocks lack their scales.

@@ -18,18 +18,18 @@ Slices = tuple[slice, ...]
 #: Formats of float8 in safetensors files.
 FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 FLOATS = ("F32", "F16", "BF16")
-#: Bits of an integer in which several codes lie.
+#: Bits of an integer that contains several codes.
 WORD = 32
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor that is made of others.
+    """A tensor that is computed from other tensors.
 
     Attributes:
         name: of the tensor.
-        entry: what it looks like: shape and format of its values.
-        parts: names of the tensors that it is made of, or that only its packing needs.
+        entry: shape and format of its values.
+        parts: names of the tensors that contain its codes, scales and other packing data.
         read: its values at slices of each dimension, in ascending order.
     """
 
@@ -57,7 +57,7 @@ def expect(
 
     Args:
         layout: its name, for messages.
-        shape: what it must be; None = any size.
+        shape: the required shape; None = any size.
         formats: what its numbers may be.
 
     Raises:
@@ -83,7 +83,7 @@ def expect(
 
 
 def covering(part: slice, size: int, unit: int) -> tuple[slice, slice]:
-    """Which units of so many positions hold the wanted ones, and where in these they are."""
+    """Return the units that contain the requested positions, and the positions inside them."""
     wanted = range(size)[part]
     first, last = (wanted[0] // unit, wanted[-1] // unit + 1) if wanted else (0, 0)
     start = first * unit
@@ -125,7 +125,7 @@ def grouped(
 
 
 def groups_of(files: TensorFiles, name: str, count: int, part: slice) -> np.ndarray:
-    """The group of each entry of a slice along i, as `name` [i] says.
+    """Return the group of each entry of a slice along i; `name` [i] contains the groups.
 
     Raises:
         CheckpointError: there are fewer groups.
