@@ -1,4 +1,4 @@
-"""`EasyDeLState`: a model's parameters together with what training adds to them."""
+"""`EasyDeLState`: the parameters of a model, and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from ed_trainers.stored.saved import load, model_facts, save, saved_facts
 
 
 class EasyDeLState(struct.PyTreeNode):
-    """Everything that one optimizer step reads and writes; a pytree.
+    """All values that one optimizer step reads and writes; a pytree.
 
     Attributes:
-        step: number of updates done, int32 scalar.
-        graphstate: the parameters that learn: what the optimizer sees.
-        graphother: the model's other variables, frozen parameters among them.
+        step: number of updates, int32 scalar.
+        graphstate: the trained parameters, which the optimizer updates.
+        graphother: the model's other variables, including frozen parameters.
         opt_state: state of `tx` for `graphstate`; None before `init_tx`.
         graphdef: structure of the model (static).
         tx: the optimizer (static).
-        reference: weights of a reference that follows the parameters; see `following`.
+        reference: weights of a reference model that follows the parameters; see `following`.
     """
 
     step: jax.Array
@@ -65,21 +65,22 @@ class EasyDeLState(struct.PyTreeNode):
         init_opt_state: bool = False,
         step: int = 0,
     ) -> EasyDeLState:
-        """Build a state from a model, or from the three parts of one.
+        """Create a state from a model, or from the three parts of a model.
 
         Args:
             model: a module; exclusive with the three parts.
-            trainable: pairs (pattern, whether it learns) over the names of the model's parameters;
-                the first that matches decides, and a parameter that none matches does not learn.
-                Without pairs every parameter learns.
+            trainable: pairs (pattern, whether the parameter is trained) over parameter names. The
+                first match decides; a parameter without a match is frozen. Without pairs, every
+                parameter is trained.
             tx: optimizer.
-            opt_state: its state, if there is one already.
-            init_opt_state: make a fresh one, sharded as the parameters are.
-            step: updates done so far.
+            opt_state: existing state of the optimizer.
+            init_opt_state: whether to create the optimizer state, sharded like the parameters.
+            step: number of previous updates.
 
         Raises:
-            ConfigError: model and parts together or neither; a pattern matches no parameter, or no
-                parameter learns; `init_opt_state` without `tx`, or together with `opt_state`.
+            ConfigError: both or neither of model and parts are given; a pattern matches no
+                parameter, or no parameter is trained; `init_opt_state` without `tx`, or together
+                with `opt_state`.
         """
         parts = (graphdef, graphstate, graphother)
         if (model is None) == all(part is None for part in parts):
@@ -103,7 +104,7 @@ class EasyDeLState(struct.PyTreeNode):
         return state.init_tx() if init_opt_state else state
 
     def init_tx(self, tx: optax.GradientTransformation | None = None) -> EasyDeLState:
-        """Return the state with a fresh optimizer state, created sharded.
+        """Return the state with a new optimizer state, created sharded.
 
         Raises:
             ConfigError: there is no optimizer.
@@ -117,7 +118,8 @@ class EasyDeLState(struct.PyTreeNode):
         return self.replace(tx=tx, opt_state=opt_state)
 
     def abstract(self, tx: optax.GradientTransformation) -> EasyDeLState:
-        """Return shapes, dtypes and shardings of the state with an optimizer, without making it."""
+        """Return shapes, dtypes and shardings of the state with an optimizer, without creating
+        arrays."""
         shapes = jax.eval_shape(tx.init, self.graphstate)
         opt_state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -131,7 +133,7 @@ class EasyDeLState(struct.PyTreeNode):
         return rest.replace(tx=tx, opt_state=opt_state)
 
     def apply_gradients(self, *, grads: nnx.State, value: jax.Array | None = None) -> EasyDeLState:
-        """Take one optimizer step; traceable.
+        """Apply one optimizer step; traceable.
 
         Args:
             grads: gradients at `gradient_point`, a tree like `graphstate`.
@@ -149,13 +151,13 @@ class EasyDeLState(struct.PyTreeNode):
 
     @property
     def gradient_point(self) -> nnx.State:
-        """Where the next gradient is to be taken: `graphstate`, unless the optimizer averages."""
+        """The parameters for the next gradient: `graphstate`, unless the optimizer averages."""
         return gradient_point(self.graphstate, self.opt_state)
 
     def averaged(self) -> EasyDeLState:
-        """Return the state with the mean of its parameters (`ema_decay`) in their place.
+        """Return the state with the mean of its parameters (`ema_decay`) instead of the parameters.
 
-        A state whose optimizer keeps no mean is returned as it is.
+        Without a mean in the optimizer, the state is returned unchanged.
         """
         if self.opt_state is None:
             return self
@@ -163,7 +165,7 @@ class EasyDeLState(struct.PyTreeNode):
 
     @property
     def model(self) -> LanguageModel:
-        """The module, sharing the state's arrays."""
+        """The module, which shares the state's arrays."""
         return self.merge(self.graphstate)
 
     def merge(self, tree: nnx.State) -> LanguageModel:
@@ -176,7 +178,7 @@ class EasyDeLState(struct.PyTreeNode):
 
     @property
     def size(self) -> int:
-        """Bytes of all arrays, over all devices, each counted once."""
+        """Size of all arrays in bytes, over all devices; each array is counted once."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
@@ -185,13 +187,13 @@ class EasyDeLState(struct.PyTreeNode):
         return jax.tree.map(lambda leaf: leaf.sharding, self)
 
     def save_state(self, directory: str | Path, *, save_optimizer: bool = True) -> None:
-        """Write parameters and, unless told otherwise, the optimizer's state; blocking, atomic.
+        """Write the parameters and, by default, the optimizer state; blocking and atomic.
 
-        The trainer's own checkpoints also hold the loader's position; these hold the state alone.
-        For a directory that `transformers` reads, use `state.model.save_pretrained`.
+        The trainer's checkpoints also contain the loader's position; these files contain only the
+        state. `state.model.save_pretrained` writes a directory for `transformers`.
 
         Raises:
-            CheckpointError: the directory already holds something, or the disk is full.
+            CheckpointError: the directory is not empty, or the disk is full.
         """
         saved = self if save_optimizer else self.replace(opt_state=None)
         facts = {
@@ -202,12 +204,12 @@ class EasyDeLState(struct.PyTreeNode):
         save(Path(directory), flat_arrays(saved), facts)
 
     def load_state(self, directory: str | Path) -> EasyDeLState:
-        """Read what `save_state` wrote, in the shapes, dtypes and shardings of this state.
+        """Read the files of `save_state`, in the shapes, dtypes and shardings of this state.
 
-        The mesh may be another than the one it was saved from.
+        The mesh may differ from the mesh of the saved state.
 
         Raises:
-            CheckpointError: the directory is no saved state, is damaged, or does not fit.
+            CheckpointError: the directory is not a saved state, is damaged, or does not match.
         """
         path = Path(directory)
         facts = saved_facts(path)
@@ -218,9 +220,9 @@ class EasyDeLState(struct.PyTreeNode):
         return loaded if facts["optimizer"] else loaded.replace(opt_state=self.opt_state)
 
     def shard_state(self) -> EasyDeLState:
-        """Return the state with every array where the model's configuration puts it.
+        """Return the state with every array placed by the model's configuration.
 
-        Parameters follow the partition rules, the optimizer's state its parameters.
+        Parameters follow the partition rules, and the optimizer state follows the parameters.
         """
         everything = nnx.state(cast(nnx.Module, self.model.shard_model()))
         placed = dict(nnx.to_flat_state(everything))
@@ -245,20 +247,20 @@ class EasyDeLState(struct.PyTreeNode):
         )
 
     def gather_state(self) -> EasyDeLState:
-        """Return the state with a whole copy of every array on each of its devices."""
+        """Return the state with a full copy of every array on each of its devices."""
         return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated(leaf.sharding)), self)
 
 
 def split_model(
     model: LanguageModel, trainable: Iterable[tuple[str, bool]] = ()
 ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """Take a model apart: structure, parameters that learn, all other variables.
+    """Split a model into its structure, its trained parameters, and all other variables.
 
-    See `EasyDeLState.create` for `trainable`. Only parameters (`nnx.Param`) of floating numbers
-    can learn: codes of quantized weights and variables with an update rule of their own cannot.
+    See `EasyDeLState.create` for `trainable`. Only floating-point parameters (`nnx.Param`) can be
+    trained, not codes of quantized weights or variables with their own update rule.
 
     Raises:
-        ConfigError: a pattern matches no such parameter, or none learns.
+        ConfigError: a pattern matches no such parameter, or no parameter is trained.
     """
     rules = Rules(trainable, kind="trainable rule")
     if not rules:
@@ -279,9 +281,9 @@ def split_model(
 
 
 def changing(state: EasyDeLState) -> EasyDeLState:
-    """Return the state without the variables that no step changes: frozen weights, constants.
+    """Return the state without the variables that no step changes: frozen weights and constants.
 
-    What remains of `graphother` are the variables with a rule of their own.
+    The remaining variables of `graphother` have their own update rule.
     """
     if not isinstance(state.graphother, nnx.State):
         return state
@@ -294,7 +296,7 @@ def changing(state: EasyDeLState) -> EasyDeLState:
 
 
 def _scalar_like(tree: object, value: int | jax.Array) -> jax.Array:
-    """An int32 scalar on all devices of the tree, so that one jit takes both."""
+    """Return an int32 scalar on all devices of the tree, so that one jit accepts both."""
     leaves = jax.tree.leaves(tree)
     scalar = jnp.asarray(value, jnp.int32)
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
@@ -307,21 +309,23 @@ def create_optimizer(
     *,
     total_steps: int | None = None,
 ) -> optax.GradientTransformation:
-    """Make an optimizer for a model: its schedule, decay and rates by rules, masters, clipping.
+    """Create an optimizer for a model: schedule, weight decay and rates by rules, masters,
+    clipping.
 
         tx = create_optimizer(model, TrainingArguments(optimizer="muon", max_training_steps=100))
         state = EasyDeLState.create(model=model, tx=tx, init_opt_state=True)
         state = state.apply_gradients(grads=grads)
 
     Args:
-        model: a module, or the state of one; every rule of the arguments must match a parameter
-            of it that learns.
+        model: a module, or the state of a module; every rule of the arguments must match a trained
+            parameter.
         arguments: options; default: those of `TrainingArguments`.
-        total_steps: updates of the whole run, for the schedule; default: `max_training_steps`.
+        total_steps: number of updates of the whole run, for the schedule; default:
+            `max_training_steps`.
 
     Raises:
-        ConfigError: a rule matches no parameter; or the learning rate decays over a number of
-            steps that is not said.
+        ConfigError: a rule matches no parameter, or the learning rate decays over an unknown number
+            of steps.
     """
     arguments = TrainingArguments() if arguments is None else arguments
     params = (

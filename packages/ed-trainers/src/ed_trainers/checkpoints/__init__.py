@@ -1,1 +1,1 @@
-"""Checkpoints of training: written whole or not at all, verified, kept, found again."""
+"""Checkpoints of training: atomic, verified, and complete."""

@@ -1,4 +1,4 @@
-"""Which evaluation is the best."""
+"""Selection of the best evaluation."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ class Best:
 
     def __init__(self, arguments: TrainingArguments):
         name = arguments.metric_for_best_model or "loss"
-        #: Name of the figure, as in a row of the metrics.
+        #: Name of the metric, as in a row of the metrics.
         self.metric = name if name.startswith("eval_") else f"eval_{name}"
         greater = arguments.greater_is_better
         self._greater = not name.endswith(_LESS_IS_BETTER) if greater is None else greater
 
     def check(self, metrics: Mapping[str, Any]) -> None:
-        """Look for the figure in an evaluation.
+        """Check that an evaluation has the metric.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: the evaluation lacks the metric.
         """
         if self.metric not in metrics:
             raise unknown_name("metric_for_best_model", self.metric, metrics)
 
     def score(self, row: Mapping[str, Any] | None) -> float | None:
-        """Return how good an evaluation is, more is better; None if it does not say."""
+        """Return the score of an evaluation (larger is better); None if the metric is missing or
+        not finite."""
         value = None if row is None else row.get(self.metric)
         if value is None or not math.isfinite(value):
             return None

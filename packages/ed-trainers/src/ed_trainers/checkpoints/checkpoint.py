@@ -1,13 +1,13 @@
-"""Checkpoints of a run: everything that the next step depends on, written at once and atomically.
+"""Checkpoints of a run: the complete input of the next step, written atomically.
 
 A checkpoint is a directory `<save_directory>/checkpoints/<step>` with two items: `arrays` (the
-leaves of the state by name, written by orbax in the background, restorable onto another mesh) and
-`run` (JSON: the format's number, the loader's position and fingerprint, the arguments), and the
-checksums of their files. Orbax writes under another name and renames at the end, so what a crash
-leaves half-written is not taken for a checkpoint.
+leaves of the state by name, which orbax writes in the background and can restore onto another mesh)
+and `run` (JSON: the version of the format, the loader's position and fingerprint, the arguments),
+and the checksums of their files. Orbax writes to a temporary name and renames at the end, so a
+partial directory after a crash is never read as a checkpoint.
 
-Weights that no step changes are not in it, but their fingerprint is: a run over frozen weights is
-resumed over the same ones.
+A checkpoint contains fingerprints instead of the weights that no step changes. A run over frozen
+weights can therefore only resume over the same weights.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ed_trainers.stored.saved import FORMAT, check_format
 Say = Callable[[str], None]
 
 
-# Files that orbax writes while it commits a checkpoint, after `_seal`.
+# Files that orbax writes after `_seal`, while it commits a checkpoint.
 _LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
-# Bytes that a checkpoint takes beside its arrays, about.
+# Approximate size of a checkpoint without its arrays, in bytes.
 _OVERHEAD = 100_000
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -52,11 +52,11 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        directory: where they are; created when the first one is written.
-        keep: how many of the newest to keep; None keeps all.
-        keep_best: how many of the best to keep beside them.
-        score: how good the checkpoint of a step is, more is better; None where nobody knows.
-        say: where messages go.
+        directory: directory of the checkpoints; created with the first checkpoint.
+        keep: number of newest checkpoints to keep; None keeps all.
+        keep_best: number of best checkpoints to keep in addition.
+        score: returns the score of a step's checkpoint (larger is better), or None.
+        say: prints a message.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Checkpoints:
         say: Say = print,
     ):
         self.directory = directory.absolute()
-        #: Why the last checkpoint that was begun could not be written; None if it could.
+        #: The error of the last checkpoint; None if it was written.
         self.failed: str | None = None
         self._say = say
         self._score = score
@@ -104,7 +104,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps()) if self.directory.is_dir() else []
 
     def best(self) -> int | None:
-        """Return the step of the complete checkpoint with the highest score, if one has any."""
+        """Return the step of the complete checkpoint with the highest score, or None."""
         return next(iter(self._ranked(self.steps())), None)
 
     def path(self, step: int) -> Path:
@@ -112,7 +112,7 @@ class Checkpoints:
         return self.directory / str(step)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """Say which checkpoints stay; orbax asks whenever it has written one."""
+        """Select the checkpoints to keep; orbax calls this function after each write."""
         del context
         steps = [info.step for info in checkpoints]
         stay = set(steps if self._keep is None else sorted(steps)[-self._keep :])
@@ -125,19 +125,19 @@ class Checkpoints:
         return [step for _, step in sorted(known, key=lambda pair: -pair[0])]
 
     def save(self, step: int, state: EasyDeLState, *, run: Mapping[str, Any]) -> bool:
-        """Begin to write a checkpoint, unless the step has one already.
+        """Start to write a checkpoint, unless the step has one.
 
-        Returns when the arrays are copied off the device; writing goes on in the background, and
-        `wait` ends it. The caller may donate the state's arrays at once. A full disk is said, and
-        stands in `failed`: the checkpoints before stay as they are.
+        Returns when the arrays are copied from the device; the write continues in the background
+        until `wait`. The caller may donate the arrays of the state immediately. A full disk is
+        reported, and recorded in `failed`; earlier checkpoints stay unchanged.
 
         Args:
-            step: updates done.
-            state: what to save.
-            run: JSON values that go with it; see `ed_trainers.checkpoints.run_record.describe_run`.
+            step: number of updates.
+            state: the state to save.
+            run: JSON values of the run; see `ed_trainers.checkpoints.run_record.describe_run`.
 
         Returns:
-            Whether the checkpoint was begun.
+            Whether the write started.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -163,7 +163,7 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Return when every checkpoint that was begun is complete, or cannot be."""
+        """Wait until every started checkpoint is complete or has failed."""
         if self._open_manager is not None:
             try:
                 self._open_manager.wait_until_finished()
@@ -173,12 +173,12 @@ class Checkpoints:
         self._begun = None
 
     def look(self) -> None:
-        """Learn what became of the checkpoint that was begun, without waiting for it."""
+        """Read the outcome of the started checkpoint, without waiting."""
         if self._begun is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def close(self) -> None:
-        """Wait, and give back threads."""
+        """Wait, and end the threads."""
         self.wait()
         manager, self._open_manager = self._open_manager, None
         if manager is not None:
@@ -186,7 +186,7 @@ class Checkpoints:
         self._hush.end()
 
     def _seal(self) -> None:
-        """Write the checksums of a checkpoint whose files are complete, before it is renamed."""
+        """Write the checksums of a checkpoint whose files are complete, before the rename."""
         assert self._begun is not None
         for directory in self.directory.glob(f"{self._begun[0]}{_UNFINISHED}*"):
             checksums.write_checksums(directory, skip=_LATER)
@@ -194,8 +194,9 @@ class Checkpoints:
     def _seal_commit(self) -> None:
         """Add the checksums of the files that orbax wrote while it committed the checkpoint.
 
-        The checkpoint is complete without these checksums, so an error is not a failure. A full
-        disk leaves the checksums as they are, and `restore_newest` reports damaged ones.
+        The checkpoint is complete without these checksums, so an error is not a failure. After a
+        full disk, these checksums are missing or damaged, and `restore_newest` reports damaged
+        ones.
         """
         if self._begun is None or jax.process_index() != 0:
             return
@@ -203,14 +204,14 @@ class Checkpoints:
             checksums.add_checksums(self.path(self._begun[0]), _LATER)
 
     def _give_up(self, error: Exception) -> None:
-        """Clean up behind a checkpoint that could not be written, and say so.
+        """Remove a checkpoint that could not be written, and report the error.
 
         Raises:
-            Exception: the error, unless it is a full disk.
+            Exception: the error, unless the disk is full.
         """
         manager, self._open_manager = self._open_manager, None
         if manager is not None:
-            with suppress(Exception):  # it cannot write any more; its threads are to end
+            with suppress(Exception):  # the manager cannot write any more; its threads must end
                 manager.close()
         if self._begun is None or not disk.is_full(error):
             raise error
@@ -232,25 +233,24 @@ class Checkpoints:
         run: Mapping[str, Any],
         difference: Callable[[Mapping[str, Any]], str] = lambda loader: "the data differ",
     ) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
-        """Read the newest checkpoint that is whole.
+        """Read the newest undamaged checkpoint.
 
-        One that cannot be read (a torn file, a lost one, a flipped bit) is moved aside and the one
-        before it is tried.
+        A damaged checkpoint (a truncated or missing file, a flipped bit) is renamed, and the
+        previous one is read.
 
         Args:
-            state: structure, shapes, dtypes and shardings to restore to, and the frozen weights
-                themselves; mesh and storage of layers may be others than the ones that the
-                checkpoint was written from.
-            run: the present run, to be compared with the one that wrote the checkpoint.
-            difference: says, where fingerprints differ, how the present data differ from the data
-                whose loader state was saved.
+            state: structure, shapes, dtypes and shardings of the result, and the frozen weights.
+                Mesh and storage of layers may differ from the checkpoint.
+            run: the present run, which is compared with the run of the checkpoint.
+            difference: describes the difference between the present data and the data of a saved
+                loader state, if their fingerprints differ.
 
         Returns:
-            `(step, state, run as it was saved)`, or None where there is no checkpoint.
+            `(step, state, run of the checkpoint)`, or None without checkpoints.
 
         Raises:
-            CheckpointError: a checkpoint is whole but of another run, model or format, or there
-                are checkpoints and none can be read.
+            CheckpointError: an undamaged checkpoint belongs to another run, model or format, or all
+                checkpoints are damaged.
         """
         steps = self.steps()
         unreadable: list[tuple[int, str]] = []
@@ -264,7 +264,7 @@ class Checkpoints:
                     arrays_there = stored_arrays(self.path(step) / "arrays")
             except CheckpointError:
                 raise
-            except Exception as error:  # whatever a torn file makes of orbax
+            except Exception as error:  # orbax raises many types of errors for damaged files
                 unreadable.append((step, _reason(error)))
                 continue
             if wrong is not None:
@@ -291,11 +291,11 @@ class Checkpoints:
         return None
 
     def restore(self, step: int, state: EasyDeLState) -> EasyDeLState:
-        """Read the checkpoint of a step of this very run.
+        """Read the checkpoint of a step of this run.
 
         Args:
             step: one of `steps()`.
-            state: as for `restore_newest`.
+            state: see `restore_newest`.
 
         Raises:
             CheckpointError: the checkpoint is damaged.
@@ -316,7 +316,8 @@ class Checkpoints:
         return self._manager.restore(step, args=args)["run"]
 
     def _damage(self, step: int) -> str | None:
-        """What is wrong with the files of a checkpoint; every process reads its share of them."""
+        """Describe the damage of a checkpoint's files, or return None; every process reads a share
+        of the files."""
         part, of = jax.process_index(), jax.process_count()
         wrong = checksums.damage(self.path(step), part=part, of=of)
         if of > 1:
@@ -333,7 +334,7 @@ class Checkpoints:
         check_same(saved["base"], self._base, where)
 
     def _set_aside(self, unreadable: list[tuple[int, str]], used: int) -> None:
-        """Rename checkpoints that cannot be read, so that their steps can be saved again."""
+        """Rename damaged checkpoints, so that their steps can be saved again."""
         for step, reason in unreadable:
             self._say(
                 f"checkpoint {step} cannot be read and is skipped ({reason}): "
@@ -348,7 +349,7 @@ class Checkpoints:
 
 
 def _frozen(state: EasyDeLState, saved: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays of a state that are not saved."""
+    """Return the arrays of a state that are not saved."""
     return {name: leaf for name, leaf in flat_arrays(state).items() if name not in saved}
 
 

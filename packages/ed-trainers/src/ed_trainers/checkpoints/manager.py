@@ -1,10 +1,10 @@
-"""`CheckpointManager`: saved states in one directory, for a loop of one's own.
+"""`CheckpointManager`: saved states in one directory, for custom training loops.
 
     manager = CheckpointManager("checkpoints")
     manager.save(state)
     state = manager.load(state)
 
-The trainers have checkpoints of their own, which also hold the position in the data.
+The trainers use `ed_trainers.checkpoints.checkpoint`, which also saves the position in the data.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Saves states by number, and loads the newest that is whole.
+    """Saves states by number, and loads the newest undamaged state.
 
-    Arrays are written and read shard by shard, each process its own, with checksums; the mesh and
-    the storage of layers may be others when they are read. A state appears under its number only
-    when it is complete.
+    Each process writes and reads its own shards of the arrays, with checksums; mesh and storage of
+    layers may differ when a state is loaded. A state gets its number only when it is complete.
 
     Args:
-        directory: where they are; created when the first is written.
-        save_total_limit: how many of the newest to keep; None keeps all.
+        directory: directory of the states; created with the first state.
+        save_total_limit: number of newest states to keep; None keeps all.
     """
 
     def __init__(self, directory: str | Path, *, save_total_limit: int | None = None):
@@ -50,14 +49,14 @@ class CheckpointManager:
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdigit())
 
     def save(self, state: object, step: int | None = None) -> Path:
-        """Write a state; returns its directory when it is complete.
+        """Write a state, and return its directory when the state is complete.
 
         Args:
             state: an `EasyDeLState`, a module, or any tree of arrays.
-            step: its number; default: the state's own `step`, else one more than the newest.
+            step: number of the state; default: its `step`, otherwise the newest number plus one.
 
         Raises:
-            CheckpointError: the number is taken, or the disk is full.
+            CheckpointError: the number exists, or the disk is full.
         """
         if step is None:
             own = getattr(state, "step", None)
@@ -92,12 +91,12 @@ class CheckpointManager:
         """Read a state.
 
         Args:
-            like: what it is to look like: structure, shapes, dtypes and shardings are taken from
-                it. None gives nested dicts of arrays on the default device.
-            step: which one; default: the newest that is not damaged.
+            like: template with the structure, shapes, dtypes and shardings of the result. None
+                returns nested dicts of arrays on the default device.
+            step: number of the state; default: the newest undamaged state.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or does not fit.
+            CheckpointError: the state is missing, damaged, or does not match `like`.
         """
         steps = self.steps() if step is None else [step]
         if not steps:

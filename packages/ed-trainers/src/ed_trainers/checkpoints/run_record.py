@@ -1,4 +1,5 @@
-"""What a checkpoint says about its run, and whether another run may go on from it."""
+"""The description of a run in a checkpoint, and the check whether another run may resume from
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ed_infra.errors import CheckpointError
 
 from ed_trainers.options.base import TrainingArguments
 
-#: Arguments that give another run, or another shape of optimizer state, when they change.
+#: Arguments whose change makes a different run, or a different structure of the optimizer state.
 MUST_MATCH = (
     "trainer_type",
     "seed",
@@ -25,7 +26,7 @@ MUST_MATCH = (
     "sync_ref_model",
 )
 
-# Arguments that change what is computed, though a changed run can still go on from the checkpoint.
+# Arguments whose change affects the results, although the run can resume from the checkpoint.
 _CHANGE_THE_COURSE = (
     "learning_rate",
     "learning_rate_end",
@@ -54,23 +55,23 @@ def compare_runs(
     where: str,
     difference: Callable[[Mapping[str, Any]], str],
 ) -> str | None:
-    """Compare the run that wrote a checkpoint with the present one.
+    """Compare the run of a checkpoint with the present run.
 
     Args:
-        saved: as `describe_run` gave it then.
-        run: as it gives it now.
+        saved: result of `describe_run` in the checkpoint.
+        run: result of `describe_run` for the present run.
         where: the checkpoint, for messages.
-        difference: says, where fingerprints differ, how the present data differ from the data
-            whose loader state was saved.
+        difference: describes the difference between the present data and the data of a saved loader
+            state, if their fingerprints differ.
 
     Returns:
-        What changed and changes the course of the run; None if nothing did.
+        A description of the changes that affect the results; None if there are none.
 
     Raises:
-        CheckpointError: it is another run.
+        CheckpointError: the checkpoint belongs to another run.
     """
     before, now = saved["arguments"], run["arguments"]
-    # A name that is missing is an option that did not exist when the checkpoint was written.
+    # A missing name is an option that did not exist when the checkpoint was written.
     changed_names = [name for name, value in before.items() if now.get(name) != value]
     for name in MUST_MATCH:
         if name in changed_names:
@@ -103,14 +104,15 @@ def describe_run(
     fingerprint: str | None,
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a checkpoint says about its run, in JSON values.
+    """Return the description of a run, as JSON values.
 
     Args:
-        arguments: all of them are recorded.
-        total_steps: updates of the whole run.
+        arguments: all options are recorded.
+        total_steps: number of updates of the whole run.
         loader: the loader's `state_dict()`.
-        fingerprint: identity of data and order, or None where the loader has none.
-        model: what `ed_trainers.convert` makes the model from; see `saved.model_facts`.
+        fingerprint: identity of data and order; None if the loader has none.
+        model: the facts from which `ed_trainers.convert` creates the model; see
+            `saved.model_facts`.
     """
     return {
         "arguments": arguments.model_dump(mode="json"),
@@ -122,11 +124,12 @@ def describe_run(
 
 
 def move_aside(directory: Path, names: tuple[str, ...]) -> Path | None:
-    """Move an earlier run's files into `<directory>/earlier-<n>`; None if there are none.
+    """Move the files of an earlier run to `<directory>/earlier-<n>`; return None without such
+    files.
 
     Args:
         directory: the run's `save_directory`.
-        names: files and folders in it that belong to a run.
+        names: names of the files and folders of a run in this directory.
     """
     present = [directory / name for name in names if (directory / name).exists()]
     if not present:
@@ -139,5 +142,5 @@ def move_aside(directory: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def free_name(directory: Path, name: str) -> Path:
-    """Return `<directory>/<name>-<n>` for the first n that is not taken."""
+    """Return `<directory>/<name>-<n>` for the first unused n."""
     return next(p for n in itertools.count(1) if not (p := directory / f"{name}-{n}").exists())

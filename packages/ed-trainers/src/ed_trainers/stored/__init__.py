@@ -1,1 +1,1 @@
-"""Arrays in files: names, checksums, fingerprints, room on a disk."""
+"""Arrays in files: names, checksums, fingerprints, and space on a disk."""

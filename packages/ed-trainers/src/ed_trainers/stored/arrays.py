@@ -1,8 +1,8 @@
-"""Named arrays in a directory: written by orbax with checksums, read onto any mesh and storage.
+"""Named arrays in a directory: orbax writes them with checksums, and reads them onto any mesh.
 
-Arrays are named by storage path, its parts joined by `/`. What was written from stacked layers can
-be read into separate ones and the other way round, and parameters stored below float32 from those
-stored in float32 and back, through the masters of the optimizer.
+The name of an array is its storage path, joined by `/`. Arrays of stacked layers can be read into
+separate layers and vice versa. Parameters stored below float32 can be read from float32 parameters
+and vice versa, through the masters of the optimizer.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from ed_trainers.stored.library_log import hushed
 T = TypeVar("T")
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
-# Where the state of a run has its parameters, and their float32 masters.
+# Paths of the parameters in the state of a run, and of their float32 masters.
 _PARAMETERS = "graphstate."
 _MASTER = re.compile(r"opt_state\.(?:inner\.)*masters\.(?P<parameter>.+)")
 
 
 class Stored(Protocol):
-    """What a checkpoint says about one of its arrays."""
+    """Metadata of one array of a checkpoint."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """Its shape."""
+        """Shape of the array."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """Its dtype."""
+        """dtype of the array."""
         ...
 
 
 def leaf_names(tree: object) -> list[str]:
-    """Name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by `/`."""
+    """Return the name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by
+    `/`."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return ["/".join(str(part) for part in normalize(path)) for path in paths]
 
 
 def flat_arrays(tree: object) -> dict[str, jax.Array]:
-    """Return the leaves by name: the form in which they are saved, free of any class."""
+    """Return the leaves by name, as they are saved, without classes."""
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
@@ -65,21 +66,21 @@ def flat_abstract(tree: object) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
-    """Put arrays, by name, into the structure of `template`."""
+    """Return the structure of `template` with these named arrays."""
     leaves = [arrays[name] for name in leaf_names(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
 def size_of(arrays: Iterable[jax.Array]) -> int:
-    """Bytes of arrays, each counted once whatever its copies on devices."""
+    """Return the size of arrays in bytes; copies on several devices count once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
 
 
 def stored_arrays(directory: Path) -> dict[str, Stored]:
-    """Return shape and dtype of each array in a directory that orbax wrote.
+    """Return shape and dtype of each array in a directory of orbax.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: the directory has no arrays.
     """
     with hushed(), ocp.StandardCheckpointer() as checkpointer:
         metadata: Any = checkpointer.metadata(directory).item_metadata
@@ -89,21 +90,21 @@ def stored_arrays(directory: Path) -> dict[str, Stored]:
 
 
 def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
-    """Read arrays in the shapes, dtypes and shardings that are wanted.
+    """Read arrays in the requested shapes, dtypes and shardings.
 
     Args:
-        directory: what orbax wrote.
-        wanted: names in the reader's own storage; see `check_fit` for those that can be had.
+        directory: directory that orbax wrote.
+        wanted: names in the storage of the reader; see `check_fit` for the possible differences.
     """
     plan = _plan(wanted, stored_arrays(directory))
     args = ocp.args.PyTreeRestore(
         item=plan.reads,
         restore_args=ocp.checkpoint_utils.construct_restore_args(plan.reads),
-        partial_restore=True,  # the others are not read
+        partial_restore=True,  # the other arrays are not read
     )
     with hushed(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         raw = dict(checkpointer.restore(directory, args=args))
-    # The last reader of an array lets go of it: both storages never exist as a whole.
+    # The last reader of an array frees it, so that both storages never exist completely.
     last = {piece.stored: name for name, pieces in plan.pieces.items() for piece in pieces}
     arrays = {}
     for name, pieces in plan.pieces.items():
@@ -117,13 +118,13 @@ def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
 def check_fit(
     wanted: Wanted, saved: Mapping[str, Stored], where: str, *, dtypes: bool = False
 ) -> None:
-    """Compare names and shapes, and dtypes if asked, of what is wanted with what was saved.
+    """Compare names and shapes, and optionally dtypes, of requested and saved arrays.
 
-    Stacked and separate layers fit each other. Of the dtypes, a parameter's may differ where one of
-    the two runs keeps a float32 master of it.
+    Stacked and separate layers are compatible. The dtype of a parameter may differ if one of the
+    two runs has a float32 master of it.
 
     Raises:
-        CheckpointError: naming the first few differences.
+        CheckpointError: the message names the first differences.
     """
     plan = _plan(wanted, saved)
     problems = [f"{name} is missing" for name in plan.missing]
@@ -146,7 +147,7 @@ def check_fit(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stored array, or the entry of one that is stacked."""
+    """A stored array, or one layer of a stacked array."""
 
     stored: str
     entry: int | None
@@ -154,7 +155,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which stored arrays to read, and how those that are wanted are put together from them."""
+    """The stored arrays to read, and the construction of the requested arrays from them."""
 
     reads: dict[str, jax.ShapeDtypeStruct]
     pieces: dict[str, list[_Piece]]
@@ -163,7 +164,7 @@ class _Plan:
     mastered: frozenset[str]
 
     def through_masters(self, name: str) -> bool:
-        """Whether a parameter comes from a master, or its master from it."""
+        """Whether a parameter is read from a master, or a master from a parameter."""
         return all(one in self.mastered for one in canonical(name.split("/")))
 
 
@@ -178,7 +179,7 @@ def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
     masters = _masters(there)
 
     def source(one: str) -> str:
-        """The canonical name under which an array was saved."""
+        """Return the canonical name of a saved array."""
         of = _MASTER.fullmatch(one)
         if of is not None and one not in there:
             return _PARAMETERS + of["parameter"]
@@ -204,20 +205,20 @@ def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
                 jnp.promote_types(known.dtype, leaf.dtype),
                 sharding=sharding,
             )
-    # A float32 run has no use for the rounded parameters beside the masters that it reads.
+    # A float32 run reads the masters, and not the rounded parameters.
     used |= {parameter for parameter, master in masters.items() if master in used}
     unused = [name for name in saved if not used.issuperset(canonical(name.split("/")))]
     return _Plan(reads, pieces, missing, unused, frozenset(mastered))
 
 
 def _masters(names: Iterable[str]) -> dict[str, str]:
-    """Canonical names of parameters, and of their masters, among those of a state."""
+    """Return the canonical names of parameters, and of their masters, of a state."""
     matches = [match for match in map(_MASTER.fullmatch, names) if match is not None]
     return {_PARAMETERS + match["parameter"]: match[0] for match in matches}
 
 
 def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
-    """The sharding of an array as it is stored, from that of the one that it becomes."""
+    """Return the sharding of a stored array, derived from the sharding of the requested array."""
     if stacked == stored_stacked or not isinstance(sharding, NamedSharding):
         return sharding
     spec = tuple(sharding.spec)

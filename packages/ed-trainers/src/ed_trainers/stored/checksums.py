@@ -1,8 +1,9 @@
-"""Checksums of the files of a directory: what changed on disk is noticed before it is used.
+"""Checksums of the files of a directory, which reveal every change on disk before a file is used.
 
-`checksums.json` beside the files has the length and the CRC-32 of each. A CRC-32 sees every single
-flipped bit and every burst of up to 32; files are read in pieces, several at a time. The text of
-`checksums.json` has one form only, so a flipped bit in the text is noticed, too.
+`checksums.json` in the directory contains the length and the CRC-32 of each file. A CRC-32 detects
+every single flipped bit and every burst of up to 32; files are read in pieces, several files in
+parallel. The text of `checksums.json` has exactly one valid form, so a flipped bit in the text is
+also detected.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _PIECE = 1 << 22
 
 
 def write_checksums(directory: Path, *, skip: Iterable[str] = ()) -> None:
-    """Write the checksums of every file below a directory into it.
+    """Write the checksums of every file below a directory.
 
     Args:
-        directory: where the files are; they must be complete.
-        skip: names, in the directory itself, of files that still change.
+        directory: directory of the files, which must be complete.
+        skip: names of files in the directory itself that still change.
     """
     left_out = {FILE, *skip}
     files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
@@ -34,11 +35,11 @@ def write_checksums(directory: Path, *, skip: Iterable[str] = ()) -> None:
 
 
 def add_checksums(directory: Path, names: Iterable[str]) -> None:
-    """Add the checksums of files that `write_checksums` skipped and that are complete now.
+    """Add the checksums of files that `write_checksums` skipped and that are now complete.
 
     Args:
-        directory: The directory with `checksums.json`.
-        names: The names of the files in the directory; a name without a file is left out.
+        directory: directory with `checksums.json`.
+        names: names of the files in the directory; a name without a file is ignored.
     """
     there = [name for name in names if (directory / name).is_file()]
     entries = _read(directory) | dict(zip(there, _each(directory, there), strict=True))
@@ -49,18 +50,19 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
     """Compare the files below a directory with their checksums.
 
     Args:
-        directory: The directory with `checksums.json`.
-        part: The part of the files to read, where several processes share the work.
-        of: The number of parts.
+        directory: directory with `checksums.json`.
+        part: the share of the files to read, if several processes share the work.
+        of: number of shares.
 
     Returns:
-        A description of the first file that changed since it was written; None if no file changed.
+        A description of the first changed file; None if no file changed.
     """
     try:
         wanted = _read(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{FILE} cannot be read: {error}"
-    # Files of the directory itself come last: `add_checksums` leaves the parts of the others alone.
+    # Files of the directory itself come last: `add_checksums` does not change the shares of the
+    # others.
     names = sorted(wanted, key=lambda name: ("/" not in name, name))[part::of]
     for name in names:
         file = directory / name
@@ -70,7 +72,7 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
             return f"{name} has {size} bytes and was written with {wanted[name][0]}"
     try:
         sums = _each(directory, names)
-    except OSError as error:  # a sector that cannot be read
+    except OSError as error:  # an unreadable sector
         return str(error)
     for name, (_, crc) in zip(names, sums, strict=True):
         if crc != wanted[name][1]:
@@ -82,7 +84,7 @@ def _read(directory: Path) -> dict[str, tuple[int, str]]:
     """Return the entries of `checksums.json`.
 
     Raises:
-        ValueError: The text is not as it was written.
+        ValueError: the text changed since it was written.
     """
     text = (directory / FILE).read_bytes().decode()
     content = json.loads(text)
@@ -103,7 +105,7 @@ def _write(directory: Path, entries: dict[str, tuple[int, str]]) -> None:
 
 
 def _text(entries: dict[str, tuple[int, str]]) -> str:
-    """Return the one text that stands for some entries."""
+    """Return the only valid text of these entries."""
     return json.dumps({"algorithm": _ALGORITHM, "files": entries}, indent=0) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A disk without room: how it is recognized, and what to say about it."""
+"""Detection of a full disk, and the message about it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno
 import shutil
 from pathlib import Path
 
-# What the storage library says in words, and the operating system by number.
+# The storage library reports a full disk in words, the operating system by number.
 _WORDS = ("no space left on device", "disk quota exceeded", "resource_exhausted")
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that it came from, says that a disk is full."""
+    """Return whether an error, or its cause, reports a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NUMBERS:
             return True
@@ -23,10 +23,10 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def room(directory: Path, needed: int) -> str:
-    """Say how much room something needs, how much there is, and how to make some.
+    """Describe the required and the free space, and how to free space.
 
     Args:
-        directory: where it was to be written; it need not exist.
+        directory: target directory of the write; it need not exist.
         needed: bytes.
     """
     there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -38,7 +38,7 @@ def room(directory: Path, needed: int) -> str:
 
 
 def in_bytes(size: float) -> str:
-    """Return a size as text: `812 B`, `3.4 MB`."""
+    """Format a size: `812 B`, `3.4 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,8 +1,8 @@
-"""Fingerprints of arrays: checksums that are computed where the arrays are.
+"""Fingerprints of arrays: checksums that are computed on the devices of the arrays.
 
-Each element is hashed together with its place, and the hashes are added up: the sum is the same on
-every mesh, and one changed element always changes it. A stacked leaf has a sum for each layer, so
-that the fingerprint of a model does not depend on how its layers are stored.
+Each element is hashed together with its index, and the hashes are summed. The sum is the same on
+every mesh, and one changed element always changes the sum. A stacked leaf has a sum for each layer,
+so the fingerprint of a model does not depend on the storage of its layers.
 
 Legend: L layers of a stacked leaf.
 """
@@ -23,7 +23,7 @@ from ed_trainers.placement import replicated
 #: `dtype[shape] sum` of each array, by canonical name.
 Fingerprint = dict[str, str]
 
-# Odd constants: the multiples of each are all different, and far from each other.
+# Odd constants, whose multiples are all different and far apart.
 _PLACES = (0x915F77F5, 0xADB4A92D, 0x2C1B3C6D, 0x297A2D39, 0x93D765DD, 0xE817FB2D)
 
 
@@ -31,7 +31,7 @@ def fingerprint(arrays: Mapping[str, jax.Array]) -> Fingerprint:
     """Return the fingerprint of arrays by storage name; no array leaves its devices.
 
     Args:
-        arrays: by name, the parts of a storage path joined by `/`.
+        arrays: arrays by name; the parts of a storage path are joined by `/`.
     """
     sums = {
         name: _summing(replicated(leaf.sharding), is_stacked(name.split("/")))(leaf)
@@ -47,10 +47,10 @@ def fingerprint(arrays: Mapping[str, jax.Array]) -> Fingerprint:
 
 
 def check_same(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Compare the frozen weights of a run with those that a checkpoint was written over.
+    """Compare the frozen weights of a run with the frozen weights of a checkpoint.
 
     Raises:
-        CheckpointError: naming the first few differences.
+        CheckpointError: the message names the first differences.
     """
     differences = [f"{name} is missing" for name in before if name not in now]
     differences += [f"{name} is new" for name in now if name not in before]
@@ -74,27 +74,27 @@ def _summing(sharding: Sharding, stacked: bool) -> Callable[[jax.Array], jax.Arr
 
 
 def _sum(leaf: jax.Array, *, stacked: bool) -> jax.Array:
-    """uint32 scalar, or [L]."""
+    """Return the sum of hashes, a uint32 scalar, or [L]."""
     bits = _bits(leaf)
     first = int(stacked)
     place = jnp.zeros((), jnp.uint32)
     for axis in range(first, bits.ndim):
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         place = place + index * jnp.uint32(_PLACES[(axis - first) % len(_PLACES)])
-    # Steps that can be undone: two values at one place never have one hash.
+    # Bijective steps: two values at one index never have the same hash.
     hashed = (bits + _mixed(place)) * jnp.uint32(0x9E3779B1)
     return jnp.sum(_mixed(hashed), axis=tuple(range(first, bits.ndim)), dtype=jnp.uint32)
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    # `lowbias32` of Wellons' hash-prospector, which can be undone.
+    # `lowbias32` of Wellons' hash-prospector, which is bijective.
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
     return x ^ (x >> 15)
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
-    """The bits of an array as uint32; of wider elements, in one more dimension."""
+    """Return the bits of an array as uint32; wider elements have an additional dimension."""
     if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint32)
     width = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo

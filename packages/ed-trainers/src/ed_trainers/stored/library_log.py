@@ -1,4 +1,5 @@
-"""Messages of orbax that nobody needs to read: warnings of what is meant, errors that we say."""
+"""A filter for messages of orbax: expected warnings, and errors that this package reports
+itself."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from contextlib import contextmanager
 
 from ed_trainers.stored import disk
 
-#: What orbax logs to.
+#: Logger of orbax.
 LOGGER = logging.getLogger("absl")
-#: Where tasks that orbax left behind end, when Python collects them.
+#: Logger of unfinished asyncio tasks, which Python destroys during garbage collection.
 TASKS = logging.getLogger("asyncio")
 
-# Of a directory of arrays without its step's metadata, and of reading the shapes alone.
+# Warnings about a directory of arrays without metadata of its step, and about reading only shapes.
 _MEANT = ("Metadata file does not exist", "ts_context=None")
-# Where a write fails, orbax closes the event loop that its other writes report to when they end.
+# After a failed write, orbax closes the event loop to which its other writes report their end.
 _LATE = "Event loop is closed"
 
 
 class Hush(logging.Filter):
-    """Keeps those records off a logger, and the ends of writes that were broken off off stderr."""
+    """Removes these records from a logger, and the ends of interrupted writes from stderr."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,18 +30,18 @@ class Hush(logging.Filter):
         self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def begin(self) -> None:
-        """Begin to keep them off; orbax is about to write."""
+        """Start the filter before a call of orbax that writes."""
         LOGGER.addFilter(self)
         if self._hook is None:
             self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
     def broke_off(self) -> None:
-        """A write ended in an error: whatever it left behind ends at any later time."""
+        """Keep the filter after a failed write, whose remaining tasks may end at any later time."""
         TASKS.addFilter(self)
         self._broken = True
 
     def end(self) -> None:
-        """Stop, but for the writes that were broken off."""
+        """Stop the filter, except for interrupted writes."""
         LOGGER.removeFilter(self)
         if self._hook and not self._broken and sys.unraisablehook == self._unraisable:
             self._hook, sys.unraisablehook = None, self._hook
@@ -51,14 +52,14 @@ class Hush(logging.Filter):
             self._hook(unraisable)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let a record pass that somebody is to read."""
+        """Return whether a record passes the filter."""
         full = record.exc_info and disk.is_full(record.exc_info[1])
         return not full and not any(words in str(record.msg) for words in _MEANT)
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Keep those records off orbax's logger for a while."""
+    """Remove these records from orbax's logger inside the block."""
     hush = Hush()
     LOGGER.addFilter(hush)
     try:

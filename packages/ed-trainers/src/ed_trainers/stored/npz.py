@@ -1,4 +1,4 @@
-"""Reading `.npz` files whose compressed members could expand without bound."""
+"""Safe reading of `.npz` files, whose compressed members may expand without limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO
 import numpy as np
 from ed_infra.errors import ConfigError
 
-#: Bytes of all arrays of a file together, after decompression.
+#: Maximum size of all arrays of a file after decompression, in bytes.
 MAX_BYTES = 2**34
 
 
@@ -17,10 +17,10 @@ def read_npz(source: Path | IO[bytes], name: str) -> dict[str, np.ndarray]:
     """Return the arrays of an `.npz` file.
 
     Args:
-        name: of the file, for errors.
+        name: name of the file, for errors.
 
     Raises:
-        ConfigError: the file is damaged, or its arrays have more than `MAX_BYTES`.
+        ConfigError: the file is damaged, or its arrays are larger than `MAX_BYTES`.
     """
     try:
         with zipfile.ZipFile(source) as archive:

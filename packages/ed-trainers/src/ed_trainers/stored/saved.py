@@ -1,7 +1,7 @@
-"""A directory of arrays with a few facts: what `save_state` and `CheckpointManager` write.
+"""A directory of arrays and facts, the format of `save_state` and `CheckpointManager`.
 
-`arrays` is written by orbax, `state.json` holds the facts and comes last, before the checksums of
-all files: a directory without either is incomplete.
+orbax writes `arrays`. `state.json` contains the facts and is written after the arrays, before the
+checksums of all files: a directory without `state.json` or checksums is incomplete.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ed_infra.errors import CheckpointError
 from ed_trainers.stored import checksums, disk
 from ed_trainers.stored.arrays import Wanted, check_fit, read_arrays, size_of, stored_arrays
 
-#: Of the layout of checkpoints; a reader refuses those of a later one.
+#: Version of the directory layout; a reader refuses later versions.
 FORMAT = 2
 
 _ARRAYS, _FACTS = "arrays", "state.json"
 
 
 def save(directory: Path, arrays: Mapping[str, jax.Array], facts: Mapping[str, Any]) -> None:
-    """Write arrays by name, and facts in JSON values; returns when they are on the disk.
+    """Write arrays by name, and facts as JSON values; return when all are on the disk.
 
-    With several processes all must call this.
+    With several processes, all processes must call this function.
 
     Raises:
-        CheckpointError: the directory already holds something, or the disk is full.
+        CheckpointError: the directory is not empty, or the disk is full.
     """
     directory = directory.absolute()
     if directory.exists() and any(directory.iterdir()):
@@ -58,7 +58,7 @@ def saved_facts(directory: Path) -> dict[str, Any]:
     """Return the facts of a directory that `save` wrote.
 
     Raises:
-        CheckpointError: it is none, or of a later version.
+        CheckpointError: the directory has another format, or a later version.
     """
     try:
         facts = json.loads((directory / _FACTS).read_text())
@@ -69,14 +69,14 @@ def saved_facts(directory: Path) -> dict[str, Any]:
 
 
 def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
-    """Read what `save` wrote, after its checksums.
+    """Read the files of `save` after a check of the checksums.
 
     Args:
-        directory: where it is.
+        directory: the directory.
         wanted: shapes, dtypes and shardings by name; None = as written, on the default device.
 
     Raises:
-        CheckpointError: a file changed since it was written, or the arrays do not fit.
+        CheckpointError: a file changed since it was written, or the arrays do not match.
     """
     directory = directory.absolute()
     wrong = checksums.damage(directory)
@@ -94,7 +94,8 @@ def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
 
 
 def model_facts(model: object) -> dict[str, Any] | None:
-    """Return what `ed_trainers.convert` makes a model from: its class's name and configuration."""
+    """Return the facts from which `ed_trainers.convert` creates a model: class name and
+    configuration."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
@@ -102,10 +103,10 @@ def model_facts(model: object) -> dict[str, Any] | None:
 
 
 def check_format(facts: Mapping[str, Any], where: str) -> None:
-    """Refuse what this version cannot read.
+    """Refuse formats that this version cannot read.
 
     Raises:
-        CheckpointError: it was written in another format.
+        CheckpointError: another format.
     """
     written = facts.get("format", 1)
     if written != FORMAT:
