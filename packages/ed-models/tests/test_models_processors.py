@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.testing import require_torch
-from ed_models.generation.processors import PROCESSORS, Rows
+from ed_models.generation.processors import PROCESSORS, GeneratedRows
 from ed_models.generation.token_choice import TokenChoice, process
 
 B, T, V, NEW, LIMIT = 4, 24, 37, 5, 9
@@ -72,7 +72,9 @@ CASES = [
 
 def rows_of(ids=IDS, new=NEW):
     count = jnp.full((len(ids),), new, jnp.int32)
-    return Rows(jnp.asarray(ids, jnp.int32), count, jnp.int32(LIMIT), jnp.asarray(EOS, jnp.int32))
+    return GeneratedRows(
+        jnp.asarray(ids, jnp.int32), count, jnp.int32(LIMIT), jnp.asarray(EOS, jnp.int32)
+    )
 
 
 def spoilt(logits):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.generation.processors import Rows
+from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.sampling import (
     first_argmax,
     in_nucleus,
@@ -20,7 +20,7 @@ LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)) * 2, jnp.
 
 def holding(ids):
     """Rows of these tokens, none of them new."""
-    return Rows(ids, jnp.zeros(len(ids), int), 10, jnp.asarray([-1]))
+    return GeneratedRows(ids, jnp.zeros(len(ids), int), 10, jnp.asarray([-1]))
 
 
 def draws(settings, n=400, logits=LOGITS, **more):

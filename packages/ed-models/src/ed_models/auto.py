@@ -24,7 +24,7 @@ from ed_models.tasks.image_text import ImageTextLM
 from ed_models.tasks.pooling import Pooling
 from ed_models.tasks.seq2seq import Seq2SeqLM
 
-ModelT = TypeVar("ModelT", bound=EasyDeLBaseModule)
+_ModelT = TypeVar("_ModelT", bound=EasyDeLBaseModule)
 _OF_HUB = frozenset(hub.HubOptions.__annotations__)
 
 
@@ -72,7 +72,7 @@ class AutoEasyDeLConfig:
         return registry.get_config(model_type)(**fields)
 
 
-class _AutoModel(Generic[ModelT]):
+class _AutoModel(Generic[_ModelT]):
     """Base of the task classes; the classmethods select a class by the model type."""
 
     task: ClassVar[TaskType]
@@ -93,7 +93,7 @@ class _AutoModel(Generic[ModelT]):
         *,
         rngs: nnx.Rngs | None = None,
         seed: int = 0,
-    ) -> ModelT:
+    ) -> _ModelT:
         """Create a model with random parameters on its devices.
 
         Args:
@@ -119,7 +119,7 @@ class _AutoModel(Generic[ModelT]):
         )
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> _ModelT:
         """Load a directory or a hub repository; options: see `hub.from_pretrained`."""
         return hub.from_pretrained(name_or_path, task=cls.task, **options)
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 
-class Cached(Protocol):
+class CachingModel(Protocol):
     """A model whose `cache_specs` describe the memory of its layers."""
 
     config: EasyDeLBaseConfig
@@ -36,7 +36,7 @@ class Cached(Protocol):
 
 
 def contiguous(
-    model: Cached,
+    model: CachingModel,
     batch_size: int,
     max_length: int,
     dtype: DTypeLike | None = None,
@@ -55,7 +55,7 @@ def contiguous(
 
 
 def paged(
-    model: Cached,
+    model: CachingModel,
     num_pages: int | Mapping[str, int],
     page_size: int,
     dtype: DTypeLike | None = None,
@@ -74,7 +74,7 @@ def paged(
 
 
 def for_operations(
-    model: Cached,
+    model: CachingModel,
     batch_size: int,
     max_length: int,
     page_size: int,
@@ -88,7 +88,7 @@ def for_operations(
     return contiguous(model, batch_size, max_length, dtype)
 
 
-def dtype_of(model: Cached, dtype: DTypeLike | None = None) -> jnp.dtype:
+def dtype_of(model: CachingModel, dtype: DTypeLike | None = None) -> jnp.dtype:
     """Return `dtype`, or the config's `kvdtype`, `attn_dtype` or the compute dtype."""
     config = model.config
     return jnp.dtype(dtype or config.kvdtype or config.attn_dtype or model.dtype)
@@ -106,7 +106,7 @@ def sharding_of(
     return NamedSharding(config.mesh, spec)
 
 
-def _options(model: Cached, dtype: DTypeLike | None) -> StorageOptions:
+def _options(model: CachingModel, dtype: DTypeLike | None) -> StorageOptions:
     config = model.config
     return {
         "dtype": dtype_of(model, dtype),

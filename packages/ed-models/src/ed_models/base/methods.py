@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ed_models.checkpoints.saving import Tokenizer
     from ed_models.generation.generate import GenerateOutput
     from ed_models.generation.prompts import TokenRows
-    from ed_models.generation.stop_strings import Decoder
+    from ed_models.generation.stop_strings import TokenDecoder
     from ed_models.protocol import LanguageModel
     from ed_models.weights.blocks import Shape
 
@@ -55,7 +55,7 @@ class EasyGenerationMixin:
         attention_mask: TokenRows | None = None,
         inputs: Mapping[str, Any] | None = None,
         seed: int = 0,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         assistant_model: LanguageModel | None = None,
         logits_processor: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]] = (),
         **options: object,

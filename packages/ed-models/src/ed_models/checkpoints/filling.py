@@ -24,28 +24,28 @@ from ed_models.checkpoints.weight_map import window_of
 from ed_models.weights.blocks import Shape
 
 #: `read(name, window, out)` fills `out` with those positions of a layer's tensor, in its dtype.
-Read = Callable[[str, Sequence[range], np.ndarray], None]
-Placement = jax.sharding.Sharding
-Leaf = TypeVar("Leaf", jax.Array, QArray)
+_Read = Callable[[str, Sequence[range], np.ndarray], None]
+_Placement = jax.sharding.Sharding
+_Leaf = TypeVar("_Leaf", jax.Array, QArray)
 
 _ALIGNED = 64  # bytes; jax takes a buffer of the host for its own where its start is a multiple
 _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 
 
-def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: Placement, read: Read) -> jax.Array:
+def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: _Placement, read: _Read) -> jax.Array:
     """Make one parameter (a stack of layers, or one tensor)."""
     return _fill(
         parameter_names.canonical(path), parameter_names.is_stacked(path), leaf, placement, read
     )
 
 
-def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: Read) -> Simulated:
+def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: _Read) -> Simulated:
     """Create a trainable matrix that is rounded in products."""
     place: Any = placement.value
     return replace(leaf, value=fill(path, leaf.value, place, read))  # type: ignore[arg-type]
 
 
-def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
+def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: _Read) -> QArray:
     """Make a quantized matrix from its codes and scales."""
     names, stacked = parameter_names.canonical(path), parameter_names.is_stacked(path)
     leaves = [
@@ -57,7 +57,7 @@ def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QAr
     return jax.tree.unflatten(jax.tree.structure(leaf), leaves)
 
 
-def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
+def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: _Read) -> QArray:
     """Make a quantized matrix from a plain one, which is in memory for one layer at a time."""
     names, stacked = parameter_names.canonical(path), parameter_names.is_stacked(path)
     place: Any = placement.codes  # codes divide as the matrix does
@@ -80,8 +80,8 @@ def _fill(
     names: Sequence[str],
     stacked: bool,
     leaf: jax.ShapeDtypeStruct,
-    placement: Placement,
-    read: Read,
+    placement: _Placement,
+    read: _Read,
 ) -> jax.Array:
     if not stacked:
         return _placed(leaf.shape, placement, partial(read, names[0]), leaf.dtype)
@@ -100,28 +100,28 @@ def _fill(
     return stack
 
 
-def _empty(leaf: jax.ShapeDtypeStruct | QArray, placement: Placement | QArray) -> Any:
+def _empty(leaf: jax.ShapeDtypeStruct | QArray, placement: _Placement | QArray) -> Any:
     """Memory for a stack of arrays like these, on its devices."""
     return jax.tree.map(lambda a, place: jnp.zeros(a.shape, a.dtype, device=place), leaf, placement)
 
 
 @lru_cache(maxsize=64)  # matrices of one shape share the program
-def _put(placement: Placement | QArray) -> Callable[[Any, Any, np.int32], Any]:
+def _put(placement: _Placement | QArray) -> Callable[[Any, Any, np.int32], Any]:
     """What writes a layer into its row of a stack."""
     return jax.jit(_with_row, donate_argnums=0, out_shardings=placement)
 
 
-def _with_row(stack: Leaf, layer: Leaf, row: jax.Array) -> Leaf:
+def _with_row(stack: _Leaf, layer: _Leaf, row: jax.Array) -> _Leaf:
     write = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda a, of_layer: write(a, of_layer, row, 0), stack, layer)
 
 
-def _divides_layers(placement: Placement) -> bool:
+def _divides_layers(placement: _Placement) -> bool:
     named = isinstance(placement, jax.sharding.NamedSharding)
     return named and len(placement.spec) > 0 and placement.spec[0] is not None
 
 
-def _of_a_layer(placement: Placement) -> Placement:
+def _of_a_layer(placement: _Placement) -> _Placement:
     """The location of one layer of a stack."""
     if not isinstance(placement, jax.sharding.NamedSharding):
         return placement
@@ -130,7 +130,7 @@ def _of_a_layer(placement: Placement) -> Placement:
     )
 
 
-def _in_host_memory(placement: Placement) -> bool:
+def _in_host_memory(placement: _Placement) -> bool:
     """Whether arrays on the devices are memory of the host: an aligned buffer becomes one as it is.
 
     Then a stack is filled in its place, and layer by layer would only copy it again.
@@ -148,7 +148,7 @@ def _buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 def _placed(
     shape: Shape,
-    placement: Placement,
+    placement: _Placement,
     fill: Callable[[Sequence[range], np.ndarray], None],
     dtype: np.dtype,
 ) -> jax.Array:

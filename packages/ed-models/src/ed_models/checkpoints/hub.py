@@ -56,7 +56,7 @@ class Loadable(Protocol):
         ...
 
 
-ModuleT = TypeVar("ModuleT", bound=Loadable)
+LoadableT = TypeVar("LoadableT", bound=Loadable)
 
 
 class HubOptions(TypedDict, total=False):
@@ -178,7 +178,7 @@ def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
 
 def from_pretrained(
     name_or_path: str | Path,
-    module_class: type[ModuleT] | None = None,
+    module_class: type[LoadableT] | None = None,
     task: TaskType | str = TaskType.CAUSAL_LM,
     *,
     variant: str | None = None,
@@ -199,7 +199,7 @@ def from_pretrained(
     apply_quantization: bool = False,
     check_finite: bool = True,
     **hub: Unpack[HubOptions],
-) -> ModuleT:
+) -> LoadableT:
     """Load a model in Hugging Face's layout straight onto its devices.
 
     Args:
@@ -278,11 +278,11 @@ def from_pretrained(
 
 
 def _class_for(
-    module_class: type[ModuleT] | None,
+    module_class: type[LoadableT] | None,
     task: TaskType | str,
     config: EasyDeLBaseConfig,
     directory: Path,
-) -> type[ModuleT]:
+) -> type[LoadableT]:
     if module_class is not None:
         own = getattr(module_class, "model_type", None)
         if own not in (None, config.model_type):

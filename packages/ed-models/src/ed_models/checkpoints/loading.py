@@ -34,7 +34,7 @@ from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.rules import TIED, renamer
 
-ModuleT = TypeVar("ModuleT")
+_ModuleT = TypeVar("_ModuleT")
 
 logger = get_logger(__name__)
 _BLOCK = 2**22  # elements of a head that are compared at a time
@@ -49,7 +49,7 @@ class Draft(NamedTuple):
 
 
 def load(
-    cls: type[ModuleT],
+    cls: type[_ModuleT],
     config: EasyDeLBaseConfig,
     files: TensorFiles,
     *,
@@ -59,7 +59,7 @@ def load(
     shard: bool = True,
     quantization: QuantizationRules | None = None,
     check_finite: bool = True,
-) -> ModuleT:
+) -> _ModuleT:
     """Build `cls(config)` with weights in Hugging Face's layout.
 
     If `config` ties the head, but the files contain a head with other values than the
@@ -107,7 +107,7 @@ def load(
     check_depth(config, files)
 
     def draft(config: EasyDeLBaseConfig) -> Draft:
-        def build() -> ModuleT:
+        def build() -> _ModuleT:
             module = cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
             return module if rules is None else quantize(module, rules)  # type: ignore[type-var]
 

@@ -10,7 +10,7 @@ from ed_infra.errors import ConfigError
 
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.blocks import Relation, Shape
-from ed_models.weights.rules import STANDARD, Layout, Rule, ignore, transpose
+from ed_models.weights.rules import STANDARD, Rule, TensorLayout, ignore, transpose
 
 #: Name of the body in a module with a head.
 BODY = "model"
@@ -62,7 +62,7 @@ def _alone(rule: Rule) -> Rule:
     return Rule(tuple(n.removeprefix(first) for n in names), hf, _shortened(rule.layout))
 
 
-def _shortened(layout: Layout) -> Layout:
+def _shortened(layout: TensorLayout) -> TensorLayout:
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
         relation = layout(ours, hf, config)
         shapes = {_rest(name): shape for name, shape in relation.hf_shapes.items()}

@@ -48,8 +48,6 @@ B, S = 4, 24
 PAD = (0, 5, 0, 17)  # padding on the left of each row
 _LENGTHS = (11, 20, 14)  # of the documents of a packed row
 
-Rows = slice
-
 
 @dataclass(frozen=True)
 class Cases:
@@ -188,7 +186,7 @@ class Subject:
 
     # Inputs of this project's model.
 
-    def inputs(self, rows: Rows = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
         """Return the arguments of `decode` for some positions of some rows."""
         return {"input_ids": self.ids[rows, at]}
 
@@ -315,7 +313,7 @@ class ImageTextSubject(Subject):
         encoded = self.model.encode(Inputs({"pixel_values": self.pixel_values}))
         return Features.at(encoded.embeddings, jnp.asarray(self.ids == self.image_token))
 
-    def inputs(self, rows: Rows = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
         features = Features(self.features.values[rows], self.features.index[rows, at])
         return {**super().inputs(rows, at), "features": features}
 
@@ -362,7 +360,7 @@ class Seq2SeqSubject(Subject):
         """Outputs of the encoder for rows without padding."""
         return self.model.encode(Inputs({"input_ids": jnp.asarray(self.ids)}))
 
-    def inputs(self, rows: Rows = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": self.answers[rows, at]}
         if not at.start:  # later steps read the cache
             arguments["encoded"] = jax.tree.map(lambda x: x[rows], self.encoded)

@@ -28,7 +28,7 @@ from ed_layers.parts import Parts
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer, ParallelLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import STANDARD, Layout, Rule, equal, fused, renamed
+from ed_models.weights.rules import STANDARD, Rule, TensorLayout, equal, fused, renamed
 
 
 @register_config("falcon")
@@ -68,7 +68,7 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
     )
 
 
-def norm_name(usual: str, of_branch: str) -> Layout:
+def norm_name(usual: str, of_branch: str) -> TensorLayout:
     """Return the name of a norm, which differs if each branch has a separate norm."""
 
     def relate(ours, hf, config):

@@ -24,7 +24,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_models.generation.decoding import Draws, Finished, Split
-from ed_models.generation.processors import Rows
+from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.settings import Drafts
 from ed_models.generation.token_choice import TokenChoice, process
 from ed_models.protocol import LanguageModel
@@ -81,7 +81,7 @@ def settled(
 def next_tokens(
     logits: Float[Array, "b j v"],
     drafts: Int[Array, "b k"],
-    rows: Rows,
+    rows: GeneratedRows,
     draws: Draws,
     choice: TokenChoice,
 ) -> tuple[Int[Array, "b j"], Bool[Array, "b j"]]:
@@ -99,7 +99,9 @@ def next_tokens(
     return tokens.reshape(b, j), each.push(tokens).ended().reshape(b, j)
 
 
-def extended(rows: Rows, tokens: Int[Array, "b j"], count: Int[Array, " b"]) -> Rows:
+def extended(
+    rows: GeneratedRows, tokens: Int[Array, "b j"], count: Int[Array, " b"]
+) -> GeneratedRows:
     """The rows with the first `count` of these tokens more."""
     whole = jnp.concatenate([rows.ids, tokens], axis=1)
     places = jnp.arange(rows.ids.shape[1]) + count[:, None]
@@ -122,7 +124,7 @@ def assisted_program(
         helping = None if assistant is None else assistant.merge(helper)
         places = jnp.arange(drafts.num_tokens + 1)
 
-        def drafted(rows: Rows, kept: Bool[Array, "b j"], cache):
+        def drafted(rows: GeneratedRows, kept: Bool[Array, "b j"], cache):
             """Drafts [b, k], and the assistant's cache with the latest token and all of them."""
             if helping is None:
                 return look_up(rows.ids, drafts.num_tokens, drafts.ngram or 1), cache

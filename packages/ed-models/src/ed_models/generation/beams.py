@@ -20,7 +20,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ed_models.generation.decoding import Kept, Split, empty, measured, record
-from ed_models.generation.processors import Rows
+from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.settings import Beams
 from ed_models.generation.token_choice import TokenChoice, process
 
@@ -86,7 +86,7 @@ class Group:
         return cls(first, blank, jnp.zeros((b, k), bool), rows, jnp.asarray(True))
 
 
-class Step(NamedTuple):
+class BeamStep(NamedTuple):
     """The arguments of a step besides the group.
 
     Attributes:
@@ -102,9 +102,9 @@ class Step(NamedTuple):
 
 def advance(
     group: Group,
-    rows: Rows,
+    rows: GeneratedRows,
     logprobs: Float[Array, "b k v"],
-    step: Step,
+    step: BeamStep,
     beams: Beams,
     choice: TokenChoice,
 ) -> tuple[Group, Int[Array, "b k"], Int[Array, "b k"]]:
@@ -222,7 +222,7 @@ def beam_program(split: Split) -> Callable[..., tuple[Found, ContiguousCache]]:
                 diverse = logprobs[:, mine] - beams.diversity_penalty * said[:, None]
                 candidates = process(diverse.reshape(b * k, -1), choice, own, at_least=at_least)
                 scores.append(candidates.spread().reshape(b, k, -1))
-                step = Step(n, i * k, keys)
+                step = BeamStep(n, i * k, keys)
                 group, source, token = advance(group, own, scores[-1], step, beams, choice)
                 said = said.at[jnp.arange(b)[:, None], token].add(1.0)
                 found.append(group)

@@ -20,13 +20,13 @@ from ed_layers.cache.protocol import ContiguousCache
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ed_models.generation.processors import Rows
+from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.token_choice import Candidates, TokenChoice, process
 from ed_models.protocol import LanguageModel
 
 Leaves = list[jax.Array]
 Kept = dict[str, jax.Array]
-CacheT = TypeVar("CacheT", bound=ContiguousCache)
+_CacheT = TypeVar("_CacheT", bound=ContiguousCache)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ class Draws(NamedTuple):
     keys: Key[Array, " b"] | None
     lengths: Int[Array, " b"]
 
-    def choose(self, candidates: Candidates, choice: TokenChoice, rows: Rows) -> Int[Array, " b"]:
+    def choose(
+        self, candidates: Candidates, choice: TokenChoice, rows: GeneratedRows
+    ) -> Int[Array, " b"]:
         """Choose the next token of each row."""
         return candidates.choose(choice, self.keys, self.lengths + rows.new)
 
@@ -85,8 +87,8 @@ def prefill_program(split: Split) -> Callable[..., tuple[ContiguousCache, jax.Ar
 
 @functools.partial(jax.jit, static_argnames="copies")
 def repeated(
-    cache: CacheT, logits: Float[Array, "b v"], *, copies: int
-) -> tuple[CacheT, Float[Array, "n v"]]:
+    cache: _CacheT, logits: Float[Array, "b v"], *, copies: int
+) -> tuple[_CacheT, Float[Array, "n v"]]:
     """Repeat each row `copies` times; the copies of a row are consecutive."""
     rows = jnp.repeat(jnp.arange(logits.shape[0]), copies)
     return cache.select_rows(rows), logits[rows]
@@ -140,7 +142,7 @@ class Finished(NamedTuple):
     """The result of a decoding loop.
 
     Attributes:
-        ids: prompt and new tokens, [b, t]; see `Rows`.
+        ids: prompt and new tokens, [b, t]; see `GeneratedRows`.
         new: number of new tokens of the longest row.
         steps: number of forward passes after the prefill.
         kept: the requested values of each step; the first axis is the step.
@@ -165,8 +167,8 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
         b = logits.shape[0]
 
         def choose(
-            logits: jax.Array, rows: Rows, done: Bool[Array, " b"]
-        ) -> tuple[Rows, Bool[Array, " b"], Kept]:
+            logits: jax.Array, rows: GeneratedRows, done: Bool[Array, " b"]
+        ) -> tuple[GeneratedRows, Bool[Array, " b"], Kept]:
             candidates = process(logits, choice, rows)
             token = jnp.where(done, pad, draws.choose(candidates, choice, rows))
             kept = measured(outputs, logits, candidates.spread(), token, done)

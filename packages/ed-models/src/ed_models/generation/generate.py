@@ -33,9 +33,9 @@ from ed_models.generation.decoding import (
     token_program,
 )
 from ed_models.generation.options import GenerationOptions
-from ed_models.generation.processors import Rows
+from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.prompts import (
-    Prompts,
+    PromptBatch,
     TokenRows,
     bucket,
     decoder_start,
@@ -44,7 +44,7 @@ from ed_models.generation.prompts import (
     prompt_inputs,
     token_ids,
 )
-from ed_models.generation.stop_strings import Decoder
+from ed_models.generation.stop_strings import TokenDecoder
 from ed_models.protocol import LanguageModel
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def generate(
     attention_mask: TokenRows | None,
     inputs: Mapping[str, Any] | None,
     seed: int,
-    tokenizer: Decoder | None,
+    tokenizer: TokenDecoder | None,
     assistant_model: LanguageModel | None,
     options: Mapping[str, object],
     checkpoint: str | None,
@@ -123,13 +123,13 @@ def generate(
         raise ConfigError(f"seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
     padded = chosen.pad_is_known and chosen.pad_token_id not in chosen.eos_token_id
     padding = chosen.pad_token_id if padded else None
-    prompts = Prompts.read(ids, attention_mask, padding, config)
+    prompts = PromptBatch.read(ids, attention_mask, padding, config)
     if reads_encoder:
         first, mask = decoder_start(
             model, chosen.decoder_start_token_id, arrays.replace(input_ids=ids)
         )
         encoder = encoder_inputs(prompts)
-        prompts = replace(Prompts.read(token_ids(first), mask, None, config), inputs=encoder)
+        prompts = replace(PromptBatch.read(token_ids(first), mask, None, config), inputs=encoder)
     elif options.get("decoder_start_token_id") is not None:
         raise ConfigError(
             f"decoder_start_token_id has no effect: {type(model).__name__} has no encoder"
@@ -168,7 +168,7 @@ def transition_scores(
 def _generate(
     model: LanguageModel,
     assistant: LanguageModel | None,
-    prompts: Prompts,
+    prompts: PromptBatch,
     options: GenerationOptions,
     seed: int,
 ) -> GenerateOutput:
@@ -187,7 +187,7 @@ def _generate(
 
     cache, logits = prefilled(split, leaves)
     ids = np.concatenate([np.full((len(tokens), room), -1), np.where(valid, tokens, -1)], axis=1)
-    rows = Rows(
+    rows = GeneratedRows(
         ids=jnp.asarray(np.repeat(ids, copies, axis=0), jnp.int32),
         new=jnp.zeros((len(ids) * copies,), jnp.int32),
         limit=jnp.int32(options.max_new_tokens),
@@ -226,7 +226,7 @@ def _generate(
     )
 
 
-def _of_beams(found: Any, prompts: Prompts, options: GenerationOptions) -> GenerateOutput:
+def _of_beams(found: Any, prompts: PromptBatch, options: GenerationOptions) -> GenerateOutput:
     """Return the best beams of each prompt."""
     count = options.num_return_sequences
     scores, tokens, parents = (
@@ -244,7 +244,7 @@ def _of_beams(found: Any, prompts: Prompts, options: GenerationOptions) -> Gener
     )
 
 
-def _behind(prompts: Prompts, new: Int[np.ndarray, "r n"]) -> Int[np.ndarray, "r t"]:
+def _behind(prompts: PromptBatch, new: Int[np.ndarray, "r n"]) -> Int[np.ndarray, "r t"]:
     """Append the new tokens to their prompts."""
     copies = len(new) // len(prompts.ids)
     return np.concatenate([np.repeat(prompts.ids, copies, axis=0), new], axis=1)

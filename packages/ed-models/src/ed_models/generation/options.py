@@ -20,7 +20,7 @@ from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
 from ed_models.generation.processors import PROCESSORS
 from ed_models.generation.settings import SETTINGS, SPECIAL, Beams, Drafts
-from ed_models.generation.stop_strings import Decoder, StopStrings
+from ed_models.generation.stop_strings import StopStrings, TokenDecoder
 from ed_models.generation.token_choice import TokenChoice
 from ed_models.generation.values import token_ids
 
@@ -75,7 +75,7 @@ class GenerationOptions:
         checkpoint: str | None,
         model_config: EasyDeLBaseConfig,
         prompt_length: int,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         assisted: bool = False,
     ) -> GenerationOptions:
         """Merge the sources and validate the result.

@@ -32,7 +32,7 @@ from ed_models.generation.values import (
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class GeneratedRows:
     """The tokens of the rows so far, and the tokens that end a row.
 
     Attributes:
@@ -49,12 +49,12 @@ class Rows:
     eos: Int[Array, " m"]
     stops: StopStrings | None = field(default=None, metadata={"static": True})
 
-    def push(self, tokens: Int[Array, " b"]) -> Rows:
+    def push(self, tokens: Int[Array, " b"]) -> GeneratedRows:
         """One token more for each row; the leftmost place is lost."""
         ids = jnp.concatenate([self.ids[:, 1:], tokens[:, None]], axis=1)
         return replace(self, ids=ids, new=self.new + 1)
 
-    def take(self, rows: Int[Array, " n"]) -> Rows:
+    def take(self, rows: Int[Array, " n"]) -> GeneratedRows:
         """Some of the rows, in this order."""
         return replace(self, ids=self.ids[rows], new=self.new[rows])
 
@@ -72,7 +72,7 @@ class Rows:
 class Apply(Protocol):
     """The effect of an option on the scores of rows: [b, v] -> [b, v]."""
 
-    def __call__(self, scores: jax.Array, value: Any, rows: Rows, /) -> jax.Array: ...
+    def __call__(self, scores: jax.Array, value: Any, rows: GeneratedRows, /) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Processor:
 def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
     """A processor out of a function that marks which candidates [b, c] stay possible."""
 
-    def apply(scores: jax.Array, value: Any, rows: Rows) -> jax.Array:
+    def apply(scores: jax.Array, value: Any, rows: GeneratedRows) -> jax.Array:
         return jnp.where(keep(scores, value), scores, -jnp.inf)
 
     return apply
@@ -112,66 +112,66 @@ def in_nucleus(scores: jax.Array, top_p: Any) -> jax.Array:
     return sampling.in_nucleus(jax.nn.softmax(scores), top_p)
 
 
-def add_bias(scores: jax.Array, biases: Biases, rows: Rows) -> jax.Array:
+def add_bias(scores: jax.Array, biases: Biases, rows: GeneratedRows) -> jax.Array:
     """Add the biases of sequences that the next token completes."""
     return scores + sampling.sequence_bias(
         rows.ids, biases.prefixes, biases.last, biases.bias, scores.shape[-1]
     )
 
 
-def ban_words(scores: jax.Array, words: Bans, rows: Rows) -> jax.Array:
+def ban_words(scores: jax.Array, words: Bans, rows: GeneratedRows) -> jax.Array:
     """Make sequences impossible, except those that are just an end token."""
     single = jnp.all(words.prefixes < 0, axis=1) & jnp.isin(words.last, rows.eos)
     biases = Biases(words.prefixes, words.last, jnp.where(single, 0.0, -jnp.inf))
     return add_bias(scores, biases, rows)
 
 
-def penalize_repetition(scores: jax.Array, factor: Any, rows: Rows) -> jax.Array:
+def penalize_repetition(scores: jax.Array, factor: Any, rows: GeneratedRows) -> jax.Array:
     """Of all tokens of the row, the prompt's too."""
     seen = sampling.held(rows.ids, scores.shape[-1])
     return sampling.penalize_repetition(scores, seen, factor)
 
 
-def penalize_presence(scores: jax.Array, penalty: Any, rows: Rows) -> jax.Array:
+def penalize_presence(scores: jax.Array, penalty: Any, rows: GeneratedRows) -> jax.Array:
     """Subtract from the scores of generated tokens, as OpenAI's API does; the prompt is ignored."""
     return scores - penalty * sampling.held(rows.generated(), scores.shape[-1])
 
 
-def penalize_frequency(scores: jax.Array, penalty: Any, rows: Rows) -> jax.Array:
+def penalize_frequency(scores: jax.Array, penalty: Any, rows: GeneratedRows) -> jax.Array:
     """Subtract for each time that a token was generated before; the prompt does not count."""
     return scores - penalty * sampling.counted(rows.generated(), scores.shape[-1])
 
 
-def ban_ngrams(scores: jax.Array, size: Any, rows: Rows) -> jax.Array:
+def ban_ngrams(scores: jax.Array, size: Any, rows: GeneratedRows) -> jax.Array:
     """No n-gram twice in a row, the prompt included."""
     banned = sampling.repeated_ngrams(rows.ids, size, scores.shape[-1])
     return jnp.where(banned, -jnp.inf, scores)
 
 
-def hold_open(scores: jax.Array, fewest: Any, rows: Rows) -> jax.Array:
+def hold_open(scores: jax.Array, fewest: Any, rows: GeneratedRows) -> jax.Array:
     """Suppress end tokens until a row has `value` new tokens."""
     early = (rows.new < fewest)[:, None]
     return jnp.where(early, sampling.without(scores, rows.eos), scores)
 
 
-def force_begin(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+def force_begin(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
     """The token behind a prompt of a single token."""
     single = jnp.sum(rows.ids >= 0, axis=1, keepdims=True) == 1
     return jnp.where(single, sampling.only(scores, tokens), scores)
 
 
-def force_end(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+def force_end(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
     """The last token that a row can get."""
     last = (rows.new == rows.limit - 1)[:, None]
     return jnp.where(last, sampling.only(scores, tokens), scores)
 
 
-def remove_invalid(scores: jax.Array, _: Any, rows: Rows) -> jax.Array:
+def remove_invalid(scores: jax.Array, _: Any, rows: GeneratedRows) -> jax.Array:
     """0 for NaN, the largest and the least number for infinities."""
     return jnp.nan_to_num(scores, nan=0.0)
 
 
-def hasten_end(scores: jax.Array, value: Any, rows: Rows) -> jax.Array:
+def hasten_end(scores: jax.Array, value: Any, rows: GeneratedRows) -> jax.Array:
     """Raise end tokens, the more the longer a row is; see `option_values.decay`."""
     start, factor = value
     beyond = rows.new - start
@@ -180,18 +180,18 @@ def hasten_end(scores: jax.Array, value: Any, rows: Rows) -> jax.Array:
     return scores + jnp.where(end, jnp.abs(scores), 0.0) * growth
 
 
-def suppress(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+def suppress(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
     """Tokens that are never generated."""
     return sampling.without(scores, tokens)
 
 
-def suppress_first(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+def suppress_first(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
     """Tokens that are not the first to be generated."""
     first = (rows.new == 0)[:, None]
     return jnp.where(first, sampling.without(scores, tokens), scores)
 
 
-def call(scores: jax.Array, functions: Any, rows: Rows) -> jax.Array:
+def call(scores: jax.Array, functions: Any, rows: GeneratedRows) -> jax.Array:
     """The caller's own functions, one after the other."""
     for function in functions:
         changed = function(rows.ids, scores)
@@ -204,12 +204,12 @@ def call(scores: jax.Array, functions: Any, rows: Rows) -> jax.Array:
     return scores
 
 
-def divide(scores: jax.Array, temperature: Any, rows: Rows) -> jax.Array:
+def divide(scores: jax.Array, temperature: Any, rows: GeneratedRows) -> jax.Array:
     """Sharpen below 1, flatten above."""
     return scores / temperature
 
 
-def normalize(scores: jax.Array, _: Any, rows: Rows) -> jax.Array:
+def normalize(scores: jax.Array, _: Any, rows: GeneratedRows) -> jax.Array:
     """Log-probabilities again."""
     return jax.nn.log_softmax(scores)
 

@@ -24,7 +24,7 @@ TokenRows = jax.Array | np.ndarray | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBatch:
     """Validated prompts.
 
     Attributes:
@@ -46,7 +46,7 @@ class Prompts:
         attention_mask: TokenRows | None,
         padding: int | None,
         config: EasyDeLBaseConfig,
-    ) -> Prompts:
+    ) -> PromptBatch:
         """Validate prompts.
 
         Args:
@@ -212,7 +212,7 @@ def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tu
     return np.full((len(inputs["input_ids"]), 1), start, np.int32), None
 
 
-def encoder_inputs(prompts: Prompts) -> Inputs:
+def encoder_inputs(prompts: PromptBatch) -> Inputs:
     """Return the arrays of an encoder, padded on the right to a bucketed length."""
     width = bucket(prompts.ids.shape[1])
     pad = ((0, 0), (0, width - prompts.ids.shape[1]))

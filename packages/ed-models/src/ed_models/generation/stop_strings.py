@@ -21,7 +21,7 @@ MOST, LONGEST = 64, 1024
 _TOKENS_OF_A_CHARACTER, _AHEAD = 4, 4
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The tokenizer method that stop strings require."""
 
     def decode(self, token_ids: Sequence[int], /) -> str | list[str]:
@@ -38,10 +38,10 @@ class StopStrings:
     """
 
     strings: tuple[str, ...]
-    tokenizer: Decoder
+    tokenizer: TokenDecoder
 
     @classmethod
-    def read(cls, name: str, value: object, tokenizer: Decoder | None) -> StopStrings | None:
+    def read(cls, name: str, value: object, tokenizer: TokenDecoder | None) -> StopStrings | None:
         """Validate one string or a list of strings; return None for an empty list.
 
         Raises:

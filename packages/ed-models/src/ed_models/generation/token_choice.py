@@ -18,7 +18,7 @@ import numpy as np
 from ed_infra.errors import ConfigError, did_you_mean
 from jaxtyping import Array, Float, Int, Key
 
-from ed_models.generation.processors import PROCESSORS, Rows
+from ed_models.generation.processors import PROCESSORS, GeneratedRows
 from ed_models.generation.sampling import among_largest, first_argmax
 
 
@@ -138,7 +138,11 @@ class Candidates:
 
 
 def process(
-    logits: Float[Array, "b v"], choice: TokenChoice, rows: Rows | None = None, *, at_least: int = 1
+    logits: Float[Array, "b v"],
+    choice: TokenChoice,
+    rows: GeneratedRows | None = None,
+    *,
+    at_least: int = 1,
 ) -> Candidates:
     """Apply the options to logits.
 
@@ -168,7 +172,7 @@ def next_token(
     *,
     keys: Key[Array, " b"] | None = None,
     positions: Int[Array, " b"] | None = None,
-    rows: Rows | None = None,
+    rows: GeneratedRows | None = None,
 ) -> Int[Array, " b"]:
     """Return one token for each row.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ed_models.tasks.classification import SequenceClassifier
     from ed_models.tasks.embedding import Embedder
 
-ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
+_ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
@@ -209,8 +209,8 @@ class CausalLM(VocabularyHead):
 
 
 def next_token_targets(
-    labels: ArrayT, segment_ids: ArrayT | None = None, attention_mask: ArrayT | None = None
-) -> tuple[ArrayT, ArrayT]:
+    labels: _ArrayT, segment_ids: _ArrayT | None = None, attention_mask: _ArrayT | None = None
+) -> tuple[_ArrayT, _ArrayT]:
     """Shift labels by one: the target of position i is the label of i + 1.
 
     All arrays are int [b, s]. Numpy inputs produce numpy results, without a device transfer.

@@ -40,7 +40,7 @@ Names:
 A layout does not read values. It relates blocks of the checkpoint's tensors to blocks of ours
 (`Piece`), so that one table serves loading any slice of ours, saving any tensor of theirs, and
 checking shapes before a byte is read. A norm that adds one to its weight (Gemma) does this in its
-layer; its tensor is `equal`. Any function that satisfies `Layout` is accepted.
+layer; its tensor is `equal`. Any function that satisfies `TensorLayout` is accepted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ed_infra.errors import ConfigError
 from ed_models.weights.blocks import Piece, Relation, Shape, lay_out, one_tensor, resized
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
     """Relate our tensors (name -> shape, those that the rule names) to Hugging Face's.
 
     `hf(**more)` is the Hugging Face name; `more` fills placeholders that only that name has.
@@ -75,13 +75,13 @@ class Rule(NamedTuple):
 
     ours: str | tuple[str, ...]
     hf: str
-    layout: Layout
+    layout: TensorLayout
 
 
 # One tensor for one parameter.
 
 
-def permute(*axes: int) -> Layout:
+def permute(*axes: int) -> TensorLayout:
     """Dimension `i` of ours is dimension `axes[i]` of theirs."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
@@ -110,7 +110,9 @@ def transpose(ours: Mapping[str, Shape], hf: Callable[..., str], config: object)
     return permute(*leading, b, a)(ours, hf, config)
 
 
-def padded(axis: int, *, before: int = 0, after: int = 0, then: Layout = equal) -> Layout:
+def padded(
+    axis: int, *, before: int = 0, after: int = 0, then: TensorLayout = equal
+) -> TensorLayout:
     """Their tensor has further entries along `axis`: skipped when read, zero when written."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
@@ -125,7 +127,7 @@ def padded(axis: int, *, before: int = 0, after: int = 0, then: Layout = equal) 
 # Several parameters in one tensor.
 
 
-def split(axis: int, then: Layout = transpose, *, groups: Number = 1) -> Layout:
+def split(axis: int, then: TensorLayout = transpose, *, groups: Number = 1) -> TensorLayout:
     """Concatenate our tensors along `axis` of theirs, in groups.
 
     Each of ours is cut into `groups` equal shares; the first shares of all come first, then the
@@ -140,12 +142,12 @@ def split(axis: int, then: Layout = transpose, *, groups: Number = 1) -> Layout:
     return _fused(axis, then, lambda config, size: _number(groups, config))
 
 
-def interleave(axis: int, then: Layout = transpose) -> Layout:
+def interleave(axis: int, then: TensorLayout = transpose) -> TensorLayout:
     """Ours alternate along `axis` of theirs: entry 0 of each, entry 1 of each, and so on."""
     return _fused(axis, then, lambda config, size: size)
 
 
-def _fused(axis: int, then: Layout, count: Callable[[object, int], int]) -> Layout:
+def _fused(axis: int, then: TensorLayout, count: Callable[[object, int], int]) -> TensorLayout:
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
         parts = [one_tensor(then({n: s}, hf, config)) for n, s in ours.items()]
         if len({resized(shape, axis, 0) for _, shape, _ in parts}) > 1:
@@ -173,7 +175,7 @@ def _fused(axis: int, then: Layout, count: Callable[[object, int], int]) -> Layo
 
 
 def fused(
-    parts: Sequence[str], whole: str, *, groups: Number = 1, layout: Layout = transpose
+    parts: Sequence[str], whole: str, *, groups: Number = 1, layout: TensorLayout = transpose
 ) -> tuple[Rule, Rule]:
     """Rules for linear layers `parts` that are one layer `whole` in the checkpoint.
 
@@ -197,7 +199,7 @@ def fused(
 # Experts.
 
 
-def stack(placeholder: str = "expert", then: Layout = transpose) -> Layout:
+def stack(placeholder: str = "expert", then: TensorLayout = transpose) -> TensorLayout:
     """Entry `e` of our leading dimension is their tensor with `{placeholder}` = e."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
@@ -215,7 +217,7 @@ def stack(placeholder: str = "expert", then: Layout = transpose) -> Layout:
 EXPERTS = Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.weight", stack())
 
 
-def concat(axis: int, then: Layout = transpose) -> Layout:
+def concat(axis: int, then: TensorLayout = transpose) -> TensorLayout:
     """Concatenate the entries of our leading dimension along `axis` of one tensor of theirs."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
@@ -239,7 +241,7 @@ def renamed(names: Mapping[str, str], *rules: Rule) -> tuple[Rule, ...]:
     """The rules, with parts of their Hugging Face names replaced; see `renamer`."""
     rename = renamer(names)
 
-    def under_new_names(layout: Layout) -> Layout:
+    def under_new_names(layout: TensorLayout) -> TensorLayout:
         return lambda ours, hf, config: layout(ours, lambda **more: rename(hf(**more)), config)
 
     return tuple(Rule(r.ours, r.hf, under_new_names(r.layout)) for r in rules)
