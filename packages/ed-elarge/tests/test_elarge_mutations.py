@@ -336,7 +336,7 @@ VALID: dict[str, str] = {
     "misspelled": "trainer.generation_prompts.content actions.generate.prompts.content "
     "mixture.informs.format_fields.content",
     "null": (
-        "trainer.reward_weights trainer.generation_prompts.content "
+        "model.task trainer.reward_weights trainer.generation_prompts.content "
         "trainer.generation_interval model.tokenizer model.tokenizer.chat_template lora.alpha "
         "base_config.values.blocksize_q actions.generate.prompts.content "
         "trainer.center_rewards_coefficient "

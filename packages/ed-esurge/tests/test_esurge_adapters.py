@@ -165,7 +165,7 @@ def test_unloaded_adapter_is_freed_after_its_requests(llama, folders, prompts, m
     engine.unload_lora_adapter("one")
     with pytest.raises(ConfigError, match="unknown LoRA adapter 'one'"):
         engine.add_request("new", prompts[3], GREEDY, lora_name="one")
-    with pytest.raises(ConfigError, match="not loaded any more"):
+    with pytest.raises(ConfigError, match="was unloaded: load the adapter again"):
         engine.execute(prepared)
     with pytest.raises(ConfigError, match="1 that were unloaded are still in use"):
         engine.load_lora_adapter("two", folders["two"])

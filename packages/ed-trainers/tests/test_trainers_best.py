@@ -126,7 +126,7 @@ def test_contradictory_arguments_raise_error(given, message):
 
 def test_without_an_eval_dataset_nothing_is_best(toy):
     arguments = SFTArguments(**EVALUATED, save_best_k=1)
-    with pytest.raises(ConfigError, match="give an eval_dataset"):
+    with pytest.raises(ConfigError, match="pass an eval_dataset"):
         SFTTrainer(arguments, model=toy.model(), train_dataset=toy.loader())
 
 

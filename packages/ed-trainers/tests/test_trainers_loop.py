@@ -274,7 +274,7 @@ def test_invalid_trainer_input_raises_config_error(toy, tmp_path):
         SFTTrainer(SFTArguments(), model=toy.model()).train()
     with pytest.raises(ConfigError, match="int has no batches"):
         SFTTrainer(SFTArguments(), model=toy.model(), train_dataset=3)
-    with pytest.raises(ConfigError, match="takes SFTArguments, not dict"):
+    with pytest.raises(ConfigError, match="requires SFTArguments, not dict"):
         SFTTrainer({}, model=toy.model())
     with pytest.raises(ConfigError, match="no eval_dataset"):
         SFTTrainer(SFTArguments(), model=toy.model()).evaluate()

@@ -270,7 +270,7 @@ def test_create_optimizer_is_the_trainers():
     wanted, _ = jax.jit(ours.update)(*parts)
     found, _ = jax.jit(create_optimizer(state, arguments).update)(*parts)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    with pytest.raises(ConfigError, match="give total_steps"):
+    with pytest.raises(ConfigError, match="pass total_steps"):
         create_optimizer(model, TrainingArguments(scheduler="cosine"))
     with pytest.raises(ConfigError, match="weight decay rule 'kernal'"):
         create_optimizer(model, TrainingArguments(weight_decay_rules=[["kernal", 0.0]]))

@@ -344,5 +344,5 @@ def test_options_that_contradict_each_other():
 
 def test_ppo_requires_a_model_instead_of_a_state(toy, tmp_path):
     run = online("ppo", toy(), tmp_path)
-    with pytest.raises(ConfigError, match="give the model, not a state"):
+    with pytest.raises(ConfigError, match="pass the model, not a state"):
         online("ppo", run._first_state(), tmp_path, rewards=(even,))

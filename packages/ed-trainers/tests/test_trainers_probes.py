@@ -175,7 +175,7 @@ def test_invalid_probe_options_raise_config_error(toy, tmp_path):
     ]:
         with pytest.raises(ConfigError, match=words):
             trainer(tmp_path, **given)
-    with pytest.raises(ConfigError, match="set generation_prompts, or give an eval_dataset"):
+    with pytest.raises(ConfigError, match="set generation_prompts, or pass an eval_dataset"):
         SFTTrainer(
             SFTArguments(generation_interval=1), model(), Alphabet(), processing_class=Letters()
         )

@@ -140,7 +140,7 @@ def test_parameters_change_their_dtype_through_the_masters(tmp_path):
 @pytest.mark.nightly
 def test_without_masters_another_dtype_is_refused(tmp_path):
     train(tmp_path, 2, master_dtype=None)
-    with pytest.raises(CheckpointError, match="is float32, the model wants bfloat16"):
+    with pytest.raises(CheckpointError, match="is float32, the model requires bfloat16"):
         train(tmp_path, 4, dtype="bfloat16", master_dtype=None)
 
 

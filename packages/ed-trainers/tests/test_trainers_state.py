@@ -137,7 +137,7 @@ def test_parts_and_models_give_one_state(toy):
     equal(given, one)
     assert int(one.step) == 3
     assert one.size == sum(leaf.nbytes for leaf in jax.tree.leaves(one))
-    with pytest.raises(ConfigError, match="do not give opt_state"):
+    with pytest.raises(ConfigError, match="omit opt_state"):
         EasyDeLState.create(model=model, tx=tx, opt_state=one.opt_state, init_opt_state=True)
     with pytest.raises(ConfigError, match="there is no optimizer"):
         EasyDeLState.create(model=model).init_tx()

@@ -1,6 +1,6 @@
-"""Probes look at the model every so many steps: previews of its texts, and benchmarks.
+"""Periodic probes of the model: samples of its texts, and benchmarks.
 
-Each adds a row to the metrics, and a few lines to the terminal.
+Each probe adds a row to the metrics, and some lines to the terminal.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ed_trainers.rollout import Weights, until_end
 
 #: Key of a preview's row: `[{"prompt": text, "completion": text}, ...]`.
 SAMPLES = "samples"
-#: What the keys of a benchmark's row begin with.
+#: Prefix of the keys of a benchmark's row.
 BENCHMARK = "benchmark/"
-#: Tokens of a held-out document that a preview begins with, at most.
+#: Maximum number of tokens of a held-out document in a preview's prompt.
 _BEGINNING = 32
-# Of a batch of pairs one side is shown.
+# Only one side of a batch of pairs is shown.
 _LEADS = ("", "chosen_", "anchor_")
 
 
 class Probe(Protocol):
-    """Looks at the model every so many steps."""
+    """A periodic evaluation of the model."""
 
     @property
     def every(self) -> int:
-        """Steps between two looks."""
+        """Number of steps between two evaluations."""
         ...
 
     def look(self, weights: Weights) -> tuple[dict[str, Any], list[str]]:
@@ -40,20 +40,20 @@ class Probe(Protocol):
 
 
 class Benchmark(Protocol):
-    """Runs tasks of lm-evaluation-harness by an engine; ed-elarge has one, over eSurge."""
+    """Runs tasks of lm-evaluation-harness with an engine; ed-elarge implements this with eSurge."""
 
     def __call__(self, tasks: Sequence[str], weights: Weights) -> Mapping[str, Mapping[str, float]]:
         """Return task -> metric -> value.
 
         Args:
-            tasks: their names.
-            weights: what is measured; readable until this call returns.
+            tasks: names of the tasks.
+            weights: the evaluated weights; valid until this call returns.
         """
         ...
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that previews need."""
+    """The interface of a tokenizer for previews."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -65,15 +65,15 @@ class Tokenizer(Protocol):
 
 
 class Previews:
-    """Completions of a few prompts.
+    """Completions of some prompts.
 
     Args:
         arguments: `generation_*` and `seed`.
-        tokenizer: reads prompts and writes completions.
-        held_out: where prompts come from, if the arguments name none.
+        tokenizer: encodes prompts and decodes completions.
+        held_out: source of prompts, if the arguments name none.
 
     Raises:
-        ConfigError: there is no tokenizer, or nothing to take prompts from.
+        ConfigError: there is no tokenizer, or no source of prompts.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Previews:
     ):
         if not hasattr(tokenizer, "decode"):
             raise ConfigError(
-                "generation_interval shows texts: give a tokenizer as processing_class, or leave "
-                "generation_interval out"
+                "generation_interval shows texts: pass a tokenizer as processing_class, or omit "
+                "generation_interval"
             )
         if not arguments.generation_prompts and held_out is None:
             raise ConfigError(
-                "generation_interval has no prompts: set generation_prompts, or give an "
+                "generation_interval has no prompts: set generation_prompts, or pass an "
                 "eval_dataset, whose documents then are begun"
             )
         self._arguments, self._held_out = arguments, held_out
@@ -95,12 +95,12 @@ class Previews:
 
     @property
     def every(self) -> int:
-        """Steps between two previews."""
+        """Number of steps between two previews."""
         assert self._arguments.generation_interval is not None
         return self._arguments.generation_interval
 
     def look(self, weights: Weights) -> tuple[dict[str, Any], list[str]]:
-        """Complete every prompt; each preview samples with a seed of its own."""
+        """Complete every prompt; each preview has a different seed."""
         arguments = self._arguments
         if not self._prompts:
             self._prompts = self._find_prompts()
@@ -155,13 +155,13 @@ class Previews:
         return prompts[: arguments.generation_num_prompts]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a text, or of a conversation that ends with the start of an answer."""
+        """Return the ids of a text, or of a conversation with the start of an answer."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 "generation_prompts has a conversation, and the tokenizer has no chat template: "
-                "set one (in a run file model.tokenizer.chat_template), or give texts"
+                "set one (in a run file model.tokenizer.chat_template), or use texts"
             )
         encoded = cast(Any, self._tokenizer).apply_chat_template(
             [*prompt], add_generation_prompt=True, tokenize=True, return_dict=True
@@ -170,11 +170,11 @@ class Previews:
 
 
 def beginnings(batch: HostBatch | object) -> list[list[int]]:
-    """Return how the documents of a batch begin: their prompts, else the first half of each.
+    """Return the beginnings of the documents of a batch: their prompts, or the first half of each.
 
     Args:
-        batch: of any method: `input_ids` [b, s] with or without `labels` and `segment_ids`, one
-            side of pairs, or prompts.
+        batch: a batch of any method: `input_ids` [b, s] with or without `labels` and `segment_ids`,
+            one side of pairs, or prompts.
     """
     if not isinstance(batch, Mapping):
         return [list(prompt) for prompt in cast(Any, batch).input_ids]
@@ -195,11 +195,11 @@ def beginnings(batch: HostBatch | object) -> list[list[int]]:
 
 
 class Benchmarks:
-    """Figures of tasks.
+    """Metrics of tasks.
 
     Args:
         arguments: `benchmarks`, `benchmark_interval`.
-        run: measures them.
+        run: runs the tasks.
     """
 
     def __init__(self, arguments: TrainingArguments, run: Benchmark):
@@ -207,7 +207,7 @@ class Benchmarks:
 
     @property
     def every(self) -> int:
-        """Steps between two runs of all tasks."""
+        """Number of steps between two runs of all tasks."""
         assert self._arguments.benchmark_interval is not None
         return self._arguments.benchmark_interval
 
@@ -229,10 +229,10 @@ def probes_of(
     held_out: Dataset | None,
     benchmark: Benchmark | None,
 ) -> tuple[Probe, ...]:
-    """Return the probes that the arguments ask for.
+    """Return the probes of the arguments.
 
     Raises:
-        ConfigError: one cannot be had.
+        ConfigError: a probe lacks a tokenizer, prompts or a benchmark.
     """
     probes: list[Probe] = []
     if arguments.generation_interval is not None:
@@ -243,7 +243,7 @@ def probes_of(
         if benchmark is None:
             raise ConfigError(
                 "benchmarks are run by an engine, which a trainer has not: train by ed-elarge, or "
-                "give the trainer benchmark=, a function of (tasks, weights)"
+                "pass benchmark= to the trainer, a function of (tasks, weights)"
             )
         probes.append(Benchmarks(arguments, benchmark))
     return tuple(probes)
@@ -253,5 +253,5 @@ def _check_writes(model: object, option: str) -> None:
     if not hasattr(model, "generate"):
         raise ConfigError(
             f"{option} needs a model that writes texts, and {type(model).__name__} writes none: "
-            f"leave {option} out"
+            f"omit {option}"
         )

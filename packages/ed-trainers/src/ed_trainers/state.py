@@ -84,15 +84,15 @@ class EasyDeLState(struct.PyTreeNode):
         """
         parts = (graphdef, graphstate, graphother)
         if (model is None) == all(part is None for part in parts):
-            raise ConfigError("give either model, or graphdef, graphstate and graphother")
+            raise ConfigError("pass either model, or graphdef, graphstate and graphother")
         if model is not None:
             graphdef, graphstate, graphother = split_model(model, trainable)
         elif graphdef is None or graphstate is None or graphother is None:
             raise ConfigError("graphdef, graphstate and graphother come together")
         elif trainable:
-            raise ConfigError("trainable splits a model: graphstate says already what learns")
+            raise ConfigError("trainable requires a model; graphstate has only trained parameters")
         if init_opt_state and opt_state is not None:
-            raise ConfigError("init_opt_state makes a new optimizer state: do not give opt_state")
+            raise ConfigError("init_opt_state creates the optimizer state: omit opt_state")
         state = cls(
             step=_scalar_like(graphstate, step),
             graphstate=graphstate,
@@ -111,7 +111,7 @@ class EasyDeLState(struct.PyTreeNode):
         """
         tx = tx or self.tx
         if tx is None:
-            raise ConfigError("there is no optimizer: give tx")
+            raise ConfigError("there is no optimizer: pass tx")
         shapes = jax.eval_shape(tx.init, self.graphstate)
         out = shardings_like(shapes, self.graphstate)
         opt_state = jax.jit(tx.init, out_shardings=out)(self.graphstate)
@@ -337,7 +337,7 @@ def create_optimizer(
     steps = arguments.max_training_steps if total_steps is None else total_steps
     if steps is None and arguments.scheduler in DECAYING:
         raise ConfigError(
-            f"scheduler {arguments.scheduler!r} decays to the end of the run: give total_steps, or "
+            f"scheduler {arguments.scheduler!r} decays to the end of the run: pass total_steps, or "
             "set max_training_steps"
         )
     return build_optimizer(arguments, build_schedule(arguments, steps or 1))

@@ -116,13 +116,13 @@ class Trainer:
         name = type(self).__name__
         if not isinstance(arguments, self.entry.arguments):
             raise ConfigError(
-                f"{name} takes {self.entry.arguments.__name__}, not {type(arguments).__name__}"
+                f"{name} requires {self.entry.arguments.__name__}, not {type(arguments).__name__}"
             )
         extension = self.record.extension
         if extension is not None:
             if isinstance(model, EasyDeLState):
                 raise ConfigError(
-                    f"{name} trains further variables beside the model: give the model, not a state"
+                    f"{name} trains variables in addition to the model: pass the model, not a state"
                 )
             model = extension.attach(model, arguments)
         if rollout is not None and not self.entry.samples:
@@ -137,7 +137,7 @@ class Trainer:
         if self._state is not None and arguments.trainable_rules:
             raise ConfigError(
                 "trainable_rules select the trained parameters of a model, and a state has them "
-                "selected: give the rules to EasyDeLState.create(trainable=...), or the model to "
+                "selected: pass the rules to EasyDeLState.create(trainable=...), or the model to "
                 "the trainer"
             )
         # Weights of a synchronized reference for a trainer without a state.
@@ -148,7 +148,7 @@ class Trainer:
         tracked = arguments.load_best_model_at_end or arguments.save_best_k
         if tracked and eval_dataset is None:
             raise ConfigError(
-                "load_best_model_at_end and save_best_k compare evaluations: give an eval_dataset"
+                "load_best_model_at_end and save_best_k compare evaluations: pass an eval_dataset"
             )
         self._version = int(first.step)
         self.eval_dataset = eval_dataset
@@ -195,10 +195,7 @@ class Trainer:
     def model(self) -> LanguageModel:
         """The model with its present weights; while training, the next step overwrites them.
 
-        Variables that the method trains beside the model are not part of it.
-
-        Raises:
-            EasyDeLError: a failed step has donated the weights.
+        Variables that the method adds to the model are not part of it.
         """
         self._refresh()
         extension = self.record.extension
@@ -238,7 +235,7 @@ class Trainer:
         if per_epoch is None:
             raise ConfigError("train_dataset has no length: set max_training_steps")
         if per_epoch < 1:
-            raise ConfigError("train_dataset has no full batch: give more data or a smaller batch")
+            raise ConfigError("train_dataset has no full batch: use more data or a smaller batch")
         return per_epoch * self.arguments.num_train_epochs
 
     def train(self) -> TrainerOutput:
@@ -253,7 +250,7 @@ class Trainer:
             TrainingDiverged: the loss is not finite.
         """
         if self.feed is None:
-            raise ConfigError("there is no train_dataset: give one to the trainer")
+            raise ConfigError("there is no train_dataset: pass one to the trainer")
         if self.record.before_training is not None:
             self.record.before_training(
                 self.method,
@@ -295,7 +292,7 @@ class Trainer:
             ConfigError: eval_dataset is missing or empty.
         """
         if self.evaluator is None:
-            raise ConfigError("there is no eval_dataset: give one to the trainer")
+            raise ConfigError("there is no eval_dataset: pass one to the trainer")
         self._refresh()
         state = self.state or self._first_state()
         return self.evaluator.run(state.averaged() if self.arguments.use_ema else state)
@@ -404,7 +401,7 @@ class Trainer:
             if role.required and role.name not in models:
                 raise ConfigError(
                     f"{name} reads the frozen model {role.name!r}: "
-                    f"give it as frozen={{{role.name!r}: model}}"
+                    f"pass it as frozen={{{role.name!r}: model}}"
                 )
         return models
 

@@ -325,7 +325,7 @@ class Checkpoints:
 
             bad = multihost_utils.process_allgather(np.asarray(wrong is not None))
             if bad.any() and wrong is None:
-                wrong = f"process {int(bad.argmax())} says which file is damaged"
+                wrong = f"process {int(bad.argmax())} reports the damaged file"
         return wrong
 
     def _check_base(self, state: EasyDeLState, saved: Mapping[str, Any], where: str) -> None:

@@ -77,13 +77,13 @@ def compare_runs(
         if name in changed_names:
             raise CheckpointError(
                 f"{where} was trained with {name} {before[name]!r}, now it is "
-                f"{now.get(name)!r}: change it back, or take another save_directory "
+                f"{now.get(name)!r}: change it back, or use another save_directory "
                 "(resume_if_possible=False moves this run aside)"
             )
     if saved.get("fingerprint") != run.get("fingerprint"):
         raise CheckpointError(
             f"{where} was trained on other data than train_dataset now gives "
-            f"({difference(saved['loader'])}): change it back, or take another save_directory "
+            f"({difference(saved['loader'])}): change it back, or use another save_directory "
             "(resume_if_possible=False moves this run aside)"
         )
     changed = [

@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, where they go, the progress bar."""
+"""Metrics of a run, their destinations, and the progress bar."""

@@ -1,9 +1,9 @@
-"""Model FLOPs utilization: how much of the devices' peak the arithmetic of a run takes.
+"""Model FLOPs utilization: the share of the devices' peak that the arithmetic of a run uses.
 
-The formula is that of PaLM (Chowdhery et al. 2022, appendix B): two FLOPs for each parameter of a
-matrix and each token forward, two for the gradient of the input, two for that of the parameter
-where it learns; and 12 for each layer, feature of the heads and token of the row for attention.
-What is computed again in the backward pass does not count.
+The formula is that of PaLM (Chowdhery et al. 2022, appendix B). Each parameter of a matrix and each
+token count two FLOPs forward, two for the gradient of the input, and two for the gradient of the
+parameter if it is trained. Attention counts 12 FLOPs per layer, feature of the heads and token of
+the row. Recomputation in the backward pass does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ed_trainers.optimizers.per_array import EXPERT, logical_axes
 from ed_trainers.state import EasyDeLState
 
 #: Peak of one device in dense bfloat16, FLOP/s, by the beginning of jax's `device_kind`; the
-#: longest that fits. From the vendors' data sheets.
+#: longest match applies. From the vendors' data sheets.
 PEAKS = {
     "TPU v3": 61.5e12,
     "TPU v4": 275e12,
@@ -39,12 +39,12 @@ PEAKS = {
 
 
 class Utilization(NamedTuple):
-    """What turns tokens a second into a share of the peak.
+    """Converts tokens per second to a share of the peak.
 
     Attributes:
         per_token: FLOPs of a token.
         peak: FLOP/s of all devices together.
-        formula: the same in words, with its numbers.
+        formula: description of the computation, with its numbers.
     """
 
     per_token: float
@@ -52,20 +52,20 @@ class Utilization(NamedTuple):
     formula: str
 
     def of(self, tokens_per_second: float) -> float:
-        """The share of the peak, 0 to 1."""
+        """Return the share of the peak, 0 to 1."""
         return tokens_per_second * self.per_token / self.peak
 
 
 def utilization(
     state: EasyDeLState, config: Any, *, length: int, peak: float | None
 ) -> Utilization | None:
-    """Count the FLOPs of a token, where the peak of the devices is known.
+    """Count the FLOPs of a token; None if the peak of the devices is unknown.
 
     Args:
-        state: the parameters, those that learn and the frozen ones.
-        config: the model's; gives mesh, layers and heads.
+        state: trained and frozen parameters.
+        config: configuration of the model, with mesh, layers and heads.
         length: tokens of a row.
-        peak: FLOP/s of one device; None takes the known figure of its kind.
+        peak: FLOP/s of one device; None = the known peak of its kind.
     """
     device = config.mesh.devices.flat[0]
     peak = known_peak(device.device_kind) if peak is None else peak
@@ -86,16 +86,16 @@ def utilization(
 
 
 def known_peak(device_kind: str) -> float | None:
-    """Peak of a device, FLOP/s; None for a kind that is not in the table."""
+    """Return the peak of a device, FLOP/s; None for an unknown kind."""
     fits = [name for name in PEAKS if device_kind.startswith(name)]
     return PEAKS[max(fits, key=len)] if fits else None
 
 
 def matrix_parameters(state: EasyDeLState, config: Any) -> tuple[float, float]:
-    """Return how many parameters of matrices a token meets: those that learn, and the frozen ones.
+    """Return the number of matrix parameters per token: trained parameters, and frozen parameters.
 
-    Of experts it meets `num_experts_per_tok`. A table that tokens are looked up in is no matrix,
-    unless it is the head too.
+    A token uses `num_experts_per_tok` experts. An embedding table does not count as a matrix,
+    unless it is also the head.
     """
     trees = (state.graphstate, state.graphother)
     counts = [_counted(tree, config) for tree in trees]
@@ -105,7 +105,7 @@ def matrix_parameters(state: EasyDeLState, config: Any) -> tuple[float, float]:
 
 
 def _counted(tree: nnx.State, config: Any) -> tuple[float, float, int]:
-    """Parameters of matrices, of tables of the vocabulary, and the number of heads."""
+    """Return the parameters of matrices, of embedding tables, and the number of heads."""
     matrices, tables, heads = 0.0, 0.0, 0
     flat = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
@@ -135,7 +135,7 @@ def _counted(tree: nnx.State, config: Any) -> tuple[float, float, int]:
 
 
 def attention_width(config: Any) -> int:
-    """Features of all heads of all layers; 0 where the configuration does not say."""
+    """Return the number of features of all heads of all layers; 0 if the configuration lacks it."""
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
     if not layers or not heads:

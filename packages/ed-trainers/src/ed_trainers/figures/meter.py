@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and how fast it is: tokens, MFU, waiting, memory, goodput."""
+"""Speed and time of a run: tokens, MFU, waiting, memory, goodput."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax
 
 from ed_trainers.figures.flops import Utilization
 
-#: What the seconds of a run are spent on beside steps that bring it on. `restart` is all that
-#: comes before the first step: making the state, or reading it from a checkpoint.
+#: Activities of a run other than steps. `restart` is the time before the first step: creating the
+#: state, or reading it from a checkpoint.
 Spent = Literal["compile", "data", "checkpoint", "evaluation", "restart"]
 KINDS: tuple[Spent, ...] = ("compile", "data", "checkpoint", "evaluation", "restart")
 
@@ -21,28 +21,28 @@ _GIB = 2.0**30
 
 
 class Meter:
-    """Counts tokens and seconds of a run, on the host alone: nothing waits for a device.
+    """Counts tokens and seconds of a run on the host, without waiting for a device.
 
     Attributes:
-        utilization: turns tokens a second into MFU; None where that is not known.
+        utilization: converts tokens per second to MFU; None if the peak is unknown.
     """
 
     def __init__(self) -> None:
         self.utilization: Utilization | None = None
         self._began = time.monotonic()
         self._spent = dict.fromkeys(KINDS, 0.0)
-        self._clock: float | None = None  # when the last step was seen to end
+        self._clock: float | None = None  # end of the last step
         self._window = [0.0, 0.0]  # tokens and seconds since the last row
-        self._whole = [0.0, 0.0]  # and since the beginning
-        self._waited, self._steps = 0.0, 0  # for data, since the last row
+        self._whole = [0.0, 0.0]  # and since the start
+        self._waited, self._steps = 0.0, 0  # waiting for data, since the last row
 
     def ready(self) -> None:
-        """Everything before the first step is done."""
+        """Record the end of all work before the first step."""
         self._spent["restart"] += time.monotonic() - self._began
 
     @contextmanager
     def spending(self, kind: Spent) -> Iterator[None]:
-        """Count the seconds of a block as spent on something other than steps."""
+        """Record the seconds of the block as an activity other than steps."""
         began = time.monotonic()
         try:
             yield
@@ -54,10 +54,10 @@ class Meter:
 
     @contextmanager
     def fetching(self, idle: Callable[[], bool]) -> Iterator[None]:
-        """Count the seconds of a block as waiting for data, where the devices ran dry in it.
+        """Record the seconds of the block as waiting for data, if the devices became idle.
 
         Args:
-            idle: tells, after the block, whether the devices have nothing left to do.
+            idle: returns, after the block, whether the devices have no work left.
         """
         began = time.monotonic()
         yield
@@ -67,10 +67,10 @@ class Meter:
             self._waited += waited
 
     def stepped(self, tokens: int) -> None:
-        """A step of so many tokens was seen to end."""
+        """Record the end of a step with this number of tokens."""
         now = time.monotonic()
         self._steps += 1
-        if self._clock is not None:  # the first step compiles: its time says nothing
+        if self._clock is not None:  # the first step includes compilation
             for sums in (self._window, self._whole):
                 sums[0] += tokens
                 sums[1] += now - self._clock
@@ -78,14 +78,14 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Since the last row; None before the second step."""
+        """Tokens per second since the last row; None before the second step."""
         return self._window[0] / self._window[1] if self._window[1] else None
 
     def row(self) -> dict[str, float]:
-        """Return the figures since the last row, and begin anew.
+        """Return the metrics since the last row, and reset them.
 
-        `tokens_per_second`; `mfu`, a share; `data_wait`, seconds a step; `goodput`, the share of
-        all seconds so far that went into steps; `peak_memory_gib` of the fullest device.
+        `tokens_per_second`; `mfu`, a share; `data_wait`, seconds per step; `goodput`, the share of
+        all seconds that steps used; `peak_memory_gib` of the fullest device.
         """
         rate = self.tokens_per_second
         row = {} if rate is None else {"tokens_per_second": rate}
@@ -100,12 +100,12 @@ class Meter:
         return row
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by what they went into; `productive` is what remains."""
+        """Seconds by activity; `productive` is the remainder."""
         rest = self._elapsed() - sum(self._spent.values())
         return {"productive": max(rest, 0.0), **self._spent}
 
     def summary(self) -> dict[str, float]:
-        """The figures of the whole run so far, for its outcome."""
+        """Return the metrics of the whole run, for its result."""
         seconds = self.seconds()
         summary = {f"{kind}_seconds": value for kind, value in seconds.items()}
         summary["goodput"] = seconds["productive"] / self._elapsed()
@@ -120,9 +120,10 @@ class Meter:
 
 
 def peak_memory() -> float | None:
-    """Bytes in use at most so far, of the fullest device of this process; on a CPU of the process.
+    """Return the peak memory of the fullest device of this process, in bytes; on a CPU, of the
+    process.
 
-    None where neither is known.
+    None if neither is known.
     """
     peaks = [
         (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()

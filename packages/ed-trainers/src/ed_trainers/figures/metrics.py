@@ -1,10 +1,10 @@
-"""Metrics of a run: one JSON object a line, and what is made of it (`figures.sinks`).
+"""Metrics of a run: one JSON object per line, and their destinations (`figures.sinks`).
 
-`metrics.jsonl` is the record. Rows are flushed to the operating system as they are written and
-forced to disk before a checkpoint is; on resuming from step N, rows beyond N are cut off. So after
-any crash no step is missing and none is there twice. While the disk is full they wait in memory.
-TensorBoard's event files cannot be cut, and
-their writer is late: they are written again from the record when a run resumes.
+`metrics.jsonl` is the record. Each row is flushed to the operating system when it is written, and
+to the disk before each checkpoint. A run that resumes from step N removes the rows after N.
+Therefore no step is missing or repeated after any crash. Rows wait in memory while the disk is
+full. TensorBoard's event files cannot be truncated, and their writer is delayed, so a resumed run
+writes them again from the record.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ed_trainers.stored import disk
 Row = Mapping[str, Any]
 Say = Callable[[str], None]
 
-#: The record's file in the directory of a run.
+#: Name of the record in the directory of a run.
 RECORD = "metrics.jsonl"
 
 # Keys of a row that are not curves.
 _NOT_CURVES = ("step", "time")
-#: Figures of a row that a clock or the machine says: two equal runs differ in them.
+#: Metrics of a row that depend on the clock or the machine: equal runs have different values.
 CLOCKED = (
     "time",
     "tokens_per_second",
@@ -44,10 +44,10 @@ CLOCKED = (
 
 
 class Sink(Protocol):
-    """A place that metrics go to."""
+    """A destination of metrics."""
 
     def restart(self, rows: list[Row]) -> None:
-        """Begin, holding exactly these rows."""
+        """Start, with exactly these rows."""
         ...
 
     def write(self, row: Row) -> None:
@@ -55,16 +55,16 @@ class Sink(Protocol):
         ...
 
     def flush(self) -> None:
-        """Make what was written survive this process."""
+        """Make the written rows survive this process."""
         ...
 
     def close(self) -> None:
-        """End."""
+        """Close the destination."""
         ...
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics file; a last line that was not finished is left out."""
+    """Read a metrics file; an incomplete last line is ignored."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -76,14 +76,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_evaluation(row: Row) -> bool:
-    """Tell an evaluation's row from a training step's."""
+    """Return whether a row belongs to an evaluation, not to a training step."""
     return "eval_loss" in row
 
 
 def curves(row: Row) -> dict[str, float]:
     """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …
 
-    Figures of benchmarks keep their names, `benchmark/<task>/<metric>`.
+    Metrics of benchmarks keep their names, `benchmark/<task>/<metric>`.
     """
     group = "eval/" if is_evaluation(row) else "train/"
     return {
@@ -96,8 +96,8 @@ def curves(row: Row) -> dict[str, float]:
 class JsonLines:
     """The record, `metrics.jsonl`.
 
-    Rows that a full disk has no room for wait in memory, up to `WAITING` bytes of them, and are
-    written when there is room again.
+    If the disk is full, rows wait in memory, at most `WAITING` bytes, and are written as soon as
+    there is space.
 
     Args:
         path: the file.
@@ -114,7 +114,7 @@ class JsonLines:
         self._full = False
 
     def restart(self, rows: list[Row]) -> None:
-        """Replace the file, atomically, by one that holds exactly these rows."""
+        """Replace the file atomically by a file with exactly these rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".jsonl.new")
         with temporary.open("w", encoding="utf-8") as file:
@@ -122,10 +122,11 @@ class JsonLines:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path)
-        self._file = FileIO(self.path, "a")  # a row that is half written is known to be
+        self._file = FileIO(self.path, "a")  # an incomplete row is detected
 
     def write(self, row: Row) -> None:
-        """Add a row; it survives a kill of this process at once, of the machine after `flush`."""
+        """Add a row; it survives a kill of this process, and after `flush` a crash of the
+        machine."""
         line = _line(row).encode()
         if len(self._waiting) + len(line) <= self.WAITING:
             self._waiting += line
@@ -165,12 +166,12 @@ class JsonLines:
 
 
 class MetricsLog:
-    """The metrics of a run, sent to each sink.
+    """The metrics of a run, sent to each destination.
 
     Args:
         path: the record.
-        others: sinks beside it; only where `active`.
-        active: False in every process but the first, which alone writes.
+        others: further destinations; only used if `active`.
+        active: False in every process except the first, which writes.
         say: prints a message.
     """
 
@@ -183,10 +184,10 @@ class MetricsLog:
             self._sinks = [JsonLines(path, say), *others]
 
     def restart(self, step: int) -> None:
-        """Go on after a step: rows beyond it are forgotten, for they will come again.
+        """Continue after a step: later rows are removed, because their steps run again.
 
         Raises:
-            CheckpointError: the disk is full; what is there stays as it is.
+            CheckpointError: the disk is full; the files stay unchanged.
         """
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
         self._last, self._evaluations = {}, {}
@@ -202,13 +203,13 @@ class MetricsLog:
             raise CheckpointError(f"{self._path} could not be written: {room}") from error
 
     def write(self, row: Row) -> None:
-        """Add a row to every sink."""
+        """Add a row to every destination."""
         self._note(row)
         for sink in self._sinks:
             sink.write(row)
 
     def _note(self, row: Row) -> None:
-        """Remember the newest rows of steps and of evaluations; others are for the sinks alone."""
+        """Store the newest rows of steps and of evaluations."""
         if is_evaluation(row):
             self._evaluations[row["step"]] = row
         if is_evaluation(row) or "loss" in row:
@@ -219,22 +220,22 @@ class MetricsLog:
         return self._last.get(evaluation)
 
     def evaluation(self, step: int) -> Row | None:
-        """Return the row of the evaluation after a step, if there was one."""
+        """Return the evaluation row of a step, or None."""
         return self._evaluations.get(step)
 
     def flush(self) -> None:
-        """Make every row survive; called before each checkpoint is written."""
+        """Make every row survive a crash; called before each checkpoint."""
         for sink in self._sinks:
             sink.flush()
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close every destination."""
         for sink in self._sinks:
             sink.close()
 
 
 def _line(row: Row) -> str:
-    # repr of a float32 that was widened to float64 names it exactly. NaN is no JSON: null.
+    # The repr of a float32 that was converted to float64 is exact. JSON has no NaN: null.
     clean = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()

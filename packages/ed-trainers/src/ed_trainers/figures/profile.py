@@ -1,4 +1,4 @@
-"""A window of steps that jax's profiler traces; Perfetto, XProf and TensorBoard show the trace."""
+"""A trace of some steps by jax's profiler; Perfetto, XProf and TensorBoard show the trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 from ed_trainers.options.base import TrainingArguments
 
-#: Folder of a run that holds its trace.
+#: Folder of a run with its trace.
 PROFILE = "profile"
 
 
@@ -25,20 +25,21 @@ class ProfileWindow:
         self._first, self._count = arguments.profile_start_step, arguments.profile_steps
         self._directory = Path(arguments.save_directory) / PROFILE
         self._say = say
-        self._last: int | None = None  # while it traces
+        self._last: int | None = None  # while tracing
 
     def before(self, step: int) -> None:
-        """Begin to trace, if this step (from 1) is the first of the window."""
+        """Start the trace if this step (from 1) is the first of the window."""
         if step == self._first:
             jax.profiler.start_trace(self._directory)
             self._last = step + self._count - 1
 
     def ends_with(self, step: int) -> bool:
-        """Whether this step is the last of the window: wait for it, then call `stop`."""
+        """Return whether this step is the last of the window; the caller then waits and calls
+        `stop`."""
         return self._last is not None and step >= self._last
 
     def stop(self) -> None:
-        """Write the trace, if one was begun."""
+        """Write the trace, if one was started."""
         if self._last is not None:
             self._last = None
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""The terminal while training runs: a bar with the method's figures and tokens/s, and messages."""
+"""Terminal output of a training run: messages, and a bar with the method's metrics and tokens/s."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """A progress bar on standard output; plain lines where that is not a terminal.
+    """A progress bar on standard output; plain lines if standard output is not a terminal.
 
-    Messages (`say`) always appear. Only the first process shows anything.
+    Messages (`say`) always appear. Only the first process prints.
 
     Args:
         kind: "rich" (a bar, or a line for each metrics row), "json" (each row as JSON) or "none".
         total: steps of the whole run.
-        done: steps done before this process began.
-        columns: names of the figures that are shown; a row without a figure leaves its column out.
+        done: steps before this process started.
+        columns: names of the shown metrics; a missing metric of a row is omitted.
     """
 
     def __init__(self, kind: str, *, total: int, done: int = 0, columns: Sequence[str] = ("loss",)):
@@ -58,7 +58,7 @@ class Progress:
         self._bar.update(self._train, completed=step, figures=self._figures)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Print a metrics row, where rows were asked for, or there is no terminal for a bar."""
+        """Print a metrics row, if rows were requested or standard output is not a terminal."""
         if self._mute:
             return
         if self._kind == "json":
@@ -67,14 +67,14 @@ class Progress:
             _print(f"step {row['step']}/{self._total}  {self._shown(row)}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the columns of an evaluation, whose figures begin with `eval_`."""
+        """Print the columns of an evaluation, whose metrics begin with `eval_`."""
         names = dict.fromkeys(("loss", *self._columns))
         shown = [(name, metrics.get(f"eval_{name}")) for name in names]
         parts = [f"eval_{name} {value:.4f}" for name, value in shown if value is not None]
         self.say(f"step {step}: {'  '.join(parts)}")
 
     def evaluating(self, done: int, total: int | None) -> None:
-        """Show how far an evaluation is."""
+        """Show the progress of an evaluation."""
         if self._bar is not None:
             of = f"/{total}" if total else ""
             self._bar.update(self._train, figures=f"evaluating {done}{of}")
@@ -94,13 +94,13 @@ class Progress:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Close the bar, and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def _print(text: str) -> None:
-    # Whoever read standard output may be gone; a message must not end a run.
+    # The reader of standard output may have exited; a message must not end a run.
     with contextlib.suppress(BrokenPipeError):
         print(text, flush=True)

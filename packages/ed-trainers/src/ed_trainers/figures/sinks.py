@@ -1,7 +1,7 @@
-"""Where metrics go beside the record: TensorBoard, and the trackers of `report_to`.
+"""Further destinations of metrics: TensorBoard, and the trackers of `report_to`.
 
-Each of them is derived from the record, and fed by a thread (`Buffered`): a step hands a row over
-and goes on, however slow the other side is.
+A destination receives the rows of the record from a thread (`Buffered`), so a slow destination does
+not delay the steps.
 """
 
 from __future__ import annotations
@@ -21,47 +21,48 @@ from ed_trainers.options.base import TrainingArguments
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
-#: Folder of a run that holds its event files.
+#: Folder of a run with its event files.
 TENSORBOARD = "tensorboard"
-# Seconds between two visits of the thread that feeds a sink.
+# Seconds between two deliveries of the thread.
 _INTERVAL = 2.0
 
 
 class Buffered:
-    """A sink that another thread feeds, some seconds late.
+    """A destination that receives its rows from another thread, some seconds late.
 
-    A sink that fails is let go of, with a message: what it holds is in the record too.
+    If the destination fails, a message is printed and the destination is closed; the record still
+    has its rows.
 
     Args:
-        sink: gets rows in their order.
+        sink: receives rows in order.
         say: prints a message.
     """
 
     def __init__(self, sink: Sink, say: Callable[[str], None]):
         self._sink = sink
         self._say = say
-        self._rows: deque[Row] = deque()  # one thread appends, another takes
+        self._rows: deque[Row] = deque()  # one thread appends, the other removes
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failed = False
         self._thread: threading.Thread | None = None
 
     def restart(self, rows: list[Row]) -> None:
-        """Begin, holding exactly these rows; errors here are the caller's."""
+        """Start, with exactly these rows; errors are raised in the caller's thread."""
         self._sink.restart(rows)
         self._thread = threading.Thread(target=self._feed, name="metrics", daemon=True)
         self._thread.start()
 
     def write(self, row: Row) -> None:
-        """Hand a row over."""
+        """Pass a row to the thread."""
         self._rows.append(row)
 
     def flush(self) -> None:
-        """Let the sink have every row now."""
+        """Deliver every row now."""
         self._pass_on(self._sink.flush)
 
     def close(self) -> None:
-        """Let the sink have every row, and end it."""
+        """Deliver every row, and close the destination."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -80,14 +81,14 @@ class Buffered:
                 while self._rows:
                     self._sink.write(self._rows.popleft())
                 then()
-            except Exception as error:  # a tracker's own kind: training goes on without it
+            except Exception as error:  # training continues without the tracker
                 self._failed = True
                 name = type(self._sink).__name__
                 self._say(f"{name} gets no more metrics ({error}); they are in metrics.jsonl")
 
 
 class TensorBoard:
-    """Event files under a directory, one event a row: `train/loss`, `eval/loss`, …"""
+    """Event files in a directory, one event per row: `train/loss`, `eval/loss`, …"""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -104,7 +105,7 @@ class TensorBoard:
             self.write(row)
 
     def write(self, row: Row) -> None:
-        """Add the numbers of a row, as one event."""
+        """Add the numbers of a row as one event."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import (
             Summary,  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,7 +118,7 @@ class TensorBoard:
         self._writer.write_event(event)
 
     def flush(self) -> None:
-        """Hand the events to the operating system."""
+        """Flush the events to the operating system."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -129,7 +130,7 @@ class TensorBoard:
 
 
 def sinks_of(arguments: TrainingArguments, say: Callable[[str], None]) -> list[Sink]:
-    """Return the sinks that the arguments name, each fed by a thread.
+    """Return the destinations that the arguments name, each with a thread.
 
     Raises:
         ConfigError: the module of a tracker is not installed.

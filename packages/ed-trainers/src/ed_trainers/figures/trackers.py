@@ -13,7 +13,7 @@ from ed_trainers.figures.metrics import Row, curves
 
 
 class About(NamedTuple):
-    """What a tracker is told of a run."""
+    """Description of a run for a tracker."""
 
     project: str
     name: str
@@ -21,14 +21,14 @@ class About(NamedTuple):
 
 
 class Tracker(ABC):
-    """A run of a tracker; a sink of metrics.
+    """A run of a tracker; a destination of metrics.
 
-    A file in the directory holds the tracker's number of the run, so that a run that resumes goes
-    on under it. What was logged after its checkpoint stays as it was: no tracker can cut.
+    A file in the directory contains the tracker's id of the run, so that a resumed run continues
+    with this id. Rows after its checkpoint remain, because trackers cannot remove rows.
 
     Args:
-        directory: of the run.
-        about: the run.
+        directory: directory of the run.
+        about: description of the run.
 
     Raises:
         ConfigError: the tracker is not installed.
@@ -42,7 +42,7 @@ class Tracker(ABC):
         except ImportError as error:
             raise ConfigError(
                 f"report_to: {self.name} is not installed: pip install 'ed-trainers[{self.name}]', "
-                "or leave it out of report_to"
+                "or remove it from report_to"
             ) from error
         self.directory, self.about = directory, about
 
@@ -53,7 +53,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def begin(self, known: str | None) -> str:
-        """Begin a run, or go on with a known one; return its number."""
+        """Start a run, or continue a run with a known id; return its id."""
 
     @abstractmethod
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -64,7 +64,7 @@ class Tracker(ABC):
         """End the run."""
 
     def restart(self, rows: list[Row]) -> None:
-        """Begin a run, or go on with the one of the earlier rows."""
+        """Start a run, or continue the run of the earlier rows."""
         number = self.directory / f"{self.name}.run"
         known = number.read_text().strip() if rows and number.exists() else None
         text = self.begin(known)
@@ -76,7 +76,7 @@ class Tracker(ABC):
         self.log(curves(row), row["step"])
 
     def flush(self) -> None:
-        """Nothing to do: trackers send on their own."""
+        """Do nothing: trackers send rows without a flush."""
         return
 
 
@@ -111,7 +111,7 @@ class WandB(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio, which knows a run by its name."""
+    """Trackio, which identifies a run by its name."""
 
     name = "trackio"
 
@@ -136,7 +136,7 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow; a project is an experiment there."""
+    """MLflow, in which a project is an experiment."""
 
     name = "mlflow"
 
@@ -155,12 +155,12 @@ class MLflow(Tracker):
         return self.number
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        # By its number: the active run of mlflow is one of the thread that began it.
+        # By id, because mlflow's active run belongs to the thread that started it.
         self.module.log_metrics(numbers, step=step, run_id=self.number)
 
     def close(self) -> None:
         self.module.end_run()
 
 
-#: Trackers by the name that `report_to` gives them.
+#: Trackers by their names in `report_to`.
 TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in (WandB, Trackio, MLflow)}

@@ -1,9 +1,9 @@
-"""Rewards of completions: Python functions by their names, and the rules of this package.
+"""Rewards of completions: named Python functions, and the rules of this package.
 
-A reward function is called with keywords, `prompts`, `completions`, `completion_ids` and the fields
-of the rows of data by their names, each a list with one entry for each completion; it gets those
-that it names, or all of them where it takes `**kwargs`. It returns one number for each completion,
-or None where it does not apply to that one.
+A reward function is called with the keywords `prompts`, `completions`, `completion_ids` and the
+fields of the data rows; each is a list with one entry per completion. A function receives the
+keywords that its signature names, or all keywords if it has `**kwargs`. It returns one number per
+completion, or None if it does not apply to the completion.
 
 Legend: n completions, k reward functions.
 """
@@ -30,38 +30,38 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 #: Entry points of packages that add reward functions.
 GROUP = "easydel.rewards"
-# What every function is asked about.
+# Keywords of every function.
 _ASKED = ("prompts", "completions", "completion_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# A message shows so many rows, and so much of a prompt.
+# Maximum number of rows, and of characters of a prompt, in a message.
 _SHOWN, _LONGEST = 5, 60
 
 
 class RewardError(EasyDeLError):
-    """A reward function failed, or gave something that is no reward for each completion."""
+    """A reward function failed, or did not return one number per completion."""
 
 
 class Completed(Protocol):
-    """What reward functions are asked about; `ed_trainers.online.completions` has the lists."""
+    """The arguments of reward functions; `ed_trainers.online.completions` implements them."""
 
     @property
     def prompts(self) -> Sequence[Any]:
-        """As they were written."""
+        """The prompts as texts or conversations."""
         ...
 
     @property
     def completions(self) -> Sequence[Any]:
-        """As their prompts were written."""
+        """The completions, in the form of their prompts."""
         ...
 
     @property
     def completion_ids(self) -> Sequence[Sequence[int]]:
-        """Tokens of the completions."""
+        """Token ids of the completions."""
         ...
 
     @property
     def fields(self) -> Mapping[str, Sequence[Any]]:
-        """Of the rows of data, by name."""
+        """Fields of the data rows, by name."""
         ...
 
     def __len__(self) -> int: ...
@@ -77,8 +77,7 @@ def reward_function(
         folders: where files and modules are searched, before the working directory.
 
     Raises:
-        ConfigError: there is no such function, or a setting is not one of its parameters, is no
-            value for it, or is missing.
+        ConfigError: the function does not exist, or a setting is unknown, invalid or missing.
     """
     if not isinstance(entry, str | dict):
         inner = entry.func if isinstance(entry, functools.partial) else entry
@@ -101,10 +100,10 @@ def _by_name(name: str, folders: Sequence[str | Path]) -> RewardFunction:
 
 
 def check_name(name: str) -> None:
-    """Find out whether a name without a module is a rule, or an entry point.
+    """Return the rule or the entry point with a name that contains no module.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: neither exists.
     """
     known = [*RULES, *_added()]
     if name not in known:
@@ -114,11 +113,12 @@ def check_name(name: str) -> None:
 def wrong_settings(
     name: str, function: RewardFunction, settings: Mapping[str, Any]
 ) -> Iterator[tuple[str | None, str]]:
-    """Yield each setting that a function does not take, and what is wrong; None for a missing one.
+    """Yield each setting that a function does not accept, and the reason; None for a missing
+    setting.
 
-    Values are compared with the types of this package's rules only.
+    Values are only compared with the types of this package's rules.
     """
-    # `**fields` would take a misspelt setting for the field of a row.
+    # `**fields` would accept a misspelled setting as a field of a row.
     known = {
         name: p
         for name, p in inspect.signature(function).parameters.items()
@@ -149,14 +149,14 @@ def _added() -> dict[str, EntryPoint]:
 
 
 class Rewards:
-    """Several reward functions, asked together.
+    """Several reward functions.
 
     Args:
         entries: names or functions.
         folders: where files and modules are searched, before the working directory.
 
     Raises:
-        ConfigError: a name leads nowhere.
+        ConfigError: a named function does not exist.
     """
 
     def __init__(
@@ -166,18 +166,18 @@ class Rewards:
     ):
         self._functions = [reward_function(entry, folders) for entry in entries]
         names = [name for name, _ in self._functions]
-        #: Of the functions; one that is there twice has a number behind it.
+        #: Names of the functions; a repeated name has a number at the end.
         self.names: tuple[str, ...] = tuple(
             name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}"
             for i, name in enumerate(names)
         )
 
     def __call__(self, completions: Completed) -> np.ndarray:
-        """Return what each function gives for each completion, float32 [n, k]; NaN for None.
+        """Return the reward of each function for each completion, float32 [n, k]; NaN for None.
 
         Raises:
-            RewardError: a function raised, or gave something else.
-            ConfigError: a function wants a field that the rows of data do not have.
+            RewardError: a function raised an error, or returned an invalid value.
+            ConfigError: a function requires a field that the data rows lack.
         """
         given = {**completions.fields, **{name: getattr(completions, name) for name in _ASKED}}
         out = np.empty((len(completions), len(self.names)), np.float32)
@@ -198,7 +198,7 @@ class Rewards:
 
 
 def _arguments(name: str, function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that a function takes."""
+    """Return the keywords that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         own = dict(given)
@@ -208,8 +208,8 @@ def _arguments(name: str, function: RewardFunction, given: dict[str, Any]) -> di
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         if required and p.name not in own:
             raise ConfigError(
-                f"reward function {name!r} wants {p.name!r}, which the rows of data do not bring "
-                f"(they bring {', '.join(given)}): add it to additional_fields of the inform"
+                f"reward function {name!r} requires {p.name!r}, which the data rows lack "
+                f"(they have {', '.join(given)}): add it to additional_fields of the inform"
             )
     return own
 
@@ -242,7 +242,7 @@ def _numbers(name: str, values: list[Any], completions: Completed) -> list[float
 
 
 def _rows(completions: Completed, rows: Sequence[int]) -> str:
-    """Some rows, with their prompts."""
+    """Format some rows with their prompts."""
     shown = []
     for row in rows[:_SHOWN]:
         prompt = repr(completions.prompts[row])

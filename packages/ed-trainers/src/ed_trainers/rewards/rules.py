@@ -1,8 +1,8 @@
-"""Rewards that rules check: 1 for a right completion, 0 for a wrong one, None without an answer.
+"""Rewards of rules: 1 for a correct completion, 0 for a wrong one, None without an answer.
 
-Each is a reward function; its further parameters are its settings in a run file, as in
-`reward_functions: [{regex: {pattern: "^yes"}}]`. `field` is the field of a row that has the right
-answer.
+Each rule is a reward function. Its further parameters are its settings in a run file, as in
+`reward_functions: [{regex: {pattern: "^yes"}}]`. `field` is the field of a row that contains the
+correct answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _NAMED = re.compile(r"(?:the answer is|answer\s*[:=])\s*(.+)", re.IGNORECASE)
 _THINKING = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
-# A number with more digits is none of an answer, and takes long to read.
+# Maximum number of digits of an answer; longer numbers take long to parse.
 _DIGITS = 200
 
 
@@ -36,7 +36,7 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 def exact(
     completions: Sequence[Any], *, field: str = "answer", ignore_case: bool = False, **fields: Any
 ) -> list[float | None]:
-    """Tell whether a completion is the answer, apart from spaces around it."""
+    """Return whether a completion equals the answer, without surrounding spaces."""
 
     def right(text: str, answer: str) -> bool:
         pair = text.strip(), answer.strip()
@@ -48,10 +48,10 @@ def exact(
 def number(
     completions: Sequence[Any], *, field: str = "answer", tolerance: float = 0.0, **fields: Any
 ) -> list[float | None]:
-    """Tell whether the last number of a completion is that of the answer.
+    """Return whether the last number of a completion equals the last number of the answer.
 
     Args:
-        tolerance: relative difference that still counts as equal.
+        tolerance: maximum relative difference.
     """
 
     def right(text: str, answer: str) -> bool:
@@ -64,9 +64,10 @@ def number(
 
 
 def regex(completions: Sequence[Any], *, pattern: Pattern, **fields: Any) -> list[float | None]:
-    """Tell whether a pattern of Python's `re` is somewhere in a completion; `.` is any character.
+    """Return whether a pattern of Python's `re` matches somewhere in a completion; `.` matches any
+    character.
 
-    The pattern is yours: one that backtracks without end holds the run up.
+    The pattern is trusted: a pattern with unbounded backtracking blocks the run.
     """
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.search(text_of(one)) is not None) for one in completions]
@@ -75,8 +76,8 @@ def regex(completions: Sequence[Any], *, pattern: Pattern, **fields: Any) -> lis
 def format_rule(
     completions: Sequence[Any], *, pattern: Pattern = _THINKING, **fields: Any
 ) -> list[float | None]:
-    """Tell whether a whole completion has a form: first `<think>…</think>`, then
-    `<answer>…</answer>`, or what another pattern says."""
+    """Return whether a whole completion has a format: `<think>…</think>` followed by
+    `<answer>…</answer>`, or the format of `pattern`."""
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(text_of(one)) is not None) for one in completions]
 
@@ -84,11 +85,11 @@ def format_rule(
 def math_answer(
     completions: Sequence[Any], *, field: str = "answer", **fields: Any
 ) -> list[float | None]:
-    r"""Tell whether a completion ends with the answer of a problem of mathematics.
+    r"""Return whether a completion ends with the answer of a mathematics problem.
 
-    The answer stands in the last `\boxed{…}`, else in `<answer>…</answer>`, after `####` or after
-    "the answer is", else it is the last number. Numbers, fractions and percentages are compared by
-    their value, other answers by their letters.
+    The answer is the content of the last `\boxed{…}`, otherwise of `<answer>…</answer>`, otherwise
+    the text after `####` or "the answer is", otherwise the last number. Numbers, fractions and
+    percentages are compared by value, other answers as text.
     """
 
     def right(text: str, answer: str) -> bool:
@@ -114,28 +115,28 @@ RULES: Mapping[str, Callable[..., list[float | None]]] = {
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: of a chat, that of its last message.
+    """Return the text of a completion; the last message of a conversation.
 
     Raises:
-        TypeError: it is token ids.
+        TypeError: the completion consists of token ids.
     """
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         return str(completion[-1].get("content", ""))
     raise TypeError(
-        "this rule reads text, and the completions are token ids: give the trainer a "
-        "processing_class, and prompts that are texts or chats"
+        "this rule reads text, but the completions are token ids: pass a processing_class to the "
+        "trainer, and prompts that are texts or chats"
     )
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly; commas between digits do not count."""
+    """Return the last number of a text, exactly; commas between digits are ignored."""
     return next((n for n in map(_fraction, reversed(_NUMBER.findall(text))) if n is not None), None)
 
 
 def stated_answer(text: str) -> str | None:
-    """The part of a text that states its answer; see `math_answer`."""
+    """Return the part of a text that contains its answer; see `math_answer`."""
     marked = marked_answer(text)
     if marked is not None:
         return marked
@@ -146,7 +147,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The part of a text that it marks as its answer."""
+    """Return the part of a text that is marked as its answer."""
     boxed = _boxed(text)
     if boxed is not None:
         return boxed
@@ -158,7 +159,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def value_of(text: str) -> Fraction | None:
-    r"""The number that a text is, of `3`, `1,200`, `1/3`, `\frac{1}{3}`, `50\%`, `$2.50`."""
+    r"""Return the number of a text such as `3`, `1,200`, `1/3`, `\frac{1}{3}`, `50\%`, `$2.50`."""
     plain = _LATEX_FRACTION.sub(r"\1/\2", text)
     plain = re.sub(r"\\[,;!]|\\left|\\right|[$\s{}]|\\text|\\\$", "", plain).rstrip(".")
     percent = plain.endswith("%")
@@ -172,7 +173,7 @@ def value_of(text: str) -> Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What is inside of the last `\boxed{…}`, braces inside of it included."""
+    r"""Return the content of the last `\boxed{…}`, including nested braces."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return None

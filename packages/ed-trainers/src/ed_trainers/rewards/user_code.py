@@ -29,25 +29,25 @@ def searched(folders: Iterable[str | Path] = ()) -> tuple[Path, ...]:
 
 
 def is_file_address(address: str) -> bool:
-    """Whether an address is `path/file.py:function`."""
+    """Return whether an address is `path/file.py:function`."""
     return address.rpartition(":")[0].endswith(".py")
 
 
 def find(address: str, folders: Sequence[str | Path] = ()) -> ModuleSpec | None:
-    """Return where the code of an address is, without importing anything; None if nowhere."""
+    """Return the file of an address, without imports; None if it does not exist."""
     name = address.rpartition(":")[0]
     places = searched(folders)
     if is_file_address(address):
         paths = (place / Path(name).expanduser() for place in places)
         path = next((path for path in paths if path.is_file()), None)
-        # The name is unlikely to be that of another module, and the same in each process.
+        # The name is the same in each process, and unlikely to be the name of another module.
         private = None if path is None else f"{path.stem}_{crc32(str(path).encode()):08x}"
         return None if private is None else spec_from_file_location(private, path)
     top, *rest = name.split(".")
     importlib.invalidate_caches()
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, list(map(str, places)))
-    except ValueError:  # a module without a file, such as the notebook of the user
+    except ValueError:  # a module without a file, such as a notebook
         return ModuleSpec(top, None) if not rest else None
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
@@ -112,7 +112,7 @@ def _executed(spec: ModuleSpec) -> ModuleType:
 
 @contextmanager
 def _importable(folders: Iterable[Path]) -> Iterator[None]:
-    """Let imports look into the folders too, after everything that is installed."""
+    """Let imports also search the folders, after the installed packages."""
     added = [str(folder) for folder in folders if str(folder) not in sys.path]
     sys.path.extend(added)
     importlib.invalidate_caches()

@@ -135,10 +135,10 @@ def check_fit(
             there = saved[piece.stored]
             own = tuple(there.shape[1:] if piece.entry is not None else there.shape)
             if own != tuple(leaf.shape[1:] if stacked else leaf.shape):
-                shapes = f"{tuple(there.shape)}, the model wants {tuple(leaf.shape)}"
+                shapes = f"{tuple(there.shape)}, the model requires {tuple(leaf.shape)}"
                 problems.append(f"{name} has shape {shapes}")
             elif dtypes and there.dtype != leaf.dtype and not plan.through_masters(name):
-                problems.append(f"{name} is {there.dtype}, the model wants {leaf.dtype}")
+                problems.append(f"{name} is {there.dtype}, the model requires {leaf.dtype}")
     if problems:
         listing = "; ".join(problems[:3])
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

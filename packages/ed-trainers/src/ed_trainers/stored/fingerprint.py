@@ -64,7 +64,7 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str], where: str) ->
         raise CheckpointError(
             f"{where} holds only what learns, over frozen weights that are not these "
             f"({'; '.join(differences[:3])}{more}): load the weights that the run began with, in "
-            "the same dtype and quantization, or take another save_directory"
+            "the same dtype and quantization, or use another save_directory"
         )
 
 

@@ -112,5 +112,5 @@ def check_format(facts: Mapping[str, Any], where: str) -> None:
     if written != FORMAT:
         raise CheckpointError(
             f"{where} is in format {written}, this version of ed-trainers reads format {FORMAT}: "
-            f"take the version that wrote it, or another save_directory"
+            f"use the version that wrote it, or another save_directory"
         )
