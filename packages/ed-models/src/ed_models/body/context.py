@@ -21,6 +21,7 @@ from ed_layers.rotary import rope_tables
 from jaxtyping import Array, Int
 
 if TYPE_CHECKING:
+    from ed_layers.cache.protocol import Cache
     from ed_layers.cache.ragged import RaggedBatch
 
 
@@ -32,11 +33,11 @@ def layer_context(
     segment_ids: jax.Array | None = None,
     position_ids: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
-    cache: Any = None,
+    cache: Cache | None = None,
     ragged: RaggedBatch | None = None,
     key: jax.Array | None = None,
     ropes: Mapping[str, RopeSettings] | None = None,
-) -> tuple[Ctx, Any]:
+) -> tuple[Ctx, Cache | None]:
     """Compute masks and positions for training, generation or serving.
 
     Args:

@@ -28,6 +28,7 @@ from ed_models.weights.rules import STANDARD
 
 if TYPE_CHECKING:
     from ed_infra.inputs import Features
+    from ed_layers.cache.protocol import Cache
 
 
 class Decoder(EasyDeLBaseModule):
@@ -94,11 +95,11 @@ class Decoder(EasyDeLBaseModule):
         self,
         x: Float[Array, "b s d"],
         ctx: Ctx,
-        cache: Any,
+        cache: Cache | None,
         input_ids: Int[Array, "b s"] | None,
         *,
         keep_hidden: bool,
-    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+    ) -> tuple[Float[Array, "b s d"], Cache | None, Report, tuple[jax.Array, ...] | None]:
         """Run the layers; see `ed_layers.depth.stack.Stack`."""
         return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
 
@@ -120,7 +121,7 @@ class Decoder(EasyDeLBaseModule):
         input_ids: Int[Array, "b s"] | None = None,
         *,
         inputs_embeds: Float[Array, "b s d"] | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         features: Features | None = None,
         output_hidden_states: bool = False,
         **inputs: Any,

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 if TYPE_CHECKING:
+    from ed_layers.cache.protocol import Cache
     from ed_layers.cache.storage import Layer
 
 Stream = Float[Array, "b s d"]
@@ -32,7 +33,9 @@ class Attention(Protocol):
         """The memory of the attention in a cache."""
         ...
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None]:
         """Return the output of the attention, and the cache."""
         ...
 
@@ -75,7 +78,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp
         self.dropout, self.factor, self.mixes = dropout, factor, name
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None, Report]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         mixer = getattr(self, self.mixes)
         attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
@@ -107,7 +112,9 @@ class SandwichLayer(DecoderLayer):
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None, Report]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
@@ -131,7 +138,9 @@ class PostNormLayer(DecoderLayer):
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None, Report]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(x, ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
@@ -166,7 +175,9 @@ class ParallelLayer(DecoderLayer):
         self.mlp = mlp
         self.dropout = dropout
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None, Report]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)
@@ -192,7 +203,9 @@ class MixerLayer(nnx.Module):
         self.norm = (norm or parts.own_norm)(parts.config.hidden_size)
         self.mixer: Any = mixer
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None, Report]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         normed, report = self.norm(x), Report()
         if hasattr(self.mixer, "cache_spec"):
