@@ -116,7 +116,7 @@ def test_another_run_or_model_is_refused(toy, tmp_path):
         restore(toy, tmp_path, run=other)
     with pytest.raises(CheckpointError, match="other data"):
         restore(toy, tmp_path, run={**RUN, "fingerprint": "y"})
-    with pytest.raises(CheckpointError, match=r"is float32, the model wants bfloat16"):
+    with pytest.raises(CheckpointError, match=r"is float32, the model requires bfloat16"):
         restore(toy, tmp_path, state=state_of(toy, param_dtype=jnp.bfloat16))
     plain = EasyDeLState.create(model=toy.model(), tx=optax.sgd(1.0), init_opt_state=True)
     with pytest.raises(CheckpointError, match="is not in the model"):

@@ -177,7 +177,7 @@ def test_invalid_easylm_conversions_raise_error(saved, stream, tmp_path):
         (other("deep", num_hidden_layers=3), "has no transformer/h/2/"),
         (other("flat", num_hidden_layers=1), "its LLaMA has not, transformer/h/1/"),
         (other("heads", num_attention_heads=3), "does not divide into the heads"),
-        (other("tied", tie_word_embeddings=True), "has a head of its own"),
+        (other("tied", tie_word_embeddings=True), "has a separate head"),
     ]:
         with pytest.raises(CheckpointError, match=words):
             convert(stream, tmp_path / "out", config=folder)

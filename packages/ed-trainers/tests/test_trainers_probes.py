@@ -151,7 +151,7 @@ def test_previews_begin_held_out_documents_and_sample_by_step(tmp_path):
         found.append([row["samples"] for row in rows if "samples" in row])
     sampled, likeliest = found
     assert [sample["prompt"] for sample in sampled[0]] == ["abcdef", "bcdefg"]
-    assert sampled[0] != sampled[1], "each preview has a seed of its own"
+    assert sampled[0] != sampled[1], "each preview has a different seed"
     assert likeliest[0] == likeliest[1]
 
 
@@ -169,9 +169,9 @@ def test_documents_begin_with_their_prompts_or_their_first_half():
 
 def test_invalid_probe_options_raise_config_error(toy, tmp_path):
     for given, words in [
-        ({"tokens": False, "generation_interval": 1}, "give a tokenizer as processing_class"),
+        ({"tokens": False, "generation_interval": 1}, "pass a tokenizer as processing_class"),
         ({"learner": toy.model(), "generation_interval": 1}, "ToyModel writes none"),
-        ({"benchmark_interval": 1, "benchmarks": ["a"]}, "by ed-elarge, or give the trainer"),
+        ({"benchmark_interval": 1, "benchmarks": ["a"]}, "train with ed-elarge, or pass benchmark="),
     ]:
         with pytest.raises(ConfigError, match=words):
             trainer(tmp_path, **given)

@@ -90,7 +90,7 @@ def test_a_field_that_the_rows_do_not_bring():
     def by_tests(completions, tests):
         return [1.0] * len(completions)
 
-    with pytest.raises(ConfigError, match=r"'by_tests' wants 'tests'.*additional_fields"):
+    with pytest.raises(ConfigError, match=r"'by_tests' requires 'tests'.*additional_fields"):
         Rewards([by_tests])(some(["a"], answer=["b"]))
     with pytest.raises(RewardError, match="no field 'answer'"):
         Rewards(["exact"])(some(["a"], solution=["b"]))

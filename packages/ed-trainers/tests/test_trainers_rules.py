@@ -184,7 +184,7 @@ def test_a_state_has_its_own_split(toy, tmp_path):
         run(toy, tmp_path, model=state, trainable_rules=[["kernel", True]])
     output = run(toy, tmp_path, model=state).train()
     assert leaf_names(output.state.graphstate) == ["kernel"]
-    with pytest.raises(ConfigError, match="graphstate says already"):
+    with pytest.raises(ConfigError, match="trainable requires a model; graphstate"):
         EasyDeLState.create(
             graphdef=state.graphdef,
             graphstate=state.graphstate,

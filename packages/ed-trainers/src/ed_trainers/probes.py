@@ -242,7 +242,7 @@ def probes_of(
         _check_writes(model, "benchmarks")
         if benchmark is None:
             raise ConfigError(
-                "benchmarks are run by an engine, which a trainer has not: train by ed-elarge, or "
+                "benchmarks need an engine, and the trainer has none: train with ed-elarge, or "
                 "pass benchmark= to the trainer, a function of (tasks, weights)"
             )
         probes.append(Benchmarks(arguments, benchmark))
