@@ -171,7 +171,7 @@ def test_invalid_probe_options_raise_config_error(toy, tmp_path):
     for given, words in [
         ({"tokens": False, "generation_interval": 1}, "pass a tokenizer as processing_class"),
         ({"learner": toy.model(), "generation_interval": 1}, "ToyModel writes none"),
-        ({"benchmark_interval": 1, "benchmarks": ["a"]}, "train with ed-elarge, or pass benchmark="),
+        ({"benchmark_interval": 1, "benchmarks": ["a"]}, "train with ed-elarge, or pass"),
     ]:
         with pytest.raises(ConfigError, match=words):
             trainer(tmp_path, **given)

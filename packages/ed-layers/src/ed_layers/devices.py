@@ -1,4 +1,4 @@
-"""Where a model runs, and how attention is split over its devices.
+"""The platform and the mesh of a model, and the split of attention over devices.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, k head dim of queries and keys,
 d head dim of values.
@@ -19,24 +19,24 @@ from jaxtyping import Array, Float
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
 
-#: One mesh axis, or several that split a dimension together.
+#: One mesh axis, or several axes that split a dimension together.
 Axes = str | tuple[str, ...]
 
 
 def mesh_of(config: EasyDeLBaseConfig | None) -> Mesh | None:
-    """The mesh of a model; None where there is no configuration, which means one device."""
+    """Return the mesh of a model; None without a configuration, which means one device."""
     return None if config is None else config.mesh
 
 
 def platform_of(config: EasyDeLBaseConfig | None) -> str:
-    """Where a model runs: the platform of its mesh ("cpu", "gpu" or "tpu"), which may be one that
-    is compiled for and not here."""
+    """Return the platform of a model's mesh ("cpu", "gpu" or "tpu"); for ahead-of-time compilation,
+    this platform may be absent on this machine."""
     mesh = mesh_of(config)
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def compute_capability_of(config: EasyDeLBaseConfig | None) -> tuple[int, ...]:
-    """Generation of the NVIDIA devices of a model, (9, 0) for Hopper; () where unknown."""
+    """Return the generation of a model's NVIDIA devices, (9, 0) for Hopper; () if unknown."""
     mesh = mesh_of(config)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     text = str(getattr(device, "compute_capability", ""))
@@ -49,18 +49,19 @@ def axes_of(
     shape: tuple[int, ...] | None = None,
     mode: str = "train",
 ) -> tuple[Axes | None, ...]:
-    """The mesh axes that split each dimension, by the partition rules of a model."""
+    """Return the mesh axes that split each dimension, by the partition rules of a model."""
     spec = config.partition_manager.resolve(names, mode, shape, config.mesh)
     return (*spec, *(None,) * len(names))[: len(names)]
 
 
 def sequence_axes(config: EasyDeLBaseConfig | None) -> Axes | None:
-    """The mesh axes that split the sequence of a model's activations; None where it is whole."""
+    """Return the mesh axes that split the sequence of a model's activations; None if it is not
+    split."""
     return None if config is None else axes_of(config, ("batch", "sequence"))[1]
 
 
 def ways(mesh: Mesh | AbstractMesh, axes: Axes | None) -> int:
-    """In how many parts the axes split a dimension."""
+    """Return the number of parts into which the axes split a dimension."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[name] for name in names)
 
@@ -68,7 +69,7 @@ def ways(mesh: Mesh | AbstractMesh, axes: Axes | None) -> int:
 def repeated_for(
     parts: int, k: Float[Array, "b t g k"], v: Float[Array, "b t g d"]
 ) -> tuple[jax.Array, jax.Array]:
-    """Key heads that `parts` devices do not divide are repeated, so that each device has those of
+    """Repeat key heads that `parts` devices do not divide, so that each device has the key heads of
     its queries."""
     repeat = math.lcm(k.shape[2], parts) // k.shape[2]
     return (k, v) if repeat == 1 else (jnp.repeat(k, repeat, axis=2), jnp.repeat(v, repeat, axis=2))
@@ -83,13 +84,15 @@ def over_devices(
     rows: Any,
     heads: Any = None,
 ) -> Float[Array, "b s h d"]:
-    """Run a kernel on each device's rows and heads, whole sequences: XLA cannot split a kernel.
+    """Run a kernel on the rows and heads of each device, with whole sequences: XLA cannot split a
+    kernel.
 
     Args:
         kernel: `(q, k, v, rows, heads) -> out [b, s, h, d]` on one device.
-        config: of the model; its partition rules say how batch and heads are split.
-        rows: pytree of arrays with the batch as first axis.
-        heads: pytree of arrays with the heads as first axis.
+        config: configuration of the model; its partition rules determine the split of batch and
+            heads.
+        rows: pytree of arrays whose first axis is the batch.
+        heads: pytree of arrays whose first axis is the heads.
     """
     if config is None or config.mesh.size == 1:
         return kernel(q, k, v, rows, heads)

@@ -1,8 +1,7 @@
-"""Several projections of one input, in one call of the native library where it computes them.
+"""Several projections of one input, in one call of the native library if it supports them.
 
-A call costs some microseconds, and small matrices do not share out evenly over threads: a step of
-decoding a small model spends a quarter of its time so. Elsewhere, and where the library does not
-take them, layers are called one by one.
+A call costs some microseconds, and threads share small matrices unevenly: a decoding step of a
+small model spends a quarter of its time on this. Otherwise, the layers are called one by one.
 
 Legend: i in features, f out features of a gated layer.
 """
@@ -26,7 +25,7 @@ from ed_layers.projections.linear import Linear, Weight, dot
 def project(
     layers: Sequence[Linear], x: Float[Array, "*rows i"], ctx: Ctx | None = None
 ) -> list[jax.Array]:
-    """`[layer(x, ctx) for layer in layers]`, in the order of the layers."""
+    """Return `[layer(x, ctx) for layer in layers]`."""
     weights = weights_of(layers, x)
     if weights is None:
         return [layer(x, ctx) for layer in layers]
@@ -37,7 +36,7 @@ def project(
 def project_gated(
     gate: Linear, up: Linear, act: str, x: Float[Array, "*rows i"]
 ) -> Float[Array, "*rows f"] | None:
-    """`act(gate(x)) * up(x)`; None where that is no call of the native library.
+    """Return `act(gate(x)) * up(x)`; None if the native library does not support this product.
 
     Args:
         act: Hugging Face's name of the activation.
@@ -50,14 +49,14 @@ def project_gated(
 
 
 def with_bias(layer: Linear, y: Float[Array, "*rows f"]) -> Float[Array, "*rows f"]:
-    """The product with the layer's bias, if it has one."""
+    """Return the product plus the layer's bias, if it has a bias."""
     return y + layer.bias.get_value().astype(layer.dtype) if layer.use_bias else y
 
 
 def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | None:
-    """The matrices of layers that the library multiplies by in one call; None if it does not."""
+    """Return the matrices of layers that the library multiplies in one call; otherwise None."""
     first = layers[0]
-    # Layers with adapters do more than to multiply.
+    # Layers with adapters compute more than a product.
     if any(
         type(layer) is not Linear
         or (layer.dtype, layer.precision) != (first.dtype, first.precision)
@@ -84,7 +83,7 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
 def multiply(
     act: str | None, precision: Any, x: Float[Array, "*rows i"], weights: tuple[Weight, ...]
 ) -> list[jax.Array]:
-    """The product with each matrix; with an activation the one of a gated layer."""
+    """Return the product with each matrix; with an activation, the product of a gated layer."""
     return jax.lax.platform_dependent(
         x, weights, cpu=partial(by_library, act), default=partial(one_by_one, act, precision)
     )
@@ -108,7 +107,7 @@ def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> li
 def one_by_one(
     act: str | None, precision: Any, x: jax.Array, weights: tuple[Weight, ...]
 ) -> list[jax.Array]:
-    """In a call for each."""
+    """Return the products, computed one by one."""
     found = [dot(x, w, precision=precision) for w in weights]
     return found if act is None else [activation(act)(found[0]) * found[1]]
 
