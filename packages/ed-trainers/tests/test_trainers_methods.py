@@ -247,7 +247,7 @@ def test_rows_that_are_not_of_the_method_are_refused(toy):
         ("dpo", "chosen_input_ids and rejected_input_ids"),
         ("kto", "completion and label"),
         ("reward", "chosen_input_ids"),
-        ("prm", r"labels \(one each\)"),
+        ("prm", r"labels \(one per step\)"),
         ("embedding", "anchor_input_ids and positive_input_ids"),
         ("seq_kd", "batches of prompts"),
     ]:
@@ -274,8 +274,8 @@ def test_options_that_contradict_each_other():
     for method, given, words in [
         ("cpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "no effect with loss_type"),
         ("orpo", {"beta": 0.1, "lambda_orpo": 0.2}, "two names of one option"),
-        ("embedding", {"gradient_accumulation_steps": 2}, "would not see each other"),
-        ("embedding", {"matryoshka_dims": [8], "matryoshka_weights": [1, 2]}, "one each"),
+        ("embedding", {"gradient_accumulation_steps": 2}, "only within a microbatch"),
+        ("embedding", {"matryoshka_dims": [8], "matryoshka_weights": [1, 2]}, "one per dimension"),
         ("distillation", {"hidden_state_layers": [1]}, "no hidden states are compared"),
         ("distillation", {"attention_layers": [1]}, "no attention is compared"),
         ("distillation", {"alpha": 1.5}, "less than or equal to 1"),

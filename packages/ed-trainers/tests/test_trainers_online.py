@@ -175,7 +175,7 @@ def test_invalid_online_setup_raises_config_error(toy_of_module, tmp_path):
     run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
     with pytest.raises(ConfigError, match="requires batches of prompts, not dict"):
         phase_of(run).generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
-    with pytest.raises(ConfigError, match=r"16 rows, but .*size 8 times .*give 2 prompts"):
+    with pytest.raises(ConfigError, match=r"16 rows, but .*size 8 times .*have 2 prompts"):
         run.feed.checked(phase_of(run).generate(Prompts(4).batch_at(0), run.weights(), 0))
     run.method.rollout = None
     with pytest.raises(ConfigError, match="needs a rollout that completes prompts"):
@@ -195,9 +195,9 @@ def test_options_that_contradict_each_other():
         ({"total_batch_size": 6}, "not a multiple of num_return_sequences 4"),
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "a ratio for each"),
         ({"delta": 1.1}, "not above"),
-        ({"loss_type": "cispo", "delta": 9.0}, "leave delta out"),
+        ({"loss_type": "cispo", "delta": 9.0}, "omit delta"),
         ({"reward_functions": ["exact"], "reward_weights": [1, 2, 3]}, "one more for a reward"),
-        ({"reward_functions": [{"exact": {}, "number": {}}]}, "is no reward function"),
+        ({"reward_functions": [{"exact": {}, "number": {}}]}, "is not a reward function"),
         ({"loss_type": "grpoo"}, "did you mean 'grpo'"),
         ({"group_size": 4, "num_generations": 4}, "two names of one option"),
     ]:

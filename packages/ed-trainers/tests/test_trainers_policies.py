@@ -330,7 +330,7 @@ def test_options_that_contradict_each_other():
     for method, given, words in [
         ("gkd", {"lmbda": 1.0, "seq_kd": True}, "seq_kd has no effect"),
         ("xpo", {"reward_functions": ["exact"], "judge": "a:b"}, "set one"),
-        ("nash_md", {"judge": "a:b", "missing_eos_penalty": 1.0}, "a judge gives none"),
+        ("nash_md", {"judge": "a:b", "missing_eos_penalty": 1.0}, "a judge returns no scores"),
         ("xpo", {"loss_type": "ip"}, "did you mean 'ipo'"),
         ("ppo", {"kl_estimator": "k4"}, "known: k1, k2, k3"),
     ]:

@@ -164,7 +164,7 @@ def test_variables_with_their_own_rule_do_not_learn(toy):
     ("given", "words"),
     [
         ({"trainable_rules": [["kernal", True]]}, "trainable rule 'kernal'.*mean 'kernel'"),
-        ({"trainable_rules": [["kernel", False]]}, "no parameter learns"),
+        ({"trainable_rules": [["kernel", False]]}, "no parameter is trained"),
         ({"weight_decay_rules": [["kernal", 0.0]]}, "weight decay rule 'kernal'.*mean 'kernel'"),
         ({"learning_rate_rules": [["nrm", 0.1]]}, "learning rate rule 'nrm'.*mean 'norm'"),
         (

@@ -136,7 +136,7 @@ def convert(
     if Path(source).is_file() != (config is not None):
         raise ConfigError(
             f"{source}: config (--config) is a directory with the config.json of a stream's model; "
-            "a stream needs one, and nothing else takes one"
+            "only a stream requires one"
         )
     if config is not None:
         return from_easylm(source, target, config)

@@ -100,8 +100,9 @@ class Stream(Mapping[str, Record]):
             return "/".join(key), serialization.msgpack_restore(value)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CheckpointError(
-                f"{self.path} is no whole stream of EasyLM's ({type(error).__name__}: {error}): "
-                "give a file of StreamingCheckpointer, whole"
+                f"{self.path} is not a complete stream of EasyLM "
+                f"({type(error).__name__}: {error}): "
+                "pass a complete file of StreamingCheckpointer"
             ) from error
 
 

@@ -274,8 +274,8 @@ def split_model(
     rules.check_used()
     if not jax.tree.leaves(graphstate):
         raise ConfigError(
-            "no parameter learns: the trainable rules need one that is true, such as "
-            "['', true] at the end for all that no other rule matches"
+            "no parameter is trained: at least one of the trainable rules must be true, such as "
+            "['', true] at the end for all parameters that no other rule matches"
         )
     return graphdef, graphstate, graphother
 

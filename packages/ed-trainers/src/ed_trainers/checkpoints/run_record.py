@@ -82,7 +82,7 @@ def compare_runs(
             )
     if saved.get("fingerprint") != run.get("fingerprint"):
         raise CheckpointError(
-            f"{where} was trained on other data than train_dataset now gives "
+            f"{where} was trained on other data than train_dataset contains now "
             f"({difference(saved['loader'])}): change it back, or use another save_directory "
             "(resume_if_possible=False moves this run aside)"
         )

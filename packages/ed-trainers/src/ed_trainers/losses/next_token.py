@@ -132,8 +132,8 @@ def _token(model: LanguageModel, *names: str) -> int:
         if isinstance(token := fields.get(name), int):
             return token
     raise ConfigError(
-        f"the model's configuration has none of {', '.join(names)}: set one, or give "
-        "decoder_input_ids in each batch"
+        f"the model's configuration has none of {', '.join(names)}: set one, or put "
+        "decoder_input_ids into each batch"
     )
 
 

@@ -44,7 +44,7 @@ def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> Inputs[np.nd
         if "input_ids" not in own:
             raise ConfigError(
                 f"a batch of pairs has {sides[0]}_input_ids and {sides[1]}_input_ids, not only "
-                f"{', '.join(sorted(batch))}: give rows with {' and '.join(sides)}"
+                f"{', '.join(sorted(batch))}: use rows with {' and '.join(sides)}"
             )
         made.append(next_token_batch(own))
     shapes = [part["input_ids"].shape for part in made]

@@ -90,8 +90,8 @@ def _tokens(run: MethodRun[GKDArguments], answer: Content | None, row: int) -> l
     if isinstance(answer, list) and answer and all(isinstance(x, int) for x in answer):
         return [int(x) for x in answer]  # type: ignore[call-overload]
     raise ConfigError(
-        f"row {row} has the {FIELD} {answer!r:.60}: give a text, and a tokenizer for the trainer, "
-        "or token ids"
+        f"row {row} has the {FIELD} {answer!r:.60}: use a text and pass the trainer a tokenizer, "
+        "or use token ids"
     )
 
 

@@ -59,7 +59,7 @@ def prepare_labelled(run: MethodRun, batch: HostBatch) -> Prepared:
     """
     if "label" not in batch:
         raise ConfigError(
-            f"a batch of labelled answers has label, not only {', '.join(sorted(batch))}: give "
+            f"a batch of labelled answers has label, not only {', '.join(sorted(batch))}: use "
             "rows with prompt, completion and label (true or false)"
         )
     made = next_token_batch(batch)

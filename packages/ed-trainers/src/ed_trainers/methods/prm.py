@@ -37,8 +37,8 @@ def prepare(run: MethodRun[PRMArguments], batch: HostBatch) -> Prepared:
     del run
     if "step_labels" not in batch:
         raise ConfigError(
-            f"a batch of steps has step_labels, not only {', '.join(sorted(batch))}: give rows "
-            "with prompt, completions (a list of steps) and labels (one each)"
+            f"a batch of steps has step_labels, not only {', '.join(sorted(batch))}: use rows "
+            "with prompt, completions (a list of steps) and labels (one per step)"
         )
     made = next_token_batch({name: x for name, x in batch.items() if name != "step_labels"})
     labels = np.asarray(batch["step_labels"], np.float32)

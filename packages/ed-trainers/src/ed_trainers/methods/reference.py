@@ -173,7 +173,7 @@ def compute_ahead(run: MethodRun, data: RunData) -> None:
     for dataset, name, steps, held_out in walks:
         if not isinstance(dataset, Loader) or steps is None:
             raise ConfigError(
-                f"precompute_ref_log_probs reads {name} before training: give a loader with "
+                f"precompute_ref_log_probs reads {name} before training: pass a loader with "
                 "batch_at(step) and a length, or omit the option"
             )
         if jax.process_index() == 0:

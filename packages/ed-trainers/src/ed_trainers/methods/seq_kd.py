@@ -71,7 +71,7 @@ def prepare(run: MethodRun[SeqKDArguments], batch: HostBatch) -> Prepared:
     """
     if not isinstance(batch, PromptBatch):
         raise ConfigError(
-            f"seq_kd requires batches of prompts, not {type(batch).__name__}: give a loader of "
+            f"seq_kd requires batches of prompts, not {type(batch).__name__}: pass a loader of "
             "ed_data.build_prompts"
         )
     arguments = run.arguments

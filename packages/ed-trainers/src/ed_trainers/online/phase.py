@@ -403,7 +403,7 @@ class Scorer:
         if len(weights) != len(names):
             raise ConfigError(
                 f"{len(weights)} reward_weights for {len(names)} rewards ({', '.join(names)}): "
-                "give one for each reward"
+                "set one weight per reward"
             )
         self._names, self._weights = names, np.asarray(weights, np.float32)
 
@@ -506,8 +506,8 @@ class RolloutFeed(Feed):
         if rows != wanted:
             raise ConfigError(
                 f"a generation has {rows} rows, but total_batch_size {arguments.total_batch_size} "
-                f"times steps_per_generation {options.steps_per_generation} is {wanted}: let "
-                f"train_dataset give {arguments.loader_batch_size} prompts per batch"
+                f"times steps_per_generation {options.steps_per_generation} is {wanted}: "
+                f"train_dataset must have {arguments.loader_batch_size} prompts per batch"
             )
         if options.steps_per_generation == 1:
             return generation

@@ -59,7 +59,7 @@ def _duration(value: object) -> object:
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise PydanticCustomError(
             "duration",
-            "{value} is not a duration: give seconds, or text such as '90s', '50min' or '1h30m'",
+            "{value} is not a duration: use seconds, or text such as '90s', '50min' or '1h30m'",
             {"value": repr(value)},
         )
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
@@ -262,7 +262,7 @@ class TrainingArguments(Options):
         if value is not None and scheduler not in DECAYING:
             raise conflict(
                 f"learning_rate_end has no effect with scheduler {scheduler!r}: "
-                f"leave it out, or take one of {', '.join(DECAYING)}"
+                f"omit it, or use one of {', '.join(DECAYING)}"
             )
         return value
 
@@ -273,7 +273,7 @@ class TrainingArguments(Options):
         if value is not None and optimizer not in WITH_MU:
             raise conflict(
                 f"tx_mu_dtype has no effect with optimizer {optimizer!r}: "
-                f"only {' and '.join(WITH_MU)} take it"
+                f"only {' and '.join(WITH_MU)} use it"
             )
         return value
 

@@ -41,7 +41,9 @@ class EmbeddingArguments(NoiseArguments):
     ) -> tuple[float, ...] | None:
         dims = info.data.get("matryoshka_dims", value)
         if value is not None and len(value) != len(dims):
-            raise conflict(f"{len(value)} weights for {len(dims)} matryoshka_dims: give one each")
+            raise conflict(
+                f"{len(value)} weights for {len(dims)} matryoshka_dims: set one per dimension"
+            )
         return value
 
     @field_validator("gradient_accumulation_steps")
@@ -49,7 +51,7 @@ class EmbeddingArguments(NoiseArguments):
     def _one_microbatch(cls, value: int) -> int:
         if value != 1:
             raise conflict(
-                "embedding compares each text with all others of the step, and microbatches would "
-                "not see each other: leave gradient_accumulation_steps at 1"
+                "embedding would compare texts only within a microbatch, not within the whole step: "
+                "set gradient_accumulation_steps to 1"
             )
         return value

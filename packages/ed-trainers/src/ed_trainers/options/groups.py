@@ -89,7 +89,7 @@ class GRPOArguments(
     @classmethod
     def _gspo_is_of_sequences(cls, value: str, info: ValidationInfo) -> str:
         if value == "token" and info.data.get("loss_type") == "gspo":
-            raise conflict("gspo has a ratio for each completion: leave it out, or take grpo")
+            raise conflict("gspo has a ratio for each completion: omit it, or use grpo")
         return value
 
     @field_validator("delta")
@@ -98,7 +98,7 @@ class GRPOArguments(
         if value is None:
             return value
         if info.data.get("loss_type") == "cispo":
-            raise conflict("cispo clips weights, not ratios: leave delta out")
+            raise conflict("cispo clips weights, not ratios: omit delta")
         upper = 1 + (info.data.get("epsilon_high") or info.data.get("epsilon", 0.2))
         if value <= upper:
             raise conflict(f"delta {value} is not above 1 + epsilon_high, {upper}: raise it")

@@ -121,8 +121,8 @@ class RewardedArguments(TrainingArguments):
     def _something_can_move(cls, value: float, info: ValidationInfo) -> float:
         if value == 0 and info.data.get("sync_ref_model"):
             raise conflict(
-                "with beta 0 there is no reference that sync_ref_model could move: set beta above "
-                "0, or leave sync_ref_model out"
+                "with beta 0 there is no reference for sync_ref_model to update: set beta above "
+                "0, or omit sync_ref_model"
             )
         return value
 
@@ -132,7 +132,7 @@ class RewardedArguments(TrainingArguments):
         for entry in value:
             if isinstance(entry, dict) and len(entry) != 1:
                 raise conflict(
-                    f"{entry} is no reward function: write NAME, or NAME with its settings, "
+                    f"{entry} is not a reward function: write NAME, or NAME with its settings, "
                     "{NAME: {setting: value}}"
                 )
         return value
@@ -146,7 +146,7 @@ class RewardedArguments(TrainingArguments):
         # Without names, the functions may be passed to the trainer, which checks their number.
         if value is not None and functions and len(value) not in (functions, functions + 1):
             raise conflict(
-                f"{len(value)} reward_weights for {functions} reward_functions: give one each, and "
-                "one more for a reward model"
+                f"{len(value)} reward_weights for {functions} reward_functions: set one "
+                "per function, and one more for a reward model"
             )
         return value

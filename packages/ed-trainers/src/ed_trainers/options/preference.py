@@ -100,11 +100,11 @@ class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArgu
         loss = info.data.get("loss_type", "sigmoid")
         if value and loss not in SMOOTHED:
             raise conflict(
-                f"label_smoothing has no effect with loss_type {loss!r}: leave it out, or take "
+                f"label_smoothing has no effect with loss_type {loss!r}: omit it, or use "
                 f"one of {', '.join(SMOOTHED)}"
             )
         if value == 0 and loss == "exo_pair":
-            raise conflict("exo_pair takes the logarithm of label_smoothing: set it above 0")
+            raise conflict("exo_pair computes the logarithm of label_smoothing: set it above 0")
         return value
 
     @field_validator("reference_free")
@@ -170,7 +170,7 @@ class CPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
     @classmethod
     def _reads_the_others(cls, value: str, info: ValidationInfo) -> str:
         if info.data.get("label_smoothing") and value not in ("sigmoid", "simpo"):
-            raise conflict(f"label_smoothing has no effect with loss_type {value!r}: leave it out")
+            raise conflict(f"label_smoothing has no effect with loss_type {value!r}: omit it")
         return value
 
     def idle(self) -> list[tuple[str, str]]:

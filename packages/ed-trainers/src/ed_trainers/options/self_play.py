@@ -48,7 +48,9 @@ class SelfPlayArguments(TrainingArguments):
     @classmethod
     def _is_taken_off(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("judge") is not None:
-            raise conflict("missing_eos_penalty is taken off scores, and a judge gives none")
+            raise conflict(
+                "missing_eos_penalty is subtracted from scores, and a judge returns no scores"
+            )
         return value
 
 

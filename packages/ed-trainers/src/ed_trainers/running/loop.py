@@ -235,7 +235,7 @@ class TrainingLoop:
             height = next(iter(prepared.values())).shape[0] * feed.parts
             if height != self.arguments.total_batch_size:
                 raise ConfigError(
-                    f"train_dataset gives batches of {height} sequences, but total_batch_size is "
+                    f"train_dataset has batches of {height} sequences, but total_batch_size is "
                     f"{self.arguments.total_batch_size}: an optimizer step uses one batch"
                 )
             parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
