@@ -105,7 +105,7 @@ class Rollout(Protocol):
             params: settings of the sampling: `max_tokens`, `temperature`, `top_p`, `top_k`,
                 `min_p`, and further settings of the implementation.
             weights: the weights to sample with; readable until this call returns.
-            seeds: one per prompt; equal seeds, prompts, settings and weights give equal tokens.
+            seeds: one per prompt; equal seeds, prompts, settings and weights produce equal tokens.
 
         Returns:
             One continuation per prompt, in the order of the prompts.

@@ -227,7 +227,7 @@ class Trainer:
         """Number of updates of the whole run.
 
         Raises:
-            ConfigError: neither the arguments nor the data give a length.
+            ConfigError: neither the arguments nor the data determine a length.
         """
         if self.arguments.max_training_steps is not None:
             return self.arguments.max_training_steps

@@ -29,7 +29,8 @@ def attention_divergences(
 
     Args:
         student, teacher: a layer of each, over the same tokens.
-        queries: whose weights exist at once; the backward pass computes them again.
+        queries: number of queries whose attention weights exist at the same time; the backward
+            pass computes them again.
 
     Raises:
         ConfigError: the layers have different numbers of heads.

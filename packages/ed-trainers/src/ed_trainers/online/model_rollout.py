@@ -35,8 +35,8 @@ class ModelRollout:
     ) -> list[Sampled]:
         """Complete each prompt; see `ed_trainers.rollout.Rollout.generate`.
 
-        A draw follows from the seed of the first prompt that is completed at once with it, and from
-        its place among them.
+        A draw depends on the seed of the first prompt in the group that is completed together, and
+        on the position of the prompt in this group.
         """
         model = self._model_of(weights.model)
         if not isinstance(model, EasyGenerationMixin):

@@ -1,7 +1,8 @@
 """Moments in eight bits, block by block (Dettmers et al. 2022, arXiv 2110.02861).
 
-A number is the code of the nearest of 256 levels, times the largest magnitude of its block. Blocks
-lie within a row of an array, so codes have the array's shape, and are placed as it is.
+A number is stored as the code of the nearest of 256 levels, relative to the largest magnitude of
+its block. A block is part of one row of an array, so codes have the shape and the sharding of the
+array.
 
 Legend: n columns, k blocks of a row.
 """

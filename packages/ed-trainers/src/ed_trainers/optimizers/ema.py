@@ -48,9 +48,9 @@ def with_ema(inner: optax.GradientTransformation, decay: float) -> optax.Gradien
 
 
 def averaged(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
-    """Return the mean of the parameters in their dtypes; they themselves where none is kept."""
+    """Return the mean of the parameters in their dtypes, or the parameters if no mean is kept."""
     state = state_of(opt_state, EmaState)
     if state is None:
         return params
-    # Copied, as above: whoever trains on donates both.
+    # Copied, as above: the next training step donates both.
     return jax.tree.map(lambda mean, p: jnp.copy(mean).astype(p.dtype), state.ema, params)

@@ -16,8 +16,8 @@ from ed_infra.rules import Rules
 
 from ed_trainers.options.base import TrainingArguments
 
-#: Parameters that weight decay leaves alone: biases, whatever a norm holds, and the rates, steps,
-#: skips and mixtures of a recurrence (Mamba, RG-LRU, RWKV).
+#: Parameters without weight decay: biases, all parameters of norms, and the rates, steps, skips
+#: and mixtures of a recurrence (Mamba, RG-LRU, RWKV).
 _OWN = r"bias|A_log|D|dt_bias|\w+_gate_bias|recurrent_param|time_(decay|first|mix_\w+)"
 NO_DECAY = re.compile(rf"(^|\.)({_OWN})$|norm[^.]*(\.(weight|scale|bias))?$", re.IGNORECASE)
 

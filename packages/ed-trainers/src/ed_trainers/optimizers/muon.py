@@ -34,8 +34,8 @@ class MuonState(NamedTuple):
 def matrices(params: optax.Params | None) -> Any:
     """Return a tree like the parameters: whether Muon updates each parameter.
 
-    It takes the matrices of layers and of experts. Embeddings, the head of the vocabulary or of
-    classes, and whatever is no matrix are AdamW's.
+    Muon updates the matrices of layers and of experts. AdamW updates embeddings, the head of the
+    vocabulary or of classes, and all parameters that are not matrices.
     """
 
     def is_matrix(path: Sequence[object], node: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Optimizers that look at shapes, over arrays that hold several layers or experts.
+"""Optimizers that depend on shapes, for arrays that contain several layers or experts.
 
-A scanned run of layers stores its parameters as [layers, ...], a layer with experts its own as
-[experts, in, out]. What an optimizer computes from a shape (factored moments, a norm, a matrix to
-make orthogonal) belongs to one layer and one expert. `per_array` lets a transformation of one array
-run on each of them: it never sees the leading axes.
+Scanned layers store their parameters as [layers, ...], and a layer with experts stores
+[experts, in, out]. Factored moments, norms and orthogonal matrices must be computed for each layer
+and each expert alone. `per_array` applies a transformation of one array to each layer and expert,
+without the leading axes.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def own_shapes(params: optax.Params) -> Any:
 
 
 def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Run a transformation of one array on each array of a tree, layers and experts apart.
+    """Apply a transformation of one array to each array of a tree, per layer and per expert.
 
     Args:
-        inner: `init` and `update` take single arrays. The structure of its state must not depend on
-            the array.
+        inner: its `init` and `update` accept single arrays. The structure of its state must not
+            depend on the array.
 
     Returns:
         A transformation of trees. Each leaf of the inner state is a tree like the parameters; a

@@ -1,8 +1,9 @@
-"""Schedule-free learning: averaging in the place of a schedule (Defazio et al. 2024, 2405.15682).
+"""Schedule-free learning: averaging instead of a schedule (Defazio et al. 2024, 2405.15682).
 
-Three sequences: the optimizer updates z, x is their average and the result, and gradients are taken
-at y = (1 - b1) z + b1 x. The parameters of a state are x: what is evaluated, saved and lent is the
-result at every moment. z is the optimizer's state, and the step asks `gradient_point` for y.
+There are three sequences. The optimizer updates z, x is the average of z, and gradients are
+computed at y = (1 - b1) z + b1 x. The parameters of a state are x, so evaluations, checkpoints
+and rollouts always use the average. z is part of the optimizer's state, and
+`gradient_point` returns y.
 """
 
 from __future__ import annotations

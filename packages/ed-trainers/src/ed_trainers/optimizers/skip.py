@@ -40,14 +40,15 @@ def skip_bad_steps(
     sigma: float | None,
     norm: Callable[[optax.Updates], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-    """Let a bad step change neither parameters nor the state of the optimizer.
+    """Skip bad steps: they change neither the parameters nor the state of the optimizer.
 
     Args:
         inner: the optimizer.
-        interval: steps that a loss is compared with; none is a spike before half of them are done.
-        sigma: standard deviations above the mean that are a spike; None skips only what is not
-            finite.
-        norm: of a gradient.
+        interval: number of steps that a loss is compared with; no loss is a spike before half of
+            these steps are done.
+        sigma: number of standard deviations above the mean from which a loss is a spike; None
+            skips only steps that are not finite.
+        norm: returns the norm of a gradient.
 
     Returns:
         A transformation whose update receives the loss as `value=`.

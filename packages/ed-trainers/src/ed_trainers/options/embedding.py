@@ -51,7 +51,7 @@ class EmbeddingArguments(NoiseArguments):
     def _one_microbatch(cls, value: int) -> int:
         if value != 1:
             raise conflict(
-                "embedding would compare texts only within a microbatch, not within the whole step: "
+                "embedding would compare texts only within a microbatch, not in the whole step: "
                 "set gradient_accumulation_steps to 1"
             )
         return value

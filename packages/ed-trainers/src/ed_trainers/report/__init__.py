@@ -1,10 +1,10 @@
-"""`report.html`: one page about a run that needs nothing else, neither files nor a network.
+"""`report.html`: one page about a run, without other files and without network access.
 
     python -m ed_trainers.report runs/quickstart
 
-It is made of what the run left in its directory: `metrics.jsonl`, and where they are there
-`summary.json` (figures, samples, evaluation) and `config.yaml`. Curves need no list: every number
-of a row is one, drawn over its `eval_` twin.
+The page is built from the files in the directory of the run: `metrics.jsonl` and, if they exist,
+`summary.json` (figures, samples, evaluation) and `config.yaml`. Every number of a row is a point of
+a curve, in the same chart as the evaluation with the prefix `eval_`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def write_report(directory: str | Path) -> Path:
 
 
 def charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The curves: `{name, lines: [{label, points: [[step, seconds, value], ...]}]}`.
+    """Return the charts: `{name, lines: [{label, points: [[step, seconds, value], ...]}]}`.
 
-    A metric and its evaluation share a chart. What was never a finite number has none.
+    A metric and its evaluation share a chart. A figure that was never finite has no chart.
     """
     begin = next((row["time"] for row in rows if "time" in row), 0.0)
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _NAMED = re.compile(r"(?:the answer is|answer\s*[:=])\s*(.+)", re.IGNORECASE)
 _THINKING = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
-# Maximum number of digits of an answer; longer numbers take long to parse.
+# Maximum number of digits of an answer; parsing longer numbers is slow.
 _DIGITS = 200
 
 

@@ -22,7 +22,7 @@ from ed_trainers.stored.arrays import flat_arrays, from_flat
 class Following:
     """A frozen model whose weights follow the learner's, and its weights before training.
 
-    Only the parameters that the learner trains follow. The other variables stay as they are.
+    Only the parameters that the learner trains are updated. The other variables stay unchanged.
 
     Args:
         name: role of the frozen model.

@@ -62,7 +62,7 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str], where: str) ->
     if differences:
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
-            f"{where} holds only what learns, over frozen weights that are not these "
+            f"{where} contains only trained parameters, over frozen weights that are not these "
             f"({'; '.join(differences[:3])}{more}): load the weights that the run began with, in "
             "the same dtype and quantization, or use another save_directory"
         )
