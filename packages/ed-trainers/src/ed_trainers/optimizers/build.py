@@ -35,7 +35,7 @@ NumbersOf = Callable[[optax.Params | None], Numbers]
 def build_optimizer(
     arguments: TrainingArguments, schedule: Schedule
 ) -> optax.GradientTransformation:
-    """Make the gradient transformation that the arguments describe.
+    """Return the gradient transformation that the arguments describe.
 
     Gradients may come in any float dtype. The structure of the state depends on `optimizer`,
     `skip_bad_steps`, whether there is an `ema_decay`, and the dtypes of the parameters alone, so a
@@ -63,7 +63,7 @@ def build_optimizer(
 
 
 def check_rules(arguments: TrainingArguments, params: optax.Params) -> None:
-    """Look up every rule that the optimizer will follow, before training begins.
+    """Look up every rule that the optimizer uses, before training begins.
 
     Raises:
         ConfigError: a rule matches no parameter.
@@ -165,7 +165,7 @@ def _direction(arguments: TrainingArguments) -> Direction:
 def _split(
     first: Direction, second: Direction, chooses: Callable[[optax.Params], Any]
 ) -> optax.GradientTransformation:
-    """Run one transformation on the parameters that are chosen, another on the others."""
+    """Apply one transformation to the selected parameters and another to all others."""
 
     def labels(params: optax.Params) -> Any:
         return jax.tree.map(lambda chosen: "first" if chosen else "second", chooses(params))
@@ -194,7 +194,7 @@ def _add_decay(decay_of: NumbersOf) -> optax.GradientTransformation:
 
 
 class RateState(NamedTuple):
-    """Updates done."""
+    """Number of updates."""
 
     count: jax.Array
 

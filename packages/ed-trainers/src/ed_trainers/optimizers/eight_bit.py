@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 @cache
 def levels(*, signed: bool) -> np.ndarray:
-    """Return the 256 levels of the dynamic tree of the paper, rising, float32.
+    """Return the 256 levels of the paper's dynamic tree in ascending order, float32.
 
     The leading zeros of a code are a power of ten, the other bits a linear fraction of it.
     """
@@ -52,7 +52,7 @@ def levels(*, signed: bool) -> np.ndarray:
 
 
 def quantize(x: jax.Array, *, signed: bool, block_size: int) -> Blocks:
-    """Turn numbers [.., n] into codes; within a block, each into the nearest level."""
+    """Return the codes of numbers [.., n]: the nearest level within each block."""
     blocks = _blocks(x.astype(jnp.float32), block_size)
     scales = jnp.max(jnp.abs(blocks), axis=-1)
     table = levels(signed=signed)
@@ -63,7 +63,7 @@ def quantize(x: jax.Array, *, signed: bool, block_size: int) -> Blocks:
 
 
 def dequantize(blocks: Blocks, *, signed: bool, block_size: int) -> jax.Array:
-    """Turn codes into numbers, float32 [.., n]."""
+    """Return the numbers of the codes, float32 [.., n]."""
     values = jnp.asarray(levels(signed=signed))[_blocks(blocks.codes, block_size)]
     whole = (values * blocks.scales[..., None]).reshape(*blocks.codes.shape[:-1], -1)
     return whole[..., : blocks.codes.shape[-1]]
@@ -72,7 +72,7 @@ def dequantize(blocks: Blocks, *, signed: bool, block_size: int) -> jax.Array:
 def eight_bit(
     inner: optax.GradientTransformation, *, block_size: int
 ) -> optax.GradientTransformation:
-    """Keep the moments of a transformation of one array in eight bits.
+    """Store the moments of a transformation of one array in eight bits.
 
     Args:
         inner: computes in float32; what has the array's shape in its state is stored as `Blocks`.
@@ -115,7 +115,7 @@ def _signed(path: Sequence[object]) -> bool:
 
 
 def _blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """[.., n] to [.., k, block]; the last block is filled up with zeros."""
+    """Reshape [.., n] to [.., k, block]; the last block is padded with zeros."""
     n = x.shape[-1]
     size = min(block_size, n)
     padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -n % size)])

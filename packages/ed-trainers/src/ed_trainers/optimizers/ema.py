@@ -1,4 +1,4 @@
-"""A running mean of the parameters, which often does better than they do (Polyak averaging)."""
+"""A running mean of the parameters, often with a lower loss than the parameters (Polyak)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ed_trainers.options.optimizers import MarsSettings
 
 
 class MarsState(NamedTuple):
-    """Updates done, the gradient before, and the two moments of an array."""
+    """Number of updates, previous gradient, and the two moments of an array."""
 
     count: jax.Array
     before: jax.Array

@@ -25,7 +25,7 @@ class MasterState(NamedTuple):
 
 
 def state_of(opt_state: optax.OptState, kind: type[S]) -> S | None:
-    """Return the part of an optimizer's state that is of a class, if there is one."""
+    """Return the part of an optimizer's state with the given class, or None."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
     return next((part for part in parts if isinstance(part, kind)), None)
 
@@ -57,7 +57,7 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def in_parameter_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keep the state's dtypes what `init` made them: float32 gradients would widen the moments."""
+    """Preserve the dtypes that `init` chose: float32 gradients would widen the moments."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -70,7 +70,7 @@ def in_parameter_dtype(inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def with_float32(params: P, opt_state: optax.OptState) -> P:
-    """Return the parameters with their masters in the place of those that have one."""
+    """Return the parameters; those with a master are replaced by it."""
     state = state_of(opt_state, MasterState)
     return params if state is None else _merged(state.masters, params)
 

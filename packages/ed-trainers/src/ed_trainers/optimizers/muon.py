@@ -48,7 +48,7 @@ def matrices(params: optax.Params | None) -> Any:
 
 
 def scale_by_muon(settings: MuonSettings) -> optax.GradientTransformation:
-    """The direction of Muon for one matrix, stored [i, o] as ours are."""
+    """Return the transformation of Muon for one matrix [i, o]."""
     beta = settings.momentum
 
     def init(param: jax.Array) -> MuonState:

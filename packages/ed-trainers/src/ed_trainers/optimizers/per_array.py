@@ -21,17 +21,17 @@ EXPERT = "expert"
 
 
 def logical_axes(node: object) -> tuple[str | None, ...]:
-    """Logical axes that a parameter declares, of one layer; empty where it declares none."""
+    """Return the logical axes of a parameter in one layer; empty if it declares none."""
     return tuple(node.get_metadata().get("axes") or ()) if isinstance(node, nnx.Variable) else ()
 
 
 def map_parameters(
     function: Callable[[Sequence[object], Any], Any], params: optax.Params | None
 ) -> Any:
-    """Put `function(path, parameter)` in the place of each array of a tree of parameters.
+    """Replace each array of a tree of parameters by `function(path, parameter)`.
 
     Args:
-        function: gets the storage path and the `nnx.Variable`, or the array where there is none.
+        function: receives the storage path and the `nnx.Variable`, or the bare array.
         params: a tree of parameters; absent ones (`optax.MaskedNode`) stay absent.
     """
 
@@ -43,13 +43,13 @@ def map_parameters(
 
 
 def stacked_axes(path: Sequence[object], node: object) -> int:
-    """Number of leading axes over which a parameter is many arrays: its layers, its experts."""
+    """Return the number of leading axes that stack layers and experts."""
     layers = sum(parse_run(key) is not None for key in normalize(path))
     return layers + (logical_axes(node)[:1] == (EXPERT,))
 
 
 def own_shapes(params: optax.Params) -> Any:
-    """Return the parameters with the shape of one array in the place of each leaf."""
+    """Return the parameters; each leaf is replaced by the shape of one array."""
 
     def shape(path: Sequence[object], node: Any) -> jax.ShapeDtypeStruct:
         leaf = jax.tree.leaves(node)

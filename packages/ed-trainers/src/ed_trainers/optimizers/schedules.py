@@ -1,4 +1,4 @@
-"""Learning rate by step: warm-up, then a course."""
+"""Learning rate by step: warm-up, then a schedule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
 def _course(
     arguments: TrainingArguments, total_steps: int
 ) -> tuple[int, Callable[[jax.Array], jax.Array]]:
-    """The step at which the decay begins, and what remains of it, 1 to 0, by the part done."""
+    """Return the first step of the decay, and its factor (1 to 0) by the completed share."""
     settings = scheduler_settings(arguments.scheduler, arguments.scheduler_kwargs)
     begin = arguments.warmup_steps
     match settings:

@@ -90,7 +90,7 @@ def skip_bad_steps(
 
 
 def was_skipped(opt_state: optax.OptState | None) -> jax.Array | None:
-    """Return whether the last step was skipped, a boolean scalar; None where none can be."""
+    """Return whether the last step was skipped, a scalar; None if steps are never skipped."""
     state = None if opt_state is None else state_of(opt_state, SkipState)
     return None if state is None else state.skipped
 
