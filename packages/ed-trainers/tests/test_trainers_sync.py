@@ -247,7 +247,7 @@ def test_synced_reference_resumes_in_other_layout_and_mesh(tmp_path):
 
 def test_invalid_sync_options_raise_error(toy, tmp_path):
     for method, given, words in [
-        ("dpo", {"precompute_ref_log_probs": True}, "nothing of it can be computed ahead"),
+        ("dpo", {"precompute_ref_log_probs": True}, "it cannot be computed in advance"),
         ("dpo", {"reference_free": True}, "no reference that could move"),
         ("grpo", {"beta": 0}, "with beta 0 there is no reference"),
         ("kto", {"ref_model_mixup_alpha": 0}, "greater than 0"),

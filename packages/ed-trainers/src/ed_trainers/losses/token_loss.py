@@ -1,10 +1,10 @@
 """Log-probabilities and cross-entropy of a sharded batch: each device computes its own tokens.
 
-`ed_layers.losses` walks over chunks of tokens. Left to itself, the compiler splits that walk over
-devices with different rows in some meshes only, and repeats work in others (counted for a small
-Llama on eight devices over `dp`: three times the operations). Here each device walks over its own
-rows and positions. The vocabulary stays with the compiler: where the head is split over it, so are
-the logits of a chunk.
+`ed_layers.losses` loops over chunks of tokens. On its own, the compiler divides this loop over
+devices with different rows in some meshes only, and repeats work in others (measured for a small
+Llama on eight devices over `dp`: three times the operations). Here each device loops over its own
+rows and positions. The compiler places the vocabulary: if the head is split over it, so are the
+logits of a chunk.
 
 Legend: b sequences, s positions, d hidden, v vocabulary.
 """

@@ -42,7 +42,7 @@ class ModelRollout:
         if not isinstance(model, EasyGenerationMixin):
             raise ConfigError(f"{type(model).__name__} has no generate: it completes no prompts")
         settings: dict[str, Any] = {name: params[name] for name in ("temperature", "top_p")}
-        # Zero is these settings' word for "no limit".
+        # In these settings, zero means "no limit".
         settings |= {name: params[name] for name in ("top_k", "min_p") if params.get(name)}
         ends = _end_tokens(model)
         sampled: list[Sampled] = []

@@ -62,7 +62,7 @@ class ReferenceArguments(TrainingArguments):
     def _stays_as_it_is(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("sync_ref_model"):
             raise conflict(
-                "sync_ref_model moves the reference, so nothing of it can be computed ahead: set "
+                "sync_ref_model changes the reference, so it cannot be computed in advance: set "
                 "one of the two"
             )
         return value

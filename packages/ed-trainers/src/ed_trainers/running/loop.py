@@ -168,7 +168,7 @@ class TrainingLoop:
         if restored is not None:
             _, state, saved = restored
             self.job.feed.load_state_dict(saved["loader"])
-            self.job.adopt(state)  # lets go of the initial parameters
+            self.job.adopt(state)  # releases the initial parameters
         elif state.opt_state is None:
             state = state.init_tx(tx)
         self.step = int(state.step)
