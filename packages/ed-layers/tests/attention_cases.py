@@ -110,7 +110,7 @@ def config(**fields: Any) -> EasyDeLBaseConfig:
 
 @cache
 def mechanism_of(name: str, features: frozenset[str] = frozenset(), **fields: Any) -> Mechanism:
-    """The mechanism as a model with these features resolves it, where it reads what it reads."""
+    """The mechanism that a model resolves for these features and inputs."""
     if name == "ring":
         fields = {"sharding_axis_dims": (1, 1, 1, 1, 4), **fields}
     field = "decode_attn_mechanism" if MECHANISMS[name].reads == "cache" else "attn_mechanism"
@@ -138,7 +138,7 @@ def usual_cell(name: str) -> str:
 
 
 def case_of(cell: Cell, groups: int = 2, *, seed: int = 0, segments: Any = SEGMENTS) -> Case:
-    """A cell's call with random numbers; float32 values, so that float64 is what they are."""
+    """The call of a cell with random float32 numbers, which float64 represents exactly."""
     draw = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -180,7 +180,7 @@ def last(mask: Mask, count: int) -> Mask:
 
 
 def info_of(mask: Mask) -> MaskInfo:
-    """The mask as attention gets it; where it is self-attention, made from segments alone."""
+    """The mask for attention; for self-attention, built from segments only."""
     if mask.in_order:
         return MaskInfo.from_segments(mask.q_segments, causal=mask.causal)
     arrays = (mask.q_segments, mask.kv_segments, mask.q_index, mask.kv_index)

@@ -128,7 +128,7 @@ class Engine:
         self.attention = attention
 
     def take(self, tokens: int) -> list[int]:
-        """Pages for so many tokens."""
+        """Return pages for this number of tokens."""
         return [self.free.pop() for _ in range(-(-tokens // PAGE))]
 
     def close(self, i: int) -> float:
@@ -139,7 +139,7 @@ class Engine:
         return error(np.concatenate(self.outs[i], axis=1), expected)
 
     def replace(self, i: int, length: int) -> None:
-        """Let another sequence take the place of one that was closed."""
+        """Replace a closed sequence by another sequence."""
         self.sequences[i] = sequence(length, seed=next(self.seeds))
         self.done[i], self.outs[i] = 0, []
         self.table[i] = self.take(length)
@@ -194,5 +194,5 @@ def ragged(state_slots: list[int], q_lens: list[int], kv_lens: list[int], used: 
 
 
 def numbers(codes: Any) -> jax.Array:
-    """What codes stand for."""
+    """Return the values of codes."""
     return decode(codes, jnp.float32)

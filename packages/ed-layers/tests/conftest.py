@@ -1,4 +1,4 @@
-"""Tests import what they share by its name: `attention_cases`, `attention_reference`."""
+"""Tests import shared modules by name: `attention_cases`, `attention_reference`."""
 
 import pathlib
 import sys

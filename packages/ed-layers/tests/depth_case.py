@@ -99,7 +99,7 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def context(mask_info: MaskInfo | None = None, mode="train") -> Ctx:
-    """What the layers are told; they turn no positions."""
+    """The context of the layers, without rotary positions."""
     positions = jnp.zeros((B, S), jnp.int32)
     rope = rope_tables(positions, jnp.ones(D // H // 2), 1.0)
     return Ctx(positions, {ALL_LAYERS: rope}, mask_info or MaskInfo.full(B, S), mode=mode)

@@ -78,7 +78,7 @@ def test_static_mask_limits_match_reference(name, limit, causal) -> None:
 
 @pytest.mark.parametrize("name", able())
 def test_order_is_the_index_not_the_place(name) -> None:
-    """Shuffled tokens, as in a zig-zag over devices, get what they got in order."""
+    """Shuffled tokens, as in a zig-zag over devices, have the same outputs as tokens in order."""
     draw = np.random.default_rng(3)
     mask = Mask.packed(SEGMENTS)
     row = np.arange(2)[:, None]
@@ -154,7 +154,7 @@ def test_blockwise_attention_matches_vanilla(seed, shuffled, window, chunk) -> N
 
 
 def small(name: str, **changes) -> tuple[Case, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A causal case with changes, its reference and what a mechanism finds, gradients too."""
+    """A modified causal case, its reference, and the outputs and gradients of a mechanism."""
     case = cases.case_of(CELLS["causal"])
     if name in LEAN:  # one program for most tests: a bias of zeros, sinks that weigh nothing
         bias = np.zeros((1, cases.HEADS, cases.LENGTH, cases.LENGTH), np.float32)
@@ -225,7 +225,7 @@ def test_saturated_soft_cap_has_finite_output_and_no_gradient(name) -> None:
 @pytest.mark.parametrize("name", able("sinks"))
 @pytest.mark.parametrize("sink", [-np.inf, -1e9, -15.0, -10.0, 50.0])
 def test_sinks_of_any_size_match_reference(name, sink) -> None:
-    """Also in the gradient, where a sink takes so little that 1 less its share is 1 in float32."""
+    """Also for the gradient, with a sink so small that 1 minus its share is 1 in float32."""
     sinks = np.full(cases.HEADS, sink, np.float32)
     case, expected, found = small(name, sinks=sinks)
     if sink < -100:  # a sink that weighs nothing is none

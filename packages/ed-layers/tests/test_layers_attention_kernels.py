@@ -23,7 +23,7 @@ from ed_layers.attention.mechanism import check_language
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Declare entry points, as an installed package would; the toy's kernels unless told others."""
+    """Declare entry points, as an installed package would; by default the toy's kernels."""
 
     def declare(*values: str) -> None:
         points = [EntryPoint(f"toy{i}", v, registry.GROUP) for i, v in enumerate(values)]

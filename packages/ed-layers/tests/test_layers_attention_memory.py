@@ -13,7 +13,7 @@ LENGTHS = [2**n * 1024 for n in range(1, 6)]
 
 
 def temporary(name: str, length: int, *, gradient: bool, window: int | None = None) -> int:
-    """Bytes that a compiled call needs beside its arguments and results."""
+    """Return the bytes that a compiled call needs in addition to its arguments and results."""
 
     def shape(heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.float32)

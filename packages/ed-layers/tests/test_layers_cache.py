@@ -1,4 +1,4 @@
-"""Contiguous and paged caches give what attention over the whole sequence gives."""
+"""Contiguous and paged caches produce the outputs of attention over the whole sequence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_any_steps_of_any_cache(kind, format, layout, mechanism):
 
 @pytest.mark.parametrize(("kind", "format"), [("dense", "int8"), ("window", "fp8")])
 def test_quantized_cache_is_independent_of_step_sizes(kind, format, record_property):
-    """However the tokens come, the same codes are stored and read; near to what they stand for."""
+    """The stored codes do not depend on the order of steps, and are near the numbers."""
     qkv = sequence(14)
     outs = []
     for steps in STEPS.values():
@@ -87,7 +87,7 @@ def test_quantized_cache_is_independent_of_step_sizes(kind, format, record_prope
 
 @pytest.mark.parametrize("kind", ["dense", "window"])
 def test_left_padding_counts_no_position_and_gets_no_attention(kind):
-    """Two rows, one of them padded by three: each gives what it gives alone."""
+    """Two rows, one padded by three tokens: each row has the outputs of the row alone."""
     long, short = sequence(12), sequence(9, seed=1)
     qkv = [
         np.concatenate([a, np.pad(b, ((0, 0), (3, 0), (0, 0), (0, 0)), constant_values=9.0)])
@@ -134,7 +134,7 @@ def test_values_of_another_width_in_pages(value_dim):
 
 @pytest.mark.parametrize("format", [None, "int8", pytest.param("fp8", marks=pytest.mark.nightly)])
 def test_freed_pages_serve_the_next_sequence(format, record_property):
-    """A pool with no page to spare: whoever comes gets what another has left behind."""
+    """In a full pool, a new sequence receives the pages of an earlier sequence."""
     engine = Engine([13, 30, 3], pages=13, slots=3, format=format, window=9)
     errors, following = [], {0: [9, 16, 5], 2: [4, 2, 1]}
     for counts in ([5, 12, 3], [8, 1, 0], [9, 1, 2], [0, 9, 2], [16, 0, 1], [0, 6, 1], [5, 1, 1]):

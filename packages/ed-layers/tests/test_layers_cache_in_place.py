@@ -118,7 +118,7 @@ def check(kind: str, layout: Any, batch: int, format: Format | None) -> None:
         assert not copies(compiled.as_text(), arrays)
         if CAPACITY < 1024:  # then it is temporary memory of another kind
             continue
-        # A score matrix takes a layer's keys and values out of a stack; blocks take no layer out.
+        # A score matrix slices a layer's keys and values from a stack; blocks do not.
         layers = 2.5 if mechanism != DECODE else 0.5
         assert memory.temp_size_in_bytes < layers * held / LAYERS / 2, memory
 

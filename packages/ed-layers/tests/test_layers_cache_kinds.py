@@ -82,7 +82,7 @@ def test_periods_of_a_scan_find_their_layers():
         outs = []
         for slot, spec in enumerate(specs[:3]):
             options: Any = {"group": spec.group, "window": spec.window, "mechanism": VANILLA}
-            # Each layer has keys of its own, so that a mistaken index would be seen.
+            # Each layer has different keys, so that a wrong index would be visible.
             scale = 1 + first + slot
             out, cache = attend(q, k / scale, v, info, cache=cache, layer=first + slot, **options)
             outs.append(out)
@@ -123,7 +123,7 @@ def test_periods_of_a_scan_find_their_layers():
 
 
 def test_paged_cache_reads_separate_tables_per_group():
-    """Windowed layers with a pool and a table of their own, and a step that has one table."""
+    """Windowed layers with a separate pool and table, and a step with one table."""
     qkv: list[Any] = sequence(6)
     cache: Any = HybridCache.create_paged(
         [NEAR, FULL], num_pages={"window": 2, "full": 3}, page_size=4

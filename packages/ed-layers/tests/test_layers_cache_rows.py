@@ -43,7 +43,7 @@ def padded(seed: int = 0) -> tuple[list[np.ndarray], np.ndarray, list[list[np.nd
     ids=["chunk", "window", "ring", "ring of chunks"],
 )
 def test_padding_shifts_neither_chunks_nor_windows(specs, features, mechanism):
-    """A row gives what it gives without its padding, wherever that stands."""
+    """A row has the outputs of the row without padding, at any position of the padding."""
     qkv, segments, alone = padded()
     cache = HybridCache.create(specs, batch_size=3, capacity=16)
     group = specs[0].group
@@ -119,7 +119,7 @@ def test_cache_overflow_raises_value_error(kind, layout):
     ids=["window", "chunk", "int8"],
 )
 def test_too_many_tokens_are_no_answer_inside_jit(features, mechanism, format):
-    """The row that outgrows its cache gives NaN from then on; its neighbour what it should."""
+    """A row that exceeds its cache produces NaN; the other row is unaffected."""
     long, short = sequence(14), sequence(14, seed=1)
     segments = np.ones((2, 14), np.int32)
     segments[1, [0, 1, 11]] = 0

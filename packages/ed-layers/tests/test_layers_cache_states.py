@@ -29,7 +29,7 @@ def test_recurrent_cache_sets_states_of_one_layer():
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_new_sequences_start_with_zero_states(layout):
-    """Sequences lease states: one that begins gets zeros, and unused places touch nobody's."""
+    """A new sequence leases a state of zeros, and unused positions change no state."""
     cache = RecurrentCache.create([STATE] * 2, batch_size=4, layout=layout)
     step = ragged([3, 1, 0], [2, 1, 0], [2, 1, 0], used=2)
     new = {"conv": jnp.arange(18.0).reshape(3, 3, 2) + 1, "ssm": jnp.ones((3, 4))}
@@ -68,7 +68,7 @@ def recurrent_layer(cache: Any, x: Any, segments: Any, batch: RaggedBatch | None
 
 
 def recurrence(x: np.ndarray) -> np.ndarray:
-    """What the layer gives for one sequence alone."""
+    """Return the outputs of the layer for one sequence alone."""
     h, out = 0.0, []
     for value in x:
         h = 0.5 * h + value
@@ -81,7 +81,7 @@ H_STATE = RecurrentSpec((StateSpec("h", ()),))
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_rows_of_a_recurrent_model(layout):
-    """Left-padded prompts, then tokens: each row as it is alone; padding moves no state."""
+    """Left-padded prompts, then tokens: each row equals the row alone; padding changes no state."""
     x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     segments = np.ones((3, 8), np.int32)
     segments[0, :2] = segments[2, :5] = 0
@@ -102,7 +102,7 @@ def test_rows_of_a_recurrent_model(layout):
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_sequences_of_a_recurrent_model(layout):
-    """Sequences come, go, and are preempted; each step some of them, and each as it is alone."""
+    """Sequences start, end and are preempted in mixed steps; each equals the sequence alone."""
     draw = np.random.default_rng(0)
     lengths = {"a": 9, "b": 5, "c": 7, "d": 3}
     x = {name: draw.normal(size=n).astype(np.float32) for name, n in lengths.items()}

@@ -41,7 +41,7 @@ def config(dims=(1, 1, 1, 1, 1), **fields):
 
 
 def noisy(module, seed=1):
-    """Every parameter has a value of its own: B starts at zero."""
+    """Give every parameter a different value, because B starts at zero."""
     state = nnx.state(module)
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(state))))
     nnx.update(module, jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape) * 0.3, state))

@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2: chunks of any size give a loop over tokens, and documents do not leak."""
+"""Mamba and Mamba-2: chunks of any size equal a loop over tokens, and documents do not leak."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_chunks_are_a_loop_over_tokens(name: str, chunk: int) -> None:
         for segment in range(1, SEGMENTS[row].max() + 1):
             at = SEGMENTS[row] == segment
             np.testing.assert_allclose(out[row, at], loop(x[row, at]), rtol=1e-5, atol=1e-5)
-    # What another document says, and what stands in the padding, changes not one bit.
+    # Another document, or the content of padding, does not change a single bit.
     x[0, :11] += 1
     x[0, 16:18] = 1e3
     again = np.asarray(jax.jit(partial(run, mixer))(x, SEGMENTS))

@@ -1,4 +1,4 @@
-"""Which kernel a call takes, and native kernels where they are not: interpreted, or traced."""
+"""The kernel of a call; native kernels on other platforms, interpreted or traced."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_blocksize_b_is_rows_of_a_step_of_flash_attention(monkeypatch) -> None:
 
 @pytest.mark.proves("flash_attention_backward_pass_impl")
 def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
-    """The XLA implementation of jax's function stands in for cuDNN, which cannot be traced here."""
+    """jax's XLA implementation replaces cuDNN, which cannot be traced on this platform."""
     on(monkeypatch, "gpu")
     by_jax, called = gpu.by_jax, []
 
@@ -327,7 +327,7 @@ def test_unsupported_kernel_call_logs_reason_once(monkeypatch, caplog) -> None:
 
 
 def test_pages_on_tpu_are_read_by_the_kernel(monkeypatch) -> None:
-    """The program reads the stacked pool as pages behind each other, and says why where not."""
+    """The program reads the stacked pool as consecutive pages, or reports why it cannot."""
 
     def text(head_dim: int = 128, dtype: Any = jnp.bfloat16, **given: Any) -> str:
         ints = partial(jnp.zeros, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Latent attention: absorbed = expanded, in a cache and in pages; what a cache holds; the index."""
+"""Latent attention: absorbed = expanded, in a cache and in pages; cache content; the index."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def context(positions: Any, mask: MaskInfo | None, ragged: RaggedBatch | None = 
 
 @jax.jit
 def forward(state: Any, x: jax.Array) -> jax.Array:
-    """Without a cache; the state is that of a split module, and what it is split from."""
+    """Without a cache; the state equals the state of a split module."""
     mask = MaskInfo.from_segments(jnp.ones(x.shape[:2], jnp.int32))
     return merged(state)(x, context(mask.q_index, mask), None, 0)[0]
 

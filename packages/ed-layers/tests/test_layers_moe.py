@@ -54,7 +54,7 @@ def context(config=None, pad=0, mode: Any = "train"):
 
 
 def randomized(module):
-    """Biases start at zero: give every parameter a value."""
+    """Give every parameter a value, because biases start at zero."""
     state = nnx.state(module, nnx.Param)
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
     nnx.update(module, jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape) * 0.3, state))
@@ -66,7 +66,7 @@ def experts(count, bias=False, **fields):
 
 
 def choices(count, k, seed=0):
-    """Experts of each token, the last two of which nobody chooses; a token without any."""
+    """Experts of each token, except the last two experts; one token without experts."""
     rng = np.random.default_rng(seed)
     chosen = np.argsort(rng.random((B, S, max(count - 2, k))), axis=-1)[..., :k]
     chosen[2, 3] = count
@@ -78,7 +78,7 @@ def inputs():
 
 
 def one_by_one(module, x, chosen, weights):
-    """The sum over a token's experts, as it is written."""
+    """Return the sum over a token's experts, as in the definition."""
     p = {name: np.asarray(v.get_value()) for name, v in variables(module).items()}
 
     def layer(name, e, x):
@@ -169,7 +169,7 @@ TENSOR = {"use_expert_tensor_mode": True}
 
 @functools.cache
 def on_one_device(method):
-    """What the meshes are compared with."""
+    """Return the reference of the meshes."""
     (chosen, weights), x = choices(8, 3), inputs()
     upstream = jnp.asarray(np.random.default_rng(4).normal(size=(B, S, D)), jnp.float32) / 8
     module = experts(8, True, **METHODS[method])
@@ -334,7 +334,7 @@ def test_experts_have_a_capacity_in_training():
     assert (float(metric.sum), float(metric.weight)) == (dropped, (B * S - 3) * 2)
     assert dropped > 5
     assert "router_dropped" not in call(module.gate, x, context(mode="decode"))[2].metrics
-    # A row alone loses what it loses among others, on any mesh.
+    # A row alone loses the same tokens as in a batch, on any mesh.
     placed = config((1, 2, 1, 2, 2), expert_capacity_factor=0.5)
     sharded, *_ = call(placement.shard(module.gate, placed), x, context(placed, pad=3))
     np.testing.assert_array_equal(sharded, expected)
@@ -394,7 +394,7 @@ def test_a_selection_bias_follows_the_load():
     expected = 0.01 * np.sign(np.mean(load) - np.asarray(load))
     near(module.gate.e_score_correction_bias.get_value(), expected)
     assert len(set(expected.tolist())) > 1, "or nothing is tested"
-    # Where another layer learns alone, such as an adapter, the bias of the router stays.
+    # If only another layer is trained, such as an adapter, the bias of the router does not change.
     other, trained = nnx.state(holder, nnx.Not(nnx.Param)), nnx.state(holder, nnx.Param)
     assert trained.mlp.pop("gate")
     near(apply_updates(other, update, trained), other, bound=0)
@@ -428,7 +428,7 @@ def test_the_balance_of_all_layers_is_that_of_transformers():
 
 
 def test_one_token_is_as_many():
-    """A step of one token gives what the whole sequence gave for it."""
+    """A step of one token equals the output of the whole sequence for this token."""
     module, x = sparse(), inputs()
     step = Ctx(jnp.zeros((B, 1), jnp.int32), {}, mode="decode")
     near(call(module, x[:, 5:6], step)[0], call(module, x, context())[0][:, 5:6])

@@ -38,7 +38,7 @@ SIZES = st.integers(1, 150)
 
 
 def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:
-    """Within rounding of float32 sums, and of the result where it is bfloat16."""
+    """Assert equality up to rounding of float32 sums, and of a bfloat16 result."""
     expected, sizes = x @ w, np.abs(x) @ np.abs(w)
     rounded = 2**-8 * np.abs(expected) if y.dtype == jnp.bfloat16 else 0
     assert (np.abs(exact(y) - expected) <= rounded + 2e-6 * sizes).all()
@@ -251,7 +251,7 @@ def test_calls_of_several_threads_at_once() -> None:
 @built
 @pytest.mark.parametrize("setting", [{"ED_LAYERS_NATIVE_LEVEL": "base"}, {}, {"threads": "1"}])
 def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
-    """One level gives the same bits on one thread and on all of them."""
+    """A level produces the same bits on one thread and on all threads."""
     environment = {**os.environ, **setting, "XLA_FLAGS": ""}
     if "threads" in setting:
         environment["NPROC"] = "1"

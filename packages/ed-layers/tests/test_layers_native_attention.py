@@ -71,7 +71,7 @@ def near(ours: jax.Array, expected: np.ndarray) -> None:
 
 
 def projected(rng, sizes, heads, dims, causal, scoring, dtype="float32", *, same=True):
-    """A call over keys of its own; `same`: of the same tokens as the queries."""
+    """A call with separate keys; `same`: keys of the same tokens as the queries."""
     (b, s, t), (h, g), (k, d) = sizes, heads, dims
     q = drawn(rng, b, s, h, k, dtype=dtype)
     keys, values = drawn(rng, b, t, g, k, dtype=dtype), drawn(rng, b, t, g, d, dtype=dtype)

@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("native_boundary_cases.py")
 
 
 def outcome(seed: int, count: int) -> dict[str, list[str]]:
-    """Run `count` calls of every target in a process of their own."""
+    """Run `count` calls of every target in a separate process."""
     command = [sys.executable, str(PROGRAM), str(seed), str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1:]

@@ -1,4 +1,4 @@
-"""Rotary positions of the native library: values, gradients, and what it is taken for."""
+"""Rotary positions of the native library: values, gradients, and the conditions of use."""
 
 from __future__ import annotations
 

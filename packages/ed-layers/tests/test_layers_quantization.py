@@ -391,7 +391,7 @@ def test_repeated_quantize_and_plain_dequantize_raise_config_error():
 
 
 def test_quantized_model_holds_expected_bytes_per_weight():
-    """What the arrays of a quantized model hold on the device, by format."""
+    """Return the bytes of a quantized model on the device, by format."""
     normal = jax.nn.initializers.normal()
     linear = nnx.List(
         [Linear(256, 512, axes=("embed", "mlp"), kernel_init=normal, rngs=nnx.Rngs(0))]

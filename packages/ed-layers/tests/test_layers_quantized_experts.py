@@ -1,4 +1,4 @@
-"""Quantized experts: every method and mesh gives the numbers of their plain matrices."""
+"""Quantized experts: every method and mesh equals the result for plain matrices."""
 
 import functools
 
@@ -49,7 +49,7 @@ def outputs(module, placed):
 
 @functools.cache
 def reference(name):
-    """The plain matrices that the codes stand for."""
+    """Return the plain matrices with the values of the codes."""
     plain = dequantize(quantized(SPECS[name], **METHODS["dense"]))
     return outputs(plain, None)
 
@@ -128,7 +128,7 @@ def test_simulated_quantized_experts_have_dequantized_gradients(method, dims):
 
 
 def test_a_mesh_cuts_no_group():
-    """Where one matrix cannot be split, none is: each takes what another one made."""
+    """If one matrix cannot be split, no matrix is split."""
 
     def split(name):
         module = quantized(SPECS[name])

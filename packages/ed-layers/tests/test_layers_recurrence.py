@@ -53,7 +53,7 @@ def mix(x: Any, ctx: Ctx, cache: Any, chunk: int) -> tuple[Any, Any]:
 
 
 def alone(x: np.ndarray) -> np.ndarray:
-    """What one sequence [n, f] gives, token by token."""
+    """Return the outputs of one sequence [n, f], token by token."""
     kernel, bias = np.asarray(CONV.kernel[...])[:, 0], np.asarray(CONV.bias[...])
     padded, h, out = np.pad(x, ((TAPS - 1, 0), (0, 0))), np.zeros(F), []
     for t in range(len(x)):
@@ -84,7 +84,7 @@ def test_packed_segments_match_separate_sequences(chunk: int) -> None:
         for segment in range(1, segments[row].max() + 1):
             at = segments[row] == segment
             near(np.asarray(out)[row, at], alone(x[row, at]))
-    # What another document says changes not one bit.
+    # Another document does not change a single bit.
     x[0, 2:11] += 1
     again, _ = jax.jit(lambda x, s: mix(x, ctx_of(s), None, chunk))(x, segments)
     np.testing.assert_array_equal(np.asarray(again)[0, 11:14], np.asarray(out)[0, 11:14])

@@ -202,7 +202,7 @@ def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
         for i in range(4):
             at = segments[0] == i + 1
             near(out[0, at], alone[i, : at.sum()])
-        # What another document says changes not one bit.
+        # Another document does not change a single bit.
         again = np.asarray(run(other, ctx_of(segments), None)[0])
         np.testing.assert_array_equal(again[0, 11:], out[0, 11:])
     for got, row in zip(served(short, mixer.cache_spec, x), expected, strict=True):

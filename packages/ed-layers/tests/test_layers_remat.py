@@ -1,4 +1,4 @@
-"""Remat policies: same gradients, what they keep, and targets that mean something."""
+"""Remat policies: equal gradients, stored values, and validated targets."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_policy_changes_no_gradient(layout, policy):
 def test_remat_policy_keeps_exactly_the_targets(capsys):
     assert kept(capsys, "nothing_saveable") == set()
     assert kept(capsys, "save_only_these_names", TARGETS) == set(TARGETS)
-    # What the backward pass has no use for is not kept either.
+    # Values that the backward pass does not use are not stored.
     useful = IN_LAYER - {"attn_dense", "mlp_down", "mlp_output"}
     but = kept(capsys, "save_any_names_but_these", TARGETS)
     assert useful - set(TARGETS) <= but <= IN_LAYER - set(TARGETS)

@@ -120,7 +120,7 @@ def test_layout_conversion_round_trips_parameters(name):
 
 @cases("dense_first")
 def test_a_cache_goes_through_every_run(name):
-    """Token by token equals at once, scanned and unrolled."""
+    """Token by token equals the whole sequence, scanned and unrolled."""
     for stack in pair(name):
         call = caller(stack)
         want = call(case.X)[0]

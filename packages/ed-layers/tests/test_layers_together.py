@@ -85,7 +85,7 @@ def test_each_product_is_exact_and_as_alone(n, i, widths, x_dtype, w_dtype, tran
     seed=st.integers(0, 99),
 )
 def test_fused_gated_projection_is_exact(n, i, o, act, x_dtype, w_dtype, seed) -> None:
-    """Against float64, from what the products are by themselves."""
+    """Compare with float64, within the rounding of the separate products."""
     x = drawn(seed, n, i, dtype=x_dtype)
     gate, up = (drawn(seed + at, i, o, dtype=w_dtype) for at in (1, 2))
     (y,) = products.products(x, (gate, up), act=act)
@@ -93,7 +93,7 @@ def test_fused_gated_projection_is_exact(n, i, o, act, x_dtype, w_dtype, seed) -
     z = left if products.ACTS[act] == 1 else np.sqrt(8 / np.pi) * (left + 0.044715 * left**3)
     with np.errstate(over="ignore"):
         expected = left / (1 + np.exp(-z)) * right
-    # Beside rounding of the result: the exponential's, and that of its argument.
+    # Rounding of the exponential and of its argument, in addition to rounding of the result.
     slack = (2**-8 if x_dtype == "bfloat16" else 1e-6) + 2e-7 * np.abs(z)
     assert (np.abs(exact(y) - expected) <= slack * np.abs(expected) + 1e-30).all()
 
@@ -169,7 +169,7 @@ def test_gradients_are_those_of_plain_products(form, act, monkeypatch) -> None:
 @built
 @pytest.mark.parametrize("n", [64, 65, 128, 129, 256, 257])
 def test_products_of_many_rows_are_those_of_xla(n) -> None:
-    """Where it is as fast: beyond 64, 128 or 256 rows, by how the matrix lies and by its type."""
+    """XLA is as fast beyond 64, 128 or 256 rows, depending on layout and dtype of the matrix."""
     pairs = library.level() == "avx512_bf16"
     for dtype, transposed, most in (
         ("float32", False, 128),

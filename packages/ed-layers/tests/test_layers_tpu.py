@@ -55,7 +55,7 @@ def mechanism_on(devices: Any, dims: tuple[int, ...], **fields: Any) -> Mechanis
     return Mechanism.resolve(config)
 
 
-# Head dims of keys and values, dtype, mesh, and what the layer asks for.
+# Head dims of keys and values, dtype, mesh, and options of the layer.
 TRAINING = [
     ("blocksparse", (128, 128), BF16, ONE, {}),
     ("blocksparse", (64, 64), BF16, FOUR, {"sinks": True}),
@@ -97,7 +97,7 @@ def test_training_kernels_compile_to_three_tpu_calls(
     assert compiled.as_text().count("tpu_custom_call") == 3
 
 
-# Query and kv heads, dtype, mesh, and what the layer asks for.
+# Query and kv heads, dtype, mesh, and options of the layer.
 PAGED = [
     (8, 2, BF16, ONE, {}),
     (8, 2, BF16, ONE, {"soft_cap": 20.0, "window": 100}),
@@ -132,6 +132,6 @@ def test_ragged_paged_attention_compiles_without_pool_copies(
 
     compiled = jax.jit(step, donate_argnums=3).lower(q, kv, kv, pool, ragged).compile()
     assert compiled.as_text().count("tpu_custom_call") == 1
-    # No copy of the pool, nor of one of its layers: it is written in place, and read where it is.
+    # No copy of the pool or of a layer: both are written and read in place.
     layer = 128 * 16 * 2 * groups * width * np.dtype(dtype).itemsize
     assert compiled.memory_analysis().temp_size_in_bytes < layer / 2

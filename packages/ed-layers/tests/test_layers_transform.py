@@ -14,7 +14,7 @@ from flax import nnx
 
 
 class Shifted(nnx.Module):
-    """`base(x) + shift`, with a shift drawn from the key: what an adapter is like."""
+    """`base(x) + shift`, with a shift drawn from the key, similar to an adapter."""
 
     def __init__(self, base, key):
         self.base = base

@@ -1,4 +1,4 @@
-"""A training run in a process of its own, to be killed. Run by test_trainers_kill.py.
+"""A training run in a separate process, which test_trainers_kill.py kills.
 
 Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo [--sync]]
                              [--die-while-saving STEP [--phase PHASE]]

@@ -26,7 +26,7 @@ class StopAt(Callback):
 
 
 def rows_of(directory):
-    """The rows of a run's record, without what a clock says."""
+    """Return the rows of a run's record without times."""
     rows = read_rows(directory / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 

@@ -97,7 +97,7 @@ class ToyRollout:
 
 
 def filtered(scores, params):
-    """The probabilities that `top_k`, then `top_p`, then `min_p` leave of float64 scores [v]."""
+    """Return the probabilities of float64 scores [v] after `top_k`, `top_p` and `min_p`."""
     order = np.argsort(-scores, kind="stable")[: params["top_k"] or None]
     odds = np.exp(scores[order] - scores[order[0]])
     before = np.cumsum(odds) - odds

@@ -20,7 +20,7 @@ from method_runs import Pairs, documents, packed
 from toys import ToyConfig, ToyLoader, ToyModel
 
 ROWS, STEPS = 8, 3
-# Rows lie on the processes, halves of them on the devices of each.
+# Rows are split over processes, and halves of rows over the devices of a process.
 DIMS = (1, 4, 1, 2, 1)
 
 

@@ -37,7 +37,7 @@ def test_training_argument_defaults_match_easydel():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_default_is_that_of_the_nearest_class(method):
-    """pydantic takes a field of the first base, although the second may say it more nearly."""
+    """pydantic uses a field of the first base class, even if the second has a narrower type."""
     kind = METHODS[method].arguments
     for name, field in kind.model_fields.items():
         nearest = next(cls for cls in kind.__mro__ if name in vars(cls).get("__annotations__", {}))
@@ -171,7 +171,7 @@ def test_every_method_has_its_trainer():
         assert entry.method == f"{trainer.__module__}:{trainer.__name__}"
 
 
-#: Optimizers of optax, and what ours of another name are made of.
+#: Optimizers of optax, and the parts of our optimizers with other names.
 OPTAX = {
     "adamw": optax.adamw,
     "adamw_8bit": optax.adamw,

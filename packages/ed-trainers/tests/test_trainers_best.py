@@ -57,7 +57,7 @@ def test_the_newest_and_the_best_stay(toy, tmp_path):
     best = sorted(losses, key=losses.get)[:2]
     assert 12 not in best
     assert kept(tmp_path) == sorted({*best, 12})
-    # Without a limit of its own, one newest stays beside the best.
+    # Without a limit, one newest checkpoint is kept in addition to the best.
     trainer(toy, tmp_path / "one", **given, save_best_k=2).train()
     assert kept(tmp_path / "one") == sorted({*best, 12})
 

@@ -1,4 +1,4 @@
-"""A method with a frozen model and a layer that has a loss, an update and metrics of its own."""
+"""A method with a frozen model, and a layer with a loss, an update and metrics."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def near(left, right, tolerance):
 
 
 def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed):
-    # By hand: one differentiation of main / weight + layer / weight over the whole batch.
+    # Reference: one differentiation of main / weight + layer / weight over the whole batch.
     batch = toy.loader(rows=8).batch_at(0)
     before, after, report, run = one_step(routed, batch, 1)
     model, reference = routed(), routed(seed=5)
@@ -210,7 +210,7 @@ def test_a_mesh_equals_one_device(toy, routed, dims):
 
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), (2, 2, 1, 2, 1)], ids=str)
 def test_the_weights_before_the_gradients_cost_no_forward_pass(toy, routed, dims):
-    # With several microbatches the weights are summed first, by a scan of its own.
+    # With several microbatches, a separate scan sums the weights first.
     batch = toy.loader(rows=8).batch_at(0)
     arguments = SFTArguments(total_batch_size=8, gradient_accumulation_steps=4)
     model = routed(dims)

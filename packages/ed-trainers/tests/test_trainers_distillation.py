@@ -1,4 +1,4 @@
-"""Students learn from teachers: most of the gap closes; answers are learned as they are given."""
+"""Distillation closes most of the gap to the teacher, and trains on the given answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergences of students and teachers: in chunks what they are at once; noise for one side."""
+"""Divergences of students and teachers: chunks equal the whole; noise on one side only."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
 
 @pytest.fixture
 def tables(monkeypatch):
-    """The models whose embeddings got noise; toys have a table of their own."""
+    """The models whose embeddings received noise; toys have a separate table."""
     seen, noisy = [], scoring.noisy_embeddings
 
     def table(model):
@@ -121,7 +121,7 @@ def tables(monkeypatch):
 
 
 def rows_of(trainer):
-    """What the loss of a method reads."""
+    """Return the arrays that the loss of a method reads."""
     random = np.random.default_rng(0)
     if hasattr(trainer, "rows_of"):
         batch, weights = trainer.feed.dataset.batch_at(0), trainer.weights()

@@ -1,4 +1,4 @@
-"""DPO: packed pairs, microbatches and meshes agree; which model is the reference; it learns."""
+"""DPO: packed pairs, microbatches and meshes agree; the reference model; the loss decreases."""
 
 from __future__ import annotations
 

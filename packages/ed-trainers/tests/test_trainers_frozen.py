@@ -1,4 +1,4 @@
-"""Checkpoints over frozen weights: they hold what learns, and are resumed over the same weights."""
+"""Checkpoints over frozen weights contain the trained parameters, and require the same weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lora(model, seed=0):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A run over adapters that was saved after two of four steps, and what all four give."""
+    """A run over adapters that was saved after two of four steps, and the result of all four."""
     folder = tmp_path_factory.mktemp("begun")
     _, losses = train(folder / "whole", 4, lora(base()))
     train(folder / "part", 3, lora(base()))

@@ -35,7 +35,7 @@ GIVEN = {
     "xpo": {"alpha": 0.1},
     "seq_kd": {"max_prompt_length": 4, "max_completion_length": 4},
 }
-# Adapters and whole weights have other gradients: what is compared are the figures of the step.
+# Adapters and whole weights have different gradients, so the metrics of the step are compared.
 CHANGES = {"grad_norm", "figures"}
 
 
@@ -66,7 +66,7 @@ def llama(method="sft", scan=True, seed=0):
 
 
 def adapted(method):
-    """A learner whose adapters change what it says."""
+    """A learner whose adapters change its outputs."""
     learner = llama(method).apply_lora(LoraSpec(rank=2), seed=1)
     state = nnx.state(learner, nnx.LoRAParam)
     learned = jax.tree.map(lambda x: x + 0.1 * np.cos(np.arange(x.size)).reshape(x.shape), state)
@@ -155,6 +155,6 @@ def test_chunked_loss_step_matches_unchunked_step(step, method):
 
 
 def test_methods_without_chunks_train_no_language_model():
-    """The methods without `lmhead_chunksize` train models that say a few numbers, not a token."""
+    """Methods without `lmhead_chunksize` train models with a few outputs, not a vocabulary."""
     without = {n for n, e in METHODS.items() if "lmhead_chunksize" not in e.arguments.model_fields}
     assert without == {n for n, e in METHODS.items() if e.task != TaskType.CAUSAL_LM}

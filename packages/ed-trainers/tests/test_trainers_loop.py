@@ -1,4 +1,4 @@
-"""The loop: what it writes, when it evaluates and saves, how it stops, that it goes on exactly."""
+"""The loop: written files, evaluation and save steps, stops, and exact resumption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trainer(
 
 
 def exact(directory: Path) -> list[dict]:
-    """Rows without what a clock says."""
+    """Return rows without times."""
     rows = read_rows(Path(directory) / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
@@ -92,7 +92,7 @@ def test_a_run_from_start_to_end(toy, tmp_path, capsys):
         "save",
         "end",
     ]
-    # The model holds the trained parameters, and evaluating it says what the run said.
+    # The model has the trained parameters: an evaluation returns the metrics of the run.
     assert run.evaluate()["eval_loss"] == output.metrics["eval_loss"]
     assert "the model is in" in capsys.readouterr().out
 

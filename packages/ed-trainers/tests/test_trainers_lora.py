@@ -125,7 +125,7 @@ def test_dora_dropout_and_embedding_adapters_reduce_loss(tmp_path, spec):
     ids=["one device", "mesh", "dpo"],
 )
 def test_lora_training_keeps_quantized_base_unchanged(tmp_path, given):
-    """The codes stay as they are to the bit, and what is saved is the adapter alone."""
+    """The codes do not change by a bit, and only the adapter is saved."""
     losses, before, state = trained(
         tmp_path, quantized={"dtype": "nf4", "group_size": 16}, do_last_save=True, **given
     )

@@ -22,7 +22,7 @@ from ed_trainers.figures.sinks import Buffered
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only moves when it is told to."""
+    """A clock that only advances on request."""
     now = SimpleNamespace(time=100.0)
     monkeypatch.setattr(time, "monotonic", lambda: now.time)
 
@@ -103,7 +103,7 @@ def test_utilization_follows_palm_flops_formula():
     frozen = EasyDeLState.create(model=model, trainable=[("o_proj", True)])
     learning = 3 * 16 * 16
     assert matrix_parameters(frozen, model.config) == (learning, matrices - learning)
-    # Codes count as the numbers that they stand for.
+    # Codes count as their values.
     spec = {"dtype": "nf4", "group_size": 8, "pattern": "q_proj|k_proj"}
     coded = EasyDeLState.create(model=quantize(model, spec))
     few = 3 * (16 * 16 + 16 * 8)
@@ -181,7 +181,7 @@ def test_without_a_terminal_there_are_plain_lines(toy, tmp_path, capsys):
 
 
 class Slow:
-    """A sink that takes its time, or fails."""
+    """A slow or failing destination."""
 
     def __init__(self, fails=False):
         self.rows, self.threads, self.fails, self.closed = [], set(), fails, False
@@ -240,7 +240,7 @@ def test_a_sink_that_fails_is_let_go_with_one_message():
 
 
 def fake(name, calls):
-    """A tracker that notes what it is told."""
+    """A tracker that records its calls."""
 
     def note(verb, result=None):
         return lambda *args, **kwargs: calls.append((verb, args, kwargs)) or result

@@ -55,7 +55,7 @@ def test_restart_cuts_rows_beyond_the_checkpoint_and_a_torn_line(tmp_path):
     for step in range(1, 8):
         log.write(row(step))
     log.write({"step": 4, "eval_loss": 2.0, "time": 1.7e9})
-    # No close: this is what a kill leaves, and the last line was being written.
+    # No close: a kill leaves this state, with a partial last line.
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
 

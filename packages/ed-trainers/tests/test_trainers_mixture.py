@@ -1,4 +1,4 @@
-"""The geometric mixture samples what the product of both models' probabilities says."""
+"""The geometric mixture samples from the normalized product of both models' probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that learn from completions of their own: generations, steps, checkpoints, meshes."""
+"""Methods that train on sampled completions: generations, steps, checkpoints, meshes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_generation_lasts_several_steps(whole):
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, step):
-    """What was sampled is in the checkpoint; between generations there is nothing to keep."""
+    """The checkpoint contains sampled rows; between generations there are none."""
     _, output, rows = whole
     first = reused(toy_of_module, tmp_path, callbacks=[StopAt(step - 1)])
     assert first.train().stopped_by == "the test"

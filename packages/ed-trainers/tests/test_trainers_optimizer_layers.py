@@ -66,7 +66,7 @@ def sparse(**given):
     return Qwen3MoeForCausalLM.create(config)
 
 
-#: What the default suite tries.
+#: Optimizers of the default run.
 DEFAULT = (("adafactor", periodic), ("muon", sparse))
 
 
@@ -199,7 +199,7 @@ def test_resumed_optimizer_run_equals_uninterrupted_run(toy, tmp_path, name):
 
 
 def test_schedule_free_evaluates_and_saves_the_average(toy, tmp_path):
-    """The parameters of the state are x: what `schedule_free_eval_params` gives in optax."""
+    """The parameters of the state are x, the result of optax's `schedule_free_eval_params`."""
     arguments = SFTArguments(
         save_directory=str(tmp_path),
         optimizer="schedule_free_adamw",

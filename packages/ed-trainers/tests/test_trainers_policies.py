@@ -1,4 +1,4 @@
-"""ppo, gkd, xpo and nash_md: steps, whose completions they learn from, and what is kept of them."""
+"""ppo, gkd, xpo and nash_md: steps, the completions of each step, and saved values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def step(method, toy, dims=(1, 1, 1, 1, 1), accumulation=1, **given):
     others = {"gkd": "teacher", "ppo": "reference", "xpo": "reference", "nash_md": "reference"}
     frozen = {others[method]: toy(dims, seed=5)}
     if method == "gkd":
-        # Toys of other seeds say nearly the same, and the divergence would be all rounding.
+        # Toys of other seeds have nearly equal outputs, so the divergence would be mostly rounding.
         kernel = frozen["teacher"].kernel
         kernel.set_value(10 * kernel[...])
     return one_step(method, toy(dims), accumulation, frozen=frozen, **GIVEN[method], **given)

@@ -1,4 +1,4 @@
-"""PPO: advantages and clipped losses beside their definitions in float64, and the value head."""
+"""PPO: advantages and clipped losses equal their definitions in float64; the value head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters over weights in NF4 learn from completions of their own: ppo, gkd, xpo, nash_md."""
+"""Adapters over NF4 weights train on sampled completions: ppo, gkd, xpo, nash_md."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def checked(method, run, output, rows, before):
     if method != "gkd":
         assert not run.method.frozen.leaves, "the base under the adapters is the reference"
         assert abs(rows[0]["objective/kl"]) < 1e-4 < abs(rows[-1]["objective/kl"])
-    # What is saved is the adapter alone, and the head beside it.
+    # Only the adapter and the value head are saved.
     directory = output.save_directory
     assert (directory / "adapter" / "adapter_model.safetensors").is_file()
     assert not list(directory.rglob("model.safetensors"))

@@ -1,4 +1,4 @@
-"""A run that goes on from what another storage, dtype or mesh of the same model wrote."""
+"""A run resumes from a checkpoint with another storage, dtype or mesh of the same model."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_parameters_change_their_dtype_through_the_masters(tmp_path):
     for master, parameter in zip(masters, jax.tree.leaves(high.graphstate), strict=True):
         assert parameter.dtype == jnp.float32
         np.testing.assert_array_equal(parameter, master)
-    # And back: the masters are what was trained, the parameters are those, rounded once.
+    # In reverse: the masters were trained, and the parameters are the rounded masters.
     train(tmp_path / "run", 3, dtype="float32")
     losses, again = train(tmp_path / "run", 4, dtype="bfloat16", scan=False)
     assert {leaf.dtype for leaf in jax.tree.leaves(again.graphstate)} == {jnp.dtype("bfloat16")}

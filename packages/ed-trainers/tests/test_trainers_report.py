@@ -1,4 +1,4 @@
-"""`report.html`: what stands in it, and that a browser draws it."""
+"""`report.html`: its content, drawn by a browser."""
 
 from __future__ import annotations
 

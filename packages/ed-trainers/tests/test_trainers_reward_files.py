@@ -25,7 +25,7 @@ def brevity(completions, **fields):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder of a run file with a reward file and a helper beside it; another one is current."""
+    """A folder with a run file, a reward file and a helper; another folder is current."""
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "project"
     (folder / "inside").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What learns, how fast and with how much decay: rules over the names of parameters."""
+"""Rules over parameter names: trained parameters, learning rates and weight decay."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_only_trainable_parameters_change_and_have_moments(toy, tmp_path):
     assert len(moments) == 1 and moments[0].endswith("kernel")
     # The evaluation of the trainer and of the loop are one, and the model is whole.
     assert trainer.evaluate()["eval_loss"] == output.metrics["eval_loss"]
-    # Resuming with other rules is refused; with the same it goes on.
+    # Resumption with other rules is refused, with the same rules it works.
     with pytest.raises(CheckpointError, match="trained with trainable_rules"):
         run(toy, tmp_path, max_training_steps=4).train()
     longer = run(toy, tmp_path, max_training_steps=4, trainable_rules=BODY).train()

@@ -1,4 +1,4 @@
-"""Rollout and trainer give a token the log-probability of the distribution it was drawn from."""
+"""Rollout and trainer agree on the log-probability of each sampled token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves for others to load."""
+"""The files of a run that other tools load."""
 
 from __future__ import annotations
 

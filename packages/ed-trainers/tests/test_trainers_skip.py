@@ -1,4 +1,4 @@
-"""Steps that are skipped: what is not finite, and spikes."""
+"""Skipped steps: losses that are not finite, and spikes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ed_trainers.optimizers import apply_updates, build_optimizer, build_schedul
 
 
 def course(losses, **given):
-    """Take a step with each loss; return whether it was skipped, and the trees after each."""
+    """Apply a step with each loss; return whether it was skipped, and the trees after each step."""
     arguments = SFTArguments(
         learning_rate=0.1, skip_bad_steps=True, rolling_interval_length=8, **given
     )
@@ -71,7 +71,7 @@ def test_a_level_that_stays_is_accepted_in_the_end():
 
 
 class Poisoned:
-    """The toy's batches; those of some steps give a loss that is not finite."""
+    """The toy's batches; some batches have a loss that is not finite."""
 
     def __init__(self, loader, bad):
         self.loader, self.bad = loader, bad

@@ -63,7 +63,7 @@ def test_accumulation_equals_the_big_batch(toy, accumulation):
 
 
 def test_a_mean_of_means_would_not_pass(toy):
-    # Control: what accumulating means gives on the same batch is far outside the tolerance.
+    # Control: accumulated means differ from the result by far more than the tolerance.
     batch = toy.loader(rows=8).batch_at(0)
     trainer = SFTTrainer(SFTArguments(total_batch_size=8), model=toy.model())
     prepared = trainer.prepare(batch)

@@ -74,7 +74,7 @@ def whole(toy, tmp_path_factory):
     ids=str,
 )
 def test_reference_sync_follows_configured_steps(toy, dims):
-    """Step by step, beside mixtures by numpy and the loss over a reference of these weights."""
+    """Each step equals numpy mixtures, and the loss with a reference of these weights."""
     given = toy.model(dims, seed=5)
     kept = arrays(nnx.state(given))
     run = pairs("unused", toy.model(dims), frozen={"reference": given}, optimizer="sgd")
@@ -121,7 +121,7 @@ def test_a_run_that_is_stopped_between_two_moves_goes_on_bit_for_bit(toy, whole,
         *map(arrays, (frozen["reference"].split_module()[1], *both(output.state))), strict=True
     ):
         assert np.abs(end - start).max() > 1e-3 < np.abs(own - end).max()
-    # Whoever evaluates afterwards reads the moved reference.
+    # An evaluation after training reads the moved reference.
     assert resumed.evaluate()["eval_loss"] == rows[-1]["eval_loss"]
     assert run.evaluate()["eval_loss"] == rows[-1]["eval_loss"]
     with pytest.raises(CheckpointError, match="sync_ref_model True, now it is False"):

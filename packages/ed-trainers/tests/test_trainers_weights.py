@@ -53,7 +53,7 @@ class Reader(Callback):
 
     def on_evaluate(self, trainer, metrics):
         self._read(trainer)
-        # What the evaluation said can be had again from the callback.
+        # The callback reproduces the evaluation of the trainer.
         self.evaluated.append((metrics["eval_loss"], trainer.evaluate()["eval_loss"]))
 
 
@@ -90,7 +90,7 @@ def test_a_state_given_can_be_read_too(toy, tmp_path):
 
 
 class Sampler:
-    """A rollout that says which weights it was asked with."""
+    """A rollout that records the weights of its calls."""
 
     def __init__(self):
         self.kept, self.read = [], []
@@ -104,7 +104,7 @@ class Sampler:
 
 
 def sampled(run, batch):
-    """Asks for a continuation of each row before each step."""
+    """Requests a continuation of each row before each step."""
     prompts = [row[:4].tolist() for row in batch["input_ids"]]
     run.samples = run.rollout.generate(prompts, {"temperature": 1.0}, run.weights())
     return SFTTrainer.record.prepare(run, batch)
@@ -128,7 +128,7 @@ def test_a_rollout_reads_the_weights_before_each_step(toy, tmp_path):
     assert [sample.weights_version for sample in run.method.samples] == [3] * 8
     np.testing.assert_array_equal(sampler.read[0], start)
     assert len({array.tobytes() for array in sampler.read}) == 4
-    # Kept for later, they refuse to be read instead of giving what is overwritten.
+    # Stored weights raise an error after they were overwritten.
     for weights in sampler.kept:
         with pytest.raises(EasyDeLError, match=rf"weights of step {weights.version} are overwr"):
             weights.state  # noqa: B018
