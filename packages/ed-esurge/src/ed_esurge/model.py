@@ -15,6 +15,7 @@ from ed_infra.inputs import AXES, Inputs
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
+from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
@@ -64,16 +65,20 @@ def with_places(model: LanguageModel, config: EngineConfig) -> LanguageModel:
 
 
 def windows_of(model: LanguageModel) -> dict[str, int | None]:
-    """Return group of attention layers -> attention window; None = unlimited."""
+    """Return group of self-attention layers -> attention window; None = unlimited."""
     _, groups = grouped(model.cache_specs())
     first = {group: specs[0] for group, specs in groups.items()}
-    return {name: spec.window for name, spec in first.items() if isinstance(spec, LayerCacheSpec)}
+    return {
+        name: spec.window
+        for name, spec in first.items()
+        if isinstance(spec, LayerCacheSpec) and name != "cross"
+    }
 
 
 def is_recurrent(model: LanguageModel) -> bool:
     """Return whether a layer is recurrent. Pages do not restore recurrent states."""
     _, groups = grouped(model.cache_specs())
-    return len(groups) > len(windows_of(model))
+    return any(not isinstance(specs[0], LayerCacheSpec) for specs in groups.values())
 
 
 def classifies(model: LanguageModel) -> bool:
@@ -98,6 +103,20 @@ def encoder_names(model: LanguageModel) -> tuple[str, ...]:
         for name in model.input_names
         if name not in _TOKEN_ARRAYS and not name.startswith("decoder_")
     )
+
+
+def decoder_start_token_id(model: LanguageModel) -> int | None:
+    """Return the first token of an encoder-decoder's decoder; None for other models.
+
+    Raises:
+        ConfigError: the configuration lacks the token.
+    """
+    if not is_encoder_decoder(model):
+        return None
+    token = getattr(model.config, "decoder_start_token_id", None)
+    if token is None:
+        raise ConfigError("the configuration of the encoder-decoder has no decoder_start_token_id")
+    return int(token)
 
 
 def encoder_example(model: LanguageModel) -> dict[str, np.ndarray]:

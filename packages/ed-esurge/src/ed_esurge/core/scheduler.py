@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ed_esurge.core.encoder_cache import EncoderCache
+from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.padding import first_part, room
 from ed_esurge.core.pages import PageGroup, PageTables, pages_of_sequence
 from ed_esurge.core.plan import UNREAD, NewSequence, PlanRow, StepPlan
@@ -67,7 +68,7 @@ class Scheduler:
             layers, because a page does not restore their state.
         host_places: number of evicted pages of each group that host memory keeps.
         proposer: source of proposed tokens for decoding sequences; None = no speculation.
-        encoder: cache of encoder outputs; None = the model has no encoder.
+        encoder: encoder outputs; None = the model has no encoder.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Scheduler:
         prefix_caching: bool = True,
         host_places: int = 0,
         proposer: Proposer | None = None,
-        encoder: EncoderCache | None = None,
+        encoder: EncoderCache | EncoderSlots | None = None,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
             raise ValueError(

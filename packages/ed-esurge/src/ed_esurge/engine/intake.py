@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypedDict, cast
 
+import numpy as np
 from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
@@ -234,6 +235,8 @@ class Intake:
         grammars: compiler of structured outputs; None = structured outputs are not supported.
         encoder_names: names of the arrays that the model's encoder accepts; () = no encoder.
         encoder_rows: maximum number of encoder positions of one item.
+        decoder_start: first token of an encoder-decoder's decoder. Prompts are then inputs of the
+            encoder; None for other models.
         adapters: table of the loaded adapters; None = adapters are not supported.
     """
 
@@ -251,6 +254,7 @@ class Intake:
         grammars: Grammars | None = None,
         encoder_names: Sequence[str] = (),
         encoder_rows: int = 0,
+        decoder_start: int | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -262,6 +266,7 @@ class Intake:
         self._samples = samples
         self.grammars = grammars
         self.encoder_names, self.encoder_rows = tuple(encoder_names), encoder_rows
+        self._decoder_start = decoder_start
         self.adapters = adapters or AdapterTable(0)
         # A client request with many prompts repeats the same words for each prompt.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
@@ -301,6 +306,15 @@ class Intake:
         checked = self.check_prompt(prompt, 0 if sampling is None else sampling.max_tokens)
         ids, max_tokens = checked.token_ids, checked.max_tokens
         self._check_encoder_inputs(encoder_inputs, checked)
+        if self._decoder_start is not None:
+            if sampling is None or sampling.prompt_logprobs is not None:
+                raise ConfigError(
+                    "an encoder-decoder has no pooled vector and no prompt_logprobs: its decoder "
+                    "does not read the prompt"
+                )
+            arrays = {"input_ids": np.asarray(ids, np.int32)}
+            encoder_inputs = (EncoderInput.of(arrays, 0, len(ids)),)
+            ids = [self._decoder_start]
         options: dict[str, Any] = {} if sampling is None else self._sampling(sampling, max_tokens)
         return Add(
             request_id,

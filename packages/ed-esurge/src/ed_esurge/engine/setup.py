@@ -8,11 +8,12 @@ import jax
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
-from ed_models.generation.prompts import longest_sequence
+from ed_models.generation.prompts import is_encoder_decoder, longest_sequence
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.encoder_cache import EncoderCache
+from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
@@ -54,7 +55,8 @@ class Setup:
         buckets: shapes of the runner.
         windows: group of layers -> attention window; None = unlimited.
         draft: the draft model, if any.
-        encoder: rows of the table of encoder outputs, and rows per step; None = no encoder.
+        encoder: rows of the table of encoder outputs, and rows per step; None = no encoder. For an
+            encoder-decoder: maximum encoder positions of a sequence, and positions per step.
     """
 
     model: LanguageModel
@@ -131,7 +133,10 @@ class Setup:
         if draft is not None:
             _check_draft(model, draft, longest)
         encoder = None
-        if encoder_names(model):
+        if is_encoder_decoder(model):
+            _check_encoder_decoder(config)
+            encoder = (longest, max(budget, longest))
+        elif encoder_names(model):
             per_step = max(budget, encoder_length(model))
             encoder = (ENCODER_STEPS * per_step, per_step)
         return cls(model, config, limits, buckets, windows_of(model), draft, encoder)
@@ -188,8 +193,21 @@ class Setup:
             prefix_caching=caching,
             host_places=0 if runner.host is None else runner.host.places,
             proposer=self._proposer(runner),
-            encoder=None if self.encoder is None else EncoderCache(*self.encoder),
+            encoder=self._encoder_outputs(),
         )
+
+    def _encoder_outputs(self) -> EncoderCache | EncoderSlots | None:
+        if self.encoder is None:
+            return None
+        kind = EncoderCache if self.encoder_length is None else EncoderSlots
+        return kind(*self.encoder)
+
+    @property
+    def encoder_length(self) -> int | None:
+        """Maximum encoder positions of a sequence of an encoder-decoder; None for other models."""
+        if self.encoder is None or not is_encoder_decoder(self.model):
+            return None
+        return self.encoder[0]
 
     def _proposer(self, runner: Runner) -> Proposer | None:
         """Create the source of proposed tokens, or return None without speculation."""
@@ -210,6 +228,8 @@ class Setup:
         model: LanguageModel | None = None,
         host_places: int = 0,
     ) -> ModelRunner:
+        table = self.encoder is not None and self.encoder_length is None and model is None
+        rows = self.encoder[0] if self.encoder is not None and table else 0
         return ModelRunner(
             model or self.model,
             self.buckets,
@@ -220,7 +240,8 @@ class Setup:
             ahead_of_time=self.config.use_aot_forward,
             grammars=grammars,
             host_places=host_places,
-            encoder_rows=self.encoder[0] if self.encoder is not None and model is None else 0,
+            encoder_rows=rows,
+            encoder_length=self.encoder_length if model is None else None,
         )
 
     def pool_sizes(self) -> dict[str, int]:
@@ -293,6 +314,13 @@ class Setup:
             trial.free()
 
 
+def _check_encoder_decoder(config: EngineConfig) -> None:
+    """Raise ConfigError for options that the engine does not support for encoder-decoders."""
+    for name in ("max_loras", "speculative_config", "kv_offloading_size", "batch_invariant"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is not supported for an encoder-decoder: omit the option")
+
+
 def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None:
     """Check that pages of the model can be offloaded to host memory.
 
@@ -347,7 +375,8 @@ def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> No
 def page_bytes(model: LanguageModel, page_size: int, group: str = "full") -> int:
     """Return the bytes of one page over all layers of a group, on the device with the largest
     share."""
-    cache = model.init_paged_cache(1, page_size, num_states=1)
+    length = 1 if is_encoder_decoder(model) else None
+    cache = model.init_paged_cache(1, page_size, num_states=1, encoder_length=length)
     part = cache.caches[group] if isinstance(cache, HybridCache) else cache
     return device_bytes(part)
 

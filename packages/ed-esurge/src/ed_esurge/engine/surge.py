@@ -27,7 +27,13 @@ from ed_esurge.engine.intake import (
     as_prompts,
 )
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import encoder_names, eos_token_ids, is_encoder, vocab_size_of
+from ed_esurge.model import (
+    decoder_start_token_id,
+    encoder_names,
+    eos_token_ids,
+    is_encoder,
+    vocab_size_of,
+)
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -94,6 +100,7 @@ class eSurge(EngineControl):
             grammars=grammars,
             encoder_names=encoder_names(runner.model),
             encoder_rows=encoder.capacity if encoder is not None else 0,
+            decoder_start=decoder_start_token_id(runner.model),
             adapters=self.loop.adapters,
         )
         self.compile_structured = self._intake.compile_structured

@@ -1,11 +1,12 @@
-"""Computation of encoder outputs, which later steps read from a table on the device.
+"""Computation of encoder outputs, which later steps read from the device.
 
-`ed_esurge.core.encoder_cache.EncoderCache` assigns the rows of the table.
+`ItemEncoder` writes to the rows of a table, which `ed_esurge.core.encoder_cache` assigns.
+`SlotEncoder` writes the cross-attention keys and values of a sequence to the slot of the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from ed_infra.inputs import Inputs
 
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError
-from ed_esurge.model import batch_of_one
+from ed_esurge.model import batch_of_one, encoder_example, encoder_length
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.weights import Weights
 
@@ -57,10 +58,11 @@ class ItemEncoder:
             except Exception as error:
                 raise RequestError(item.request_id) from error
 
-    def compile(self, arrays: Mapping[str, np.ndarray], length: int) -> None:
-        """Compile the function for arrays of one shape. The rows of the table stay unused."""
-        beyond = np.full(length, self._memory.encoder_rows, np.int32)
-        self.run([EncodedItem("", arrays, beyond.tolist())])
+    def compile(self) -> None:
+        """Compile the function for the model's item. The rows of the table stay unused."""
+        model = self._weights.model
+        beyond = np.full(encoder_length(model), self._memory.encoder_rows, np.int32)
+        self.run([EncodedItem("", encoder_example(model), beyond.tolist())])
 
     def _write(self, leaves: list[Any], table: jax.Array, arrays: Inputs, rows: jax.Array):
         outputs = self._weights.merged(leaves).encode(arrays).embeddings[0]
@@ -71,3 +73,70 @@ class ItemEncoder:
                 "position"
             )
         return table.at[rows].set(outputs.astype(table.dtype), mode="drop")
+
+
+#: Smallest number of positions for which `SlotEncoder` compiles a function.
+SHORTEST = 16
+
+
+class SlotEncoder:
+    """Encodes the prompts of an encoder-decoder, one call per sequence.
+
+    Prompts are padded to a power of two, so that few functions are compiled.
+
+    Args:
+        weights: weights of the model.
+        memory: holder of the cache with the slots.
+        traced: wrapper that counts the traces of compiled functions.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        memory: Memory,
+        traced: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        assert memory.encoder_length is not None, "the model is an encoder-decoder"
+        self._weights, self._memory, self._longest = weights, memory, memory.encoder_length
+        self._traced = traced
+        self._written: Callable[..., Any] | None = None
+
+    def run(self, items: Sequence[EncodedItem]) -> None:
+        """Write the cross-attention keys and values of items to the slots of their sequences.
+
+        Raises:
+            RequestError: an item does not match the model.
+        """
+        for item in items:
+            try:
+                self._write_one(item.arrays["input_ids"], item.rows[0])
+            except Exception as error:
+                raise RequestError(item.request_id) from error
+
+    def compile(self) -> None:
+        """Compile the function for each padded length. The output stays in an unused slot."""
+        for length in self._lengths():
+            self._write_one(np.zeros(length, np.int32), 0)
+
+    def _lengths(self) -> list[int]:
+        lengths = [min(SHORTEST, self._longest)]
+        while lengths[-1] < self._longest:
+            lengths.append(min(2 * lengths[-1], self._longest))
+        return lengths
+
+    def _write_one(self, input_ids: np.ndarray, slot: int) -> None:
+        count = len(input_ids)
+        length = next(length for length in self._lengths() if length >= count)
+        padded = np.zeros((2, 1, length), np.int32)
+        padded[0, 0, :count], padded[1, 0, :count] = input_ids, 1
+        if self._written is None:
+            kept = jax.tree.map(lambda leaf: leaf.sharding, self._memory.cache)
+            self._written = jax.jit(self._traced(self._write), donate_argnums=1, out_shardings=kept)
+        arrays = Inputs({"input_ids": padded[0], "segment_ids": padded[1]})
+        self._memory.cache = self._written(
+            self._weights.leaves, self._memory.cache, arrays, np.int32(slot)
+        )
+
+    def _write(self, leaves: list[Any], cache: Any, arrays: Inputs, slot: jax.Array) -> Any:
+        model: Any = self._weights.merged(leaves)
+        return model.write_encoded(cache, model.encode(arrays), slot)

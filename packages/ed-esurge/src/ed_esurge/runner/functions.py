@@ -139,7 +139,8 @@ class Functions:
             return None
         memory, weights = self._memory, self._weights
         sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs, self.max_logprobs)
-        sizes = (*sizes, memory.encoder_rows) if memory.encoder_rows else sizes
+        encoder = memory.encoder_rows or memory.encoder_length
+        sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
         return Programs.of(weights.model, *parts)
 
@@ -204,7 +205,7 @@ class Functions:
             more = {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
-            out = self._weights.merged(leaves)(
+            out = self._weights.merged(leaves).decode(
                 token_ids,
                 past_key_values=cache,
                 ragged=inputs.ragged,

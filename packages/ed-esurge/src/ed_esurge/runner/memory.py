@@ -23,7 +23,8 @@ class Memory:
         num_pages: number of pages of each group's pool.
         max_num_seqs: maximum number of running sequences: the slots of the sampler's state and of
             the recurrent states.
-        encoder_rows: number of rows of the table of encoder outputs; 0 = no encoder.
+        encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
+        encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
 
     Attributes:
         encoded: table of encoder outputs [encoder_rows, d], or None.
@@ -40,8 +41,9 @@ class Memory:
         num_pages: dict[str, int],
         max_num_seqs: int,
         encoder_rows: int = 0,
+        encoder_length: int | None = None,
     ) -> None:
-        self.encoder_rows = encoder_rows
+        self.encoder_rows, self.encoder_length = encoder_rows, encoder_length
         self.encoded: jax.Array | None = None
         self.page_size, self.num_pages = page_size, num_pages
         self.max_num_seqs = max_num_seqs
@@ -60,7 +62,10 @@ class Memory:
         # A mesh of one device does not determine the placement of its arrays.
         with jax.default_device(self._mesh.local_devices[0]):
             cache = self._model.init_paged_cache(
-                pages, self.page_size, num_states=self.max_num_seqs
+                pages,
+                self.page_size,
+                num_states=self.max_num_seqs,
+                encoder_length=self.encoder_length,
             )
         # Committed like the outputs of a step: jit would trace again for an uncommitted array.
         self.cache = cache if self._mesh.size > 1 else self.replicated(cache)

@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
-from ed_esurge.model import encoder_example, encoder_length, vocab_size_of
+from ed_esurge.model import vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets
-from ed_esurge.runner.encoder import ItemEncoder
+from ed_esurge.runner.encoder import ItemEncoder, SlotEncoder
 from ed_esurge.runner.functions import PLACE, PUT, Functions
 from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.host_pages import HostMemory
@@ -43,7 +43,8 @@ class ModelRunner:
             calls through `jax.jit`.
         grammars: compiler of structured outputs; None = not supported.
         host_places: number of pages of each group in host memory.
-        encoder_rows: number of rows of the table of encoder outputs; 0 = no encoder.
+        encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
+        encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         host_places: int = 0,
         encoder_rows: int = 0,
+        encoder_length: int | None = None,
     ) -> None:
         self.buckets = buckets
         self.page_size, self.num_pages = page_size, num_pages
@@ -71,6 +73,7 @@ class ModelRunner:
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             encoder_rows=encoder_rows,
+            encoder_length=encoder_length,
         )
         guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicated)
         self._slots = Slots(
@@ -96,9 +99,11 @@ class ModelRunner:
             max_logprobs=min(max_logprobs, self.vocab_size),
             ahead_of_time=ahead_of_time,
         )
-        self._encoder = None
+        self._encoder: ItemEncoder | SlotEncoder | None = None
         if encoder_rows:
             self._encoder = ItemEncoder(self.weights, self.memory, self.functions.traced)
+        elif encoder_length is not None:
+            self._encoder = SlotEncoder(self.weights, self.memory, self.functions.traced)
         cache = self.memory.allocate()
         self.host = HostMemory(cache, host_places, self.functions.traced) if host_places else None
 
@@ -147,7 +152,7 @@ class ModelRunner:
             self.host.compile()
         self.functions.compile_all(progress)
         if self._encoder is not None:
-            self._encoder.compile(encoder_example(self.model), encoder_length(self.model))
+            self._encoder.compile()
 
     # ---- grammars
 
@@ -171,7 +176,7 @@ class ModelRunner:
         leaves, slots = self.weights.leaves, self._slots
         functions, memory = self.functions, self.memory
         if plan.items:
-            assert self._encoder is not None, "the scheduler has a cache of encoder outputs"
+            assert self._encoder is not None, "the scheduler plans encoder outputs"
             self._encoder.run(plan.items)
         adjusted = slots.take(plan)
         if self.host is not None and memory.cache is not None:
