@@ -15,6 +15,7 @@ from ed_elarge.__main__ import run_file
 from ed_elarge.errors import InputError
 from ed_infra import registry
 from ed_infra.enums import TaskType
+from ed_infra.testing import require_torch
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -101,6 +102,22 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def torch_output(saved: Path, kind: str, **inputs: np.ndarray) -> Any:
+    """Return the output of a saved model, loaded by a class of transformers on torch."""
+    torch = require_torch()
+    import transformers
+
+    model = getattr(transformers, kind).from_pretrained(saved).eval()
+    with torch.no_grad():
+        return model(**{name: torch.from_numpy(array) for name, array in inputs.items()})
+
+
+def output(saved: Path, task: str, **inputs: np.ndarray) -> Any:
+    """Return the output of a saved model, loaded by this project."""
+    model: Any = eLargeModel.from_pretrained(str(saved), task=task).build_model()
+    return model(**inputs)
+
+
 def image_chats(folder: Path) -> str:
     rows = []
     for number in range(16):
@@ -134,6 +151,18 @@ def test_vision_language_model_trains_on_chats_with_images(llava: Path, tmp_path
     assert any("vision_tower" in name for name in changed), "the images had no effect"
     assert any("language_model" in name for name in changed)
     assert (saved / "processor_config.json").is_file()
+    from transformers import AutoProcessor
+
+    images = [Image.new("RGB", (30, 40), (200, 30, n)) for n in (9, 90)]
+    read = AutoProcessor.from_pretrained(saved)(
+        text="user:<image><image>what is it\n", images=images, return_tensors="np"
+    )
+    ids, pixels = np.asarray(read["input_ids"], np.int64), np.asarray(read["pixel_values"])
+    theirs = torch_output(
+        saved, "LlavaForConditionalGeneration", input_ids=ids, pixel_values=pixels
+    )
+    ours = output(saved, "image-text-to-text", input_ids=ids, pixel_values=pixels[None])
+    np.testing.assert_allclose(ours.logits, theirs.logits.numpy(), atol=1e-4)
 
 
 def test_vision_language_model_without_a_processor_is_rejected(llava: Path, tmp_path: Path) -> None:
@@ -208,6 +237,11 @@ def test_encoder_decoder_trains_on_pairs_of_texts(t5: Path, tmp_path: Path, pack
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert any("encoder" in name for name in changed)
     assert any("decoder" in name for name in changed)
+    ids = np.random.default_rng(0).integers(5, 200, (2, 12))
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, ::2].copy()}
+    theirs = torch_output(saved, "T5ForConditionalGeneration", **given)
+    ours = output(saved, "seq2seq-lm", **given)
+    np.testing.assert_allclose(ours.logits, theirs.logits.numpy(), atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +273,7 @@ def test_encoder_trains_embeddings_on_pairs_of_texts(bert: Path, tmp_path: Path)
         for path in (bert, saved)
     )
     assert any(not np.array_equal(before[name], after[name]) for name in before)
+    ids = np.random.default_rng(0).integers(5, 200, (2, 12))
+    theirs = torch_output(saved, "BertModel", input_ids=ids).last_hidden_state.mean(1)
+    ours = output(saved, "embedding", input_ids=ids).embeddings
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
