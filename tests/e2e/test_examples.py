@@ -83,6 +83,7 @@ def test_example_is_valid_without_warnings(name: str, monkeypatch: pytest.Monkey
     assert not run.warnings, run.warning_texts()
 
 
+@pytest.mark.nightly
 def test_online_example_trains_for_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

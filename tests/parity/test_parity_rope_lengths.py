@@ -169,7 +169,7 @@ def test_engine_tokens_match_torch_across_rope_lengths(pair, budget):
                 assert out.outputs[0].token_ids == continued(model, prompt).tolist()
 
 
-@pytest.mark.daily("longrope")
+@pytest.mark.nightly
 def test_prefixes_with_other_rope_factors_share_no_page(pair):
     """The first tokens of a long prompt have other keys than those of a short prompt."""
     model, ours = pair

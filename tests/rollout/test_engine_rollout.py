@@ -55,7 +55,7 @@ class CheckedCompletions(Callback):
             assert one.weights_version == weights.version >= row["step"]
 
 
-@pytest.mark.daily("borrowed")
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["copied", "borrowed"])
 def test_completions_use_current_weights_of_each_step(tmp_path, scan_layers):
     """On a CPU the engine has unrolled layers, so a scanned learner is copied for each call."""

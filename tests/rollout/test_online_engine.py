@@ -84,6 +84,7 @@ def checked(rows):
         assert row["rollout_tokens"] > 0
 
 
+@pytest.mark.nightly
 def test_adapter_training_uses_base_model_as_reference(tmp_path):
     model = LlamaForCausalLM.create(config(scan_layers=True), seed=0)
     model = model.apply_lora(LoraSpec(rank=4), seed=1)

@@ -43,6 +43,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.nightly
 @pytest.mark.xdist_group("elarge-adaptation")
 def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
     """Only adapters are trained; the saved model serves, with adapters in PEFT's layout."""

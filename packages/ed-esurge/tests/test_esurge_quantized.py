@@ -12,6 +12,7 @@ from ed_esurge.engine.setup import page_bytes
 BOUNDS = {"int8": 0.02, "fp8": 0.08}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
 def test_quantized_pages_use_less_memory_within_error_bound(
     make_llama, surge, prompts, dtype, record_property

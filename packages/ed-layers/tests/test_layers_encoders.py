@@ -194,6 +194,7 @@ def test_cross_attention_of_a_flat_batch_reads_the_slots_of_its_sequences() -> N
     assert total == 6
 
 
+@pytest.mark.nightly
 def test_slots_of_encoder_outputs_refuse_what_does_not_fit() -> None:
     layer = CrossAttention(parts_of())
     specs = [(LayerCacheSpec(H, K), layer.cache_spec)]

@@ -89,7 +89,7 @@ def reference():
     return outputs(adapted(config(), **METHODS["dense"]), config())
 
 
-@pytest.mark.daily("standard-dims0-fields0", "fused-dims3-fields3", "dense-dims4-fields4")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "dims", "fields"),
     [

@@ -170,7 +170,7 @@ def test_chunks_are_a_loop_over_tokens(name: str, chunk: int) -> None:
     np.testing.assert_array_equal(again[0, 18:], out[0, 18:])
 
 
-@pytest.mark.daily("mamba2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mamba, norms, biases", "mamba2"])
 def test_gradients_of_a_document_are_those_of_a_sequence_alone(name: str) -> None:
     x, weights, segment = inputs(1), inputs(2), (slice(1, 2), slice(6, 21))
@@ -194,6 +194,7 @@ def test_gradients_of_a_document_are_those_of_a_sequence_alone(name: str) -> Non
     assert not elsewhere.any()
 
 
+@pytest.mark.nightly
 def test_long_chunks_with_fast_decays_stay_finite() -> None:
     """Steps of up to 60 over 64 tokens: products of decays that no float32 holds."""
     for name in ("mamba", "mamba2"):

@@ -234,6 +234,7 @@ def test_blocksize_b_is_rows_of_a_step_of_flash_attention(monkeypatch) -> None:
     ), "a batch of two has blocks of at most two"
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("flash_attention_backward_pass_impl")
 def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
     """jax's XLA implementation replaces cuDNN, which cannot be traced on this platform."""

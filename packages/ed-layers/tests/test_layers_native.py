@@ -155,6 +155,7 @@ def test_quantized_matrices_use_native_product(form, dtype, monkeypatch) -> None
     np.testing.assert_allclose(exact(d_x)[0], expected, rtol=2e-2, atol=2e-2 * abs(expected).max())
 
 
+@pytest.mark.nightly
 @built
 @settings(max_examples=12, deadline=None)
 @given(

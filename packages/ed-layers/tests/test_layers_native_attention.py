@@ -116,7 +116,7 @@ def test_native_prompt_attention_is_exact(
     near(native.prompt_attention(call), exact(call.q, call.k, call.v, allowed, scoring))
 
 
-@pytest.mark.daily("True-window1-None-4.0-True-dims1")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("causal", "window", "chunk", "cap", "sinks", "dims"),
     [

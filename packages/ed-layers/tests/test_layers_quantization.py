@@ -418,7 +418,7 @@ def test_quantized_model_holds_expected_bytes_per_weight():
 # Training that simulates.
 
 
-@pytest.mark.daily("spec1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", [NF4_8, INT8, {"dtype": "w8a8"}])
 def test_simulated_quantization_trains_and_matches_quantized_model(spec):
     rules = [(r"mlp|\.q$", {**spec, "simulate": True})]

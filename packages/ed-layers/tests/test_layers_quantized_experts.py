@@ -73,6 +73,7 @@ def test_every_method_gives_the_numbers_of_plain_matrices(name, method):
     near(got, reference(name), 2e-5)
 
 
+@pytest.mark.nightly
 def test_quantized_activations_are_the_same_in_every_method():
     results = [outputs(quantized(W8A8, **fields), None) for fields in METHODS.values()]
     for got in results[1:]:
@@ -127,6 +128,7 @@ def test_simulated_quantized_experts_have_dequantized_gradients(method, dims):
     near(grads, of_plain, 1e-4)
 
 
+@pytest.mark.nightly
 def test_a_mesh_cuts_no_group():
     """If one matrix cannot be split, no matrix is split."""
 

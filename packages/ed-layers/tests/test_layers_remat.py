@@ -183,6 +183,7 @@ def test_offload_needs_pinned_host_memory():
     assert Remat.resolve(config("unpinned_host", policy="nothing_saveable")).targets == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_the_compiler_does_not_merge_recomputation_away(scan):
     def flops(policy):

@@ -52,6 +52,7 @@ def test_decode_attention_gives_the_logits_of_the_plain_forward(plain, scan_laye
         np.testing.assert_allclose(logits(model, steps), plain, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("kv_cache_quantization_config")
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
 def test_quantized_cache_logits_stay_within_error_bound(plain, dtype, record_property):

@@ -116,6 +116,7 @@ def test_bert_classifier_starts_from_a_masked_language_model(tmp_path: Path) -> 
     assert not model.score.bias[...].any()
 
 
+@pytest.mark.nightly
 def test_bert_scores_packed_documents_as_it_scores_them_alone() -> None:
     config = BertConfig(**BERT, num_labels=3, sharding_axis_dims=ONE)
     model = BertForSequenceClassification.create(config, seed=0)
@@ -184,6 +185,7 @@ def test_t5_head_follows_the_checkpoint(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_t5_dropout_differs_between_encoder_and_decoder_and_needs_a_key() -> None:
     config = T5Config(**{**T5, "dropout_rate": 0.4}, sharding_axis_dims=ONE)
     model = T5ForConditionalGeneration.create(config, seed=0)

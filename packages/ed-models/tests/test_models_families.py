@@ -96,7 +96,7 @@ def test_opt_with_biases_passes_conformance(subject) -> None:
         CHECKS[check](subject)
 
 
-@pytest.mark.daily("embd_pdrop")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rate", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
 def test_each_dropout_of_a_configuration_acts_in_training_only(rate) -> None:
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

@@ -61,6 +61,7 @@ def test_a_policy_by_names_sees_layers_that_read_others():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), losses[0], losses[1])
 
 
+@pytest.mark.nightly
 def test_unsupported_gemma4_inputs_raise_error():
     model = create()
     with pytest.raises(ValueError, match="pass input_ids"):

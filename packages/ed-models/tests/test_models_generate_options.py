@@ -373,6 +373,7 @@ def test_length_limits_include_the_prompt(model, prompt):
     np.testing.assert_array_equal(held, same)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("prepare_inputs_for_generation")
 def test_prepare_inputs_for_generation_ignores_padding(model, prompt):
     padded = np.pad(prompt, ((0, 0), (3, 0)))

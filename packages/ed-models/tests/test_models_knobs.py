@@ -244,6 +244,7 @@ def test_cache_sharding_options_place_the_cache():
         config(kv_cache_sharding_sequence_axis_name="seq")
 
 
+@pytest.mark.nightly
 def test_performance_options_do_not_change_loss_or_gradients():
     """Scanned MLP, constraints inside layers, remat and a mesh with sp: loss and gradients."""
 
@@ -313,6 +314,7 @@ def test_a_model_shows_its_parts():
     assert not np.allclose(other(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.nightly
 @proves("AutoEasyDeLModelForCausalLM.from_pretrained(dtype)", "push_to_hub")
 def test_model_files_load_in_dtype_and_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = LlamaForCausalLM.create(config())

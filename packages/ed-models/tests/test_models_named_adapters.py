@@ -53,6 +53,7 @@ def leaves(model):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
 
 
+@pytest.mark.nightly
 def test_one_computes_and_the_others_wait(base):
     first = learned(base.apply_lora(FIRST, name="first"), 1)
     model = two(base)
@@ -125,6 +126,7 @@ def test_unmerge_adapter_restores_merged_weights(base):
     assert model.unwrap_lora_to_layers().adapter_names == ()
 
 
+@pytest.mark.nightly
 def test_adapter_of_other_model_raises_error(base, tmp_path):
     """The names and shapes that do not fit are listed."""
     save_adapter(learned(base.apply_lora(FIRST), 1), tmp_path)

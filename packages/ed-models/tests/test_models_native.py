@@ -23,7 +23,7 @@ FIELDS = {
 IDS = jnp.arange(10).reshape(2, 5)
 
 
-@pytest.mark.daily("bfloat16")
+@pytest.mark.nightly
 @pytest.mark.skipif(library.level() is None, reason="the native library is not built")
 @pytest.mark.proves("native_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -122,7 +122,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )
 
 
-@pytest.mark.daily("mxfp4-one")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), (1, 2, 2, 2, 1)], ids=["one", "eight"])
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_loads_as_the_same_numbers_in_float32_would(
@@ -134,6 +134,7 @@ def test_loads_as_the_same_numbers_in_float32_would(
     assert model.config.quantization_config is None
 
 
+@pytest.mark.nightly
 def test_values_are_rounded_once_to_the_dtype_of_the_parameters(fp8: SimpleNamespace) -> None:
     options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     assert_same(load(fp8.packed, **options), load(fp8.plain, **options))

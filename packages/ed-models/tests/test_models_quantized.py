@@ -42,7 +42,7 @@ def test_config_options_select_quantization():
         build().quantize()
 
 
-@pytest.mark.daily("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantized_embedding_and_head_match_dequantized_model(tied):
     model = build(tie_word_embeddings=tied).quantize(EVERYTHING)

@@ -282,6 +282,7 @@ def test_to_torch_rejects_quantized_model(plain: Path) -> None:
         model.to_torch()
 
 
+@pytest.mark.nightly
 def test_values_are_those_of_the_parameters_dtype(plain: Path) -> None:
     options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     spec = {"dtype": "nf4"}

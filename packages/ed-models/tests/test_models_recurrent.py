@@ -29,6 +29,7 @@ def tiny(model_type: str) -> Any:
     return cls.create(get_config(model_type)(**fields), seed=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model_type", "written", "published"),
     [

@@ -123,6 +123,7 @@ def test_another_run_or_model_is_refused(toy, tmp_path):
         restore(toy, tmp_path, state=plain)
 
 
+@pytest.mark.nightly
 def test_harmless_run_changes_are_reported_on_restore(toy, tmp_path):
     saved(toy, tmp_path, steps=(1,))
     said = []

@@ -94,6 +94,7 @@ def test_convert_accepts_saved_state(tmp_path):
     np.testing.assert_allclose(model_of(tmp_path / "s")(ids).logits, model()(ids).logits, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_convert_rejects_directories_without_a_model(tmp_path):
     output = trained(tmp_path / "run", model().apply_lora(LoraSpec(rank=2)))
     with pytest.raises(CheckpointError, match="it holds what learned, over frozen weights"):

@@ -73,7 +73,7 @@ def test_rows_without_pairs_count_nowhere(step, batch):
     near(step(more)[0], step(batch)[0])
 
 
-@pytest.mark.daily("scanned")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("storage", "quantized"),
     [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.nightly)],

@@ -60,6 +60,7 @@ def test_states_are_saved_by_their_step_and_loaded_onto_another_mesh(toy, tmp_pa
         CheckpointManager(tmp_path / "none").load()
 
 
+@pytest.mark.nightly
 def test_any_tree_and_modules_too(tmp_path):
     manager = CheckpointManager(tmp_path)
     tree = {"a": jnp.arange(4.0), "b": {"c": jnp.ones((2, 3), jnp.bfloat16)}}
@@ -134,6 +135,7 @@ def test_storage_of_layers_and_kind_of_file_do_not_matter(tmp_path):
     assert "lm_head.weight" in changed
 
 
+@pytest.mark.nightly
 def test_compare_command_reports_differences(tmp_path):
     def run(*paths):
         command = [sys.executable, "-m", "ed_trainers.compare", *map(str, paths)]
