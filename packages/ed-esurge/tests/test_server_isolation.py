@@ -54,6 +54,7 @@ ACCESS = {
             "POST /v1/rerank",
             "POST /v2/rerank",
             "POST /rerank",
+            "POST /classify",
             "POST /v1/files",
             "GET /v1/files",
             "GET /v1/files/{file_id}",

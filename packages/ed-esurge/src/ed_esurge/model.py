@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import AXES, Inputs
 from ed_infra.logging import get_logger, once
@@ -23,6 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.outputs import LabelSet
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -84,6 +86,27 @@ def is_recurrent(model: LanguageModel) -> bool:
 def classifies(model: LanguageModel) -> bool:
     """Return whether the model returns scores of labels."""
     return isinstance(model, SequenceClassifier)
+
+
+def task_of(model: LanguageModel) -> TaskType:
+    """Return the task of the model."""
+    if isinstance(model, SequenceClassifier):
+        return TaskType.SEQUENCE_CLASSIFICATION
+    if isinstance(model, Embedder):
+        return TaskType.EMBEDDING
+    if is_encoder_decoder(model):
+        return TaskType.SEQUENCE_TO_SEQUENCE
+    return TaskType.IMAGE_TEXT_TO_TEXT if encoder_names(model) else TaskType.CAUSAL_LM
+
+
+def labels_of(model: LanguageModel) -> LabelSet | None:
+    """Return the labels of a classifier; None for other models."""
+    if not isinstance(model, SequenceClassifier):
+        return None
+    config: Any = model.config
+    names = config.id2label or {}
+    ordered = tuple(names.get(index) for index in range(config.num_labels))
+    return LabelSet(ordered, config.problem_type)
 
 
 def is_encoder(model: LanguageModel) -> bool:

@@ -10,6 +10,38 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+@dataclass(frozen=True, slots=True)
+class LabelSet:
+    """The labels of a classifier.
+
+    Attributes:
+        names: name of each label; None = the checkpoint has no name for the label.
+        problem_type: problem of the checkpoint, in Hugging Face's spelling: "regression",
+            "single_label_classification", "multi_label_classification", or None.
+    """
+
+    names: tuple[str | None, ...]
+    problem_type: str | None = None
+
+    def probabilities(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probability of each label.
+
+        A softmax of the logits; a sigmoid for several labels per text, and for a single label
+        without a problem type. The logits of a regression are returned unchanged.
+
+        Args:
+            logits: float [n, labels].
+        """
+        logits = logits.astype(np.float64)
+        if self.problem_type == "regression":
+            return logits
+        independent = self.problem_type == "multi_label_classification"
+        if independent or (self.problem_type is None and len(self.names) == 1):
+            return np.exp(-np.logaddexp(0.0, -logits))
+        exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return exponents / exponents.sum(axis=-1, keepdims=True)
+
+
 @dataclass(slots=True)
 class Logprob:
     """One candidate token at one position.

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from ed_infra.enums import TaskType
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
 from ed_models.adapters.values import Adapter
@@ -35,7 +36,7 @@ from ed_esurge.engine.control import check_level, loading
 from ed_esurge.engine.intake import CheckedPrompt, Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.grammars.store import Grammar
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
 
@@ -136,6 +137,14 @@ class AsyncEngine:
     @property
     def input_names(self) -> tuple[str, ...]:
         return self.engine.input_names
+
+    @property
+    def task(self) -> TaskType:
+        return self.engine.task
+
+    @property
+    def labels(self) -> LabelSet | None:
+        return self.engine.labels
 
     @property
     def processor(self) -> Any:

@@ -32,6 +32,8 @@ from ed_esurge.model import (
     encoder_names,
     eos_token_ids,
     is_encoder,
+    labels_of,
+    task_of,
     vocab_size_of,
 )
 from ed_esurge.model import model_name as name_of
@@ -79,6 +81,7 @@ class eSurge(EngineControl):
         self.config = config
         self.tokenizer, self.processor = tokenizer, processor
         self.input_names = tuple(model.input_names)
+        self.task, self.labels = task_of(model), labels_of(model)
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)

@@ -46,6 +46,9 @@ class ServedEngine(Protocol):
     The engine of a vision-language model also has `input_names`, the names of the arrays that the
     model accepts, and `processor`, the processor of its checkpoint. Its `generate` accepts the
     keyword argument `encoder_inputs`.
+
+    The engine of a model that generates no tokens also has `task`, the `TaskType` of the model. The
+    engine of a classifier also has `labels`, a `LabelSet`, and its `embed` returns the logits.
     """
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 from fastapi import Request
 
@@ -23,7 +24,7 @@ from ed_esurge.engine.intake import (
     RequestOptions,
     TokenIdError,
 )
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
@@ -121,6 +122,16 @@ class ServedModel:
         """The last decode check; see `operations.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
         self.created = int(time.time())
+
+    @property
+    def task(self) -> TaskType:
+        """The task of the model."""
+        return getattr(self.engine, "task", TaskType.CAUSAL_LM)
+
+    @property
+    def labels(self) -> LabelSet | None:
+        """The labels of a classifier; None for other models."""
+        return getattr(self.engine, "labels", None)
 
     def adapters(self, owner: str) -> dict[str, LoadedAdapter]:
         """Return the loaded adapters that a key may use, by name."""

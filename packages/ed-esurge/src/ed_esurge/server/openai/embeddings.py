@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from ed_infra.enums import TaskType
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -72,8 +73,10 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
     """Answer an embedding request.
 
     Raises:
-        APIError: a text is too long, or the vectors have fewer dimensions than requested.
+        APIError: 400, the model is a classifier, a text is too long, or the vectors have fewer
+            dimensions than requested.
     """
+    _check_embeds(model)
     prompts, truncated = await model.prompts.tokens_of(
         body.input,
         add_special_tokens=body.add_special_tokens,
@@ -94,14 +97,26 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
                 for index, value in enumerate(values)
             ],
             "model": model.name,
-            "usage": _usage(prompts, truncated),
+            "usage": token_counts(prompts, truncated),
         }
 
     headers = answer_headers(new_id("embd", None), truncated)
     return await model.lifetime(request).answer(whole(), headers)
 
 
-def _usage(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:
+def _check_embeds(model: ServedModel) -> None:
+    """Raise APIError if the model is a classifier: its logits are no embedding."""
+    if model.task == TaskType.SEQUENCE_CLASSIFICATION:
+        raise APIError(
+            f"the model {model.name!r} has the task {model.task.value!r} and returns no "
+            "embeddings: send the texts to /classify",
+            param="model",
+            code="unsupported_task",
+        )
+
+
+def token_counts(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:
+    """Return the `usage` of an answer: the prompt tokens, and the truncated tokens unless 0."""
     count = sum(len(prompt) for prompt in prompts)
     return {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)}
 
@@ -213,7 +228,8 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
     """Answer a score request.
 
     Raises:
-        APIError: 400, the numbers of texts do not match, or a text is too long.
+        APIError: 400, the model is a classifier, the numbers of texts do not match, or a text is
+            too long.
     """
     first, second = body.text_1, body.text_2
     if len(first) not in (1, len(second)):
@@ -243,7 +259,11 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
 
 
 async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
-    """Answer a rerank request. Raises APIError: 400, a text is too long."""
+    """Answer a rerank request.
+
+    Raises:
+        APIError: 400, the model is a classifier, or a text is too long.
+    """
     pairs = await _Pairs.of(model, body, [body.query], body.documents)
     request_id = new_id("rerank", None)
 
@@ -278,6 +298,7 @@ class _Pairs:
         first: list[str],
         second: list[str],
     ) -> _Pairs:
+        _check_embeds(model)
         prompts, truncated = await model.prompts.tokens_of(
             [*first, *second], last=body.truncate_prompt_tokens, param="the texts"
         )
@@ -285,7 +306,7 @@ class _Pairs:
 
     @property
     def usage(self) -> dict[str, int]:
-        return _usage(self.prompts, self.truncated)
+        return token_counts(self.prompts, self.truncated)
 
     def headers(self, request_id: str) -> dict[str, str]:
         return answer_headers(request_id, self.truncated)

@@ -2,7 +2,7 @@
 
 `live` fails if the server needs a restart, because the engine's thread is dead or stuck in a step.
 `ready` and `/health` also fail while the server drains and while a model sleeps. `decode` fails if
-the model does not generate a token.
+the model does not generate a token (a model that generates no tokens: a vector).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import importlib.metadata
 from contextlib import aclosing
 from functools import partial
 
+from ed_infra.enums import TaskType
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ed_esurge.engine.intake import CheckedPrompt
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.answers import HealthState, Load, Version
 from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
 from ed_esurge.server.http.errors import APIError
@@ -59,7 +60,10 @@ def _healthy(server: ModelServer) -> bool:
 
 
 async def decode(server: ModelServer, request: Request) -> JSONResponse:
-    """Return whether every model generates a token. Concurrent checks share one request."""
+    """Return whether every model generates a token, or a vector if it generates no tokens.
+
+    Concurrent checks share one request.
+    """
     for model in server.models:
         if model.decoding is None or model.decoding.done():
             model.decoding = asyncio.create_task(_decode(model))
@@ -71,10 +75,14 @@ async def decode(server: ModelServer, request: Request) -> JSONResponse:
 
 async def _decode(model: ServedModel) -> str | None:
     """Return the reason of a failed check; None = success."""
+    prompt = CheckedPrompt([0], 1)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         async with asyncio.timeout(DECODE_SECONDS):
-            deltas = model.generate(CheckedPrompt([0], 1), params, new_id("health", None))
+            if model.task in (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION):
+                await model.vectors([prompt], PoolingParams())
+                return None
+            deltas = model.generate(prompt, params, new_id("health", None))
             async with aclosing(deltas) as items:
                 tokens = [token async for one in items for token in one.outputs[0].token_ids]
         return None if tokens else "the model generated no token"
