@@ -85,7 +85,7 @@ def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
         while engine.aborted != [request]:
             assert time.monotonic() < end
             time.sleep(0.01)
-        button(tab, "Go on")
+        button(tab, "Continue")
         tab.until(
             "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')", 90
         )
@@ -102,7 +102,7 @@ def test_answers_and_edited_questions_create_branches(open_tab) -> None:
         assert said(tab) == "1.0"
         button(tab, "Answer again")
         tab.until("document.querySelector('.turn.assistant .said').innerText === '2.0'")
-        button(tab, "The branch before")
+        button(tab, "Previous version")
         tab.until("document.querySelector('.turn.assistant .said').innerText === '1.0'")
         tab.click('.turn.user [aria-label="Edit"]')
         tab.until("document.activeElement.matches('.edit textarea')")

@@ -95,7 +95,7 @@ async function choose() {
     speaks = error.code !== "no_chat_template";
   }
   $("mode-hint").textContent = chats() ? "" : "This model continues a text.";
-  $("prompt").placeholder = chats() ? "Ask the model something" : "Begin a text for the model to continue";
+  $("prompt").placeholder = chats() ? "Send a message" : "Write the beginning of a text";
 }
 
 $("model").addEventListener("change", () => choose().then(draw));

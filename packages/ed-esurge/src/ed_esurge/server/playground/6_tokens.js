@@ -103,7 +103,7 @@ function openAlternatives(node, token) {
     button.style.setProperty("--p", Math.exp(score).toFixed(4));
     return button;
   });
-  const note = branches ? "Choose another token to continue from there in a branch." : "";
+  const note = branches ? "Choose another token to continue from there in a new version." : "";
   const box = $("popover");
   box.replaceChildren(el("h3", {}, `Token ${token.place + 1} of ${node.tokens.length}`), ...rows, ...(note ? [el("p", {}, note)] : []));
   box.hidden = false;

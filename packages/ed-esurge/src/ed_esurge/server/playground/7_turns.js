@@ -30,8 +30,8 @@ const OPENINGS = ["The sky is blue because", "def reverse_words(sentence):", "On
 function welcome() {
   const texts = chats() ? STARTERS : OPENINGS;
   return el("div", { className: "empty" },
-    el("h2", {}, chats() ? "What would you like to know?" : "How does the text begin?"),
-    el("p", {}, "Everything runs on this server. Each token of an answer can be looked at, and any other choice followed in a branch."),
+    el("h2", {}, chats() ? "What would you like to know?" : "Which text should the model continue?"),
+    el("p", {}, "The model runs on this server. Click a token of an answer to see its alternatives, and choose one to continue from there."),
     el("div", { className: "starters" }, texts.map((text) => el("button", { type: "button", onclick: () => send(text) }, text, icon("more")))));
 }
 
@@ -79,7 +79,7 @@ function callOf(call) {
 /** Return the inputs for the results of calls. The model continues with these results. */
 function results(node) {
   const inputs = node.calls.map((call, place) => el("textarea", {
-    "aria-label": `Result of ${call.name}`, id: `result-${node.id}-${place}`, placeholder: `What ${call.name} gives back`, rows: 1, spellcheck: false,
+    "aria-label": `Result of ${call.name}`, id: `result-${node.id}-${place}`, placeholder: `Result of ${call.name}`, rows: 1, spellcheck: false,
   }));
   const give = el("button", { type: "button", className: "solid", onclick: () => {
     let last = node.id;
@@ -97,13 +97,13 @@ function actions(node) {
   if (all.length > 1) {
     const go = (to) => () => { tree.nodes[node.parent].pick = to; saveTree(); draw(); };
     bar.append(el("span", { className: "branch" },
-      iconButton("left", "The branch before", go(place - 1), { disabled: place === 0 }),
-      el("span", { "aria-label": `Branch ${place + 1} of ${all.length}` }, `${place + 1} / ${all.length}`),
-      iconButton("right", "The next branch", go(place + 1), { disabled: place === all.length - 1 })));
+      iconButton("left", "Previous version", go(place - 1), { disabled: place === 0 }),
+      el("span", { "aria-label": `Version ${place + 1} of ${all.length}` }, `${place + 1} / ${all.length}`),
+      iconButton("right", "Next version", go(place + 1), { disabled: place === all.length - 1 })));
   }
   if (node.role === "assistant") {
     bar.append(iconButton("again", "Answer again", () => answer(node.parent)));
-    if (node.finish === "length" || node.stopped) bar.append(iconButton("more", "Go on", () => answer(node.parent, node)));
+    if (node.finish === "length" || node.stopped) bar.append(iconButton("more", "Continue", () => answer(node.parent, node)));
   } else bar.append(iconButton("edit", "Edit", () => { node.editing = true; draw(); }));
   bar.append(iconButton("copy", "Copy", (event) => copy(node.text, event.currentTarget)));
   if (node.figures) bar.append(el("span", { className: "figures" }, node.figures));
@@ -125,7 +125,7 @@ function editor(node) {
   requestAnimationFrame(() => area.focus());
   return el("div", { className: "edit" }, area, el("div", { className: "row end" },
     el("button", { type: "button", className: "text", onclick: close }, "Cancel"),
-    el("button", { type: "button", className: "solid", onclick: save }, "Ask in a new branch")));
+    el("button", { type: "button", className: "solid", onclick: save }, "Send as a new version")));
 }
 
 let drawing = false;

@@ -22,12 +22,12 @@ function tile(id, label, big = false, curve = true) {
 
 function buildEngine() {
   $("tiles").append(
-    tile("speed", "Tokens each second", true),
+    tile("speed", "Tokens per second", true),
     el("div", { className: "pair" }, tile("running", "Running"), tile("waiting", "Waiting")),
     tile("cache", "Key/value cache in use", false, false),
-    tile("prefix", "Prompt tokens reused", false, false),
+    tile("prefix", "Cached prompt tokens", false, false),
     tile("first", "Time to the first token"),
-    tile("done", "Answers since the start", false),
+    tile("done", "Completed requests", false),
   );
   poll();
   setInterval(poll, 1000);
