@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from ed_esurge import PoolingParams, SamplingParams, eSurge
@@ -56,13 +59,19 @@ def tokens(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def completion(sequence: list[int]) -> list[int]:
+    """The tokens of a sequence after the start token, to the first end-of-sequence token."""
+    generated = sequence[1:]
+    end = FIELDS["eos_token_id"]
+    return generated[: generated.index(end) + 1] if end in generated else generated
+
+
 def test_greedy_tokens_equal_generate(model, engine):
     found = tokens(engine.generate(PROMPTS, GREEDY))
     assert len({tuple(row) for row in found}) > 2, "the answers depend on the prompts"
     for prompt, row in zip(PROMPTS, found, strict=True):
         output = model.generate(np.array([prompt]), do_sample=False, max_new_tokens=20)
-        wanted = np.asarray(output.sequences)[0, 1:].tolist()
-        assert row == wanted[: len(row)]
+        assert row == completion(np.asarray(output.sequences)[0].tolist())
 
 
 @pytest.mark.torch
@@ -75,7 +84,7 @@ def test_greedy_tokens_equal_transformers(model, engine, tmp_path):
     for prompt, row in zip(PROMPTS, tokens(engine.generate(PROMPTS, GREEDY)), strict=True):
         with torch.no_grad():
             output = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)
-        assert row == output[0, 1:].tolist()[: len(row)]
+        assert row == completion(output[0].tolist())
 
 
 def test_preempted_sequences_are_encoded_again(model, engine):
@@ -128,16 +137,90 @@ def test_pooling_and_prompt_logprobs_raise_config_error(engine):
         engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2, prompt_logprobs=1))
 
 
-def test_official_client_completes_a_text(model):
+TEXTS = ["translate: hello", "a", "The cat sleeps on the mat", "Grüße 世界"]
+
+
+@pytest.fixture(scope="module")
+def text_engine(model):
+    return eSurge(model, byte_tokenizer(), model_name="t5", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def url(text_engine):
+    with background(text_engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
     openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def answers(client):
+    """The answer to each text, requested one at a time."""
+    return [complete(client, text) for text in TEXTS]
+
+
+def complete(client, text: str, **options: Any):
+    return client.completions.create(
+        model="t5", prompt=text, temperature=0, max_tokens=20, **options
+    )
+
+
+def test_official_client_receives_the_tokens_of_generate(model, client, answers):
     tokenizer = byte_tokenizer()
-    engine = eSurge(model, tokenizer, model_name="t5", **OPTIONS)
-    wanted = engine.generate(["translate: hello"], GREEDY)[0].outputs[0].text
-    with background(engine) as url:
-        client = openai.OpenAI(base_url=url, api_key="none")
-        answer = client.completions.create(
-            model="t5", prompt="translate: hello", temperature=0, max_tokens=20
-        )
-    assert answer.choices[0].text == wanted
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(tokenizer("translate: hello").input_ids)
+    assert len({answer.choices[0].text for answer in answers}) > 1, "the answers differ"
+    for text, answer in zip(TEXTS, answers, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        output = model.generate(np.array([ids]), do_sample=False, max_new_tokens=20)
+        wanted = completion(np.asarray(output.sequences)[0].tolist())
+        (choice,) = complete(client, text, extra_body={"return_token_ids": True}).choices
+        assert choice.token_ids == wanted
+        assert answer.choices[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
+        assert answer.usage.prompt_tokens == len(ids)
+        assert answer.usage.completion_tokens == len(wanted) > 0
+
+
+def test_streamed_texts_equal_those_without_streaming(client, answers):
+    for text, answer in zip(TEXTS, answers, strict=True):
+        choices = [chunk.choices[0] for chunk in complete(client, text, stream=True)]
+        assert "".join(choice.text for choice in choices) == answer.choices[0].text
+        assert choices[-1].finish_reason == answer.choices[0].finish_reason
+
+
+def test_simultaneous_requests_equal_requests_one_at_a_time(client, answers):
+    with ThreadPoolExecutor(len(TEXTS)) as threads:
+        together = list(threads.map(partial(complete, client), TEXTS))
+    for alone, other in zip(answers, together, strict=True):
+        assert other.choices[0].text == alone.choices[0].text
+        assert other.usage == alone.usage
+
+
+def test_too_long_prompt_is_rejected_without_disturbing_others(client, answers):
+    openai = pytest.importorskip("openai")
+    too_long = "a" * OPTIONS["max_model_len"]  # the tokenizer adds a token
+    with ThreadPoolExecutor(len(TEXTS)) as threads:
+        others = [threads.submit(complete, client, text) for text in TEXTS]
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                complete(client, too_long, stream=stream)
+            assert caught.value.code == "context_length_exceeded"
+            assert "maximum context length is 128 tokens" in caught.value.message
+            assert "shorten it" in caught.value.message
+        texts = [other.result().choices[0].text for other in others]
+    assert texts == [answer.choices[0].text for answer in answers]
+    assert complete(client, TEXTS[0]).choices[0].text == texts[0]
+
+
+def test_embeddings_of_an_encoder_decoder_are_rejected(client):
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match="has no pooled vector"):
+        client.embeddings.create(model="t5", input="a")
+
+
+def test_classify_rejects_an_encoder_decoder_by_its_task(url):
+    answer = httpx.post(f"{url}/../classify", json={"input": "a"})
+    assert answer.status_code == 400
+    assert "has the task 'sequence-to-sequence'" in answer.json()["error"]["message"]
