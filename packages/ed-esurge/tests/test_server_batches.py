@@ -163,14 +163,11 @@ def test_files_can_be_uploaded_listed_and_deleted(served):
         client.files.retrieve(file.id)
 
 
-def test_file_and_batch_limits_are_enforced(served):
+def test_files_beyond_the_limits_of_size_and_number_are_rejected(served):
     client = client_of(served)
     with pytest.raises(openai.APIStatusError) as caught:
         put(client, "x" * 20_001)
     assert caught.value.status_code == 413
-    done = over(client, run(client, *[line(str(place)) for place in range(21)]).id)
-    assert done.status == "failed"
-    assert "21 lines" in done.errors.data[0].message
     bob = client_of(served, "bob")
     for _ in range(30):
         put(bob, "x")
@@ -178,6 +175,17 @@ def test_file_and_batch_limits_are_enforced(served):
         put(bob, "x")
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("a", b"b"), purpose="assistants")
+
+
+def test_batch_with_more_lines_than_the_limit_fails(served):
+    client = client_of(served)
+    done = over(client, run(client, *[line(str(place)) for place in range(21)]).id)
+    assert done.status == "failed"
+    assert "21 lines" in done.errors.data[0].message
+
+
+def test_malformed_uploads_and_queries_return_400(served):
+    kind = {"Content-Type": "multipart/form-data; boundary=x", "Authorization": "Bearer ann"}
     for body in (
         b"",
         b"--x",
@@ -186,10 +194,12 @@ def test_file_and_batch_limits_are_enforced(served):
         b"\r\n--x\r\n\r\n\r\n--x--",
         b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\na',
     ):
-        kind = {"Content-Type": "multipart/form-data; boundary=x", "Authorization": "Bearer ann"}
         answer = httpx.post(f"{served}/files", content=body, headers=kind)
         assert answer.status_code == 400, answer.text
     assert httpx.get(f"{served}/files?limit=x", headers=kind).status_code == 400
+
+
+def test_server_without_batch_directory_has_no_batches():
     with background(ScriptedEngine()) as url:
         answer = httpx.get(f"{url}/batches")
         assert (answer.status_code, "batch_directory" in answer.text) == (404, True)
@@ -318,7 +328,7 @@ def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
         assert after.output_file_id is None
 
 
-def test_batch_without_progress_expires(tmp_path, monkeypatch):
+def test_batch_of_a_sleeping_engine_expires_after_its_window(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "DAY", 1)
     monkeypatch.setattr(worker, "RETRY_SECONDS", 0.05)
     engine = ScriptedEngine()

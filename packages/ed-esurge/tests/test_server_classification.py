@@ -182,7 +182,7 @@ def test_classifier_rejects_requests_for_embeddings(url, path, body):
 
 
 @pytest.mark.parametrize("model", ["embedder", "classifier"])
-def test_encoders_reject_completions(url, model):
+def test_completions_of_an_encoder_return_400(url, model):
     answer = httpx.post(f"{url}/completions", json={"model": model, "prompt": "a"})
     assert answer.status_code == 400
     assert "generates no tokens" in answer.json()["error"]["message"]
@@ -222,7 +222,7 @@ def test_truncated_text_has_the_answer_of_its_last_tokens(url, token_ids):
     )
 
 
-def test_openapi_document_describes_classify(url):
+def test_openapi_document_describes_the_classify_route(url):
     document = httpx.get(f"{url}/../openapi.json").json()
     operation = document["paths"]["/classify"]["post"]
     body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]

@@ -55,7 +55,7 @@ def test_embeddings_endpoint_returns_engine_vectors(client, surge, vectors):
     np.testing.assert_allclose(one.data[0].embedding, vectors["last"][0], atol=1e-6)
 
 
-def test_embeddings_support_base64_and_dimensions(url, client, surge, vectors):
+def test_base64_vectors_with_fewer_dimensions_are_normalized_again(url, client, surge, vectors):
     body = {"input": TEXTS[1], "encoding_format": "base64", "dimensions": 5}
     data = httpx.post(f"{url}/embeddings", json=body).json()["data"]
     got = np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4")

@@ -143,7 +143,7 @@ def test_disconnected_client_frees_its_slot(client, engine):
         time.sleep(0.01)
 
 
-def test_metrics_endpoint_reports_engine_metrics(client, url):
+def test_metrics_contain_queue_and_cache_figures_of_the_engine(client, url):
     client.completions.create(model="tiny", prompt="The cat" * 4, max_tokens=2)
     text = httpx.get(url.replace("/v1", "/metrics")).text
     for name in (

@@ -158,7 +158,7 @@ def test_lone_surrogates_in_requests_are_rejected(http):
     )
 
 
-def test_openapi_document_is_served(http):
+def test_openapi_document_describes_the_completion_request(http):
     schema = http.get("/../openapi.json").json()
     assert "temperature" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
 
@@ -173,7 +173,7 @@ def test_missing_chat_template_error_suggests_completions():
         assert answer["usage"]["prompt_tokens"] == 2
 
 
-def test_dead_engine_returns_503():
+def test_requests_to_a_dead_engine_return_503():
     engine = ScriptedEngine(fail_after=3)
     with background(engine) as url:
         health = url.replace("/v1", "/health")

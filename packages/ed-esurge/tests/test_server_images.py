@@ -119,7 +119,7 @@ def test_two_images_become_pixel_values_and_placeholder_tokens(client, engine):
     np.testing.assert_allclose(second, [0, 0, 255], atol=8)
 
 
-def test_image_requests_stream_and_can_be_counted(client, engine, url):
+def test_streamed_answer_and_tokenize_have_the_same_image_prompt(client, engine, url):
     messages = conversation({"type": "text", "text": "a"}, part(RED))
     stream = client.chat.completions.create(model="scripted", messages=messages, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "seen"

@@ -64,7 +64,7 @@ def test_impossible_tokens_have_a_finite_logprob():
     assert [top["logprob"] for top in entry["top_logprobs"]] == [0.0]
 
 
-def test_joined_logprob_parts_equal_the_whole():
+def test_joined_logprobs_of_chunks_equal_those_of_the_answer():
     texts = TokenTexts(byte_tokenizer())
     tokens = byte_tokenizer()("aé🌍b", add_special_tokens=False)["input_ids"]
     scores = [{token: Logprob(-1.0, rank=1)} for token in tokens]

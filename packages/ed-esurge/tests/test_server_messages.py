@@ -291,7 +291,7 @@ def continues(client, engine):
         assert engine.prompts[-1].endswith("<|assistant|>")
 
 
-def test_client_falls_back_after_unsupported_thread_error(client):
+def test_unsupported_thread_has_the_error_code_that_clients_expect(client):
     ask = {"model": "scripted", "max_tokens": 99, "messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(anthropic.BadRequestError, match="send all messages") as caught:
         client.beta.messages.create(**ask, thread={"type": "create"})

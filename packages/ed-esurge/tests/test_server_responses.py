@@ -155,7 +155,7 @@ def test_response_store_evicts_oldest_responses():
             client.responses.retrieve(ids[0])
 
 
-def test_truncated_response_is_incomplete(client):
+def test_response_that_reaches_its_token_limit_is_incomplete(client):
     options = {"model": "scripted", "tools": TOOLS, "max_output_tokens": 60}
     for name, kind in (("only", "function_call"), ("plain", "message")):
         options["max_output_tokens"] = 60 if name == "only" else 3

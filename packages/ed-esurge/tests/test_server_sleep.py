@@ -76,12 +76,12 @@ def test_requests_to_sleeping_server_return_503(served):
         ("/sleep?model=c", 404, "model"),
     ],
 )
-def test_invalid_sleep_parameters_return_error(served, path, status, param):
+def test_errors_of_sleep_parameters_name_the_parameter(served, path, status, param):
     answer = served[1].post(path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-def test_sleep_keeps_inflight_requests_of_real_engine(engine_behind, llama):
+def test_requests_in_flight_continue_after_sleep_and_wake_up(engine_behind, llama):
     engine = engine_behind
     expected = engine.generate("The cat", GREEDY)[0].outputs[0].text
     traces = engine.stats()["num_compiled"]

@@ -99,7 +99,7 @@ def test_openai_client_parses_structured_answer(client):
         ),
     ],
 )
-def test_guided_options_constrain_output(client, guided, pattern):
+def test_every_guided_option_constrains_the_text(client, guided, pattern):
     text = ask(client, extra_body=guided).choices[0].message.content
     assert re.fullmatch(pattern, text)
     whole = client.completions.create(model="tiny", prompt=["a", "b"], extra_body=guided, n=2)

@@ -109,7 +109,7 @@ def _is_json(text):
         return False
 
 
-def test_tool_calls_support_n_choices_logprobs_and_token_ids(client):
+def test_streamed_tool_calls_of_every_choice_have_all_token_ids_and_logprobs(client):
     extra = {"return_token_ids": True}
     options = {"tools": TOOLS, "n": 2, "logprobs": True, "extra_body": extra}
     answer = ask(client, "call", **options)
@@ -238,7 +238,7 @@ def test_marker_tokens_are_parsed_and_other_special_tokens_removed():
         assert whole(ask(client, "x"))[0] == 'Yes.weather{"city": "a"}'
 
 
-def test_server_options_control_tool_and_reasoning_parsers():
+def test_parser_options_override_the_detected_parsers():
     tokenizer = byte_tokenizer(TOOL_TEMPLATE)
     with background(NamedReplies(tokenizer=tokenizer), enable_function_calling=False) as url:
         body = {"messages": [{"role": "user", "content": "reply only"}], "tools": TOOLS}

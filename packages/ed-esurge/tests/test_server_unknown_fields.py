@@ -33,7 +33,7 @@ def http():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_header_lists_ignored_fields(http, stream):
+def test_answer_header_lists_the_ignored_fields(http, stream):
     body = {**CHAT, "stream": stream, "temprature": 1, "provider": {"order": []}}
     answer = http.post("chat/completions", json=body)
     assert answer.status_code == 200
