@@ -100,7 +100,7 @@ def test_answers_and_edited_questions_create_branches(open_tab) -> None:
         tab = open_tab(url.removesuffix("v1"))
         ask(tab, "first")
         assert said(tab) == "1.0"
-        button(tab, "Answer again")
+        button(tab, "Regenerate")
         tab.until("document.querySelector('.turn.assistant .said').innerText === '2.0'")
         button(tab, "Previous version")
         tab.until("document.querySelector('.turn.assistant .said').innerText === '1.0'")

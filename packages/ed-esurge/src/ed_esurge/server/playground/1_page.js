@@ -66,7 +66,7 @@ let theme = recall(BROWSER, "theme", "system");
 
 function applyTheme() {
   document.documentElement.dataset.theme = theme === "system" ? (night.matches ? "dark" : "light") : theme;
-  const label = { system: "as the system", light: "light", dark: "dark" }[theme];
+  const label = { system: "system", light: "light", dark: "dark" }[theme];
   $("theme").title = `Theme: ${label}`;
   $("theme").querySelector(".sr").textContent = `Theme: ${label}. Change`;
 }

@@ -102,7 +102,7 @@ function actions(node) {
       iconButton("right", "Next version", go(place + 1), { disabled: place === all.length - 1 })));
   }
   if (node.role === "assistant") {
-    bar.append(iconButton("again", "Answer again", () => answer(node.parent)));
+    bar.append(iconButton("again", "Regenerate", () => answer(node.parent)));
     if (node.finish === "length" || node.stopped) bar.append(iconButton("more", "Continue", () => answer(node.parent, node)));
   } else bar.append(iconButton("edit", "Edit", () => { node.editing = true; draw(); }));
   bar.append(iconButton("copy", "Copy", (event) => copy(node.text, event.currentTarget)));

@@ -82,7 +82,7 @@ function update(now) {
   const passed = before ? seconds - before.seconds : 1;
   const speed = grew("vllm:generation_tokens_total") / passed;
   show1("speed", speed, speed.toFixed(speed < 10 ? 1 : 0), "tokens/s");
-  TILES.speed.aside.textContent = `most ${Math.max(...TILES.speed.points).toFixed(0)}`;
+  TILES.speed.aside.textContent = `maximum ${Math.max(...TILES.speed.points).toFixed(0)}`;
   show1("running", now["vllm:num_requests_running"], String(now["vllm:num_requests_running"] ?? "–"));
   show1("waiting", now["vllm:num_requests_waiting"], String(now["vllm:num_requests_waiting"] ?? "–"));
   share("cache", now["vllm:kv_cache_usage_perc"]);
