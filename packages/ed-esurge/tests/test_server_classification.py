@@ -181,11 +181,21 @@ def test_classifier_rejects_requests_for_embeddings(url, path, body):
     assert "/classify" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("model", ["embedder", "classifier"])
-def test_completions_of_an_encoder_return_400(url, model):
-    answer = httpx.post(f"{url}/completions", json={"model": model, "prompt": "a"})
+@pytest.mark.parametrize(
+    ("model", "task", "route"),
+    [
+        ("embedder", "embedding", "/v1/embeddings"),
+        ("classifier", "sequence-classification", "/classify"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_an_encoder_return_400(url, model, task, route, stream):
+    body = {"model": model, "prompt": "a", "stream": stream}
+    answer = httpx.post(f"{url}/completions", json=body)
     assert answer.status_code == 400
-    assert "generates no tokens" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert error["code"] == "unsupported_task"
+    assert f"'{task}'" in error["message"] and error["message"].endswith(route)
 
 
 @pytest.mark.parametrize(

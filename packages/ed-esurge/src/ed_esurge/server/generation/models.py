@@ -40,6 +40,12 @@ from ed_esurge.server.metrics import ModelMetrics, RequestTimer, ServerMetrics
 from ed_esurge.server.stores import BatchStore, ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
 
+#: Tasks of models that generate no tokens, and the routes that serve them.
+ROUTES_OF_ENCODERS = {
+    TaskType.EMBEDDING: "/v1/embeddings",
+    TaskType.SEQUENCE_CLASSIFICATION: "/classify",
+}
+
 
 class ServerState:
     """The state that all models of a server share.
@@ -132,6 +138,18 @@ class ServedModel:
     def labels(self) -> LabelSet | None:
         """The labels of a classifier; None for other models."""
         return getattr(self.engine, "labels", None)
+
+    def unsupported_task(self, constraint: str) -> APIError:
+        """Return the error for a request that the task of the model does not support.
+
+        Args:
+            constraint: why the model cannot answer, and what to do.
+        """
+        return APIError(
+            f"the model {self.name!r} has the task {self.task.value!r}: {constraint}",
+            param="model",
+            code="unsupported_task",
+        )
 
     def adapters(self, owner: str) -> dict[str, LoadedAdapter]:
         """Return the loaded adapters that a key may use, by name."""
@@ -262,9 +280,12 @@ class ServedModel:
             options: see `queue_options`; and the images of the prompt, `encoder_inputs`.
 
         Raises:
-            APIError: 400, the request is invalid; 500, the request failed; 503, the engine does not
-                run, or aborted the request.
+            APIError: 400, the request is invalid, or the model generates no tokens; 500, the
+                request failed; 503, the engine does not run, or aborted the request.
         """
+        route = ROUTES_OF_ENCODERS.get(self.task)
+        if route is not None:
+            raise self.unsupported_task(f"it generates no tokens, send the texts to {route}")
         self._check_running()
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)

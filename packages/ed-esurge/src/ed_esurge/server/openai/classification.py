@@ -14,7 +14,6 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.requests import as_prompts
-from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.openai.embeddings import EmbeddingUsage, token_counts
 from ed_esurge.server.routing import post
@@ -61,16 +60,11 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     """Answer a classification request.
 
     Raises:
-        APIError: 400, the model is no classifier, or a text is too long.
+        APIError: 400, the model is not a classifier, or a text is too long.
     """
     labels = model.labels
     if labels is None:
-        raise APIError(
-            f"the model {model.name!r} has the task {model.task.value!r} and has no labels: "
-            "/classify requires a model with the task 'sequence-classification'",
-            param="model",
-            code="unsupported_task",
-        )
+        raise model.unsupported_task("/classify requires the task 'sequence-classification'")
     prompts, truncated = await model.prompts.tokens_of(
         body.input,
         add_special_tokens=body.add_special_tokens,

@@ -107,12 +107,7 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
 def _check_embeds(model: ServedModel) -> None:
     """Raise APIError if the model is a classifier: its logits are no embedding."""
     if model.task == TaskType.SEQUENCE_CLASSIFICATION:
-        raise APIError(
-            f"the model {model.name!r} has the task {model.task.value!r} and returns no "
-            "embeddings: send the texts to /classify",
-            param="model",
-            code="unsupported_task",
-        )
+        raise model.unsupported_task("it returns no embeddings, send the texts to /classify")
 
 
 def token_counts(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:

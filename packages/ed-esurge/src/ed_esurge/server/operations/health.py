@@ -12,7 +12,6 @@ import importlib.metadata
 from contextlib import aclosing
 from functools import partial
 
-from ed_infra.enums import TaskType
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.answers import HealthState, Load, Version
-from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
+from ed_esurge.server.generation.models import ROUTES_OF_ENCODERS, ModelServer, ServedModel, new_id
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import Endpoint
 
@@ -79,7 +78,7 @@ async def _decode(model: ServedModel) -> str | None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         async with asyncio.timeout(DECODE_SECONDS):
-            if model.task in (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION):
+            if model.task in ROUTES_OF_ENCODERS:
                 await model.vectors([prompt], PoolingParams())
                 return None
             deltas = model.generate(prompt, params, new_id("health", None))
