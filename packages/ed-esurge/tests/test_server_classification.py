@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 from ed_esurge import eSurge
+from ed_esurge.command.load import add_model_arguments, engine_of
 from ed_esurge.outputs import LabelSet
 from ed_esurge.server.launch import background
 from ed_esurge.server.openai.classification import ClassificationList
@@ -132,16 +134,20 @@ def test_served_checkpoints_equal_transformers_on_torch(url, client, models, tok
     assert [i["label"] for i in data] == [theirs.config.id2label[int(p.argmax())] for p in probs]
 
 
-def test_saved_classifier_is_served_from_its_directory(models, token_ids, tmp_path: Path):
-    from ed_models.checkpoints import hub
-
-    models["classifier"].save_pretrained(tmp_path)
-    loaded: Any = hub.from_pretrained(
-        tmp_path, task="auto-bind", sharding_axis_dims=FIELDS["sharding_axis_dims"]
-    )
-    engine = eSurge(loaded, compile_runner=False, silent_mode=True)
-    assert engine.task == "sequence-classification"
-    assert engine.labels == LabelSet(tuple(NAMES.values()))
+@pytest.mark.parametrize("kind", ["embedder", "classifier"])
+def test_command_line_loads_the_checkpoint_of_an_encoder(models, kind, tmp_path: Path):
+    models[kind].save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    # Checkpoints of transformers have no files of sentence-transformers.
+    (tmp_path / "modules.json").unlink(missing_ok=True)
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    engine = engine_of(parser.parse_args([str(tmp_path), "--compile-runner", "false"]))
+    if kind == "embedder":
+        assert (engine.task, engine.labels) == ("embedding", None)
+    else:
+        assert engine.task == "sequence-classification"
+        assert engine.labels == LabelSet(tuple(NAMES.values()))
 
 
 def test_score_and_rerank_compare_the_vectors_of_an_encoder(url, models, token_ids):

@@ -98,7 +98,9 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler())
     import jax
+    from ed_infra.enums import TaskType
     from ed_models.checkpoints import hub
+    from ed_models.checkpoints.checks import task_of
 
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
@@ -109,9 +111,13 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     if jax.default_backend() == "cpu":
         # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
+    settings = hub.resolve(values.model, weights=False, revision=values.revision)
+    task = task_of(settings)
+    if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
+        task = TaskType.EMBEDDING
     model: Any = hub.from_pretrained(
         values.model,
-        task="auto-bind",
+        task=task,
         dtype=dtype,
         param_dtype=dtype,
         sharding_axis_dims=dims,
