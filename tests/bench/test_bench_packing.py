@@ -10,6 +10,7 @@ import pytest
 from tools.bench import packing
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("length", [4096, 8192])
 def test_packed_rows_reach_fill_targets(
     length: int, record_property: Callable[[str, object], None]

@@ -93,6 +93,7 @@ def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
         assert tab.failures() == []
 
 
+@pytest.mark.nightly
 @needs_chromium
 def test_answers_and_edited_questions_create_branches(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: f"{len(engine.requests)}.{choice}")
@@ -168,6 +169,7 @@ def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
         assert tab.failures() == []
 
 
+@pytest.mark.nightly
 @needs_chromium
 def test_panel_shows_engine_statistics(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: "x" * 4000, max_model_len=8192, delay=0.005)

@@ -65,6 +65,7 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
+@pytest.mark.nightly  # CI runs this test
 def test_installed_package_adds_a_family(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def torch_model(task: TaskType, subject: Subject, device: str = "cpu") -> Any:
         return auto.from_config(config).eval()
 
 
-@pytest.mark.daily("sequence-classification")
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", TASKS)
 def test_names_and_shapes_match_hugging_face(task: TaskType) -> None:
     from transformers.core_model_loading import revert_weight_conversion
@@ -108,6 +108,7 @@ CLASSIFIED = [
 ]
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("model_type", CLASSIFIED)
 def test_sequence_classifier_matches_transformers(model_type: str, tmp_path) -> None:
     task = TaskType.SEQUENCE_CLASSIFICATION

@@ -66,6 +66,7 @@ def apply(folder: Path, sentence: str, body: str) -> None:
     file.write_text("".join([*lines[:place], indented, *lines[place:]]), "utf-8")
 
 
+@pytest.mark.nightly  # CI runs this test
 @pytest.mark.parametrize("name", recipes())
 def test_recipe_works_in_a_copy_of_the_packages(name: str, tmp_path: Path) -> None:
     text = recipes()[name]

@@ -36,7 +36,7 @@ class FixedAnswers:
         return [Sampled(own, [-1.0] * len(own), weights.version) for own in ids]
 
 
-@pytest.mark.daily("chatml")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["chatml", "without_end"])
 def test_training_pairs_and_sampled_answers_have_equal_scores(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

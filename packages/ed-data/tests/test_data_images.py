@@ -233,6 +233,7 @@ def test_resumed_loader_creates_the_same_images(mixture, jsonl, processor, pictu
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.nightly
 def test_worker_processes_expand_placeholders(mixture, jsonl, processor, pictures):
     rows = [chat(i) for i in range(4)]
     alone = loader_of(mixture, jsonl, processor, rows)

@@ -119,6 +119,7 @@ def test_adapter_merges_into_dequantized_base(folder: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_quantization_requires_apply_quantization(folder: Path) -> None:
     sections = {
         "model": {"name_or_path": str(folder / "base" / "model")},

@@ -83,6 +83,7 @@ def test_a_sample_after_training_on_chats_asks_a_held_out_question(trained: Path
     assert [message["role"] for message in samples[0]["prompt"]] == ["user"]
 
 
+@pytest.mark.nightly
 def test_the_request_suggested_after_training_on_chats_is_a_chat_request(trained: Path) -> None:
     shown = (trained / "shown").read_text()
     assert "/v1/chat/completions" in shown

@@ -15,6 +15,7 @@ class Letters:
         return "x" * len(ids)
 
 
+@pytest.mark.nightly
 def test_figures_are_those_of_plain_logits() -> None:
     import jax
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM

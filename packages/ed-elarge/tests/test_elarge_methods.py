@@ -101,6 +101,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
         elm.build_dataset()
 
 
+@pytest.mark.nightly
 def test_the_reference_of_the_section_is_the_one_that_is_read(tmp_path: Path) -> None:
     import jax
     import numpy as np

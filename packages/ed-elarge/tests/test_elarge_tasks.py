@@ -256,6 +256,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_encoder_trains_embeddings_on_pairs_of_texts(bert: Path, tmp_path: Path) -> None:
     rows = [{"anchor": f"a cat {n}", "positive": f"the dog {n}"} for n in range(32)]
     sections = {

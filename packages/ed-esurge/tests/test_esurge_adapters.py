@@ -126,6 +126,7 @@ def test_loading_and_unloading_adapters_compiles_nothing(llama, engine, folders,
     assert loaded["two"].number > loaded["three"].number
 
 
+@pytest.mark.nightly
 def test_prefix_cache_separates_adapters(llama, folders, prompts, merged):
     engine = eSurge(llama, max_loras=2, max_lora_rank=4, compile_runner=False, **OPTIONS)
     engine.load_lora_adapter("one", folders["one"])
@@ -261,6 +262,7 @@ def test_adapters_remain_after_a_weight_update(llama, make_llama, folders, promp
     same(engine.generate(prompts[3], GREEDY, lora_name="one"), fresh.generate(prompts[3], GREEDY))
 
 
+@pytest.mark.nightly
 def test_chat_stream_and_embed_accept_an_adapter_name(engine, merged, prompts):
     messages = [{"role": "user", "content": "hello"}]
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -274,6 +276,7 @@ def test_chat_stream_and_embed_accept_an_adapter_name(engine, merged, prompts):
     np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_async_engine_loads_and_serves_adapters(engine, folders, merged, prompts):
     plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

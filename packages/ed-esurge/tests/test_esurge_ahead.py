@@ -93,6 +93,7 @@ def test_unexpected_end_of_a_request_wastes_one_row(surge, prompts, started):
     assert started[True] > started[False]
 
 
+@pytest.mark.nightly
 def test_pages_filled_by_steps_ahead_are_shared(surge, waiting):
     cached = []
     for engine in (waiting, surge):

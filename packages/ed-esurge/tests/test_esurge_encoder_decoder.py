@@ -87,6 +87,7 @@ def test_greedy_tokens_equal_transformers(model, engine, tmp_path):
         assert row == completion(output[0].tolist())
 
 
+@pytest.mark.nightly
 def test_preempted_sequences_are_encoded_again(model, engine):
     endless = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     small = eSurge(model, **{**OPTIONS, "max_model_len": 64, "num_pages": 9})
@@ -117,6 +118,7 @@ def test_keys_of_pages_contain_the_encoder_input():
     assert not set(first) & set(second)
 
 
+@pytest.mark.nightly
 def test_compiled_engine_is_not_traced_again(model):
     engine = eSurge(model, **{**OPTIONS, "max_model_len": 32, "compile_runner": True})
     traces = engine.loop.runner.num_traces

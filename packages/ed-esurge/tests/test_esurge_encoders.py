@@ -53,6 +53,7 @@ def test_vectors_equal_those_of_the_model(task):
         np.testing.assert_allclose(unit[0].pooled, outputs[0].pooled, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_encoder_rejects_generation_and_options_of_pages():
     model = build("embedding")
     engine = eSurge(model, **OPTIONS)
@@ -65,6 +66,7 @@ def test_encoder_rejects_generation_and_options_of_pages():
     assert "an encoder with" in engine.describe()
 
 
+@pytest.mark.nightly
 def test_new_weights_change_vectors_and_compile_nothing():
     model = build("embedding")
     engine = eSurge(model, **OPTIONS)

@@ -58,6 +58,7 @@ def test_preempted_requests_produce_the_same_tokens(llama, prompts, greedy):
     assert tiny.stats()["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_overlap_and_scanned_layers_produce_the_same_tokens(
     llama, tokenizer, prompts, greedy, monkeypatch
 ):

@@ -114,6 +114,7 @@ def lines_of(output):
     return one.token_ids, [{k: v.logprob for k, v in line.items()} for line in one.logprobs]
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("kv_offloading_size")
 def test_prefix_restored_from_host_memory_is_bitwise_equal(engine):
     """Four prompts of twelve pages alternate in a pool of sixteen pages."""

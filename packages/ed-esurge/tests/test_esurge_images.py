@@ -100,6 +100,7 @@ def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(llava, 
     assert [tokens[str(name)] for name in range(len(cases))] == wanted
 
 
+@pytest.mark.nightly
 def test_equal_text_with_another_image_shares_no_page_of_the_image(llava, engine):
     ids, pixels, items = prompt(5, 8)
     other = prompt(5, 8, images=(77,))

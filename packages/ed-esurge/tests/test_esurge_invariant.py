@@ -53,7 +53,7 @@ def alone(llama, requests):
     return [engine.generate([p], s)[0] for p, s in zip(*requests, strict=True)]
 
 
-@pytest.mark.daily("crowd", "preempted")
+@pytest.mark.nightly
 @pytest.mark.proves("batch_invariant")
 @pytest.mark.parametrize(
     "changes",

@@ -229,6 +229,7 @@ def test_hybrid_model_produces_tokens_of_generate():
     assert engine.stats()["num_preemptions"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "option", [{"batch_invariant": True}, {"speculative_config": {}}, {"kv_offloading_size": 1}]
 )
@@ -280,6 +281,7 @@ def test_pages_before_the_window_are_freed(kinds):
                     assert len(request.pages["full"]) * 4 >= request.num_computed
 
 
+@pytest.mark.nightly
 def test_salt_separates_cached_prefixes(monkeypatch):
     model = toy("full")
     prompt, params = PROMPTS[4], params_of(2, 0)

@@ -156,6 +156,7 @@ def test_step_plan_contains_only_new_tokens_and_pages(local, plans):
     assert pages == [2, 2] + [int((30 + step) % 8 == 0) for step in range(19)]
 
 
+@pytest.mark.nightly
 def test_engine_commands_survive_pickling(local, make_llama, prompts):
     import jax
     from flax import nnx

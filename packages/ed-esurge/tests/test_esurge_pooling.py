@@ -50,6 +50,7 @@ def expected(states: np.ndarray, params: PoolingParams) -> np.ndarray:
     return vector / np.linalg.norm(vector) if params.normalize else vector
 
 
+@pytest.mark.daily("mean-False")
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_pooled_and_sampled_requests_share_chunked_batches(

@@ -86,6 +86,7 @@ def test_lazily_compiled_engine_loads_stored_programs(first, small):
     assert engine.loop.runner.num_traces == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"max_logprobs": 3}, {"page_size": 16}, {"max_num_seqs": 1}])
 def test_changed_options_use_other_programs(first, small, change):
     engine = eSurge(small, compile_runner=False, **{**SMALL, **change})

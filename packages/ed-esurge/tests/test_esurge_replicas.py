@@ -102,6 +102,7 @@ def test_each_replica_uses_its_own_device(pair, model):
     assert "2 replicas, each with" in pair.describe()
 
 
+@pytest.mark.nightly
 def test_prompt_is_routed_to_the_replica_with_its_prefix(pair, prompts):
     prompt = [7, *prompts[3]]
     pair.generate([[9] * 30, prompt, [8] * 30], GREEDY)

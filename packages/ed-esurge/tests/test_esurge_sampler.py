@@ -88,6 +88,7 @@ def test_greedy_selects_the_first_of_equal_logits():
     assert out.tokens.tolist() == [0, 7]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [

@@ -107,6 +107,7 @@ def test_prompt_lookup_works_with_a_grammar(llama, tokenizer, surge):
         scheduler.proposer = None
 
 
+@pytest.mark.nightly
 def test_preempted_and_cached_sequences_have_proposals(llama, oracle, prompts):
     engine = eSurge(
         llama,

@@ -46,7 +46,7 @@ def tokens_of(engine, prompt) -> list[int]:
     return engine.generate(prompt, GREEDY)[0].outputs[0].token_ids
 
 
-@pytest.mark.daily("model-stacked")
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 @pytest.mark.parametrize("kind", ["model", "state"])
 def test_arrays_can_be_donated_after_a_weight_update(
@@ -63,6 +63,7 @@ def test_arrays_can_be_donated_after_a_weight_update(
     assert tokens_of(engine, prompts[3]) == expected
 
 
+@pytest.mark.nightly
 def test_host_arrays_can_change_after_a_weight_update(engine, make_llama, prompts, expected):
     state = jax.tree.map(np.array, nnx.state(make_llama(seed=2).to_layout("leaves")))
     engine.update_model_weights(state)
@@ -147,6 +148,7 @@ def test_sleeping_engine_frees_memory_and_resumes_requests(
         engine.sleep(level=3)
 
 
+@pytest.mark.nightly
 def test_weights_moved_to_host_free_device_memory(engine, make_llama, prompts, expected):
     """The test simulates a device with separate memory."""
     engine.update_model_weights(make_llama(seed=2))

@@ -115,6 +115,7 @@ def test_loglikelihoods_equal_those_of_the_forward_pass(model, adapter):
         assert greedy == best
 
 
+@pytest.mark.nightly
 def test_greedy_continuation_is_recognized(model, adapter, engine):
     prompt = adapter.tok_encode("The")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

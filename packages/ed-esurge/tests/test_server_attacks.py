@@ -304,6 +304,7 @@ print("stopped", flush=True)
 """
 
 
+@pytest.mark.nightly
 def test_requests_after_drain_timeout_receive_server_stopping():
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=dict(os.environ)

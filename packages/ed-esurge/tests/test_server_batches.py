@@ -291,6 +291,7 @@ def test_cancelled_batch_keeps_finished_answers(tmp_path):
         assert 0 < len(rows(client, done.output_file_id)) == done.request_counts.completed < 99
 
 
+@pytest.mark.nightly
 def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
     """Finished answers are kept, running lines are aborted, and other lines are never started. The
     same applies to a batch that expires while the server is down."""

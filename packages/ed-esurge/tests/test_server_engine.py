@@ -111,6 +111,7 @@ def test_streamed_chat_produces_same_texts_as_unstreamed(client):
     assert texts[0] != texts[1]
 
 
+@pytest.mark.nightly
 def test_echo_logprobs_equal_logprobs_of_the_engine(client, engine, model):
     answer = client.completions.create(
         model="tiny", prompt="The cat sat", max_tokens=0, echo=True, logprobs=1

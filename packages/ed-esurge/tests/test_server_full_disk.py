@@ -72,6 +72,7 @@ def order(url, count):
     return httpx.post(f"{url}/batches", json=asked)
 
 
+@pytest.mark.nightly
 def test_batch_continues_when_the_disk_has_space_again(tmp_path, disk):
     engine = ScriptedEngine(lambda prompt, choice: "x" * 8, delay=0.01)
     options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 2}}

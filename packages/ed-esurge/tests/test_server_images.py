@@ -309,6 +309,7 @@ def test_reply_to_two_images_equals_generate_of_the_model(llava, llava_engine):
         assert len({tuple(tokens) for _, tokens, _ in replies}) == 3, "the images have no effect"
 
 
+@pytest.mark.daily("80-None-True")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("length", "last"), [(80, None), (30, 20)])
 def test_truncation_that_would_move_an_image_returns_400(llava_engine, stream, length, last):

@@ -312,6 +312,7 @@ def test_attend_rejects_inconsistent_arrays() -> None:
         attend(x[:, :0], x[:, :0], x[:, :0], mask, cache=cache, mechanism=Mechanism())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "blockwise", "sdpa", "auto"])
 @pytest.mark.parametrize("empty", ["b", "s", "t"])
 def test_no_rows_no_queries_or_no_keys_give_zeros_of_the_shape(name, empty) -> None:

@@ -69,6 +69,7 @@ def test_rejected_kernel_call_logs_reasons_and_falls_back_to_xla(installed, capl
     )
 
 
+@pytest.mark.nightly
 def test_installed_kernel_reads_cache_and_pages(installed) -> None:
     cell = CELLS["window"]
     case = cases.decode_case(cell)

@@ -167,6 +167,7 @@ def test_a_scanned_model_cannot_take_an_unrolled_cache():
         jax.jit(lambda layer: attend(*kv, info, cache=cache, layer=layer, mechanism=VANILLA))(0)
 
 
+@pytest.mark.nightly
 def test_cache_quantization_options_are_validated():
     for dtype in ("nf4", "int4", "w4a8", "w8a8", "mxfp8"):
         with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):

@@ -123,6 +123,7 @@ def check(kind: str, layout: Any, batch: int, format: Format | None) -> None:
         assert memory.temp_size_in_bytes < layers * held / LAYERS / 2, memory
 
 
+@pytest.mark.daily("window-stacked-1-None")
 @pytest.mark.parametrize(("kind", "layout", "batch", "format"), [*DAILY, *NIGHTLY])
 def test_a_decode_step_copies_no_cache(kind, layout, batch, format):
     check(kind, layout, batch, format)

@@ -239,6 +239,7 @@ def test_latent_cache_stores_keys_once(window, layout, format, mechanism):
     assert cache.update(0, kv, mask_info=info)[1].v.shape[-1] == 8, "a layer need not give values"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format", [None, Format("int8")])
 def test_paged_latent_cache_stores_no_values(format):
     qkv: list[Any] = latent(6)

@@ -79,6 +79,7 @@ def recurrence(x: np.ndarray) -> np.ndarray:
 H_STATE = RecurrentSpec((StateSpec("h", ()),))
 
 
+@pytest.mark.daily("stacked")
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_rows_of_a_recurrent_model(layout):
     """Left-padded prompts, then tokens: each row equals the row alone; padding changes no state."""
@@ -100,6 +101,7 @@ def test_rows_of_a_recurrent_model(layout):
         np.testing.assert_array_equal(at[row, kept], np.arange(kept.sum()))
 
 
+@pytest.mark.daily("stacked")
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_sequences_of_a_recurrent_model(layout):
     """Sequences start, end and are preempted in mixed steps; each equals the sequence alone."""

@@ -171,6 +171,7 @@ def test_cross_attention_reads_what_the_first_call_wrote() -> None:
         np.testing.assert_allclose(y, whole[:, i : i + 1], atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_cross_attention_of_a_flat_batch_reads_the_slots_of_its_sequences() -> None:
     layer = CrossAttention(parts_of())
     specs = [(LayerCacheSpec(H, K), layer.cache_spec)]

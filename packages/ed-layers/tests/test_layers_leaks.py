@@ -93,6 +93,7 @@ def test_empty_slots_and_other_rows_change_nothing(name) -> None:
     assert (after[1] != before[1]).mean() > 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", cases.readers("pages"))
 def test_a_sequence_changes_nothing_in_another(name) -> None:
     cell = CELLS[cases.usual_cell(name)]

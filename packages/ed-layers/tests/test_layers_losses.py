@@ -56,6 +56,7 @@ def test_both_losses_have_the_full_loss_and_its_gradients(parts, chunk):
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", [TokenLoss(0.1), TokenLoss(z_loss=0.3), TokenLoss(0.2, 0.05)])
 @pytest.mark.parametrize("chunk", [8, 1024])
 def test_smoothing_and_z_loss_are_those_of_full_logits(parts, loss, chunk):

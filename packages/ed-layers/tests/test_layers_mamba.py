@@ -149,7 +149,7 @@ def inputs(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(*SEGMENTS.shape, D)).astype(np.float32)
 
 
-@pytest.mark.daily("mamba-5", "mamba2-5")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "chunk"),
     [*((name, 5) for name in MIXERS), *((n, c) for n in ("mamba", "mamba2") for c in (1, 64))],

@@ -162,6 +162,7 @@ def test_an_undeclared_cell_is_refused_when_called(name, feature) -> None:
         run()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "feature"), [it for it in UNDECLARED if it[0] in cases.readers("projected")]
 )

@@ -135,6 +135,7 @@ def in_steps(module: LatentAttention, cache: Any, steps: tuple[int, ...]) -> tup
     return np.concatenate(parts, axis=1), cache
 
 
+@pytest.mark.daily("scaled, equal widths")
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
@@ -153,6 +154,7 @@ def test_absorbed_attention_matches_expanded_attention(
     np.testing.assert_allclose(out, expanded(module), atol=2e-6)
 
 
+@pytest.mark.nightly
 def test_absorbed_is_expanded_over_pages() -> None:
     module, page, width = layer(), 4, 4
     cache: Any = PagedCache.create([module.latent_spec], num_pages=B * width, page_size=page)
@@ -222,6 +224,7 @@ def test_yarn_scales_logits_only_with_mscale_all_dim() -> None:
     assert yarn_factor({"rope_type": "default", "mscale_all_dim": 1.0, "factor": 4.0}) == 1
 
 
+@pytest.mark.daily("None-stacked")
 @pytest.mark.parametrize("layers", [None, 1], ids=["leaves", "stacked"])
 @pytest.mark.parametrize("code", [None, "int8"])
 def test_single_tokens_are_read_from_pages(code: str | None, layers: int | None) -> None:

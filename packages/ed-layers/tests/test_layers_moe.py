@@ -427,6 +427,7 @@ def test_the_balance_of_all_layers_is_that_of_transformers():
     assert balance(Report(), settings) == Report()
 
 
+@pytest.mark.nightly
 def test_one_token_is_as_many():
     """A step of one token equals the output of the whole sequence for this token."""
     module, x = sparse(), inputs()

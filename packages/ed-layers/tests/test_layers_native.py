@@ -249,6 +249,7 @@ def test_calls_of_several_threads_at_once() -> None:
         assert all(pool.map(often, range(4)))
 
 
+@pytest.mark.nightly
 @built
 @pytest.mark.parametrize("setting", [{"ED_LAYERS_NATIVE_LEVEL": "base"}, {}, {"threads": "1"}])
 def test_every_level_and_number_of_threads(setting, tmp_path) -> None:

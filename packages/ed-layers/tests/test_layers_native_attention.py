@@ -249,6 +249,7 @@ def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sin
     assert not np.asarray(out[-2:]).any()
 
 
+@pytest.mark.nightly
 def test_a_row_does_not_depend_on_its_company() -> None:
     rng = np.random.default_rng(0)
     scoring = Scoring(scale=0.25)

@@ -68,6 +68,7 @@ def test_products_of_no_groups_are_refused() -> None:
         products.product_of_codes(jnp.ones((3, 8)), codes, scale).block_until_ready()
 
 
+@pytest.mark.nightly
 @built
 @pytest.mark.parametrize("sink", [-200.0, -50.0, 30.0, 88.0, 100.0, 300.0])
 def test_large_sinks_leave_the_exact_share_to_the_keys(sink: float) -> None:

@@ -68,6 +68,7 @@ def test_rotary_layers_use_native_kernel_with_shared_tables(monkeypatch) -> None
     np.testing.assert_allclose(taken, apply_rotary(x, rope), atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_token_does_not_depend_on_its_company() -> None:
     x, (cos, sin) = drawn(0, 1, 600, 4, 48), tables(1, 600, 20)
     whole = native_rotate(False, x, cos, sin)

@@ -65,7 +65,7 @@ def nightly(*case):
     return pytest.param(*case, marks=pytest.mark.nightly)
 
 
-@pytest.mark.daily("nf4-fused", "int8-standard")
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_every_method_gives_the_numbers_of_plain_matrices(name, method):

@@ -72,6 +72,7 @@ def near(got: Any, expected: Any) -> None:
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 def test_packed_segments_match_separate_sequences(chunk: int) -> None:
     """Documents of a row, longer and shorter than a chunk, and padding before, between, after."""
@@ -90,6 +91,7 @@ def test_packed_segments_match_separate_sequences(chunk: int) -> None:
     np.testing.assert_array_equal(np.asarray(again)[0, 11:14], np.asarray(out)[0, 11:14])
 
 
+@pytest.mark.nightly
 def test_gradients_are_those_of_a_sequence_alone() -> None:
     x = np.random.default_rng(1).normal(size=(1, 14, F)).astype(np.float32)
     segments = np.asarray([[*[1] * 6, *[2] * 8]], np.int32)
@@ -102,7 +104,7 @@ def test_gradients_are_those_of_a_sequence_alone() -> None:
         near(got[:, at], jax.grad(loss)(x[:, at], np.ones_like(segments[:, at])))
 
 
-@pytest.mark.daily("4")
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_cached_rows_match_separate_sequences(chunk: int) -> None:
     """Prompts with padding anywhere, then more tokens, then one at a time."""

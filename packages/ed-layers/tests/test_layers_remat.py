@@ -88,6 +88,7 @@ policies = [
 ]
 
 
+@pytest.mark.daily("scanned-save_and_offload_only_these_names")
 @pytest.mark.parametrize("policy", policies)
 def test_a_policy_changes_no_gradient(layout, policy):
     scan, expected = layout
@@ -130,6 +131,7 @@ def test_blockwise_attention_is_not_run_again_where_its_output_is_kept():
     assert loops("save_only_these_names", ("mlp_up",)) == loops("nothing_saveable")
 
 
+@pytest.mark.daily("scanned")
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_target_that_no_layer_makes_is_refused(scan):
     def run(*targets, **changes):

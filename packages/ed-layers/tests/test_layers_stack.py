@@ -118,6 +118,7 @@ def test_layout_conversion_round_trips_parameters(name):
         np.testing.assert_array_equal(after[key], value)
 
 
+@pytest.mark.nightly
 @cases("dense_first")
 def test_a_cache_goes_through_every_run(name):
     """Token by token equals the whole sequence, scanned and unrolled."""

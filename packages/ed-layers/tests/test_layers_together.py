@@ -193,6 +193,7 @@ def test_a_gated_layer_is_two_calls() -> None:
     np.testing.assert_allclose(mlp(x, ctx), mlp.down_proj(inner), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.daily("off")
 @pytest.mark.parametrize("reason", ["off", "adapter", "act", "bias", "rows"])
 def test_unsupported_gated_projection_is_not_fused(reason, monkeypatch) -> None:
     gate, up = (layer(seed, 130, 260, bias=reason == "bias") for seed in (1, 2))

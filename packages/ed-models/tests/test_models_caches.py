@@ -96,6 +96,7 @@ def test_a_format_that_is_none_for_caches():
         model_of(kv_cache_quantization_config={"dtype": "int8", "group_size": 3}).init_cache(1, 8)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("init_operations_cache")
 def test_the_cache_that_a_model_needs():
     model = model_of()

@@ -137,6 +137,7 @@ def test_encoder_has_no_cache_and_refuses_the_options_of_decoders() -> None:
         BertConfig(**BERT, is_decoder=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan", [True, False])
 def test_bert_dropout_acts_in_training_only(scan: bool) -> None:
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -153,6 +154,7 @@ def test_bert_dropout_acts_in_training_only(scan: bool) -> None:
         assert jnp.abs(first - other).max() > 1e-6, rate
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", subjects("t5"), ids=str)
 def test_t5_beams_equal_transformers(subject: Subject) -> None:

@@ -64,6 +64,7 @@ def biases(state):
     return found
 
 
+@pytest.mark.nightly
 def test_queries_of_llama4_grow_with_their_place():
     """transformers counts padding as places, so that only whole rows can be compared."""
     torch = require_torch()

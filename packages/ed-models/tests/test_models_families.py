@@ -89,6 +89,7 @@ OPT_WITH_BIASES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", subjects(OPT_WITH_BIASES), ids=str)
 def test_opt_with_biases_passes_conformance(subject) -> None:
@@ -117,6 +118,7 @@ def test_each_dropout_of_a_configuration_acts_in_training_only(rate) -> None:
     np.testing.assert_allclose(logits[True], logits[False], atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_embedding_dropout_preserves_the_mean() -> None:
     config = phi.PhiConfig(**TINY, embd_pdrop=0.25, sharding_axis_dims=ONE)
     model = phi.PhiForCausalLM.create(config, seed=0).model

@@ -86,6 +86,7 @@ def test_assisted_decoding_produces_same_tokens_as_plain_decoding(
         assert again.steps < NEW - 1
 
 
+@pytest.mark.nightly
 def test_ends_where_plain_decoding_ends(model, assistant, prompt):
     plain = model.generate(**prompt)
     ends = sorted({int(plain.sequences[0, S + 4]), int(plain.sequences[1, S + 8])})
@@ -128,7 +129,7 @@ def test_at_the_end_of_the_positions(model, assistant, prompt):
     np.testing.assert_array_equal(again.sequences, plain.sequences)
 
 
-@pytest.mark.daily("assistant")
+@pytest.mark.nightly
 @pytest.mark.parametrize("windowed", ["model", "assistant"])
 def test_a_cache_that_cannot_forget_is_computed_again(windowed, prompt):
     config = MistralConfig(**TINY, sliding_window=4, head_dim=4)

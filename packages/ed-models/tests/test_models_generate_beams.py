@@ -168,7 +168,7 @@ def search(model, ids, size, groups=1, penalty=0.0):
     return [tokens for _, tokens in best], [score / NEW for score, _ in best]
 
 
-@pytest.mark.daily("2-0.0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("groups", "penalty"), [(1, 0.0), (2, 0.0), (2, 0.8)])
 def test_groups_are_a_plain_search_in_turns(endless, prompt, groups, penalty):
     ids = prompt[0][:1]
@@ -183,6 +183,7 @@ def test_groups_are_a_plain_search_in_turns(endless, prompt, groups, penalty):
         assert len(set(tokens)) == 4
 
 
+@pytest.mark.nightly
 def test_groups_end_each_for_itself(model, prompt):
     """Without diversity every group finds what beams of its size find alone."""
     ids, mask = prompt

@@ -56,6 +56,7 @@ def step(cache, x):
     return cache.advance(x.shape[1]), stored, positions
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("specs", [[FULL], [FULL, FULL.__class__(2, 8, group="other")]])
 def test_rewound_tokens_leave_no_trace_in_cache(specs):
     """Drafts that are taken back, and other tokens in their place: as if nothing had been."""
@@ -78,6 +79,7 @@ def test_rewound_tokens_leave_no_trace_in_cache(specs):
     assert jax.tree.structure(cache) == jax.tree.structure(begun)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", [WINDOW, STATES])
 def test_rewind_of_windowed_or_recurrent_cache_raises_value_error(spec):
     cache = HybridCache.create([FULL, spec], batch_size=B, capacity=16)

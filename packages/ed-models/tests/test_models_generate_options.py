@@ -153,7 +153,7 @@ class TestDistributions:
         statistic = ((pool[0] - pool[1]) ** 2 / pool[1]).sum()
         return stats.chi2.sf(statistic, pool.shape[1] - 1)
 
-    @pytest.mark.daily("options1")
+    @pytest.mark.nightly
     @pytest.mark.parametrize("options", CHOICES)
     def test_sampled_tokens_follow_processed_distribution(self, model, prompt, options):
         """The first two tokens of many rows, through `generate`."""

@@ -92,6 +92,7 @@ def test_saved_directory_has_hugging_face_layout(saved):
     assert len(stored) == 3 * 9 + 3
 
 
+@pytest.mark.daily("dims2-True")
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
 @pytest.mark.proves("AutoEasyDeLModelForCausalLM.from_pretrained")
@@ -190,6 +191,7 @@ def test_auto_config_loads_only_configuration(saved):
     assert (config.hidden_size, config.scan_layers) == (16, False)
 
 
+@pytest.mark.nightly
 def test_from_config_is_random_and_seeded():
     config = LlamaConfig(**SHAPE, sharding_axis_dims=(1, 8, 1, 1, 1))
     make = AutoEasyDeLModelForCausalLM.from_config

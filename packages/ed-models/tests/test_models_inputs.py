@@ -48,6 +48,7 @@ def test_layer_types_have_tables_of_their_own():
         np.testing.assert_allclose(cos[0], angles(np.arange(6), frequencies)[0], atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_positions_with_axes_turn_the_sections_of_each():
     config = plain(rope_type="default", mrope_section=[1, 2, 1])
     text = np.broadcast_to(np.arange(5), (3, 2, 5))
@@ -63,7 +64,7 @@ def test_positions_with_axes_turn_the_sections_of_each():
     assert np.abs(cos[..., 1:3] - flat[0][..., 1:3]).min() > 0
 
 
-@pytest.mark.daily("12")
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [12, 40])
 def test_the_width_of_the_batch_changes_nothing(width):
     config = plain(rope_type="dynamic", factor=4.0)

@@ -177,6 +177,7 @@ def test_easy_method_turns_noise_and_recomputation_off():
     assert "random_bits" in train_program(attention_dropout=0.5)
 
 
+@pytest.mark.nightly
 @proves("get_partition_rules(fully_sharded)")
 def test_the_rules_of_a_configuration_are_those_of_its_model():
     made = config(**SPLIT)
@@ -300,6 +301,7 @@ def test_forgetful_masks_forget_only_in_training():
     assert np.abs(a[:, -1] - b[:, -1]).max() > 1e-3
 
 
+@pytest.mark.nightly
 @proves("_get_partition_rules", "model.config", "graphdef", "graphstate")
 def test_a_model_shows_its_parts():
     model = LlamaForCausalLM.create(config(**SPLIT))

@@ -74,6 +74,7 @@ def test_one_computes_and_the_others_wait(base):
     np.testing.assert_array_equal(logits(none), logits(base))
 
 
+@pytest.mark.nightly
 def test_adapters_are_added_selected_and_deleted_by_name(base, tmp_path):
     model = two(base)
     with pytest.raises(ConfigError, match=r"named 'first'.*delete_adapter"):
@@ -94,6 +95,7 @@ def test_adapters_are_added_selected_and_deleted_by_name(base, tmp_path):
     np.testing.assert_allclose(logits(loaded), logits(model), atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_unmerge_adapter_restores_merged_weights(base):
     model = two(base)
     merged = model.merge_adapter()

@@ -140,6 +140,7 @@ def test_values_are_rounded_once_to_the_dtype_of_the_parameters(fp8: SimpleNames
     assert_same(load(fp8.packed, **options), load(fp8.plain, **options))
 
 
+@pytest.mark.nightly
 def test_saved_model_is_not_packed(mxfp4: SimpleNamespace, tmp_path: Path) -> None:
     model = load(mxfp4.packed)
     model.save_pretrained(tmp_path)
@@ -147,6 +148,7 @@ def test_saved_model_is_not_packed(mxfp4: SimpleNamespace, tmp_path: Path) -> No
     assert_same(load(tmp_path), model)
 
 
+@pytest.mark.daily("mxfp4-model.layers.1.mlp.experts.gate_up_proj")
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -337,6 +337,7 @@ def assert_same(ours: nnx.Module, wanted_model: nnx.Module) -> None:
     assert not wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_loads_as_its_numbers_in_float32_would(
     kind: str, saved: Path, tmp_path: Path
@@ -357,6 +358,7 @@ def test_packed_experts_load_like_plain_experts(tmp_path: Path) -> None:
     assert_same(load(packed, (1, 1, 2, 2, 1)), load(plain))
 
 
+@pytest.mark.nightly
 def test_packed_checkpoint_can_be_requantized_on_load(saved: Path, tmp_path: Path) -> None:
     packed, plain = write_pair(saved, tmp_path, "awq")
     spec = {"dtype": "int8"}

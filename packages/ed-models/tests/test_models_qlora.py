@@ -79,6 +79,7 @@ def test_adapter_over_quantized_base_matches_dequantized_base(kind, tmp_path):
     np.testing.assert_allclose(logits(load_adapter(quantized, tmp_path)), logits(model), atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_places_for_adapters_over_a_quantized_base():
     quantized = build().quantize({"dtype": "int8"})
     served = with_slots(quantized, 1, 2)
@@ -107,6 +108,7 @@ def test_gradients_are_those_over_plain_matrices():
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
+@pytest.mark.nightly
 def test_unmerge_adapter_restores_quantized_base():
     quantized = build().quantize({"dtype": "int8"})
     model = learned(quantized.apply_lora(SPECS["lora"]))

@@ -77,7 +77,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.daily("nf4 twice", "w8a8")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantize_on_load_equals_quantize_after_load(
     name: str, plain: Path, tmp_path: Path
@@ -108,6 +108,7 @@ def test_quantize_on_load_on_mesh_equals_single_device(dims: tuple[int, ...], pl
             assert x.sharding == y.sharding, path
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_scanned_and_unrolled_have_the_same_files(
     scan_layers: bool, plain: Path, tmp_path: Path

@@ -61,6 +61,7 @@ def test_published_and_transformers_tensor_names_are_both_read(
         hub.from_pretrained(tmp_path, type(model), sharding_axis_dims=ONE)
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("row", [0, 1])
 def test_olmo_hybrid_checkpoints_that_transformers_writes_are_loaded(

@@ -191,6 +191,7 @@ def test_traced_numbers_choose_as_constants_do():
     assert traced.tolist() == next_token(LOGITS, choice, **more).tolist()
 
 
+@pytest.mark.nightly
 def test_rows_may_have_numbers_of_their_own():
     numbers = jnp.asarray([[0.2], [0.5], [0.9]])
     probs = jax.nn.softmax(LOGITS)

@@ -374,6 +374,7 @@ class TestToTorch:
             own.to_torch()
 
 
+@pytest.mark.daily("AutoEasyDeLModelForCausalLM")
 @pytest.mark.parametrize("auto", [AutoEasyDeLModelForCausalLM, AutoEasyDeLModelForReward])
 def test_sharded_load_equals_single_device_load(saved, auto):
     one = auto.from_pretrained(saved, **ONE)

@@ -56,7 +56,7 @@ def test_a_checkpoint_becomes_the_model_that_the_run_wrote(tmp_path, dtype):
     assert list(differences(tmp_path / "run/model", tmp_path / "out")) == []
 
 
-@pytest.mark.daily("scanned")
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_model_directory_and_a_checkpoint_are_compared_name_by_name(
     tmp_path, capsys, monkeypatch, scan

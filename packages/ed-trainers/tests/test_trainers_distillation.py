@@ -116,6 +116,7 @@ def test_attention_is_compared_in_any_storage_of_layers_on_any_mesh():
         step(num_attention_heads=4)
 
 
+@pytest.mark.nightly
 def test_queries_are_compared_some_at_a_time():
     keys = jax.random.split(jax.random.key(0), 4)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])

@@ -90,6 +90,7 @@ def test_chunks_equal_all_tokens_at_once(beta, dims):
         assert not np.any(slope), "nothing is learned by the teacher"
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
     vocab, chunk = 2048, 16
     run = chunked(create_mesh((1, 1, 1, 1, 1)), beta=0.3, temperature=2.0, chunk=chunk)

@@ -73,6 +73,7 @@ def begun(tmp_path_factory):
     return folder / "part", losses
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(begun, capsys):
     path = begun[0] / "checkpoints" / "2"
     names = stored_arrays(path / "arrays")
@@ -128,6 +129,7 @@ def test_frozen_parameters_of_a_full_model_are_not_saved_either(tmp_path):
     assert train(tmp_path / "part", 4, base(), trainable_rules=rules)[1] == losses
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint4", "int4", "bool"]
 )
@@ -148,6 +150,7 @@ def test_fingerprints_see_every_bit_and_no_mesh(dtype):
     assert len(seen) == len(set(np.random.default_rng(1).integers(0, values.size, 20)))
 
 
+@pytest.mark.nightly
 def test_fingerprints_do_not_depend_on_the_storage_of_layers():
     stacked, leaves = (
         fingerprint(flat_arrays(base(scan_layers=scan).split_module()[1])) for scan in (True, False)

@@ -76,7 +76,7 @@ def test_every_mesh_learns_the_same(tmp_path, reference, dims):
     np.testing.assert_allclose(got, reference, rtol=1e-5)
 
 
-@pytest.mark.daily("accumulated", "remat")
+@pytest.mark.daily("remat")
 @pytest.mark.parametrize(
     ("config", "given"),
     [
@@ -92,6 +92,7 @@ def test_execution_options_do_not_change_losses(tmp_path, reference, config, giv
     np.testing.assert_allclose(got, reference, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_bfloat16_parameters_are_trained_through_masters(tmp_path, reference):
     got = losses(tmp_path, param_dtype=jnp.bfloat16)
     # The start is rounded to bfloat16, the updates are not lost.

@@ -35,7 +35,7 @@ def balanced(toy):
     return lambda: Balanced(toy.Config()).shard_model()
 
 
-@pytest.mark.daily("1-orpo-options0", "4-cpo-options1")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "options"), [("orpo", {"beta": 0.3}), ("cpo", {}), ("cpo", {"cpo_alpha": 0.5})]
 )

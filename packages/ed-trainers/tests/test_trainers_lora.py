@@ -89,7 +89,7 @@ def test_lora_training_updates_only_adapters(reference):
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.daily("*(2, 2, 1, 2, 1)*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "config",
     [
@@ -103,7 +103,7 @@ def test_meshes_and_storage_do_not_matter(tmp_path, reference, config):
     np.testing.assert_allclose(trained(tmp_path, config=config)[0], reference[0], rtol=1e-5)
 
 
-@pytest.mark.daily("dora")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     [LoraSpec(rank=2, dora=True), LoraSpec(rank=2, dropout=0.2), LoraSpec(targets="embed|q_proj")],

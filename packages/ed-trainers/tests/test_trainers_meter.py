@@ -90,6 +90,7 @@ def llama(**given):
     return LlamaForCausalLM.create(LlamaConfig(**{**sizes, **given}))
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("peak_flops_per_device")
 def test_utilization_follows_palm_flops_formula():
     model = llama()
@@ -260,6 +261,7 @@ def fake(name, calls):
     )
 
 
+@pytest.mark.daily("wandb")
 @pytest.mark.proves("report_to", "project", "run_name")
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_trackers_get_the_rows_and_resume(toy, tmp_path, monkeypatch, name):

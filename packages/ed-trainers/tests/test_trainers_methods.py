@@ -117,7 +117,7 @@ def batches():
     return {rows: make() for rows, make in BATCHES.items()}
 
 
-@pytest.mark.daily("sft", "dpo")
+@pytest.mark.daily("sft")
 @pytest.mark.parametrize("method", GIVEN)
 def test_microbatches_and_meshes_equal_the_whole_on_one_device(step, batches, method):
     batch = batches[METHODS[method].rows]

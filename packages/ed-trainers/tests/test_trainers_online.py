@@ -49,6 +49,7 @@ def test_a_generation_lasts_several_steps(whole):
     assert len(lengths) == 1 and rows[0]["rollout_tokens"] == 16 * lengths.pop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [3, 4])
 def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, step):
     """The checkpoint contains sampled rows; between generations there are none."""

@@ -177,7 +177,7 @@ def test_meshes_and_microbatches_do_not_matter(toy, tmp_path, name, dims, accumu
     np.testing.assert_allclose(many, one, rtol=1e-5)
 
 
-@pytest.mark.daily("muon", "adamw_8bit")
+@pytest.mark.daily("muon")
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit", "mars", "schedule_free_adamw"])
 def test_resumed_optimizer_run_equals_uninterrupted_run(toy, tmp_path, name):
     def run(directory, steps):

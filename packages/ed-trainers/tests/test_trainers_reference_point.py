@@ -78,6 +78,7 @@ def test_data_that_can_be_read_once_are_refused(toy, method):
         evaluated(toy, method, iter([rows_of_labels(1)]))
 
 
+@pytest.mark.nightly
 def test_the_references_of_held_out_pairs_are_computed_ahead(toy, tmp_path):
     class Rows:
         steps_per_epoch = 3

@@ -16,6 +16,7 @@ def tokenizer(**given):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **given)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("given", "length"), [({}, 48), ({"model_max_length": 20}, 20)])
 def test_a_saved_tokenizer_knows_how_much_the_model_takes(tmp_path, given, length):
     config = LlamaConfig(

@@ -87,6 +87,7 @@ def test_segment_lengths_count_tokens_of_each_segment():
     assert lengths.tolist() == [[12] * 12, [4] * 4 + [8] * 8, [3] * 3 + [0] * 9]
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("neftune_noise_alpha")
 def test_neftune_is_uniform_noise_of_the_papers_size(llama):
     batch = packed()

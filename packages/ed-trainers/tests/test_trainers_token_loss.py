@@ -132,6 +132,7 @@ def test_a_matrix_is_a_head(toy):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.daily("(1, 2, 1, 4, 1)")
 @pytest.mark.parametrize("dims", [(1, 8, 1, 1, 1), (1, 2, 1, 4, 1), (1, 2, 1, 1, 4)], ids=str)
 def test_logits_exist_for_a_chunk_of_a_device_alone(toy, dims):
     # Neither forward nor backward holds more than [chunk, v / tp] float32.
