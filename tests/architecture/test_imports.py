@@ -87,6 +87,7 @@ def test_scheduler_modules_import_without_jax() -> None:
     assert not loaded_after(*core) & {"jax", "jaxlib", "flax", "transformers"}
 
 
+@pytest.mark.nightly
 def test_importing_all_modules_does_not_change_the_process(
     record_property: Callable[[str, object], None],
 ) -> None:

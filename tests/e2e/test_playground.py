@@ -236,6 +236,7 @@ def test_page_supports_tool_calls_and_results(open_tab) -> None:
         assert '"role": "tool"' in engine.prompts[-1]
 
 
+@pytest.mark.nightly
 @needs_chromium
 def test_playground_sends_schema_with_request(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: '{"rivers": []}')

@@ -222,7 +222,8 @@ def at_rest(url: str) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts pages of /proc")
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [300, 10_000])
+@pytest.mark.nightly
 def test_server_survives_clients_of_every_kind(server: Server, count: int, record_property) -> None:
     process, url = server
     expected = {}
@@ -283,6 +284,7 @@ def test_a_server_under_every_attack_answers_all_other_clients(
         )
 
 
+@pytest.mark.nightly
 def test_sigterm_lets_running_streams_finish(server: Server) -> None:
     """Running streams complete, and then the process exits."""
     process, url = server

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ed_infra.enums import TaskType
-from ed_infra.outputs import Report
+from ed_infra.outputs import LayerReport
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.mlp import GatedMLP
@@ -36,7 +36,7 @@ class MyLayer(DecoderLayer):
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(self.norm(x), ctx, cache, layer)
         x = x + attended
-        return x + self.mlp(self.norm(x), ctx), cache, Report()
+        return x + self.mlp(self.norm(x), ctx), cache, LayerReport()
 
 
 class MyBody(Decoder):

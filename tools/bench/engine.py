@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.runner.buckets import Shape
-from ed_esurge.runner.functions import Functions, Name
+from ed_esurge.runner.buckets import StepShape
+from ed_esurge.runner.functions import Functions, ProgramKey
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.protocol import LanguageModel
 
@@ -103,8 +103,8 @@ class Instant:
         self._real = real
         self._packed: dict[int, np.ndarray] = {}
 
-    def __getitem__(self, name: Name) -> Callable[..., Any]:
-        if not isinstance(name, Shape):
+    def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
+        if not isinstance(name, StepShape):
             return self._real[name]
         if name.seqs not in self._packed:
             width = 3 + 2 * self._real.max_logprobs

@@ -25,6 +25,7 @@ def same(first, second) -> bool:
     )
 
 
+@pytest.mark.daily("schema1-False")
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("schema", [TEXT, PREFERENCE])
 def test_resume_after_each_of_200_batches_is_exact(

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from ed_data import Inform, Mixture, build_loader, build_prompts
 from ed_data.order import plan, stream
-from ed_data.order.schedule import UNIT, Schedule, ScheduledOrder, divided
+from ed_data.order.schedule import UNIT, ScheduledOrder, WeightSchedule, divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-LINEAR = Schedule("linear", (0, 10, 20), ((1.0, 0.0), (0.0, 2.0), (3.0, 1.0)))
+LINEAR = WeightSchedule("linear", (0, 10, 20), ((1.0, 0.0), (0.0, 2.0), (3.0, 1.0)))
 
 
 @pytest.mark.proves("mixture.mixture_schedule.type")
 def test_schedule_interpolates_weights_between_points():
-    def shares(schedule: Schedule, *steps: int) -> list[float]:
+    def shares(schedule: WeightSchedule, *steps: int) -> list[float]:
         return [round(schedule.parts(step)[0] / UNIT, 6) for step in steps]
 
-    def of(kind: str) -> Schedule:
-        return Schedule(kind, LINEAR.steps, LINEAR.weights)
+    def of(kind: str) -> WeightSchedule:
+        return WeightSchedule(kind, LINEAR.steps, LINEAR.weights)
 
     assert shares(of("step"), 0, 9, 10, 19, 20, 99) == [1, 1, 0, 0, 0.75, 0.75]
     assert shares(of("linear"), 0, 5, 10, 12, 20, 99) == [1, 0.5, 0, 0.15, 0.75, 0.75]
@@ -43,7 +43,7 @@ def test_divided_blocks_follow_weights_within_two_documents(blocks):
     """After each block, each inform has its share of all documents within about one."""
     owed, drawn, due = [0, 0, 0], np.zeros(3), np.zeros(3)
     for size, weights in blocks:
-        parts = Schedule("step", (0,), (tuple(map(float, weights)),)).parts(0)
+        parts = WeightSchedule("step", (0,), (tuple(map(float, weights)),)).parts(0)
         counts, owed = divided(size, parts, owed)
         assert sum(counts) == size
         assert min(counts) >= 0

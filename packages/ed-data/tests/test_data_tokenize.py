@@ -14,7 +14,7 @@ from ed_data.cache import new_file, new_folder
 from ed_data.schema import Example
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import TokenStore, write_store
-from ed_data.tokens.encoder import Encoded, Encoder
+from ed_data.tokens.encoder import EncodedDocuments, Encoder
 from ed_data.tokens.parallel import Encoding
 
 CHAT = [
@@ -240,7 +240,7 @@ def test_broken_store_is_written_again(mixture, tokenizer, tmp_path, caplog):
 
 def test_store_is_written_atomically(tmp_path):
     def batches():
-        yield Encoded([np.array([1, 2])], None, [11])
+        yield EncodedDocuments([np.array([1, 2])], None, [11])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -250,7 +250,7 @@ def test_store_is_written_atomically(tmp_path):
 
 def test_concurrent_writers_keep_one_store(tmp_path):
     def batches(inner):
-        yield Encoded([np.array([1, 2])], None, [11])
+        yield EncodedDocuments([np.array([1, 2])], None, [11])
         if inner:
             write_store(tmp_path / "s", batches(False), vocab_size=10, encoder="e", about={})
 
@@ -261,7 +261,7 @@ def test_concurrent_writers_keep_one_store(tmp_path):
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
 def test_token_ids_use_smallest_sufficient_dtype(tmp_path, vocab_size, dtype):
-    batch = Encoded([np.array([vocab_size - 1])], None, [1])
+    batch = EncodedDocuments([np.array([vocab_size - 1])], None, [1])
     store = write_store(tmp_path / "s", [batch], vocab_size=vocab_size, encoder="e", about={})
     assert json.loads((tmp_path / "s" / "meta.json").read_text())["dtype"] == dtype
     found, _ = store.gather(np.array([0]), np.array([0]), np.array([1]))
@@ -282,7 +282,7 @@ def test_files_left_by_killed_process_are_deleted(tmp_path):
     file = tmp_path / ".rows-0.bin.cc.part"
     file.touch()
     (tmp_path / "kept").mkdir()
-    batch = Encoded([np.array([1])], None, [1])
+    batch = EncodedDocuments([np.array([1])], None, [1])
     with new_folder(tmp_path / "t") as young, new_file(tmp_path / "f") as writing:
         (young / "tokens.bin").write_bytes(b"x")
         write_store(tmp_path / "s", [batch], vocab_size=10, encoder="e", about={})
@@ -301,7 +301,7 @@ def test_without_locks_parts_older_than_a_day_are_deleted(tmp_path, monkeypatch)
         (folder / "tokens.bin").write_bytes(b"x")
     for path in (old / "tokens.bin", old):
         os.utime(path, (0, 0))
-    batch = Encoded([np.array([1])], None, [1])
+    batch = EncodedDocuments([np.array([1])], None, [1])
     write_store(tmp_path / "s", [batch], vocab_size=10, encoder="e", about={})
     assert not old.exists()
     assert young.exists()

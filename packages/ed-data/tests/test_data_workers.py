@@ -16,7 +16,7 @@ from ed_data import DataError, build_loader
 from ed_data.order import stream
 from ed_data.schema import Example
 from ed_data.tokens.encoder import Encoder
-from ed_data.tokens.parallel import Encoding, Job
+from ed_data.tokens.parallel import Encoding, EncodingJob
 from ed_data.tokens.processes import Workers
 
 
@@ -116,14 +116,14 @@ def test_worker_processes_raise_errors_and_stop_on_close(tokenizer):
     wrong = Example({"content": [5, 10**6]}, {}, "line 9")
     assert [len(e.digests) for e in encoding.all(texts, "x", None)] == [4, 4, 1]
     with pytest.raises(DataError, match=r"line 9, content_field: token id 1000000"):
-        list(encoding.map([Job([wrong], "x")]))
+        list(encoding.map([EncodingJob([wrong], "x")]))
     workers = encoding._workers
     assert workers is not None
     (process,) = workers._all
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match=r"num_proc: a worker process ended with code -9"):
-        list(encoding.map([Job(texts, "x")]))
-    assert next(encoding.map([Job(texts, "x")])).digests == [t.digest for t in texts]
+        list(encoding.map([EncodingJob(texts, "x")]))
+    assert next(encoding.map([EncodingJob(texts, "x")])).digests == [t.digest for t in texts]
     encoding.close()
     assert all(each.poll() is not None for each in workers._all)
 

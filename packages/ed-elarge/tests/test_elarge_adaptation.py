@@ -131,6 +131,7 @@ def test_quantization_requires_apply_quantization(folder: Path) -> None:
     assert elm.build_model().is_quantized
 
 
+@pytest.mark.nightly
 def test_keys_and_values_in_eight_bits(folder: Path) -> None:
     elm = eLargeModel(
         {

@@ -90,6 +90,7 @@ def test_the_request_suggested_after_training_on_chats_is_a_chat_request(trained
     assert '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}' in shown
 
 
+@pytest.mark.nightly
 def test_the_summary_of_a_merged_adapter_names_model_and_adapter(trained: Path) -> None:
     shown = (trained / "shown").read_text()
     assert f"model (Hugging Face layout)  {trained / 'model'}" in shown

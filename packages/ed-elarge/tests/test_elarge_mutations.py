@@ -25,7 +25,7 @@ import pytest
 import yaml
 from ed_elarge.__main__ import run_file
 from ed_elarge.config import nodes
-from ed_elarge.errors import InputError, KeyPath, dotted
+from ed_elarge.errors import InputError, ValuePath, dotted
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PART = 32
@@ -239,11 +239,11 @@ class Case(NamedTuple):
     """One mutation of one key of one file."""
 
     file: str
-    path: KeyPath
+    path: ValuePath
     kind: str
 
     @property
-    def key(self) -> KeyPath:
+    def key(self) -> ValuePath:
         """Path of the key in the changed file."""
         name = self.path[-1]
         if self.kind == "misspelled":
@@ -258,7 +258,7 @@ class Case(NamedTuple):
         return written(copied(DOCUMENTS[self.file], self.path, self))
 
 
-def copied(value: Any, path: KeyPath, case: Case) -> Any:
+def copied(value: Any, path: ValuePath, case: Case) -> Any:
     """Return a copy of a document with one changed key."""
     first, *rest = path
     if rest:
@@ -287,7 +287,7 @@ def written(value: Any, depth: int = 0) -> str:
     return value if value in DEEP.values() else json.dumps(value)
 
 
-def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
+def cases(file: str, value: Any, path: ValuePath = ()) -> Iterator[Case]:
     """Yield every mutation of every key and list item."""
     for part, item in value.items() if isinstance(value, dict) else enumerate(value):
         here = (*path, part)
@@ -517,6 +517,7 @@ def wrong(tried: list[Case]) -> list[str]:
     return out
 
 
+@pytest.mark.nightly
 def test_a_part_of_the_broken_files(folder: Path) -> None:
     assert not wrong(ALL[::PART])
 

@@ -86,6 +86,7 @@ def same(got, expected, bound=2e-5):
             assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=bound)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("max_loras", "max_lora_rank")
 def test_mixed_batch_of_adapters_produces_tokens_of_each_merged_model(engine, alone, prompts):
     same(engine.generate(prompts, GREEDY, lora_name=NAMES), alone)

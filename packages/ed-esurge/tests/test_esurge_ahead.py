@@ -8,7 +8,7 @@ import pytest
 from ed_esurge import SamplingParams, StructuredOutputs, eSurge
 from ed_esurge.core.plan import UNREAD, StepPlan
 from ed_esurge.core.request import Request
-from ed_esurge.core.scheduler import Limits, Scheduler, plan_ahead
+from ed_esurge.core.scheduler import Scheduler, StepLimits, plan_ahead
 
 FREE = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 GUIDED = SamplingParams(
@@ -66,6 +66,7 @@ def told(outputs) -> list:
     ]
 
 
+@pytest.mark.nightly
 def test_steps_started_ahead_produce_the_same_answers(surge, waiting, prompts, started):
     params = mixture(waiting.generate(prompts[0], FREE)[0].outputs[0])
     expected = told(waiting.generate(prompts, params))
@@ -121,7 +122,7 @@ def test_aborted_request_discards_steps_in_flight(surge, waiting, prompts):
 
 
 def scheduler_with(*requests: Request) -> Scheduler:
-    scheduler = Scheduler(Limits(4, 64, 128), num_pages=32, page_size=8)
+    scheduler = Scheduler(StepLimits(4, 64, 128), num_pages=32, page_size=8)
     for one in requests:
         scheduler.add(one)
     return scheduler

@@ -102,6 +102,7 @@ def test_generate_raises_config_error_for_invalid_requests(prompts, engine):
     assert engine.is_healthy
 
 
+@pytest.mark.nightly
 def test_weight_update_changes_outputs_until_restored(llama, make_llama, prompts, engine):
     async def swap():
         before = await collect(engine, prompts[2], GREEDY, "before")

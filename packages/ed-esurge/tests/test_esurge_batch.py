@@ -8,8 +8,8 @@ import pytest
 from ed_esurge.core.pages import FREED
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.runner.batch import BatchBuilder
-from ed_esurge.runner.buckets import Buckets, Shape
-from ed_esurge.runner.slots import Slots
+from ed_esurge.runner.buckets import Buckets, StepShape
+from ed_esurge.runner.slots import SlotTables
 from ed_esurge.sampling import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,14 +53,14 @@ def test_batch_buffer_round_trips_step_plan():
         PlanRow("d", 1, 5, [6], {"full": [2], "window": [1]}, samples=1),
         PlanRow("c", 0, 0, [9, 8, 7], {"full": [3], "window": [4]}),
     )
-    slots = Slots(4, ("full", "window"), pages=2, vocab_size=12)
+    slots = SlotTables(4, ("full", "window"), pages=2, vocab_size=12)
     builder = BatchBuilder(slots, page_size=4, num_pages={"full": 10, "window": 6})
     for new in (decode, chunk):
         slots.start(new)
     slots.grow(PlanRow("d", 1, 0, [1, 2, 3, 4], {"full": [7], "window": [FREED]}))
     for row in rows:
         slots.grow(row)
-    shape = Shape(8, 3, 2)
+    shape = StepShape(8, 3, 2)
     buffer, places = builder.build(StepPlan(1, rows), shape)
     assert list(places) == list(range(len(rows)))
     step = builder.fields(shape).unpack(buffer)

@@ -15,7 +15,7 @@ import httpx
 import jax
 import pytest
 from ed_esurge.command import serve
-from ed_esurge.command.bench import Answer, figures, percentile
+from ed_esurge.command.bench import RequestTiming, figures, percentile
 from ed_esurge.command.chat import Conversation
 from ed_esurge.command.flags import add_options, documented, options_of, plain
 from ed_esurge.command.load import add_model_arguments, engine_of, tokenizer_of
@@ -115,6 +115,7 @@ def made(directory: Path, *flags: str) -> Any:
     return engine_of(parser.parse_args([str(directory), "--max-num-seqs", "2", *sizes, *flags]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "formats"),
     [
@@ -210,13 +211,13 @@ def test_bench_command_reports_load_figures(surge, capsys: pytest.CaptureFixture
 
 def test_bench_figures_compute_percentiles_and_count_errors() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (50, 90, 99)] == [2.0, 4.0, 4.0]
-    good = Answer(10.0, [10.5, 10.7, 11.1], prompt_tokens=7, tokens=3)
-    row = figures(1, [good, Answer(10.0, error="500")], 2.0)
+    good = RequestTiming(10.0, [10.5, 10.7, 11.1], prompt_tokens=7, tokens=3)
+    row = figures(1, [good, RequestTiming(10.0, error="500")], 2.0)
     assert (row["errors"], row["tokens_per_second"], row["prompt_tokens"]) == (1, 1.5, 7)
     assert row["ttft_p50_ms"] == pytest.approx(500)
     assert row["itl_p99_ms"] == pytest.approx(400)
     with pytest.raises(EasyDeLError, match="the first failed so: 500"):
-        figures(1, [Answer(10.0, error="500")], 1.0)
+        figures(1, [RequestTiming(10.0, error="500")], 1.0)
 
 
 @pytest.mark.nightly

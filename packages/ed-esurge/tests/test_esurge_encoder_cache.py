@@ -9,7 +9,7 @@ from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.prefix_cache import prompt_keys
 from ed_esurge.core.request import Request
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.engine.intake import Intake
 from ed_esurge.sampling import SamplingParams
 from ed_infra.errors import ConfigError
@@ -30,7 +30,7 @@ def request(name: str, length: int, *items: EncoderInput, arrival: int = 0) -> R
 
 def scheduler(budget: int = 16, encoder: EncoderCache | None = None, **limits) -> Scheduler:
     return Scheduler(
-        Limits(max_num_seqs=4, token_budget=budget, max_model_len=64, **limits),
+        StepLimits(max_num_seqs=4, token_budget=budget, max_model_len=64, **limits),
         num_pages=64,
         page_size=PAGE,
         encoder=encoder or EncoderCache(32, 16),

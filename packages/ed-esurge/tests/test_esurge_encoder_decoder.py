@@ -95,6 +95,7 @@ def test_preempted_sequences_are_encoded_again(model, engine):
     assert small.stats()["num_preemptions"] > 0
 
 
+@pytest.mark.nightly
 def test_samples_do_not_depend_on_other_requests(engine):
     params = [SamplingParams(temperature=1, seed=n, max_tokens=12) for n in range(len(PROMPTS))]
     together = tokens(engine.generate(PROMPTS, params))

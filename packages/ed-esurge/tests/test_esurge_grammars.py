@@ -182,6 +182,7 @@ def test_server_without_grammars_starts_no_process(tokenizer):
     assert grammars._made is None
 
 
+@pytest.mark.nightly
 def test_worker_ends_with_the_engine(tokenizer):
     grammars = Grammars(tokenizer, 260, [])
     grammars.submit(StructuredOutputs(regex="a")).result(60)
@@ -319,7 +320,7 @@ def thinking(llama, tokenizer):
     )
 
 
-@pytest.mark.daily("ab")
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", ["b", "ab", "bab"])
 def test_constrained_answer_never_ends_within_thoughts(thinking, tokenizer, text):
     likely = {tokenizer(letter)["input_ids"][1]: 30 for letter in "abcdef"}

@@ -67,6 +67,7 @@ def first(home, small):
     return engine
 
 
+@pytest.mark.nightly
 def test_second_start_neither_traces_nor_compiles(first, small):
     engine = eSurge(small, **SMALL)
     runner = engine.loop.runner

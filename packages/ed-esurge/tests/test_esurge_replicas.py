@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ed_esurge import AsyncEngine, EngineConfig, PoolingParams, SamplingParams, eSurge
 from ed_esurge.core.request import RequestError
-from ed_esurge.core.router import Router
+from ed_esurge.core.router import ReplicaRouter
 from ed_esurge.runner.result import StepResult
 from ed_esurge.server import background
 from ed_infra.errors import ConfigError, EasyDeLError, MeshError
@@ -346,7 +346,7 @@ def placed(router, name, prompt, known, most=16, n=1):
 
 
 def test_router_spreads_requests_evenly_over_replicas():
-    router = Router(4)
+    router = ReplicaRouter(4)
     assert [placed(router, str(i), 10, [0] * 4) for i in range(8)] == [0, 1, 2, 3] * 2
     for name in "04":  # the first replica has finished its work
         router.ended(name, 16)
@@ -354,7 +354,7 @@ def test_router_spreads_requests_evenly_over_replicas():
 
 
 def test_router_prefers_the_prefix_unless_its_replica_is_busier():
-    router = Router(2)
+    router = ReplicaRouter(2)
     where = [placed(router, str(i), 100, [90, 0], most=20) for i in range(6)]
     assert where == [0, 0, 0, 1, 0, 0]
     assert router.find("3") == 1
@@ -363,7 +363,7 @@ def test_router_prefers_the_prefix_unless_its_replica_is_busier():
 
 
 def test_router_weighs_requests_by_usual_completion_length():
-    router = Router(2)
+    router = ReplicaRouter(2)
     for i in range(200):  # answers of four tokens, independent of `max_tokens`
         name = str(i)
         placed(router, name, 4, [0, 0], most=1000)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_esurge.runner.sampler import (
-    Sampled,
+    SampledTokens,
     SamplerRows,
     SamplerState,
     adjust,
@@ -50,7 +50,7 @@ NAMES = list(SamplerRows.__dataclass_fields__)
 @partial(jax.jit, static_argnames="alternatives")
 def run(logits, flat, state, alternatives):
     out, state = sample(logits, SamplerRows(*flat), state, alternatives)
-    return [getattr(out, name) for name in Sampled.__dataclass_fields__], state
+    return [getattr(out, name) for name in SampledTokens.__dataclass_fields__], state
 
 
 def draw(logits, given, state=None, alternatives=5):
@@ -62,7 +62,7 @@ def draw(logits, given, state=None, alternatives=5):
     padding = rows(extra)
     flat = [jnp.concatenate([getattr(given, k), getattr(padding, k)]) for k in NAMES]
     out, state = run(logits, flat, state, alternatives)
-    return Sampled(*(x[:n] for x in out)), state
+    return SampledTokens(*(x[:n] for x in out)), state
 
 
 def random_logits(n: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:

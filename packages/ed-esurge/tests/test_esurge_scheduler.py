@@ -8,7 +8,7 @@ from ed_esurge.core.padding import STEP, first_part, padded
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.sampling import SamplingParams
 
 SHAPES = ((16, 8), (64, 16), (256, 16), (512, 16))  # of an engine on a CPU
@@ -36,7 +36,7 @@ def run(scheduler: Scheduler, tokens: int = 3) -> None:
 
 
 def test_long_prompt_is_chunked_and_does_not_starve_decodes():
-    scheduler = Scheduler(Limits(4, 8, 64), num_pages=32, page_size=4)
+    scheduler = Scheduler(StepLimits(4, 8, 64), num_pages=32, page_size=4)
     scheduler.add(make([1] * 4, 0, max_tokens=20))
     scheduler.advance(scheduler.schedule(), {"0": [3]})
     scheduler.add(make([2] * 30, 1))
@@ -49,7 +49,7 @@ def test_long_prompt_is_chunked_and_does_not_starve_decodes():
 
 
 def test_second_request_reuses_full_pages_of_the_first():
-    scheduler = Scheduler(Limits(2, 64, 64), num_pages=32, page_size=4)
+    scheduler = Scheduler(StepLimits(2, 64, 64), num_pages=32, page_size=4)
     first, second = make([5] * 11, 0), make([5] * 11, 1)
     scheduler.add(first)
     run(scheduler)
@@ -79,7 +79,7 @@ def test_second_request_reuses_full_pages_of_the_first():
     ],
 )
 def test_last_prompt_of_a_step_is_split_to_reduce_padding(length, decoding, shares):
-    limits = Limits(16, 512, 2048, shapes=SHAPES)
+    limits = StepLimits(16, 512, 2048, shapes=SHAPES)
     scheduler = Scheduler(limits, num_pages=256, page_size=16, prefix_caching=False)
     for number in range(decoding):
         scheduler.add(make([1], number, max_tokens=50))
@@ -96,7 +96,7 @@ def test_last_prompt_of_a_step_is_split_to_reduce_padding(length, decoding, shar
 
 
 def test_prompts_before_other_requests_fill_the_step():
-    limits = Limits(3, 512, 512, shapes=SHAPES)
+    limits = StepLimits(3, 512, 512, shapes=SHAPES)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, prefix_caching=False)
     for number in range(4):
         scheduler.add(make([number + 1] * 100, number))
@@ -107,13 +107,13 @@ def test_prompts_before_other_requests_fill_the_step():
         scheduler.advance(plan, {row.request_id: [3] for row in plan.rows if row.samples})
     # The third request is the last: there is no slot for the fourth.
     assert shares == [{"0": 100, "1": 100, "2": 56}, {"0": 1, "1": 1, "2": 44}]
-    scheduler = Scheduler(Limits(3, 512, 512), num_pages=200, page_size=16)
+    scheduler = Scheduler(StepLimits(3, 512, 512), num_pages=200, page_size=16)
     scheduler.add(make([2] * 65, 0))
     assert scheduler.schedule().num_tokens == {"0": 65}
 
 
 def test_running_prompt_is_chunked_only_when_no_request_can_be_admitted():
-    limits = Limits(4, 512, 1024, shapes=SHAPES)
+    limits = StepLimits(4, 512, 1024, shapes=SHAPES)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, prefix_caching=False)
     scheduler.add(make([1] * 612, 0))
     scheduler.advance(scheduler.schedule(), {})
@@ -124,7 +124,7 @@ def test_running_prompt_is_chunked_only_when_no_request_can_be_admitted():
 
 
 def test_proposals_use_padding_rows_only():
-    limits = Limits(16, 512, 512, shapes=SHAPES)
+    limits = StepLimits(16, 512, 512, shapes=SHAPES)
     proposer = Ones(3)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, proposer=proposer)
     scheduler.add(make([1], 0, max_tokens=40))
@@ -171,7 +171,7 @@ def test_windowed_page_count_matches_touched_pages(size):
 
 def test_windowed_prefix_requires_only_pages_of_the_window():
     groups = {"window": PageGroup(20, window=4)}
-    scheduler = Scheduler(Limits(2, 64, 32), num_pages=groups, page_size=2)
+    scheduler = Scheduler(StepLimits(2, 64, 32), num_pages=groups, page_size=2)
     scheduler.add(make([5] * 12, 0, max_tokens=1))
     plan = scheduler.schedule()
     pages = plan.rows[0].pages["window"]
@@ -195,7 +195,7 @@ def test_windowed_prefix_requires_only_pages_of_the_window():
 
 def evicting(host_places: int) -> Scheduler:
     """Return a scheduler whose pool has the pages of one sequence."""
-    return Scheduler(Limits(2, 64, 16), num_pages=4, page_size=4, host_places=host_places)
+    return Scheduler(StepLimits(2, 64, 16), num_pages=4, page_size=4, host_places=host_places)
 
 
 def test_host_prefix_of_one_salt_is_hidden_from_other_salts():
@@ -243,7 +243,7 @@ def test_host_page_with_a_pending_read_is_not_reused():
 
 
 def test_priority_orders_the_queue_and_preemption():
-    limits = Limits(2, 64, 16, policy="priority")
+    limits = StepLimits(2, 64, 16, policy="priority")
     scheduler = Scheduler(limits, num_pages=5, page_size=4, prefix_caching=False)
     low = make([2] * 4, 0, max_tokens=12, priority=5)
     high = make([1] * 7, 1, max_tokens=9, priority=1)
@@ -262,10 +262,10 @@ def test_priority_orders_the_queue_and_preemption():
 
 def test_scheduler_errors_contain_the_numbers():
     with pytest.raises(ValueError, match="give at least 16 pages"):
-        Scheduler(Limits(1, 8, 64), num_pages=3, page_size=4)
+        Scheduler(StepLimits(1, 8, 64), num_pages=3, page_size=4)
     with pytest.raises(ValueError, match="each needs one token"):
-        Scheduler(Limits(9, 8, 64), num_pages=30, page_size=4)
-    scheduler = Scheduler(Limits(1, 8, 8), num_pages=3, page_size=4)
+        Scheduler(StepLimits(9, 8, 64), num_pages=30, page_size=4)
+    scheduler = Scheduler(StepLimits(1, 8, 8), num_pages=3, page_size=4)
     # The engine rejects such requests of users. In the scheduler they are bugs.
     with pytest.raises(AssertionError, match="exceed max_model_len 8"):
         scheduler.add(make([1] * 8, 0))

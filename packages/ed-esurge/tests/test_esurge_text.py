@@ -11,7 +11,7 @@ from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import byte_tokenizer
-from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids
+from ed_esurge.tokenizer import Detokenizer, StopStringSearch, bad_word_ids
 from ed_infra.errors import ConfigError
 from ed_models.families.llama import LlamaConfig
 from hypothesis import example, given, settings
@@ -65,7 +65,7 @@ def test_special_tokens_are_optional_in_the_text():
     st.booleans(),
 )
 def test_stop_strings_are_found_in_any_split_of_the_text(text, stops, sizes, include):
-    matcher = StopStrings(stops, include=include)
+    matcher = StopStringSearch(stops, include=include)
     out, at = "", 0
     while at < len(text):
         size = sizes[at % len(sizes)]
@@ -87,7 +87,7 @@ def test_stop_strings_are_found_in_any_split_of_the_text(text, stops, sizes, inc
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_withheld():
-    matcher = StopStrings(["</end>"])
+    matcher = StopStringSearch(["</end>"])
     assert matcher.push("hello <") == "hello "
     assert matcher.push("/en") == ""
     assert matcher.push("ough") == "</enough"

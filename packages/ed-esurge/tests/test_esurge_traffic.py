@@ -11,7 +11,7 @@ from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
 from ed_esurge.core.plan import UNREAD, NewSequence, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request
-from ed_esurge.core.scheduler import Limits, Scheduler, plan_ahead
+from ed_esurge.core.scheduler import Scheduler, StepLimits, plan_ahead
 from ed_esurge.sampling import SamplingParams
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -157,7 +157,7 @@ class Traffic(RuleBasedStateMachine):
         self.pending: tuple[StepPlan, dict[str, list[int]]] | None = None  # runs ahead
         self.longest = pages * size
         shapes = steep(seqs + extra) if pads else ()
-        limits = Limits(seqs, seqs + extra, self.longest, chunk, policy, shapes)
+        limits = StepLimits(seqs, seqs + extra, self.longest, chunk, policy, shapes)
         least = pages_of_sequence(window, self.longest, min(chunk or 99, seqs + extra), size)
         groups = {"full": PageGroup(pages), "window": PageGroup(least + spare, window)}
         self.scheduler = Scheduler(
@@ -319,7 +319,7 @@ TestTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 def test_evicted_pages_are_restored_from_host_memory():
     groups = {"full": PageGroup(4), "window": PageGroup(4, 99)}
-    scheduler = Scheduler(Limits(2, 64, 16), num_pages=groups, page_size=4, host_places=6)
+    scheduler = Scheduler(StepLimits(2, 64, 16), num_pages=groups, page_size=4, host_places=6)
     device = FakePages(groups, 4, 1)
     seen = []
     for number, token in enumerate((1, 2, 1, 3, 1, 2)):
@@ -350,7 +350,7 @@ def test_scheduler_completes_hundred_thousand_random_requests(seed, pads, record
     pages, size, seqs, extra = 24 + 8 * seed, 2 + seed, 6 + seed, 8 * seed
     policy = "priority" if seed % 2 else "fcfs"
     shapes = steep(seqs + extra) if pads else ()
-    limits = Limits(seqs, seqs + extra, 40, 3 + seed, policy, shapes)
+    limits = StepLimits(seqs, seqs + extra, 40, 3 + seed, policy, shapes)
     least = pages_of_sequence(5, 40, min(3 + seed, seqs + extra), size)
     groups = {"full": PageGroup(pages), "window": PageGroup(least + pages // 2, 5)}
     proposer = Guesses(seed) if seed else None

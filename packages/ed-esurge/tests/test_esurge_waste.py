@@ -7,7 +7,7 @@ import random
 import pytest
 from ed_esurge.core.pages import PageGroup
 from ed_esurge.core.request import Request
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.sampling import SamplingParams
 
 BOUND = 1.2  # computed tokens for each useful token
@@ -68,7 +68,7 @@ def test_computed_tokens_stay_within_waste_bound(budget, chunk, shapes, lengths,
                 seed=end,
             )
         )
-    limits = Limits(seqs, budget, context, chunk, shapes=shapes)
+    limits = StepLimits(seqs, budget, context, chunk, shapes=shapes)
     computed, useful, _ = simulate(
         limits, {"full": PageGroup(128)}, size, requests, caching=caching
     )
@@ -82,6 +82,6 @@ def test_fitting_sequences_run_concurrently_without_waste():
         Request(str(i), [9] * 40, SamplingParams(), max_tokens=24, arrival=i, seed=24)
         for i in range(16)
     ]
-    limits = Limits(16, 1024, 64)
+    limits = StepLimits(16, 1024, 64)
     computed, useful, steps = simulate(limits, groups, 16, requests, caching=False)
     assert (computed, steps) == (useful, 24)

@@ -134,6 +134,7 @@ def connect(http):
     return socket.create_connection((url.host, url.port), timeout=30)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "sent"), [(True, b""), (True, HALF), (False, HALF)], ids=["none", "half", "second"]
 )

@@ -217,6 +217,7 @@ FORMS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS)
 def test_constrained_answer_is_not_empty_after_early_end_of_thoughts(client, form):
     """At this temperature all tokens are about equally likely, including the end of sequence."""

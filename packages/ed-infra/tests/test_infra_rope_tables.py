@@ -137,7 +137,7 @@ def image_positions(length: int) -> np.ndarray:
     return positions[:, None]
 
 
-@pytest.mark.daily("*-200")
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("length", [200, 6000])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])

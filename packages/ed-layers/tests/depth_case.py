@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.masks import MaskInfo
-from ed_infra.outputs import Metric, Report
+from ed_infra.outputs import LayerReport, Metric
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables
 from ed_layers.context import ALL_LAYERS, named
 from ed_layers.depth.remat import Remat
@@ -64,7 +64,7 @@ class Layer(nnx.Module):
         x = x + named(self.o(out.reshape(x.shape)), "attn_dense")
         x = x + self.mlp(self.norm(x), ctx)
         loads = {"load": jnp.mean(x, axis=(0, 2))} if self.router else {}
-        return x, cache, Report({}, {"size": Metric.of(jnp.max(x))}, loads)
+        return x, cache, LayerReport({}, {"size": Metric.of(jnp.max(x))}, loads)
 
 
 def stack(num_layers=4, *, scan=True, policy="", targets=(), vary=None, **depth) -> Stack:

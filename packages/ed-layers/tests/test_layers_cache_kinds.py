@@ -210,9 +210,7 @@ def latent(n: int) -> list[np.ndarray]:
     return [q, k, k[..., :8]]
 
 
-@pytest.mark.daily(
-    "None-stacked-None-vanilla", "None-leaves-format1-decode", "4-leaves-None-decode"
-)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
 @pytest.mark.parametrize(
     ("window", "layout", "format"),

@@ -30,7 +30,7 @@ def padded(seed: int = 0) -> tuple[list[np.ndarray], np.ndarray, list[list[np.nd
     return [np.concatenate(x) for x in zip(*rows, strict=True)], segments, alone
 
 
-@pytest.mark.daily("chunk-decode", "ring-vanilla")
+@pytest.mark.nightly
 @pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
 @pytest.mark.parametrize(
     ("specs", "features"),
@@ -135,6 +135,7 @@ def test_too_many_tokens_are_no_answer_inside_jit(features, mechanism, format):
     assert cases.error(out[1:, kept], own) <= BOUNDS[format]
 
 
+@pytest.mark.nightly
 def test_a_ring_has_no_end():
     qkv = sequence(30)
     cache = HybridCache.create([NEAR] * LAYERS, batch_size=1, capacity=9).simplest()

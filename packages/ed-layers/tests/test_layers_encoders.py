@@ -46,6 +46,7 @@ def hidden(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (*shape, D))
 
 
+@pytest.mark.daily("vanilla", "sdpa")
 @pytest.mark.parametrize("mechanism", ["vanilla", "blockwise", "sdpa", "flash_attn2"])
 def test_bidirectional_attention_sees_the_whole_segment_and_nothing_else(mechanism: str) -> None:
     parts = parts_of(attn_mechanism=mechanism)
@@ -104,6 +105,7 @@ def flat_batch(
     ), total
 
 
+@pytest.mark.daily("dense")
 @pytest.mark.parametrize("kind", ["dense", "pages"])
 def test_relative_buckets_are_exact_at_every_cache_offset(kind: str) -> None:
     layer = SelfAttention(parts_of(), position=RelativeBuckets(16))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
-from ed_infra.outputs import Report
+from ed_infra.outputs import LayerReport
 from ed_infra.sharding import placement
 from ed_infra.testing import require_torch
 from ed_layers.context import Ctx
@@ -219,6 +219,7 @@ def test_rows_that_all_come_to_one_device(favourites):
     near(got, expected, bound=3e-5)  # gradients here are sums over all tokens
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fields", [{}, RING])
 def test_a_number_of_experts_that_does_not_divide(fields):
     (chosen, weights), x = choices(5, 2), inputs()
@@ -411,7 +412,7 @@ def test_the_balance_of_all_layers_is_that_of_transformers():
     logits = [layer.logits(x) for layer in layers]
 
     def loss(x):
-        report = sum((layer(x, ctx)[2] for layer in layers), Report())
+        report = sum((layer(x, ctx)[2] for layer in layers), LayerReport())
         return balance(report, settings)
 
     theirs = load_balancing_loss_func(
@@ -424,7 +425,7 @@ def test_the_balance_of_all_layers_is_that_of_transformers():
     assert report(x).losses[name].value == pytest.approx(0.02 * float(theirs), rel=1e-5)
     assert report(x).metrics["router_load"].value >= 1
     assert np.abs(gradient(x)).max() > 0
-    assert balance(Report(), settings) == Report()
+    assert balance(LayerReport(), settings) == LayerReport()
 
 
 @pytest.mark.nightly

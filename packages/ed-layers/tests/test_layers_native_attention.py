@@ -16,7 +16,7 @@ from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.registry import kernels_here
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Format, decode
-from ed_layers.cache.protocol import Pages, Stored
+from ed_layers.cache.protocol import Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.native import library
 from hypothesis import given, settings
@@ -152,6 +152,7 @@ def stored_as(x: jax.Array, kind: str):
     return x.astype(kind)
 
 
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None)
 @given(
     s=st.integers(1, 20),
@@ -178,7 +179,7 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
         jnp.asarray(np.broadcast_to(slots, (2, t))),
     )
     at = (jnp.int32(1),) if layered else ()
-    stored = Stored(keys, values, at, info, "leaves", ordered=True)
+    stored = StoredLayer(keys, values, at, info, "leaves", ordered=True)
     scoring = scoring_of(rng, h, 8, window, None, cap, sinks)
     q = drawn(rng, 2, s, h, 8)
     name = "autoregressive_decodeattn"

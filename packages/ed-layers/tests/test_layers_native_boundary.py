@@ -16,7 +16,7 @@ from ed_infra.masks import MaskInfo
 from ed_layers.attention.kernel import Cached
 from ed_layers.attention.kernels import native
 from ed_layers.attention.scoring import Scoring
-from ed_layers.cache.protocol import Stored
+from ed_layers.cache.protocol import StoredLayer
 from ed_layers.native import products
 from ed_layers.native.build import headers
 from native_cases import anywhere, built  # noqa: F401
@@ -54,7 +54,7 @@ def test_every_target_refuses_many_damaged_calls(seed: int) -> None:
 def test_products_of_no_inputs_are_zero(codes: bool, act: str | None) -> None:
     x, count = jnp.zeros((3, 0)), 1 if act is None else 2
     if codes:
-        matrix = products.Codes(jnp.zeros((0, 40), "int8"), jnp.ones((1, 40)))
+        matrix = products.QuantizedMatrix(jnp.zeros((0, 40), "int8"), jnp.ones((1, 40)))
         results = products.products_of_codes(x, (matrix,) * count, act=act)
     else:
         results = products.products(x, (jnp.zeros((0, 40)),) * count, act=act)
@@ -73,7 +73,7 @@ def test_products_of_no_groups_are_refused() -> None:
 @pytest.mark.parametrize("sink", [-200.0, -50.0, 30.0, 88.0, 100.0, 300.0])
 def test_large_sinks_leave_the_exact_share_to_the_keys(sink: float) -> None:
     ones = jnp.ones((1, 1, 3, 8))
-    keys = Stored(ones, 2 * ones, (), MaskInfo.full(1, 3), "leaves", ordered=True)
+    keys = StoredLayer(ones, 2 * ones, (), MaskInfo.full(1, 3), "leaves", ordered=True)
     scoring = Scoring(scale=0.5, sinks=jnp.full((1,), sink))
     q = jnp.ones((1, 3, 1, 8))
     call = Cached(name="autoregressive_decodeattn", q=q, scoring=scoring, stored=keys)

@@ -190,6 +190,7 @@ def test_products_are_those_of_the_values(name):
     np.testing.assert_allclose(dx, exact, atol=3e-6 * np.abs(exact).max())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("columns", [7, 10])
 @pytest.mark.parametrize(
     ("name", "activations"), [("nf4", False), ("int8", False), ("fp8", False), ("int4", True)]

@@ -137,6 +137,7 @@ def test_layers_together_are_the_layers(form, dtype, bias, n, seed) -> None:
         np.testing.assert_array_equal(np.asarray(y), np.asarray(of(x)))
 
 
+@pytest.mark.nightly
 @built
 @pytest.mark.parametrize("form", [None, "int8"])
 @pytest.mark.parametrize("act", [None, "silu", "gelu_pytorch_tanh"])

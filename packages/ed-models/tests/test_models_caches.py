@@ -72,6 +72,7 @@ def test_quantized_cache_logits_stay_within_error_bound(plain, dtype, record_pro
     )
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_cache():
     """Overflow of a cache raises an error if lengths are known, and returns NaN otherwise."""
     model = model_of()

@@ -171,6 +171,7 @@ def test_t5_beams_equal_transformers(subject: Subject) -> None:
     np.testing.assert_array_equal(ours.sequences, theirs.numpy())
 
 
+@pytest.mark.nightly
 def test_t5_head_follows_the_checkpoint(tmp_path: Path) -> None:
     tied = T5ForConditionalGeneration.create(T5Config(**T5, sharding_axis_dims=ONE), seed=0)
     assert tied.is_tied and not hasattr(tied, "lm_head")

@@ -41,6 +41,7 @@ def test_mpt_ignores_expansion_ratio_as_transformers_does() -> None:
     assert [kernel.shape[-2:] for kernel in kernels] == [(32, width)]
 
 
+@pytest.mark.nightly
 def test_bambas_loss_of_normalisers_is_of_tokens_alone() -> None:
     config = bamba.BambaConfig(
         **{**TINY, "num_hidden_layers": 1},

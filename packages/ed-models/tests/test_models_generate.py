@@ -76,6 +76,7 @@ def test_pad_token_id_marks_left_padding(model, prompt, greedy):
     np.testing.assert_array_equal(out.sequences[0, LENGTH + 4 :], greedy[1])
 
 
+@pytest.mark.nightly
 def test_draws_do_not_depend_on_padding_batch_or_length(model, prompt):
     options = {"do_sample": True, "temperature": 1.5, "seed": 4, "top_k": 40, "top_p": 0.95}
     whole = model.generate(prompt, max_new_tokens=NEW, **options).sequences[:, LENGTH:]
@@ -182,6 +183,7 @@ def test_similar_lengths_share_compiled_programs(model, prompt, traced):
     assert traced() == (1, True)
 
 
+@pytest.mark.nightly
 def test_numbers_of_sampling_share_programs(model, prompt, traced):
     def new(**options):
         model.generate(prompt, max_new_tokens=4, do_sample=True, **options)

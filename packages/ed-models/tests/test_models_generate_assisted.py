@@ -121,6 +121,7 @@ def test_look_up_proposes_tokens_after_matching_ngram():
     np.testing.assert_array_equal(look_up(ids[1:2], 6, 1), [[3, 1, 9, 1, 2, -1]])
 
 
+@pytest.mark.nightly
 def test_at_the_end_of_the_positions(model, assistant, prompt):
     """Drafts behind the last position of the model are not computed."""
     most = TINY["max_position_embeddings"] - S
@@ -143,7 +144,7 @@ def test_a_cache_that_cannot_forget_is_computed_again(windowed, prompt):
     assert again.steps < NEW - 1 or windowed == "assistant"
 
 
-@pytest.mark.daily("dynamic")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rotary_factors_that_follow_length(rope, prompt):
     """The rotary factor of a draft depends on its position, not on later drafts."""

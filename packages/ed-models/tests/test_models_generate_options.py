@@ -46,6 +46,7 @@ def prompt():
     return np.random.default_rng(0).integers(1, V, (2, S))
 
 
+@pytest.mark.nightly
 def test_several_sequences_of_a_prompt(model, prompt):
     options = {"do_sample": True, "temperature": 1.3, "seed": 3, "max_new_tokens": NEW}
     alone = model.generate(prompt, **options).sequences
@@ -56,6 +57,7 @@ def test_several_sequences_of_a_prompt(model, prompt):
     assert len({tuple(row) for row in several}) == 6
 
 
+@pytest.mark.nightly
 def test_outputs_of_steps_are_hugging_faces(model, torch_model, prompt):
     import torch
 
@@ -102,6 +104,7 @@ def test_log_probabilities_stop_with_the_row(model, prompt):
     assert not out.logprobs[0, stop + 1 :].any()
 
 
+@pytest.mark.nightly
 def test_processed_log_probabilities_are_those_of_the_draws(model, prompt):
     options = {"do_sample": True, "temperature": 0.6, "top_k": 9, "top_p": 0.8}
     out = model.generate(
@@ -292,7 +295,7 @@ def test_functions_of_the_caller_are_traced_once(model, prompt):
     assert len(calls) == 2  # the token behind the prompt, and the loop
 
 
-@pytest.mark.daily("*decoding-options0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "options"),
     [

@@ -29,6 +29,7 @@ for name, module in list(sys.modules.items()):
 """
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_import_of_a_family_loads_at_most_60_modules(family: str) -> None:
     command = [sys.executable, "-c", PROGRAM.format(family=family)]

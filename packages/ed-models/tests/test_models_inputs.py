@@ -28,6 +28,7 @@ def tables(config, shape, **inputs):
     return layer_context(config, shape, **inputs)[0].rope
 
 
+@pytest.mark.nightly
 def test_layer_types_have_tables_of_their_own():
     config = ByTypeConfig(
         hidden_size=32,

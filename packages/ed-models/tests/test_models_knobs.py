@@ -289,6 +289,7 @@ def test_sharded_cache_and_other_mechanism_generate_same_tokens():
     np.testing.assert_array_equal(model.generate(IDS, max_new_tokens=4).sequences, plain)
 
 
+@pytest.mark.nightly
 def test_forgetful_masks_forget_only_in_training():
     model = LlamaForCausalLM.create(config(fcm_max_ratio=0.5, fcm_min_ratio=0.5), seed=1)
     forward = jax.jit(lambda key: model(IDS, key=key).logits)

@@ -55,7 +55,7 @@ def test_scanned_llama_matches_unrolled_llama(model, plain):
     np.testing.assert_array_equal(forward(again, input_ids=IDS).logits, plain)
 
 
-@pytest.mark.daily("stacked-in_steps")
+@pytest.mark.nightly
 @pytest.mark.parametrize("steps", [[S], [10, 5, 1, 1, 7]], ids=["at_once", "in_steps"])
 def test_dense_cache_equals_no_cache(either, plain, steps):
     cache, at, outs = either.init_cache(B, 32), 0, []
@@ -161,7 +161,7 @@ def assert_same(got, expected, tolerance=1e-5):
         assert worst <= tolerance * np.abs(value).max(), (path, worst)
 
 
-@pytest.mark.daily("remat")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes",
     [

@@ -148,7 +148,7 @@ def test_saved_model_is_not_packed(mxfp4: SimpleNamespace, tmp_path: Path) -> No
     assert_same(load(tmp_path), model)
 
 
-@pytest.mark.daily("mxfp4-model.layers.1.mlp.experts.gate_up_proj")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -174,6 +174,7 @@ def test_a_slice_is_the_slice_of_the_whole(
     assert not [other for other in files if other.endswith(("_scale_inv", "_blocks", "_scales"))]
 
 
+@pytest.mark.nightly
 def test_one_scale_for_a_tensor_and_scales_that_are_exponents(
     fp8: SimpleNamespace, tmp_path: Path
 ) -> None:

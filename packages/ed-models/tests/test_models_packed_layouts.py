@@ -348,6 +348,7 @@ def test_a_model_loads_as_its_numbers_in_float32_would(
     assert model.config.quantization_config is None
 
 
+@pytest.mark.nightly
 def test_packed_experts_load_like_plain_experts(tmp_path: Path) -> None:
     fields = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
@@ -558,6 +559,7 @@ def test_a_group_of_layers_may_have_other_bits(tmp_path: Path) -> None:
         np.testing.assert_array_equal(files.read(f"{name}.weight"), layer.numbers)
 
 
+@pytest.mark.nightly
 def test_every_layout_is_tried_in_every_way() -> None:
     methods = {kind.settings["quant_method"] for kind in KINDS.values()}
     assert methods == {"awq", "bitsandbytes", "compressed-tensors", "gptq"}

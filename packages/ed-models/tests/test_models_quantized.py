@@ -30,6 +30,7 @@ def formats(model):
     return {n: (w.format, w.group_size) for names, w in quantized_matrices(model) for n in names}
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("quantization_config", "bits")
 def test_config_options_select_quantization():
     by_config = build(quantization_config={"dtype": "int8", "group_size": 8}).quantize()

@@ -108,7 +108,7 @@ def test_quantize_on_load_on_mesh_equals_single_device(dims: tuple[int, ...], pl
             assert x.sharding == y.sharding, path
 
 
-@pytest.mark.daily("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_scanned_and_unrolled_have_the_same_files(
     scan_layers: bool, plain: Path, tmp_path: Path
@@ -129,6 +129,7 @@ def rules_of_layers() -> list[tuple[str, dict[str, Any] | None]]:
     ]
 
 
+@pytest.mark.nightly
 def test_rules_that_tell_layers_apart(plain: Path, tmp_path: Path) -> None:
     rules = rules_of_layers()
     expected = load(plain).quantize(rules)

@@ -96,6 +96,7 @@ class TestBodies:
 
 
 class TestClassifiers:
+    @pytest.mark.nightly
     def test_checkpoint_of_other_task_gets_random_head_with_warning(self, hidden, saved, said):
         options = {**ONE, "config_kwargs": {"num_labels": 3}}
         make = AutoEasyDeLModelForSequenceClassification.from_pretrained
@@ -121,6 +122,7 @@ class TestClassifiers:
         with pytest.raises(CheckpointError, match=r"missing \(1\):\n    score\.weight"):
             hub.from_pretrained(directory, task="auto-bind", **ONE)
 
+    @pytest.mark.nightly
     def test_rows_without_an_end_are_refused(self):
         config = LlamaConfig(**{**SHAPE, "pad_token_id": None}, **ONE)
         classifier = AutoEasyDeLModelForSequenceClassification.from_config(config)
@@ -190,6 +192,7 @@ class TestRewards:
         made = AutoEasyDeLModelForReward.from_config(LlamaConfig(**SHAPE, **ONE))
         assert made.score.kernel.shape == (16, 1)
 
+    @pytest.mark.nightly
     def test_several_labels_are_no_reward(self, tmp_path):
         config = LlamaConfig(**SHAPE, **ONE, num_labels=4)
         made = AutoEasyDeLModelForSequenceClassification.from_config(config)
@@ -374,7 +377,7 @@ class TestToTorch:
             own.to_torch()
 
 
-@pytest.mark.daily("AutoEasyDeLModelForCausalLM")
+@pytest.mark.nightly
 @pytest.mark.parametrize("auto", [AutoEasyDeLModelForCausalLM, AutoEasyDeLModelForReward])
 def test_sharded_load_equals_single_device_load(saved, auto):
     one = auto.from_pretrained(saved, **ONE)

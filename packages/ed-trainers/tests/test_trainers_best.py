@@ -165,6 +165,7 @@ def test_retention_keeps_newest_and_best_checkpoints(tmp_path):
     assert stay(keep=1, keep_best=2) == [True, True, False, True]  # of equals the first
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("ema_decay")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_mean_is_that_of_the_parameters_after_each_update(dtype):

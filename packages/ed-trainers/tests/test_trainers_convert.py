@@ -48,7 +48,7 @@ def trained(directory, learner):
     return SFTTrainer(arguments, model=learner, train_dataset=Rows()).train()
 
 
-@pytest.mark.daily("float32")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_becomes_the_model_that_the_run_wrote(tmp_path, dtype):
     output = trained(tmp_path / "run", model(dtype=dtype))
@@ -88,6 +88,7 @@ def test_a_model_becomes_a_saved_state_and_a_model_again(tmp_path):
     np.testing.assert_allclose(again(ids).logits, whole(ids).logits, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_convert_accepts_saved_state(tmp_path):
     EasyDeLState.create(model=model()).save_state(tmp_path / "s")
     ids = np.arange(6)[None]

@@ -21,6 +21,7 @@ from method_runs import documents, near_reports, one_step, packed
 QUIET = {"use_tensorboard": False, "do_last_save": False, "total_batch_size": 8, "log_steps": 50}
 
 
+@pytest.mark.nightly
 def test_most_of_the_gap_closes(toy, tmp_path):
     held_out = toy.loader(steps=4, seed=9)
 
@@ -150,6 +151,7 @@ def test_queries_are_compared_some_at_a_time():
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_the_teachers_answers_are_the_rows(toy):
     asked = []
 

@@ -147,6 +147,7 @@ def run(toy, path, model=None, **given):
     return trainer, output, read_rows(path / "metrics.jsonl")
 
 
+@pytest.mark.nightly
 def test_log_probabilities_of_the_reference_ahead(toy, tmp_path):
     _, _, rows = run(toy, tmp_path / "live")
     trainer, _, ahead = run(toy, tmp_path / "ahead", precompute_ref_log_probs=True)
@@ -168,6 +169,7 @@ def test_log_probabilities_of_the_reference_ahead(toy, tmp_path):
         trainer.prepare(stranger)
 
 
+@pytest.mark.nightly
 def test_the_held_out_margin_rises(toy, tmp_path):
     trainer, output, _ = run(toy, tmp_path, max_training_steps=30, learning_rate=2e-2, log_steps=30)
     start = DPOTrainer(

@@ -13,7 +13,7 @@ from ed_models.families.llama import LlamaForCausalLM
 from ed_trainers import CheckpointManager
 from ed_trainers.compare import differences
 from ed_trainers.convert import convert
-from ed_trainers.easylm import Stream, in_halves, in_pairs
+from ed_trainers.easylm import StreamFile, in_halves, in_pairs
 from flax import serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 
@@ -142,7 +142,7 @@ def test_checkpoints_become_streams_and_two_are_compared(saved, stream, tmp_path
 def test_tied_bfloat16_model_round_trips_through_easylm(tmp_path):
     written(tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True)
     stream = convert(tmp_path / "tied", tmp_path / "stream", easylm=True)
-    kernel = Stream(stream).read("lm_head/kernel")
+    kernel = StreamFile(stream).read("lm_head/kernel")
     assert kernel.dtype == jnp.bfloat16 and kernel.shape == (16, 32)
     back = convert(stream, tmp_path / "back", config=tmp_path / "tied")
     assert list(differences(tmp_path / "tied", back)) == []

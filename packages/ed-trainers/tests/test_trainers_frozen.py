@@ -87,6 +87,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(begun, capsys):
     assert "graphother.model.layers.1.self_attn.q_proj.kernel" in saved["base"]
 
 
+@pytest.mark.nightly
 def test_checkpoint_size_is_printed(tmp_path, capsys):
     train(tmp_path, 3, lora(base()))
     assert "checkpoint 2: " in (out := capsys.readouterr().out)
@@ -109,6 +110,7 @@ def test_adapter_training_resumes_over_same_base(begun, tmp_path, config):
         assert losses == begun[1]
 
 
+@pytest.mark.nightly
 def test_checkpoint_of_other_base_raises_checkpoint_error(begun, tmp_path):
     shutil.copytree(begun[0], tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"frozen weights that are not these .*load the weig"):

@@ -65,6 +65,7 @@ def test_images_reach_the_model_in_microbatches_and_on_meshes(toy, seeing):
         near_reports(other_report, report, 2e-5)
 
 
+@pytest.mark.nightly
 def test_images_are_trained_and_evaluated_with_padded_rows(toy, seeing, tmp_path):
     arguments = SFTArguments(
         save_directory=str(tmp_path),

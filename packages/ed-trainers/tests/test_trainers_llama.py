@@ -76,7 +76,7 @@ def test_every_mesh_learns_the_same(tmp_path, reference, dims):
     np.testing.assert_allclose(got, reference, rtol=1e-5)
 
 
-@pytest.mark.daily("remat")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "given"),
     [

@@ -54,6 +54,7 @@ def test_loss_of_a_step_is_the_optimized_total(toy, method, options, accumulatio
     )
 
 
+@pytest.mark.nightly
 def test_eval_loss_is_the_optimized_total(toy):
     batch = Pairs().batch_at(0)
     arguments = arguments_class("orpo")(total_batch_size=8)

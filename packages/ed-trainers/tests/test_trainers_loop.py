@@ -206,6 +206,7 @@ class Stream:
         self.at = state["at"]
 
 
+@pytest.mark.nightly
 def test_iterator_dataset_resumes_at_saved_position(toy, tmp_path):
     def stream():
         return Stream(toy.loader(), 5)

@@ -114,7 +114,7 @@ def test_dora_dropout_and_embedding_adapters_reduce_loss(tmp_path, spec):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.daily("one device")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "given",
     [

@@ -105,6 +105,7 @@ def test_interrupted_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert manager.steps() == [0]
 
 
+@pytest.mark.nightly
 def test_differences_are_named_and_measured(tmp_path):
     left = {"same": np.ones(4), "moved": np.array([3.0, 4.0]), "gone": np.ones(1)}
     right = {"same": np.ones(4), "moved": np.array([3.0, 4.5]), "new": np.ones(1)}

@@ -261,7 +261,7 @@ def fake(name, calls):
     )
 
 
-@pytest.mark.daily("wandb")
+@pytest.mark.nightly
 @pytest.mark.proves("report_to", "project", "run_name")
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_trackers_get_the_rows_and_resume(toy, tmp_path, monkeypatch, name):

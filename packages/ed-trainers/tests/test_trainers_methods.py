@@ -142,7 +142,7 @@ def test_every_mesh_equals_one_device(step, batches, method, dims):
     near_reports(other_report, report, 2e-5)
 
 
-@pytest.mark.daily("sft", "dpo", "distillation", "reward")
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [name for name in GIVEN if name != "kto"])
 def test_packed_method_step_matches_separate_rows(step, batches, method):
     rows = METHODS[method].rows
@@ -160,7 +160,7 @@ def test_packed_kto_step_matches_separate_rows(step, batches):
     near(alone, moved, 2e-5)
 
 
-@pytest.mark.daily("sft", "dpo", "kto")
+@pytest.mark.daily("sft")
 @pytest.mark.parametrize(
     "method", [n for n in GIVEN if "lmhead_chunksize" in METHODS[n].arguments.model_fields]
 )

@@ -134,6 +134,7 @@ def test_microbatches_equal_one_batch_for_every_loss(toy_of_module, loss_type):
     near_reports(other_report, report, 2e-5)
 
 
+@pytest.mark.nightly
 def test_chunks_equal_the_whole_and_full_logits_are_nowhere(toy_of_module, plain):
     moved, _ = plain("grpo")
     given = {"num_iterations": 2, "beta": 0.1, "lmhead_chunksize": 7}

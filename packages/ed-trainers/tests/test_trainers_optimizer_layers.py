@@ -198,6 +198,7 @@ def test_resumed_optimizer_run_equals_uninterrupted_run(toy, tmp_path, name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_schedule_free_evaluates_and_saves_the_average(toy, tmp_path):
     """The parameters of the state are x, the result of optax's `schedule_free_eval_params`."""
     arguments = SFTArguments(

@@ -18,7 +18,7 @@ from ed_trainers.optimizers import (
     build_schedule,
     gradient_point,
 )
-from ed_trainers.optimizers.eight_bit import Blocks, dequantize, levels, quantize
+from ed_trainers.optimizers.eight_bit import EightBitArray, dequantize, levels, quantize
 from flax import nnx
 
 LAYERS, EXPERTS, STEPS = 3, 2, 30
@@ -112,7 +112,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.daily("adamw", "muon", "lion")
+@pytest.mark.nightly
 @pytest.mark.proves("optimizer", "optimizer_kwargs")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_stacked_layers_are_single_layers(name):
@@ -376,8 +376,8 @@ def test_eight_bit_moments_stay_close_to_full_precision(name):
     np.testing.assert_allclose(eight["small"], full["small"], atol=1e-7)
     moved = np.linalg.norm(full["large"] - array)
     assert 0 < np.linalg.norm(eight["large"] - full["large"]) < 0.1 * moved
-    parts = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Blocks))
-    packed = [part for part in parts if isinstance(part, Blocks)]
+    parts = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, EightBitArray))
+    packed = [part for part in parts if isinstance(part, EightBitArray)]
     assert len(packed) == (2 if name == "adamw" else 1)
     assert all(part.codes["large"].shape == array.shape for part in packed)
 

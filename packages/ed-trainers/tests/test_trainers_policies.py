@@ -66,7 +66,7 @@ def step(method, toy, dims=(1, 1, 1, 1, 1), accumulation=1, **given):
     return one_step(method, toy(dims), accumulation, frozen=frozen, **GIVEN[method], **given)
 
 
-@pytest.mark.daily("gkd")
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_microbatches_on_a_mesh_equal_one_batch_on_a_device(toy, method):
     moved, report = step(method, toy)

@@ -105,6 +105,7 @@ def run(tmp_path_factory):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("generation_interval", "generation_prompts", "generation_max_new_tokens")
 def test_previews_appear_in_metrics_and_report(run):
     previews = [row for row in run.rows if "samples" in row]
@@ -133,6 +134,7 @@ def test_benchmarks_are_run_by_the_weights_of_their_step(run):
     assert '"name":"benchmark/spelling/acc"' in (run.directory / "report.html").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("profile_start_step", "profile_steps")
 def test_a_few_steps_are_traced(run):
     assert len(list((run.directory / "profile").rglob("*.xplane.pb"))) == 1
@@ -155,6 +157,7 @@ def test_previews_begin_held_out_documents_and_sample_by_step(tmp_path):
     assert likeliest[0] == likeliest[1]
 
 
+@pytest.mark.nightly
 def test_documents_begin_with_their_prompts_or_their_first_half():
     batch = Pairs(rows=3).batch_at(0)
     counts = batch["chosen_segment_ids"].max(axis=1)

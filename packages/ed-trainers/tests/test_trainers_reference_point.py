@@ -55,6 +55,7 @@ def test_the_shift_is_half_way_between_the_mean_rewards_of_the_evaluation(toy):
     assert found["eval_delta"] == pytest.approx(middle, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_answers_are_paired_with_other_prompts_over_the_ends_of_batches(toy):
     trainer = trainer_class("kto")(arguments_class("kto")(), toy.model())
     batch = rows_of_labels(1)

@@ -87,6 +87,7 @@ def test_arrays_are_taken_apart_and_stacked(tmp_path):
         load(together, wanted(**dict.fromkeys(each, ((3,), "float32"))))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("inner", ["", "inner__"])
 def test_parameters_come_from_masters_and_masters_from_parameters(tmp_path, inner):
     exact = np.float32([1.0001, 2.0002])

@@ -28,6 +28,7 @@ def a_run(folder: Path, rows: list[dict[str, Any]] = ROWS, **summary: Any) -> Pa
     return folder
 
 
+@pytest.mark.nightly
 def test_report_charts_training_and_evaluation_curves() -> None:
     loss, norm = charts(ROWS)
     assert [loss["name"], norm["name"]] == ["loss", "grad_norm"]

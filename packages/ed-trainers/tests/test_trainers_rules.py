@@ -35,6 +35,7 @@ def params():
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "rmsprop", "sgd"])
 def test_a_factor_on_the_learning_rate_is_another_learning_rate(name):
     tree = params()

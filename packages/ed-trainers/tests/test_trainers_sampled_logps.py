@@ -52,6 +52,7 @@ class OffPolicy(ToyRollout):
         return super().generate(prompts, params, self.weights, seeds=seeds)
 
 
+@pytest.mark.daily("0.5")
 @pytest.mark.parametrize("temperature", [0.5, 0.7])
 def test_the_correction_is_the_ratio_at_the_temperature_of_the_sampling(
     sharp, toy, tmp_path, temperature
@@ -84,7 +85,7 @@ def test_the_probability_that_the_filters_leave_is_exact():
     assert not Truncation(0, 1.0, 0.0).active
 
 
-@pytest.mark.daily("{'temperature': 1.5, 'top_k': 20, 'top_p': 0.9, 'min_p': 0.01}")
+@pytest.mark.nightly
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[-1]], ids=str)
 def test_the_comparison_takes_one_forward_pass_of_the_learner(sharp, toy, tmp_path, sampling):
     run = online("grpo", sharp, tmp_path, beta=0.0, **sampling)

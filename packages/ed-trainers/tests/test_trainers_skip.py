@@ -65,6 +65,7 @@ def test_the_bound_is_so_many_standard_deviations():
     assert course([*before, 1e9, float("inf")], sigma_factor=None)[0][-2:] == [False, True]
 
 
+@pytest.mark.nightly
 def test_a_level_that_stays_is_accepted_in_the_end():
     skipped, _ = course([1.0, 1.1, 0.9, 1.0] + [5.0, 5.1] * 6)
     assert skipped[4] and not any(skipped[8:])

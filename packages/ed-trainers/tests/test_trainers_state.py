@@ -55,6 +55,7 @@ def test_optimizer_state_lives_with_its_parameters(toy):
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("EasyDeLState.save_state")
 def test_save_and_load_onto_another_mesh(toy, tmp_path):
     state = EasyDeLState.create(

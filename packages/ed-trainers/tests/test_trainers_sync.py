@@ -107,6 +107,7 @@ def test_reference_sync_follows_configured_steps(toy, dims):
         np.testing.assert_array_equal(a, b)  # the model that was given stays as it was
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_between_two_moves_goes_on_bit_for_bit(toy, whole, tmp_path):
     run, output, rows = whole
     frozen = {"reference": toy.model(seed=5)}
@@ -132,6 +133,7 @@ def both(state):
     return state.reference, state.graphstate
 
 
+@pytest.mark.nightly
 def test_microbatches_and_meshes_do_not_matter(toy, whole, tmp_path):
     output = whole[1]
     frozen = {"reference": toy.model((2, 2, 1, 2, 1), seed=5)}

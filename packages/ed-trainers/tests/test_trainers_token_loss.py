@@ -95,6 +95,7 @@ def test_token_loss_on_every_mesh_matches_one_device(toy, reference, dims):
     near(many, one)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_the_chunk_does_not_matter(toy, chunk):
     parts, sharding = place((1, 2, 1, 2, 2), toy)

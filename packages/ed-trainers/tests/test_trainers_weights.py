@@ -143,6 +143,7 @@ def test_sampling_does_not_change_training_metrics(toy, tmp_path):
     assert run.train().metrics["eval_loss"] == plain.metrics["eval_loss"]
 
 
+@pytest.mark.nightly
 def test_outside_of_training_the_weights_are_the_models(toy, tmp_path):
     run = trainer(toy, tmp_path)
     assert run.weights().version == 0
@@ -154,6 +155,7 @@ def test_outside_of_training_the_weights_are_the_models(toy, tmp_path):
     assert len(nnx.to_flat_state(weights.state)) == len(nnx.to_flat_state(nnx.state(run.model)))
 
 
+@pytest.mark.nightly
 def test_model_access_after_failed_step_raises_error(toy, tmp_path):
     class Break(Callback):
         def on_log(self, trainer, row):

@@ -23,7 +23,7 @@ from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.storage.prepare import prepare
 from ed_data.tokens.encoder import Encoder
-from ed_data.tokens.images import ImageEncoder, Processor
+from ed_data.tokens.images import ImageEncoder, ModelProcessor
 from ed_data.tokens.parallel import Encoding
 from ed_data.tokens.tokenizers import load_tokenizer
 
@@ -47,7 +47,7 @@ def build_loader(
     cache_dir: str | None = None,
     shuffle: bool = True,
     schema: Schema = TEXT,
-    processor: Processor | None = None,
+    processor: ModelProcessor | None = None,
     decoder_start_token_id: int | None = None,
 ) -> Loader | StreamLoader:
     """Tokenize a mixture, or read its tokens from the cache, and return the loader of its batches.

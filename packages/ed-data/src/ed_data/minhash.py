@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.storage.store import Part
+from ed_data.storage.store import StorePart
 
 SHINGLE = 5
 #: Minimum share of equal shingles of near-duplicates.
@@ -14,7 +14,7 @@ _BANDS, _ROWS = 16, 4  # documents with equal rows in a band are compared
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def near_duplicates(part: Part, seed: int = 0) -> int:
+def near_duplicates(part: StorePart, seed: int = 0) -> int:
     """Return the number of documents of an inform that are near-duplicates of an earlier document.
 
     The similarity is estimated from 64 hashes, so documents with a similarity close to `SIMILARITY`
@@ -32,7 +32,7 @@ def near_duplicates(part: Part, seed: int = 0) -> int:
     return int(found.sum())
 
 
-def _signatures(part: Part, seed: int) -> NDArray[np.uint64]:
+def _signatures(part: StorePart, seed: int) -> NDArray[np.uint64]:
     """Return [documents, hashes]: the minimum of each hash function over the shingles."""
     rng = np.random.Generator(np.random.PCG64(seed))
     factors = rng.integers(1, 2**63, _BANDS * _ROWS, np.uint64) * np.uint64(2) + np.uint64(1)

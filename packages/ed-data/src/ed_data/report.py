@@ -21,9 +21,9 @@ from ed_data.minhash import near_duplicates
 from ed_data.rows.splits import default_cache_dir
 from ed_data.schema import TEXT, Schema
 from ed_data.storage.prepare import prepare
-from ed_data.storage.store import Part
+from ed_data.storage.store import StorePart
 from ed_data.tokens.encoder import Encoder
-from ed_data.tokens.images import ImageEncoder, Processor
+from ed_data.tokens.images import ImageEncoder, ModelProcessor
 from ed_data.tokens.parallel import Encoding
 from ed_data.tokens.tokenizers import load_tokenizer
 
@@ -179,7 +179,7 @@ def data_report(
     seed: int | None = None,
     cache_dir: str | None = None,
     schema: Schema = TEXT,
-    processor: Processor | None = None,
+    processor: ModelProcessor | None = None,
     decoder_start_token_id: int | None = None,
     near: bool = False,
     samples: int = 3,
@@ -263,7 +263,7 @@ def data_report(
 
 def _sources(
     mixture: Mixture,
-    parts: list[Part],
+    parts: list[StorePart],
     lengths: list[np.ndarray],
     stats: dict[str, Any],
     near: bool,

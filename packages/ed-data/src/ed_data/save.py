@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import fsspec
 import numpy as np
 
-from ed_data.batches.arrays import Batch
+from ed_data.batches.arrays import NumpyBatch
 from ed_data.config import Mixture, Saving
 from ed_data.errors import DataError
 from ed_data.rows.splits import default_cache_dir, file_cache, read_documents
@@ -33,7 +33,7 @@ _SUFFIX = {"parquet": ".parquet", "arrow": ".arrow", "json": ".jsonl", "jsonl": 
 _TEXT_SUFFIX = {"gzip": ".gz", "bz2": ".bz2", "xz": ".xz", None: ""}
 
 
-class Packed(Protocol):
+class SavableLoader(Protocol):
     """A loader whose first epoch can be saved."""
 
     batch_size: int
@@ -42,14 +42,14 @@ class Packed(Protocol):
     @property
     def stats(self) -> dict[str, Any]: ...
 
-    def batch_at(self, step: int) -> Batch: ...
+    def batch_at(self, step: int) -> NumpyBatch: ...
 
 
 def save_mixture(
     mixture: Mixture,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    loader: Packed | None = None,
+    loader: SavableLoader | None = None,
     cache_dir: str | None = None,
     schema: Schema = TEXT,
 ) -> list[str]:
@@ -144,7 +144,7 @@ def _push(path: str, marker: Row, options: Saving) -> None:
         json.dump({**marker, "pushed": options.hub_repo_id}, stream)
 
 
-def _packed_rows(loader: Packed) -> Iterator[Row]:
+def _packed_rows(loader: SavableLoader) -> Iterator[Row]:
     left = loader.stats["rows"]
     step = 0
     while left > 0:

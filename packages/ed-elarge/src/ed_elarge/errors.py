@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ed_infra.errors import ConfigError
 
 #: Keys and list positions, from the top of a file inwards.
-KeyPath = tuple[Any, ...]
+ValuePath = tuple[Any, ...]
 
 
 class Span(NamedTuple):
@@ -35,10 +35,10 @@ class Document:
     name: str
     text: str = ""
     value: Any = None
-    keys: dict[KeyPath, Span] = field(default_factory=dict)
-    values: dict[KeyPath, Span] = field(default_factory=dict)
+    keys: dict[ValuePath, Span] = field(default_factory=dict)
+    values: dict[ValuePath, Span] = field(default_factory=dict)
 
-    def span(self, path: KeyPath, *, on_key: bool) -> Span | None:
+    def span(self, path: ValuePath, *, on_key: bool) -> Span | None:
         """Return the location of `path` or of its nearest ancestor; None without text."""
         while path and path not in self.values:
             path, on_key = path[:-1], True
@@ -84,7 +84,7 @@ class Problem(NamedTuple):
         on_key: Whether the location is the key instead of its value.
     """
 
-    path: KeyPath
+    path: ValuePath
     message: str
     on_key: bool = False
 

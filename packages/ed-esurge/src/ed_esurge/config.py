@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from ed_infra.options import Options
+from ed_infra.options import Options, Whole
 from pydantic import Field, model_validator
 
 # Tokens and pages are counted in 32 bits on the device.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 #: Policy of the HTTP server for unknown request fields.
 UnknownFields = Literal["ignore", "warn", "refuse"]
 
@@ -211,7 +210,7 @@ class EngineConfig(Options):
     linear layer except the head."""
 
     # Stop conditions of every request.
-    extra_eos_token_ids: tuple[TokenId, ...] = ()
+    extra_eos_token_ids: tuple[Whole, ...] = ()
     """Additional end-of-sequence token ids (ignored with `ignore_eos`)."""
     extra_stops: tuple[str, ...] = ()
     """Additional stop strings of every request."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from ed_infra.options import Options
+from ed_infra.options import Options, Whole
 from pydantic import Field, field_validator, model_validator
 
-# The device receives these numbers as 32-bit integers.
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-TokenId = Count
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 # Python code iterates over the lists of a request, so each list has a maximum length.
@@ -70,26 +67,26 @@ class SamplingParams(Options):
     options produce the same tokens in every batch. None: derived from the engine's seed and the
     arrival number of the request."""
 
-    max_tokens: Count | None = 16
+    max_tokens: Whole | None = 16
     """Maximum number of generated tokens. None: the free part of the context. 0, with
     `prompt_logprobs`: only score the prompt."""
-    min_tokens: Count = 0
+    min_tokens: Whole = 0
     """Minimum number of generated tokens before an end-of-sequence token, stop token or stop string
     may end the completion."""
     stop: Annotated[tuple[Word, ...], Field(max_length=MAX_STOPS)] = ()
     """Stop strings: one string or a list of strings."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED)] = ()
+    stop_token_ids: Annotated[tuple[Whole, ...], Field(max_length=MAX_LISTED)] = ()
     ignore_eos: bool = False
     """Continue after end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
 
-    logprobs: Count | None = None
+    logprobs: Whole | None = None
     """Number of alternative tokens with log-probabilities per generated position. 0: only the
     sampled token. None: no log-probabilities."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     """Distribution of `logprobs`: that of the model (raw), or that of the sampler (processed). The
     names are those of vLLM's engine option. `prompt_logprobs` are raw in both modes."""
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: Whole | None = None
     """Number of alternative tokens with log-probabilities per prompt position. Such a request does
     not use the prefix cache."""
 
@@ -97,10 +94,10 @@ class SamplingParams(Options):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Penalty for tokens of prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_LISTED)] = Field(
+    logit_bias: Annotated[dict[Whole, Bias], Field(max_length=MAX_LISTED)] = Field(
         default_factory=dict
     )
-    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED)] | None = None
+    allowed_token_ids: Annotated[tuple[Whole, ...], Field(max_length=MAX_LISTED)] | None = None
     """Token ids that may be sampled. None: all tokens."""
     bad_words: Annotated[tuple[Word, ...], Field(max_length=MAX_BAD_WORDS)] = ()
     """Strings that may not be generated, matched as tokens with and without a leading space."""

@@ -108,7 +108,7 @@ class Detokenizer:
         self._done = len(self._ids)
 
 
-class StopStrings:
+class StopStringSearch:
     """Searches a stream of text for stop strings, and withholds text that may begin one.
 
     Args:

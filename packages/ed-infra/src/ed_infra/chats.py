@@ -55,12 +55,12 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if chat or isinstance(value, str) else value
 
 
-Message = Annotated[dict[str, Any], AfterValidator(_message)]
-Chat = Annotated[tuple[Message, ...], Field(min_length=1)]
+CheckedMessage = Annotated[dict[str, Any], AfterValidator(_message)]
+Chat = Annotated[tuple[CheckedMessage, ...], Field(min_length=1)]
 #: A text that the model continues, or a conversation that the model answers.
 Prompt = Annotated[
     Annotated[str, Tag("text")] | Annotated[Chat, Tag("chat")],
     Discriminator(_kind),
 ]
 #: Prompts, or one prompt alone.
-Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_one_or_more)]
+CheckedPrompts = Annotated[tuple[Prompt, ...], BeforeValidator(_one_or_more)]

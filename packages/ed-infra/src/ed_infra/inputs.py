@@ -22,14 +22,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_infra.errors import ConfigError
+from ed_infra.sharding.axes import LogicalAxes
 
-Axes = tuple[str | None, ...]
-
-_TOKENS: Axes = ("batch", "sequence")
+_TOKENS: LogicalAxes = ("batch", "sequence")
 
 #: Logical axes of the arrays that models read, by name. An array with another name has the axes
 #: that `Inputs` receives for it, or `batch` followed by unsharded axes.
-AXES: Mapping[str, Axes] = {
+AXES: Mapping[str, LogicalAxes] = {
     "input_ids": _TOKENS,
     "attention_mask": _TOKENS,
     "segment_ids": _TOKENS,
@@ -73,7 +72,7 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
     __slots__ = ("_arrays", "_axes")
 
     def __init__(
-        self, arrays: Mapping[str, ArrayT], axes: Mapping[str, Axes] | None = None
+        self, arrays: Mapping[str, ArrayT], axes: Mapping[str, LogicalAxes] | None = None
     ) -> None:
         known = dict(arrays.items())
         given = {**(arrays.declared if isinstance(arrays, Inputs) else {}), **(axes or {})}
@@ -101,11 +100,11 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
         return f"Inputs({shapes})"
 
     @property
-    def declared(self) -> Mapping[str, Axes]:
+    def declared(self) -> Mapping[str, LogicalAxes]:
         """The axes that were passed to the constructor, by name."""
         return self._axes
 
-    def axes_of(self, name: str) -> Axes:
+    def axes_of(self, name: str) -> LogicalAxes:
         """Return the logical axes of an array."""
         rank = len(self._arrays[name].shape)
         return self._axes.get(name) or AXES.get(name) or ("batch", *[None] * (rank - 1))

@@ -59,7 +59,7 @@ def add_metrics(left: dict[str, Metric], right: dict[str, Metric]) -> dict[str, 
 
 
 @_pytree
-class Report:
+class LayerReport:
     """Losses, statistics and updates of a layer. Scanned layers have reports of equal structure.
 
     Attributes:
@@ -74,23 +74,23 @@ class Report:
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
-    def __add__(self, other: Report) -> Report:
-        return Report(
+    def __add__(self, other: LayerReport) -> LayerReport:
+        return LayerReport(
             add_metrics(self.losses, other.losses),
             add_metrics(self.metrics, other.metrics),
             {**self.updates, **other.updates},
         )
 
-    def under(self, *parts: object) -> Report:
+    def under(self, *parts: object) -> LayerReport:
         """Return the report with a prefix of names in the paths of its updates."""
         lead = "/".join(map(str, parts))
         updates = {f"{lead}/{path}": value for path, value in self.updates.items()}
         return dataclasses.replace(self, updates=updates)
 
-    def over_layers(self) -> Report:
+    def over_layers(self) -> LayerReport:
         """Return the report of stacked layers: losses and metrics summed over the leading axis."""
         losses, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), (self.losses, self.metrics))
-        return Report(losses, metrics, self.updates)
+        return LayerReport(losses, metrics, self.updates)
 
 
 class _Replaceable:

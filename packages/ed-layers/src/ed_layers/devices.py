@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
 
 #: One mesh axis, or several axes that split a dimension together.
-Axes = str | tuple[str, ...]
+AxisNames = str | tuple[str, ...]
 
 
 def mesh_of(config: EasyDeLBaseConfig | None) -> Mesh | None:
@@ -48,19 +48,19 @@ def axes_of(
     names: tuple[str | None, ...],
     shape: tuple[int, ...] | None = None,
     mode: str = "train",
-) -> tuple[Axes | None, ...]:
+) -> tuple[AxisNames | None, ...]:
     """Return the mesh axes that split each dimension, by the partition rules of a model."""
     spec = config.partition_manager.resolve(names, mode, shape, config.mesh)
     return (*spec, *(None,) * len(names))[: len(names)]
 
 
-def sequence_axes(config: EasyDeLBaseConfig | None) -> Axes | None:
+def sequence_axes(config: EasyDeLBaseConfig | None) -> AxisNames | None:
     """Return the mesh axes that split the sequence of a model's activations; None if it is not
     split."""
     return None if config is None else axes_of(config, ("batch", "sequence"))[1]
 
 
-def ways(mesh: Mesh | AbstractMesh, axes: Axes | None) -> int:
+def ways(mesh: Mesh | AbstractMesh, axes: AxisNames | None) -> int:
     """Return the number of parts into which the axes split a dimension."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[name] for name in names)

@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ed_infra.sharding.axes import LogicalAxes
 from flax import nnx
 
 from ed_layers.depth.remat import Remat
 from ed_layers.depth.stack import Stack
 from ed_layers.norms import LayerNorm, RMSNorm
 from ed_layers.projections.embed import Embed
-from ed_layers.projections.linear import Axes, ExpertLinear, Initializer, Linear
+from ed_layers.projections.linear import ExpertLinear, Initializer, Linear
 
 #: Creates a layer: `(parts, index of the layer) -> layer`.
 MakePart = Callable[["Parts", int], nnx.Module]
@@ -50,7 +51,7 @@ class Parts:
         """Initializer of matrices: normal with `initializer_range` (0.02 if the field is unset)."""
         return jax.nn.initializers.normal(getattr(self.config, "initializer_range", 0.02))
 
-    def linear(self, inputs: int, outputs: int, *, axes: Axes, bias: bool = False) -> Linear:
+    def linear(self, inputs: int, outputs: int, *, axes: LogicalAxes, bias: bool = False) -> Linear:
         """Create `y = x @ kernel [+ bias]`; `axes`: the logical axes of the kernel, (in, out)."""
         return Linear(
             inputs,
@@ -65,7 +66,7 @@ class Parts:
         )
 
     def expert_linear(
-        self, experts: int, inputs: int, outputs: int, *, axes: Axes, bias: bool = False
+        self, experts: int, inputs: int, outputs: int, *, axes: LogicalAxes, bias: bool = False
     ) -> ExpertLinear:
         """Create the linear layers of all experts; `axes`: the logical axes of one kernel."""
         return ExpertLinear(

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nnx.Module)
 Replace = Callable[[nnx.Module, jax.Array], nnx.Module]
 #: A class of modules, or several.
 Kinds = type | tuple[type, ...]
-Path = tuple[str | int, ...]
+ModulePath = tuple[str | int, ...]
 
 
 def transform(
@@ -68,9 +68,9 @@ def transform(
     return model
 
 
-def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[Path, nnx.Module]]:
+def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[ModulePath, nnx.Module]]:
     """Return modules of a class with their storage paths; modules inside a match are omitted."""
-    matched: list[Path] = []
+    matched: list[ModulePath] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         path = parameter_names.normalize(path)
         inside = any(path[: len(outer)] == outer for outer in matched)
@@ -80,13 +80,13 @@ def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[Path, nnx.Module]]:
             yield path, node
 
 
-def _stacks(model: nnx.Module) -> Iterator[tuple[Path, Stack]]:
+def _stacks(model: nnx.Module) -> Iterator[tuple[ModulePath, Stack]]:
     for path, node in nnx.iter_modules(model):
         if isinstance(node, Stack):
             yield parameter_names.normalize(path), node
 
 
-def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> bool:
+def _tells_layers_apart(stack: Stack, path: ModulePath, rules: Rules[Replace], of: Kinds) -> bool:
     """Return whether the layers of any run of a stack would get different replacements."""
     for inner, _ in _modules(stack, of):
         names = parameter_names.canonical((*path, *inner))
@@ -95,7 +95,7 @@ def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: Kin
     return False
 
 
-def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> None:
+def _cut(stack: Stack, path: ModulePath, rules: Rules[Replace], of: Kinds) -> None:
     """Split the runs of a stack, so that all layers of a run get the same replacements."""
     kinds: list[object] = []
     for layer in range(stack.num_layers):
@@ -161,7 +161,7 @@ def _key_of(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def _put(model: nnx.Module, path: Path, module: nnx.Module) -> None:
+def _put(model: nnx.Module, path: ModulePath, module: nnx.Module) -> None:
     parent: Any = model
     for part in path[:-1]:
         parent = parent[part] if isinstance(part, int) else getattr(parent, part)

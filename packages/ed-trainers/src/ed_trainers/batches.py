@@ -19,7 +19,7 @@ HostBatch = Mapping[str, np.ndarray]
 
 
 @runtime_checkable
-class Loader(Protocol):
+class BatchLoader(Protocol):
     """Batches by step; optionally with `steps_per_epoch` and `fingerprint`."""
 
     def batch_at(self, step: int) -> HostBatch:
@@ -40,7 +40,7 @@ class Resumable(Protocol):
         ...
 
 
-Dataset = Loader | Iterable[HostBatch]
+Dataset = BatchLoader | Iterable[HostBatch]
 
 
 @runtime_checkable
@@ -105,7 +105,7 @@ class Feed:
         #: Figures of the newest batch, for the log.
         self.figures: Mapping[str, float] = {}
         self._iterator: Iterator[HostBatch] | None = None
-        if not isinstance(dataset, Loader | Iterable):
+        if not isinstance(dataset, BatchLoader | Iterable):
             raise ConfigError(
                 f"train_dataset {type(dataset).__name__} has no batches: pass a loader with "
                 "batch_at(step), or an iterable with state_dict() and load_state_dict(state)"
@@ -127,7 +127,7 @@ class Feed:
         Raises:
             ConfigError: an iterator has no batch.
         """
-        if isinstance(self._read, Loader):
+        if isinstance(self._read, BatchLoader):
             return self._read.batch_at(step)
         if self._iterator is None:
             self._iterator = iter(self._read)
@@ -150,7 +150,7 @@ class Feed:
         Raises:
             CheckpointError: the dataset is an iterator without `load_state_dict`.
         """
-        if isinstance(self._read, Loader):
+        if isinstance(self._read, BatchLoader):
             return
         if not isinstance(self._read, Resumable):
             raise CheckpointError(
@@ -176,7 +176,7 @@ def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | Non
     Raises:
         ConfigError: the dataset yields no batches, or is a loader without a length.
     """
-    if isinstance(dataset, Loader):
+    if isinstance(dataset, BatchLoader):
         count = getattr(dataset, "steps_per_epoch", None)
         if count is None:
             raise ConfigError(

@@ -190,9 +190,9 @@ def _of_orbax(path: Path) -> tuple[list[str], Read]:
 
 
 def _of_easylm(path: Path) -> tuple[list[str], Read]:
-    from ed_trainers.easylm import Stream
+    from ed_trainers.easylm import StreamFile
 
-    stream = Stream(path)
+    stream = StreamFile(path)
     return list(stream), stream.read
 
 

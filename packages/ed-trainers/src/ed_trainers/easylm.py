@@ -55,7 +55,7 @@ class Record(NamedTuple):
     dtype: np.dtype
 
 
-class Stream(Mapping[str, Record]):
+class StreamFile(Mapping[str, Record]):
     """The arrays of a stream by name, `transformer/h/0/attention/wq/kernel`; read one at a time.
 
     Args:
@@ -218,7 +218,7 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
     target = Path(target)
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty: name a new directory")
-    stream, settings = Stream(source), _config(hub.resolve(str(config)))
+    stream, settings = StreamFile(source), _config(hub.resolve(str(config)))
     lead = next((lead for lead in _LEADS if any(name.startswith(lead) for name in stream)), "")
     here = {name.removeprefix(lead): name for name in stream if name.startswith(lead)}
     tensors = layout(settings)

@@ -12,15 +12,16 @@ import numpy as np
 import optax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Axes, Inputs
+from ed_infra.inputs import Inputs
 from ed_infra.parameter_names import normalize
+from ed_infra.sharding.axes import LogicalAxes
 from ed_infra.sharding.placement import local_rows, make_global
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 #: Logical axes of an array with one value for each token of a row.
-TOKENS: Axes = ("batch", "sequence")
+TOKENS: LogicalAxes = ("batch", "sequence")
 
 
 def replicated(sharding: Sharding) -> Sharding:
@@ -90,7 +91,7 @@ def pad_rows(batch: Inputs[np.ndarray], rows: int) -> Inputs[np.ndarray]:
 
 
 def with_arrays(
-    batch: Inputs[np.ndarray], axes: Axes = TOKENS, **arrays: np.ndarray
+    batch: Inputs[np.ndarray], axes: LogicalAxes = TOKENS, **arrays: np.ndarray
 ) -> Inputs[np.ndarray]:
     """Return a batch with further arrays, or replaced ones, of the same logical axes."""
     return Inputs({**batch, **arrays}, {**batch.declared, **dict.fromkeys(arrays, axes)})
@@ -109,10 +110,10 @@ class Placement:
         self.config = config
         self._mesh = config.mesh
         self._manager = config.partition_manager
-        self._known: dict[tuple[tuple[int, ...], Axes], NamedSharding] = {}
+        self._known: dict[tuple[tuple[int, ...], LogicalAxes], NamedSharding] = {}
 
     def sharding(
-        self, shape: tuple[int, ...], axes: Axes = TOKENS, *, stacked: bool = False
+        self, shape: tuple[int, ...], axes: LogicalAxes = TOKENS, *, stacked: bool = False
     ) -> NamedSharding:
         """Return the sharding of an array.
 

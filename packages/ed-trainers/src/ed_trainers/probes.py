@@ -52,7 +52,7 @@ class Benchmark(Protocol):
         ...
 
 
-class Tokenizer(Protocol):
+class PreviewTokenizer(Protocol):
     """The interface of a tokenizer for previews."""
 
     def encode(self, text: str) -> list[int]:
@@ -90,7 +90,7 @@ class Previews:
                 "eval_dataset, whose documents then are begun"
             )
         self._arguments, self._held_out = arguments, held_out
-        self._tokenizer = cast(Tokenizer, tokenizer)
+        self._tokenizer = cast(PreviewTokenizer, tokenizer)
         self._prompts: list[list[int]] = []
 
     @property

@@ -26,7 +26,7 @@ from ed_trainers.state import EasyDeLState
 
 T = TypeVar("T")
 Leaves = tuple[jax.Array, ...]
-Report = dict[str, jax.Array]
+StepReport = dict[str, jax.Array]
 Totals = dict[str, dict[str, jax.Array]]
 
 # Lower bound of a weight: a batch without a counted token divides by it.
@@ -76,7 +76,7 @@ class Step(Generic[T]):
 
 
 Metrics = dict[str, Metric]
-TrainStep = Step[tuple[Leaves, Report]]
+TrainStep = Step[tuple[Leaves, StepReport]]
 EvalStep = Step[tuple[Metrics, Metrics]]
 
 
@@ -143,7 +143,9 @@ def build_train_step(
             totals["statistics"] = {name: metric.value for name, metric in sums.items()}
         return totals
 
-    def step(leaves: Leaves, frozen: Leaves, batch: Batch, totals: Totals) -> tuple[Leaves, Report]:
+    def step(
+        leaves: Leaves, frozen: Leaves, batch: Batch, totals: Totals
+    ) -> tuple[Leaves, StepReport]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         frozen = method.frozen.joined(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)

@@ -14,7 +14,7 @@ from ed_data.schema import NO_VALUE, Task, Value
 from ed_data.storage.store import IntArray
 from ed_data.tokens.images import ImageEncoder
 
-Batch = dict[str, NDArray[Any]]
+NumpyBatch = dict[str, NDArray[Any]]
 IGNORED = -100
 
 
@@ -48,7 +48,9 @@ class BatchLayout:
     images: ImageEncoder | None = None
 
 
-def make_batch(rows: PlannedRows, layout: BatchLayout, only: Sequence[int] | None = None) -> Batch:
+def make_batch(
+    rows: PlannedRows, layout: BatchLayout, only: Sequence[int] | None = None
+) -> NumpyBatch:
     """Return the arrays of a batch, without a Python loop over tokens or pieces.
 
     If there are fewer rows than `batch_size`, the remaining rows are empty.
@@ -85,7 +87,7 @@ def make_batch(rows: PlannedRows, layout: BatchLayout, only: Sequence[int] | Non
         rows, layout, chosen = _chosen(rows, layout, only)
         counts = [count[chosen] for count in counts]
         images = None if images is None else images[chosen]
-    batch: Batch = {}
+    batch: NumpyBatch = {}
     for column, (name, count) in enumerate(zip(layout.columns, counts, strict=True)):
         arrays = _column(rows, layout, column, count, widths[column])
         for value in layout.values:
@@ -139,7 +141,7 @@ def _per_row(rows: PlannedRows, count: IntArray) -> IntArray:
 
 def _column(
     rows: PlannedRows, layout: BatchLayout, column: int, count: IntArray, width: int
-) -> Batch:
+) -> NumpyBatch:
     ends = np.cumsum(count)
     used = _per_row(rows, count)
     before = np.cumsum(used) - used  # tokens in the rows before each row
@@ -147,7 +149,7 @@ def _column(
     place = np.repeat(rows.row, count) * width
     place += np.repeat(ends - count - before[rows.row], count) + within
     shape = (layout.batch_size, width)
-    batch: Batch = {
+    batch: NumpyBatch = {
         "input_ids": np.full(shape, layout.pad_id, np.int32),
         "labels": np.full(shape, IGNORED, np.int32),
         "segment_ids": np.zeros(shape, np.int32),
@@ -173,7 +175,7 @@ def _column(
     return batch
 
 
-def _shift_decoder(batch: Batch, layout: BatchLayout) -> None:
+def _shift_decoder(batch: NumpyBatch, layout: BatchLayout) -> None:
     """Replace the decoder tokens by the labels shifted right within each segment."""
     batch["labels"] = batch.pop("decoder_labels")
     ids, segments = batch["decoder_input_ids"], batch["decoder_segment_ids"]

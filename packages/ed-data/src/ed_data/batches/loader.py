@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from ed_data.batches.arrays import Batch, BatchLayout, make_batch
+from ed_data.batches.arrays import BatchLayout, NumpyBatch, make_batch
 from ed_data.errors import DataError, listing
 from ed_data.order.windows import IndexedOrder, StreamedOrder
 
@@ -100,7 +100,7 @@ class Loader:
         loader._step = self._step
         return loader
 
-    def batch_at(self, step: int) -> Batch:
+    def batch_at(self, step: int) -> NumpyBatch:
         """Return the batch of a step; see `make_batch` for its arrays.
 
         Raises:
@@ -112,13 +112,13 @@ class Loader:
             raise IndexError(f"step {step} does not exist: the steps are 0 to {end}")
         return self._prefetch.get(int(step), last)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         """Continue training data at its position; restart evaluation data."""
         if not self._order.endless:
             self._step = 0
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> NumpyBatch:
         if not self._order.endless and self._step >= self.steps_per_epoch:
             raise StopIteration
         batch = self.batch_at(self._step)
@@ -178,7 +178,7 @@ class StreamLoader:
         """Statistics of the rows read so far, see `StreamPlan.stats`."""
         return self._order.stats
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         """Continue training data at its position; restart evaluation data."""
         if self._begin is not None:
             self._order.load_state_dict(self._begin)
@@ -193,7 +193,7 @@ class StreamLoader:
         chosen = checked_rows(rows, self.batch_size)
         return StreamLoader(self._order, self._layout, self._details, self.split, chosen)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> NumpyBatch:
         return make_batch(next(self._order), self._layout, self._rows)
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def _number(value: object) -> object:
     return value
 
 
-class Options(BaseModel):
+class DataOptions(BaseModel):
     """Immutable options; `ALIASES = {"other spelling": "canonical field"}` in a subclass.
 
     Numbers accept neither booleans nor infinity.

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ed_data.config.base import Options
+from ed_data.config.base import DataOptions
 from ed_data.config.source import Inform, path_text
 from ed_data.errors import KeyPath, did_you_mean
 
@@ -28,7 +28,7 @@ def _padding(value: object) -> object:
     return value
 
 
-class Tokenization(Options):
+class Tokenization(DataOptions):
     """How documents are tokenized.
 
     `max_length` truncates documents. Without `max_length`, packing splits a long document over
@@ -96,7 +96,7 @@ def _bytes(value: object) -> object:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-class Saving(Options):
+class Saving(DataOptions):
     """Location and format of saved data: documents, or packed rows with `pack_tokens`.
 
     `push_to_hub` uploads the folder to the dataset `hub_repo_id` of the Hugging Face hub, with the
@@ -146,7 +146,7 @@ class Saving(Options):
             yield ("compression",), message
 
 
-class MixturePoint(Options):
+class MixturePoint(DataOptions):
     """The weights of a mixture at a training step."""
 
     step: Annotated[int, Field(gt=0, le=2**40)]
@@ -155,7 +155,7 @@ class MixturePoint(Options):
     """Weight of each inform, by name; 0 excludes the inform."""
 
 
-class MixtureSchedule(Options):
+class MixtureSchedule(DataOptions):
     """How `mixture_weights` change over the training steps.
 
     `mixture_weights` are the weights at step 0. `step` keeps the weights of a point until the next
@@ -180,7 +180,7 @@ def _stop_strategy(value: object) -> object:
     return "all_exhausted" if value == "longest" else value
 
 
-class Mixture(Options):
+class Mixture(DataOptions):
     """Informs, and how they are mixed, split, tokenized and packed.
 
     Without `mixture_weights`, an epoch contains each document once. With `mixture_weights`,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ed_data.config.base import Options
+from ed_data.config.base import DataOptions
 from ed_data.errors import DataError, KeyPath, did_you_mean
 
 
@@ -91,7 +91,7 @@ DataFiles = Annotated[
 Function = Annotated[Callable[..., Any] | str | None, BeforeValidator(_function)]
 
 
-class Inform(Options):
+class Inform(DataOptions):
     """One source of data.
 
     `type` is a file format (`json`, `parquet`, `csv`, `tsv`, `txt`, `arrow`; default: the format of

@@ -7,7 +7,7 @@ from typing import Any
 
 from ed_data.config import Mixture
 from ed_data.order.mixing import DocumentOrder, Shares
-from ed_data.order.schedule import Schedule, ScheduledOrder, ScheduledShares
+from ed_data.order.schedule import ScheduledOrder, ScheduledShares, WeightSchedule
 
 #: Number of documents of a stream's block without block_mixture.
 _WHOLE = 2**16
@@ -69,13 +69,13 @@ def weights_of(mixture: Mixture, split: str) -> dict[str, float] | None:
     return mixture.mixture_weights if split == "train" else None
 
 
-def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> Schedule | None:
+def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> WeightSchedule | None:
     """Return the schedule of the weights; None if they are constant."""
     options, weights = mixture.mixture_schedule, weights_of(mixture, split)
     if options is None or weights is None:
         return None
     points = [weights, *(point.weights for point in options.points)]
-    return Schedule(
+    return WeightSchedule(
         options.type,
         (0, *(point.step for point in options.points)),
         tuple(tuple(point[label] for label in labels) for point in points),

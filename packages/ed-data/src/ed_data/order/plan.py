@@ -23,7 +23,7 @@ from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder
 from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
-from ed_data.storage.store import Part
+from ed_data.storage.store import StorePart
 
 log = logging.getLogger("ed_data")
 #: Documents that are packed together: enough for best-fit to fill rows almost completely, and few
@@ -47,7 +47,7 @@ class RowPlan:
     def __init__(
         self,
         order: DocumentOrder,
-        parts: Sequence[Part],
+        parts: Sequence[StorePart],
         options: RowOptions,
         index_folder: str | os.PathLike[str] | None,
     ) -> None:
@@ -205,6 +205,6 @@ class RowPlan:
             log.warning("the plan of the rows is not cached: %s", error)
 
 
-def _dropped(part: Part) -> dict[str, Any]:
+def _dropped(part: StorePart) -> dict[str, Any]:
     dropped = part.tokens.tally.dropped
     return {"dropped": dict(dropped)} if dropped else {}

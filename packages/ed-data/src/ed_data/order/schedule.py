@@ -24,7 +24,7 @@ _BLOCKS = 9  # identifies a use of the seed, as in mixing
 
 
 @dataclass(frozen=True)
-class Schedule:
+class WeightSchedule:
     """Weights by step.
 
     Attributes:
@@ -98,7 +98,7 @@ class ScheduledOrder(DocumentOrder):
     def __init__(
         self,
         sizes: Sequence[int],
-        schedule: Schedule,
+        schedule: WeightSchedule,
         *,
         block_size: int | None,
         seed: int,
@@ -180,7 +180,7 @@ class ScheduledShares:
         step: training step at the beginning of the next block.
     """
 
-    def __init__(self, schedule: Schedule, block: int) -> None:
+    def __init__(self, schedule: WeightSchedule, block: int) -> None:
         self._schedule, self.block, self.step = schedule, block, 0
         none = [0] * len(schedule.weights[0])
         self._number, self._counts, self._owed = -1, none, none

@@ -22,8 +22,8 @@ from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
 from ed_data.rows.documents import Tally
 from ed_data.schema import RowImage
 from ed_data.storage.store import TokenArrays
-from ed_data.tokens.encoder import Encoded, SequenceArrays
-from ed_data.tokens.parallel import Encoding, Job
+from ed_data.tokens.encoder import EncodedDocuments, SequenceArrays
+from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Minimum number of documents of a window: enough for best-fit to fill rows to 99 %.
 WINDOW = 4096
@@ -74,7 +74,7 @@ class _Batch:
     places: list[list[int]] = field(default_factory=list)
     skipped: dict[int, Tally] = field(default_factory=dict)
 
-    def fill(self, places: list[int], encoded: Encoded, width: int) -> None:
+    def fill(self, places: list[int], encoded: EncodedDocuments, width: int) -> None:
         """Store the sequences of the documents with these numbers."""
         sequences = encoded.sequences()
         for number, place in enumerate(places):
@@ -269,7 +269,7 @@ class StreamPlan:
         """Yield encoded documents from the current position, until a window is complete."""
         reading = deque[_Batch]()
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator[EncodingJob]:
             for batch in self._read():
                 reading.append(batch)
                 for number, each in enumerate(self._documents.passes):
@@ -279,7 +279,9 @@ class StreamPlan:
                         tally = None
                         if each.documents.inform.on_error == "skip":
                             tally = batch.skipped.setdefault(number, Tally())
-                        yield Job([batch.documents[i].example for i in at], each.label, tally)
+                        yield EncodingJob(
+                            [batch.documents[i].example for i in at], each.label, tally
+                        )
 
         width = len(self._encoder.schema.columns)
         for encoded in self._encoding.map(jobs()):

@@ -16,7 +16,7 @@ import numpy as np
 from ed_data.errors import DataError
 from ed_data.order.mixing import IntArray, permutation
 from ed_data.order.packing import Packing, pack, split_pieces
-from ed_data.storage.store import Tokens
+from ed_data.storage.store import StoredTokens
 
 _CHECKED = 64  # pieces that are searched for a label at a time
 
@@ -35,7 +35,7 @@ class PlannedRows:
         segment: [pieces] number within the row, from 1.
     """
 
-    tokens: Sequence[Tokens]
+    tokens: Sequence[StoredTokens]
     source: IntArray
     document: IntArray
     start: IntArray
@@ -129,7 +129,7 @@ class Window:
         truncated: number of tokens that `max_length` removed.
     """
 
-    tokens: Sequence[Tokens]
+    tokens: Sequence[StoredTokens]
     source: IntArray
     document: IntArray
     packing: Packing
@@ -138,7 +138,7 @@ class Window:
     @classmethod
     def packed(
         cls,
-        tokens: Sequence[Tokens],
+        tokens: Sequence[StoredTokens],
         source: IntArray,
         document: IntArray,
         options: RowOptions,
@@ -219,7 +219,7 @@ def rows_of(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
     Args:
         parts: windows, and the first row and the number of rows to select from each.
     """
-    tokens: list[Tokens] = []
+    tokens: list[StoredTokens] = []
     pieces, number = [np.empty((6, 0), np.int64)], 0
     for window, first, count in parts:
         packing = window.packing

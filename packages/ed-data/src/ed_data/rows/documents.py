@@ -17,7 +17,7 @@ from ed_data.rows.template import template_arguments
 from ed_data.schema import OPTIONAL_FIELDS, TEXT, Content, Example, Row, RowImage, Schema
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
 from ed_data.sources.files import FileSource
-from ed_data.sources.lines import START, Record, Spot
+from ed_data.sources.lines import START, LineRecord, Spot
 from ed_data.sources.python import resolve
 
 
@@ -224,7 +224,7 @@ class Documents:
         files = self.source.files if isinstance(self.source, FileSource) else ()
         return os.path.dirname(files[shard].address) if files else ""
 
-    def _document(self, record: Record, folder: str) -> Example | None:
+    def _document(self, record: LineRecord, folder: str) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
         where = f"{self._name}, {record.place}"

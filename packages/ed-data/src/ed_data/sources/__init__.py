@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ed_data.config.source import KINDS, Inform
 from ed_data.schema import Row
 from ed_data.sources.files import FileCache
-from ed_data.sources.lines import START, Record, Spot
+from ed_data.sources.lines import START, LineRecord, Spot
 
 
 class Source(Protocol):
@@ -43,7 +43,7 @@ class ShardedSource(Source, Protocol):
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
-    ) -> Iterator[Record]:
+    ) -> Iterator[LineRecord]:
         """Yield the records of one shard, starting at `start`."""
         ...
 
@@ -81,11 +81,11 @@ def shard_sizes(source: Source) -> list[int]:
 
 def records(
     source: Source, shard: int, columns: Sequence[str] | None = None, start: Spot = START
-) -> Iterator[Record]:
+) -> Iterator[LineRecord]:
     """Yield the records of one shard of any source, starting at `start`."""
     if isinstance(source, ShardedSource):
         yield from source.records(shard, columns, start)
         return
     for number, (place, row) in enumerate(source.rows(columns)):
         if number >= start.row:
-            yield Record(place, row, Spot(number), Spot(number + 1))
+            yield LineRecord(place, row, Spot(number), Spot(number + 1))

@@ -17,7 +17,7 @@ from ed_data.config.source import COMPRESSIONS, FILE_TYPES, Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.schema import Row
 from ed_data.sources.formats import SourceFile, read_file
-from ed_data.sources.lines import START, Record, Spot
+from ed_data.sources.lines import START, LineRecord, Spot
 
 log = logging.getLogger("ed_data")
 _GLOB = "*?["
@@ -78,7 +78,7 @@ class FileSource:
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
-    ) -> Iterator[Record]:
+    ) -> Iterator[LineRecord]:
         """Yield the records of one file; after a connection error, resume at the same position."""
         file = local_copy(self.files[shard], self._cache)
         failures = 0

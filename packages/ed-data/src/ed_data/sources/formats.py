@@ -20,12 +20,12 @@ from fsspec.utils import infer_compression
 from ed_data.config.source import COMPRESSIONS, Inform
 from ed_data.errors import DataError
 from ed_data.schema import OPTIONAL_FIELDS, Row
-from ed_data.sources.lines import START, Lines, Record, Spot, decoded
+from ed_data.sources.lines import START, LineRecord, Lines, Spot, decoded
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Records = Iterator[Record]
+Records = Iterator[LineRecord]
 _ARROW_ROWS = 1024  # rows converted to Python at a time
 
 
@@ -105,7 +105,7 @@ def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start
             except DataError as error:
                 row = error
             begins = False
-            yield Record(place, row, at, lines.spot)
+            yield LineRecord(place, row, at, lines.spot)
 
 
 def _json_list(file: SourceFile, text: str, first: int) -> Records:
@@ -119,7 +119,7 @@ def _json_list(file: SourceFile, text: str, first: int) -> Records:
         place, item = f"{file.address}, item {index}", items[index]
         if not isinstance(item, dict):
             item = DataError(f"{place} is a {type(item).__name__}; a row must be an object {{…}}")
-        yield Record(place, item, Spot(index), Spot(index + 1))
+        yield LineRecord(place, item, Spot(index), Spot(index + 1))
 
 
 def _json_row(place: str, line: str) -> Row:
@@ -192,7 +192,7 @@ def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
                 )
             except DataError as error:
                 row = error
-            yield Record(place, row, at, lines.spot)
+            yield LineRecord(place, row, at, lines.spot)
 
 
 def _header(reader: Iterator[list[str]], file: SourceFile) -> list[str] | None:
@@ -248,7 +248,7 @@ def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
             if start == START:
                 text = decoded(lines.rest(), file.address).removeprefix("\ufeff")
                 text = text.replace("\r\n", "\n").replace("\r", "\n")
-                yield Record(file.address, {field: text}, START, Spot(1, 1))
+                yield LineRecord(file.address, {field: text}, START, Spot(1, 1))
             return
         alone = inform.sample_by == "line"
         at, kept, wrong = lines.spot, list[str](), None
@@ -264,7 +264,7 @@ def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
                 kept.append(line)
             if kept and ends:
                 row = wrong or {field: "".join(kept).rstrip("\r\n")}
-                yield Record(f"{file.address}:{at.row + 1}", row, at, lines.spot)
+                yield LineRecord(f"{file.address}:{at.row + 1}", row, at, lines.spot)
                 kept, wrong = [], None
             if line is None:
                 return
@@ -335,7 +335,7 @@ def _numbered(
             continue
         for row in batch.slice(max(start - number, 0)).to_pylist():
             at = max(start, number)
-            yield Record(f"{file.address}, row {at}", row, Spot(at), Spot(at + 1))
+            yield LineRecord(f"{file.address}, row {at}", row, Spot(at), Spot(at + 1))
             number = at + 1
 
 
@@ -354,8 +354,8 @@ def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | 
     return [name for name in columns if name in names]
 
 
-Reader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], Records]
-READERS: dict[str, Reader] = {
+FormatReader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], Records]
+READERS: dict[str, FormatReader] = {
     "json": _json,
     "csv": _csv,
     "tsv": _csv,

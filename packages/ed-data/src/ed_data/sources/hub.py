@@ -17,7 +17,7 @@ from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.schema import Row
 from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.formats import present
-from ed_data.sources.lines import START, Record, Spot
+from ed_data.sources.lines import START, LineRecord, Spot
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,7 +63,7 @@ class HubSource:
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
-    ) -> Iterator[Record]:
+    ) -> Iterator[LineRecord]:
         """Yield the records starting at `start`; the source is one shard."""
         data = self._data.with_format(None)
         names = present(columns, data.column_names)
@@ -72,7 +72,7 @@ class HubSource:
         if start.row:
             data = data.select(range(min(start.row, len(data)), len(data)))
         for index, row in enumerate(data, start.row):
-            yield Record(f"{self._name}, row {index}", dict(row), Spot(index), Spot(index + 1))
+            yield LineRecord(f"{self._name}, row {index}", dict(row), Spot(index), Spot(index + 1))
 
 
 class HubStream:
@@ -100,7 +100,7 @@ class HubStream:
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
-    ) -> Iterator[Record]:
+    ) -> Iterator[LineRecord]:
         """Yield the records of one shard; tables before `start` are skipped without conversion."""
         data = self._data.shard(num_shards=len(self.shards), index=shard)
         before = 0
@@ -114,7 +114,7 @@ class HubStream:
                 rows = table.slice(first).to_pylist() if first < table.num_rows else []
                 for number, row in enumerate(rows, before + first):
                     place = f"{self._name}, shard {shard}, row {number}"
-                    yield Record(place, row, Spot(number), Spot(number + 1))
+                    yield LineRecord(place, row, Spot(number), Spot(number + 1))
                 before += table.num_rows
         except (OSError, ValueError) as error:
             raise DataError(

@@ -30,7 +30,7 @@ START = Spot()
 MAX_LINE, MAX_REST = 2**30, 2**33
 
 
-class Record(NamedTuple):
+class LineRecord(NamedTuple):
     """A row and its position.
 
     Attributes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Row
-from ed_data.sources.lines import START, Record, Spot
+from ed_data.sources.lines import START, LineRecord, Spot
 
 
 class PythonSource:
@@ -38,11 +38,11 @@ class PythonSource:
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
-    ) -> Iterator[Record]:
+    ) -> Iterator[LineRecord]:
         """Yield the records starting at `start`; the source is one shard."""
         for index in range(start.row, len(self._rows)):
             place = f"{self._address}, item {index}"
-            yield Record(place, self._rows[index], Spot(index), Spot(index + 1))
+            yield LineRecord(place, self._rows[index], Spot(index), Spot(index + 1))
 
 
 def resolve(address: str, label: str) -> object:

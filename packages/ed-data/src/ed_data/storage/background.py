@@ -20,10 +20,10 @@ from ed_data.rows.documents import Tally
 from ed_data.schema import RowImage
 from ed_data.storage.lazy import LazyTokens
 from ed_data.storage.store import IntArray, TokenStore
-from ed_data.tokens.encoder import Encoded
+from ed_data.tokens.encoder import EncodedDocuments
 
 #: Wraps the iteration over the tokens that are written to a store.
-Through = Callable[[Iterable[Encoded]], Iterable[Encoded]]
+Through = Callable[[Iterable[EncodedDocuments]], Iterable[EncodedDocuments]]
 #: Maximum number of documents that are encoded for batches. Further requests wait for the store,
 #: which encodes each document once.
 AHEAD = 2**16
@@ -110,7 +110,7 @@ class BackgroundTokens:
         except BaseException as error:  # the next read of tokens raises the error
             self._store.set_exception(error)
 
-    def _until_closed(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
+    def _until_closed(self, batches: Iterable[EncodedDocuments]) -> Iterator[EncodedDocuments]:
         for batch in batches:
             if self._closed:
                 raise DataError("the loader was closed while its cache was being written")

@@ -21,7 +21,7 @@ from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
 from ed_data.storage.store import IntArray, digest_of
 from ed_data.tokens.encoder import SequenceArrays
-from ed_data.tokens.parallel import Encoding, Job
+from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Number of tokens in memory, about 128 MiB.
 KEPT = 2**25
@@ -194,12 +194,12 @@ class LazyTokens:
                 self._keep(n, columns)
                 yield n, columns
 
-    def _job(self, batch: list[int]) -> Job:
+    def _job(self, batch: list[int]) -> EncodingJob:
         tally = None
         if self._skip:  # count each document once
             fresh = bool((self._lengths[batch, 0] < 0).all())
             tally = self.tally if fresh else Tally()
-        return Job([self._documents[n] for n in batch], self._label, tally)
+        return EncodingJob([self._documents[n] for n in batch], self._label, tally)
 
     def _keep(self, number: int, columns: list[SequenceArrays]) -> None:
         self._kept[number] = columns

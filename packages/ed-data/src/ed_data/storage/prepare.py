@@ -25,8 +25,8 @@ from ed_data.rows.splits import at_least_one, file_cache, named, no_documents, s
 from ed_data.sources import open_source
 from ed_data.storage.background import BackgroundTokens, Through
 from ed_data.storage.lazy import LazyTokens, ReadAgain
-from ed_data.storage.store import VERSION, Part, Tokens, TokenStore, write_store
-from ed_data.tokens.encoder import Encoded
+from ed_data.storage.store import VERSION, StoredTokens, StorePart, TokenStore, write_store
+from ed_data.tokens.encoder import EncodedDocuments
 from ed_data.tokens.parallel import Encoding
 
 log = logging.getLogger("ed_data")
@@ -38,7 +38,7 @@ _WRITING: WeakValueDictionary[Path, BackgroundTokens] = WeakValueDictionary()
 
 def prepare(
     mixture: Mixture, encoding: Encoding, split: str, cache_dir: str, *, wait: bool = True
-) -> list[Part]:
+) -> list[StorePart]:
     """Return the tokens of a split's documents, from the cache if they are stored there.
 
     Args:
@@ -53,18 +53,18 @@ def prepare(
         DataError: a source is missing or empty, or the split is.
     """
 
-    def tokens(key: str, number: int) -> tuple[Part, NDArray[np.uint64], NDArray[np.uint64]]:
+    def tokens(key: str, number: int) -> tuple[StorePart, NDArray[np.uint64], NDArray[np.uint64]]:
         inform = getattr(mixture, key)[number]
         with named(key, number):
             store = _tokens(inform, mixture, encoding, cache_dir, wait)
             report(inform.label, store.tally)
-        return Part(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
+        return StorePart(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
 
     members = split_members(mixture, split, tokens)
     return _distinct([replace(part, members=chosen) for part, _, chosen in members])
 
 
-def _distinct(parts: list[Part]) -> list[Part]:
+def _distinct(parts: list[StorePart]) -> list[StorePart]:
     """Number the parts whose informs have the same name, because statistics are keyed by name."""
     seen: Counter[str] = Counter()
     result = []
@@ -78,7 +78,7 @@ def _distinct(parts: list[Part]) -> list[Part]:
 
 def _tokens(
     inform: Inform, mixture: Mixture, encoding: Encoding, cache_dir: str, wait: bool
-) -> Tokens:
+) -> StoredTokens:
     encoder = encoding.encoder
     source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
@@ -149,7 +149,7 @@ def report(label: str, tally: Tally) -> None:
         log.log(level, "inform %s: dropped some of %d rows: %s", label, tally.rows, tally)
 
 
-def _with_progress(batches: Iterable[Encoded], label: str) -> Iterator[Encoded]:
+def _with_progress(batches: Iterable[EncodedDocuments], label: str) -> Iterator[EncodedDocuments]:
     """Show documents and tokens per second; tqdm is silent without a terminal."""
     tokens = 0
     with tqdm(desc=f"tokenize {label}", unit=" docs", disable=None) as bar:

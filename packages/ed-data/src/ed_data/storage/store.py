@@ -29,7 +29,7 @@ from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.rows.documents import Tally
 from ed_data.schema import RowImage
-from ed_data.tokens.encoder import Encoded
+from ed_data.tokens.encoder import EncodedDocuments
 
 #: Increased when the layout or the meaning of the files changes; older caches are then ignored.
 VERSION = 1
@@ -37,7 +37,7 @@ VERSION = 1
 IntArray = NDArray[np.int64]
 
 
-class Tokens(Protocol):
+class StoredTokens(Protocol):
     """The tokens of documents, by document number.
 
     Attributes:
@@ -87,7 +87,7 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class StorePart:
     """The documents of one inform that belong to a split.
 
     Attributes:
@@ -97,7 +97,7 @@ class Part:
     """
 
     label: str
-    tokens: Tokens
+    tokens: StoredTokens
     members: IntArray
 
 
@@ -131,11 +131,11 @@ class TokenArrays:
 
     @property
     def digest(self) -> str:
-        """Hash of the contents; see `Tokens.digest`."""
+        """Hash of the contents; see `StoredTokens.digest`."""
         return digest_of(self.hashes, "stream")
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
-        """See `Tokens.lengths`."""
+        """See `StoredTokens.lengths`."""
         if column is None and self.columns > 1:
             return np.max([self.lengths(documents, c) for c in range(self.columns)], axis=0)
         at = documents * self.columns + (column or 0)
@@ -144,7 +144,7 @@ class TokenArrays:
     def gather(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
-        """See `Tokens.gather`."""
+        """See `StoredTokens.gather`."""
         index = self._index(documents, starts, counts, column)
         tokens = self._tokens[index].astype(np.int32)
         return tokens, None if self._mask is None else self._mask[index].astype(bool)
@@ -152,15 +152,15 @@ class TokenArrays:
     def values(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> NDArray[np.float32]:
-        """See `Tokens.values`."""
+        """See `StoredTokens.values`."""
         return self._values[self._index(documents, starts, counts, column)]
 
     def image_counts(self, documents: IntArray) -> IntArray:
-        """See `Tokens.image_counts`."""
+        """See `StoredTokens.image_counts`."""
         return np.array([len(self.images(document)) for document in documents.tolist()], np.int64)
 
     def images(self, document: int) -> Sequence[RowImage]:
-        """See `Tokens.images`."""
+        """See `StoredTokens.images`."""
         return self._images[document] if self._images else ()
 
     def _index(
@@ -216,7 +216,7 @@ def joined(first: IntArray, counts: IntArray) -> IntArray:
 
 def write_store(
     folder: str | os.PathLike[str],
-    batches: Iterable[Encoded],
+    batches: Iterable[EncodedDocuments],
     *,
     vocab_size: int,
     encoder: str,
@@ -259,7 +259,7 @@ _NONE = np.empty(0, np.uint64)
 
 def _fill(
     folder: Path,
-    batches: Iterable[Encoded],
+    batches: Iterable[EncodedDocuments],
     vocab_size: int,
     encoder: str,
     about: dict[str, object],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: A half-open range of characters.
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 #: Renders messages as text, with the beginning of an answer where the flag is set.
 Render = Callable[[list[Message], bool], str]
 
@@ -54,7 +54,7 @@ def with_answers(
             "the tokenizer does not return character offsets, so the chat template must mark the "
             "answers with {% generation %} … {% endgeneration %}"
         ) from error
-    places: list[Span] = encoded["offset_mapping"]  # type: ignore[assignment]
+    places: list[TokenSpan] = encoded["offset_mapping"]  # type: ignore[assignment]
     mask = [
         int(any(start < stop and begin < stop and start < end for begin, end in spans))
         for start, stop in places
@@ -76,7 +76,7 @@ class _Turns:
         ends = sorted(map(re.escape, end_tokens), key=len, reverse=True)
         self._units = re.compile("|".join([*ends, "."]), re.DOTALL)
 
-    def answers(self, chat: list[Message]) -> list[Span]:
+    def answers(self, chat: list[Message]) -> list[TokenSpan]:
         """Return the characters of each message of the assistant.
 
         Raises:
@@ -88,7 +88,7 @@ class _Turns:
             if message["role"] == "assistant"
         ]
 
-    def _answer(self, chat: list[Message], i: int) -> Span:
+    def _answer(self, chat: list[Message], i: int) -> TokenSpan:
         begin = 0
         if i:
             asking = self._render(chat[:i], True)

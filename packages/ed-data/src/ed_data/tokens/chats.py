@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ed_data.errors import DataError
 from ed_data.schema import KWARGS, TOOLS, Message
 from ed_data.tokens.answers import with_answers
-from ed_data.tokens.items import Item, TokenSequence, with_blame
+from ed_data.tokens.items import DocumentField, TokenSequence, with_blame
 from ed_data.tokens.tokenizers import chat_template, end_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ChatEncoder:
     def _end_tokens(self) -> dict[int, str]:
         return end_tokens(self._tokenizer, self._eos)
 
-    def prompts(self, items: list[Item]) -> list[TokenSequence]:
+    def prompts(self, items: list[DocumentField]) -> list[TokenSequence]:
         """Encode chats that end with the start of an answer.
 
         Raises:
@@ -58,7 +58,7 @@ class ChatEncoder:
         """
         return self._encode(items, begins_answer=True)
 
-    def whole(self, items: list[Item]) -> list[TokenSequence]:
+    def whole(self, items: list[DocumentField]) -> list[TokenSequence]:
         """Encode complete chats; an answer at the end of a chat has an end token.
 
         Raises:
@@ -67,12 +67,12 @@ class ChatEncoder:
         encoded = self._encode(items, begins_answer=False)
         return [self._ended(t, item) for t, item in zip(encoded, items, strict=True)]
 
-    def _encode(self, items: list[Item], begins_answer: bool) -> list[TokenSequence]:
+    def _encode(self, items: list[DocumentField], begins_answer: bool) -> list[TokenSequence]:
         """Encode consecutive chats with equal template arguments together."""
         runs = [list(run) for _, run in groupby(items, key=_arguments_key)]
         return [tokens for run in runs for tokens in self._run(run, begins_answer)]
 
-    def _run(self, items: list[Item], begins_answer: bool) -> list[TokenSequence]:
+    def _run(self, items: list[DocumentField], begins_answer: bool) -> list[TokenSequence]:
         arguments = items[0].template
         template = chat_template(self._tokenizer, TOOLS in arguments)
         if not template:
@@ -85,7 +85,7 @@ class ChatEncoder:
             problem = "the answers of the chat cannot be located"
             return with_blame(self._with_found_answers, items, problem)
 
-        def encode(chats: list[Item]) -> list[TokenSequence]:
+        def encode(chats: list[DocumentField]) -> list[TokenSequence]:
             output: Any = self._tokenizer.apply_chat_template(
                 [chat.content for chat in chats],  # type: ignore[arg-type]
                 tokenize=True,
@@ -99,12 +99,12 @@ class ChatEncoder:
 
         return with_blame(encode, items, "the chat template cannot render the messages")
 
-    def _with_found_answers(self, items: list[Item]) -> list[TokenSequence]:
+    def _with_found_answers(self, items: list[DocumentField]) -> list[TokenSequence]:
         texts = self._end_tokens.values()
         result: list[TokenSequence] = []
         for item in items:
 
-            def render(chat: list[Message], begins_answer: bool, item: Item = item) -> str:
+            def render(chat: list[Message], begins_answer: bool, item: DocumentField = item) -> str:
                 rendered = self._tokenizer.apply_chat_template(
                     chat, tokenize=False, add_generation_prompt=begins_answer, **item.template
                 )
@@ -114,7 +114,7 @@ class ChatEncoder:
             result.append(TokenSequence(*with_answers(self._tokenizer, chat, render, texts)))
         return result
 
-    def _ended(self, tokens: TokenSequence, item: Item) -> TokenSequence:
+    def _ended(self, tokens: TokenSequence, item: DocumentField) -> TokenSequence:
         """Append the end-of-text token to an answer that ends without an end token.
 
         The end of an answer has loss, and so does the text between the answer and its end, because
@@ -138,7 +138,7 @@ class ChatEncoder:
                 return False
         return False
 
-    def _check_arguments(self, item: Item, template: str) -> None:
+    def _check_arguments(self, item: DocumentField, template: str) -> None:
         """Warn once about each argument of a row that the template does not read."""
         for name in item.template.keys() - self._unused:
             if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -181,5 +181,5 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return end
 
 
-def _arguments_key(item: Item) -> str:
+def _arguments_key(item: DocumentField) -> str:
     return json.dumps(item.template, sort_keys=True, default=str) if item.template else ""

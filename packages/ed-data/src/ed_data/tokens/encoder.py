@@ -19,7 +19,7 @@ from ed_data.rows.contents import kind_of, of_one_kind
 from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
 from ed_data.tokens.chats import ChatEncoder
 from ed_data.tokens.images import ImageEncoder
-from ed_data.tokens.items import Item, TokenSequence, with_blame
+from ed_data.tokens.items import DocumentField, TokenSequence, with_blame
 from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SequenceArrays(NamedTuple):
         return SequenceArrays(self.tokens[part], self.mask[part], self.values[part])
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """The tokens of some documents.
 
     Attributes:
@@ -207,7 +207,9 @@ class Encoder:
             options += [self.images.fingerprint, self.max_length]
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
 
-    def encode(self, documents: list[Example], label: str, skip: Skipped | None = None) -> Encoded:
+    def encode(
+        self, documents: list[Example], label: str, skip: Skipped | None = None
+    ) -> EncodedDocuments:
         """Encode documents of one inform.
 
         Args:
@@ -242,7 +244,7 @@ class Encoder:
                 )
         sequences = [sequence for document in zip(*arrays, strict=True) for sequence in document]
         own = len(self.schema.fields) == 1 and not self.schema.values
-        return Encoded(
+        return EncodedDocuments(
             [tokens for tokens, _ in sequences],
             [mask for _, mask in sequences] if self.has_loss_mask else None,
             [document.digest for document in documents],
@@ -319,7 +321,8 @@ class Encoder:
             DataError: as `encode`.
         """
         items = [
-            Item(d.content, f"inform {label!r}, {d.place}, prompt", d.template) for d in documents
+            DocumentField(d.content, f"inform {label!r}, {d.place}, prompt", d.template)
+            for d in documents
         ]
         prompts = self._prompts(items)
         if self.images is None:
@@ -327,7 +330,9 @@ class Encoder:
         sequences = self._with_images(documents, list(map(TokenSequence, prompts)), label)
         return [sequence.ids for sequence in sequences]
 
-    def _encode_what_can_be(self, documents: list[Example], label: str, skip: Skipped) -> Encoded:
+    def _encode_what_can_be(
+        self, documents: list[Example], label: str, skip: Skipped
+    ) -> EncodedDocuments:
         try:
             return self.encode(documents, label)
         except DataError as error:
@@ -338,7 +343,7 @@ class Encoder:
                 masks = [np.empty(0, np.uint8)] * len(self.schema.columns)
                 own = len(self.schema.fields) == 1 and not self.schema.values
                 values = [np.empty((0, len(self.schema.values)), np.float32)] * len(empty)
-                return Encoded(
+                return EncodedDocuments(
                     empty,
                     masks if self.has_loss_mask else None,
                     [document.digest],
@@ -353,13 +358,15 @@ class Encoder:
         joined = (
             None if a is None or b is None else [*a, *b] for a, b in zip(first, second, strict=True)
         )
-        return Encoded(*joined)  # type: ignore[arg-type]
+        return EncodedDocuments(*joined)  # type: ignore[arg-type]
 
     def _column(self, documents: list[Example], column: Column, label: str) -> list[TokenSequence]:
         """Encode one column of each document."""
         name = "content_field" if column.field == self.schema.content else repr(column.field)
         items = [
-            Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}", d.template)
+            DocumentField(
+                d.fields[column.field], f"inform {label!r}, {d.place}, {name}", d.template
+            )
             for d in documents
         ]
         if column.steps:
@@ -397,10 +404,10 @@ class Encoder:
             )
 
     def _step_by_step(
-        self, documents: list[Example], items: list[Item], column: Column
+        self, documents: list[Example], items: list[DocumentField], column: Column
     ) -> list[TokenSequence]:
         """Encode the context and each step separately, so that each step ends at a token."""
-        texts = [Item(f"{step}\n", item.where) for item in items for step in item.content]
+        texts = [DocumentField(f"{step}\n", item.where) for item in items for step in item.content]
         steps = iter(self._texts(texts, special=False))
         heads: list[list[int]] = [[]] * len(items)
         if column.context is not None:
@@ -419,7 +426,7 @@ class Encoder:
             result.append(TokenSequence(self._ended(ids), None, len(head), tuple(ends)))
         return result
 
-    def _prompts(self, items: list[Item]) -> list[list[int]]:
+    def _prompts(self, items: list[DocumentField]) -> list[list[int]]:
         """Encode prompts of any kind; a chat ends with the start of an answer."""
 
         def without_end(sequences: list[list[int]]) -> list[TokenSequence]:
@@ -435,7 +442,7 @@ class Encoder:
         )
         return [list(sequence.ids) for sequence in sequences]
 
-    def _whole(self, items: list[Item]) -> list[TokenSequence]:
+    def _whole(self, items: list[DocumentField]) -> list[TokenSequence]:
         """Encode documents of any kind, each with an end token."""
 
         def ended(sequences: list[list[int]]) -> list[TokenSequence]:
@@ -451,7 +458,9 @@ class Encoder:
         )
 
     def _by_kind(
-        self, items: list[Item], encoders: dict[str, Callable[[list[Item]], list[TokenSequence]]]
+        self,
+        items: list[DocumentField],
+        encoders: dict[str, Callable[[list[DocumentField]], list[TokenSequence]]],
     ) -> list[TokenSequence]:
         kinds = [kind_of(item.content) for item in items]
         result = [TokenSequence([])] * len(items)
@@ -461,8 +470,8 @@ class Encoder:
                 result[i] = sequence
         return result
 
-    def _texts(self, items: list[Item], special: bool) -> list[list[int]]:
-        def encode(items: list[Item]) -> list[list[int]]:
+    def _texts(self, items: list[DocumentField], special: bool) -> list[list[int]]:
+        def encode(items: list[DocumentField]) -> list[list[int]]:
             texts: list[Any] = [item.content for item in items]
             backend = plain_backend(self.tokenizer)
             if backend is not None:
@@ -479,7 +488,7 @@ class Encoder:
 
         return with_blame(encode, items, "the tokenizer cannot encode the text")
 
-    def _ids(self, items: list[Item]) -> list[list[int]]:
+    def _ids(self, items: list[DocumentField]) -> list[list[int]]:
         last = self.vocab_size - 1
         result: list[list[int]] = []
         for item in items:

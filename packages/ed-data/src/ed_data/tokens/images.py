@@ -41,7 +41,7 @@ class FeatureCounts(Protocol):
     num_image_patches: list[int]
 
 
-class Processor(Protocol):
+class ModelProcessor(Protocol):
     """A processor of transformers, such as `LlavaProcessor`."""
 
     image_processor: ImageProcessor
@@ -64,7 +64,7 @@ class ImageEncoder:
         DataError: the processor does not define a placeholder token, or cannot count features.
     """
 
-    def __init__(self, processor: Processor) -> None:
+    def __init__(self, processor: ModelProcessor) -> None:
         self.processor = processor
         kind = type(processor).__name__
         for name in ("image_processor", "tokenizer", "_get_num_multimodal_tokens"):

@@ -14,7 +14,7 @@ from ed_data.schema import Content
 T = TypeVar("T")
 
 
-class Item(NamedTuple):
+class DocumentField(NamedTuple):
     """One field of one document, its location for messages, and arguments of the chat template."""
 
     content: Content
@@ -54,7 +54,9 @@ class TokenSequence(NamedTuple):
         return TokenSequence(expanded.tolist(), mask.tolist(), prompt, self.ends)
 
 
-def with_blame(call: Callable[[list[Item]], list[T]], items: list[Item], problem: str) -> list[T]:
+def with_blame(
+    call: Callable[[list[DocumentField]], list[T]], items: list[DocumentField], problem: str
+) -> list[T]:
     """Call the function with all items; if it fails, find the row that causes the error."""
     try:
         return call(items)

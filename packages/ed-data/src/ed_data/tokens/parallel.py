@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from ed_data.rows.documents import Tally
 from ed_data.schema import Example
-from ed_data.tokens.encoder import Encoded, Encoder
+from ed_data.tokens.encoder import EncodedDocuments, Encoder
 from ed_data.tokens.processes import Workers
 
 
-class Job(NamedTuple):
+class EncodingJob(NamedTuple):
     """Documents of one inform that are encoded together.
 
     Attributes:
@@ -42,12 +42,12 @@ class Encoding:
 
     def __init__(self, encoder: Encoder, processes: int | None = None) -> None:
         self.encoder, self.processes = encoder, processes
-        self._workers: Workers[Job, tuple[Encoded, Tally | None]] | None = None
+        self._workers: Workers[EncodingJob, tuple[EncodedDocuments, Tally | None]] | None = None
         self._lock = threading.Lock()
         #: Callbacks that release other resources of the same loader.
         self.closing = ExitStack()
 
-    def map(self, jobs: Iterable[Job]) -> Iterator[Encoded]:
+    def map(self, jobs: Iterable[EncodingJob]) -> Iterator[EncodedDocuments]:
         """Yield the tokens of each job in order; worker processes encode some jobs in advance.
 
         Raises:
@@ -63,7 +63,7 @@ class Encoding:
             workers = self._workers
         tallies: list[Tally | None] = []
 
-        def sent() -> Iterator[Job]:
+        def sent() -> Iterator[EncodingJob]:
             for job in jobs:
                 tallies.append(job.tally)
                 yield job._replace(tally=None if job.tally is None else Tally())
@@ -76,13 +76,13 @@ class Encoding:
 
     def all(
         self, documents: Iterable[Example], label: str, tally: Tally | None
-    ) -> Iterator[Encoded]:
+    ) -> Iterator[EncodedDocuments]:
         """Yield the tokens of documents in batches, in order."""
         stream = iter(documents)
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator[EncodingJob]:
             while batch := list(islice(stream, self.encoder.batch_size)):
-                yield Job(batch, label, tally)
+                yield EncodingJob(batch, label, tally)
 
         return self.map(jobs())
 
@@ -104,5 +104,5 @@ class _Encode:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
-    def __call__(self, job: Job) -> tuple[Encoded, Tally | None]:
+    def __call__(self, job: EncodingJob) -> tuple[EncodedDocuments, Tally | None]:
         return self._encoder.encode(*job), job.tally

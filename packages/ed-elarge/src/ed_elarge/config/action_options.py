@@ -7,17 +7,14 @@ from typing import Annotated, Any, ClassVar
 
 from ed_esurge.config import ServerLimits, UnknownFields
 from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS
-from ed_infra.chats import Prompts
-from ed_infra.options import Options, choice
+from ed_infra.chats import CheckedPrompts
+from ed_infra.options import Count, Options, Seed, Whole, choice
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from ed_elarge.config.sections import (
     EvalSection,
     Name,
-    NotNegative,
-    Positive,
     Probability,
-    Seed,
     Temperature,
 )
 
@@ -56,10 +53,10 @@ class GenerateOptions(Options):
 
     ALIASES: ClassVar[Mapping[str, str]] = {"prompt": "prompts", "max_tokens": "max_new_tokens"}
 
-    prompts: Annotated[Prompts, Field(min_length=1)] | None = None
+    prompts: Annotated[CheckedPrompts, Field(min_length=1)] | None = None
     """Texts to continue, and conversations to answer (lists of messages with `role` and `content`).
     None: the beginning of a held-out text or chat, or "The"."""
-    max_new_tokens: Positive = 64
+    max_new_tokens: Count = 64
     temperature: Temperature = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
@@ -137,7 +134,7 @@ class ServeOptions(Options):
     in the log), or `refuse` with status 400."""
     limits: ServerLimits = ServerLimits()
     """Limits of requests."""
-    drain_seconds: NotNegative = 30
+    drain_seconds: Whole = 30
     """Seconds that running requests may continue when the server stops."""
     ssl_keyfile: Name | None = None
     """Private key (PEM); together with `ssl_certfile` the server uses HTTPS."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from ed_infra.options import Options, choice
+from ed_infra.options import Count, Options, choice
 from ed_infra.specs import KV_CACHE_FORMATS, QUANTIZATION_ALIASES, QUANTIZATION_FORMATS
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from ed_elarge.config.sections import Positive, SetsConfig
+from ed_elarge.config.sections import SetsConfig
 
-Pattern = Annotated[str, Field(min_length=1)]
+ParameterPattern = Annotated[str, Field(min_length=1)]
 Patterns = Annotated[
-    tuple[Pattern, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    tuple[ParameterPattern, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 
 
@@ -33,7 +34,7 @@ class LoraSection(Options):
         "use_dora": "dora",
     }
 
-    name_or_path: Pattern | None = None
+    name_or_path: ParameterPattern | None = None
     """Directory of adapters in PEFT's layout, which defines rank, alpha and targets. None: new
     adapters, which do not change the model initially."""
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
@@ -73,7 +74,7 @@ class _Format(Options):
         "block_size": "group_size",
     }
 
-    group_size: Positive | None = None
+    group_size: Count | None = None
     """Number of values that share a scale. None: the default of the format."""
 
 
@@ -91,7 +92,7 @@ class WeightFormat(_Format):
         str, choice("method", QUANTIZATION_FORMATS, QUANTIZATION_ALIASES)
     ] = "nf4"
     """Format of the weights."""
-    pattern: Pattern | None = None
+    pattern: ParameterPattern | None = None
     """Regular expression over the names of layers. None: all except embeddings and head."""
     double_quantization: StrictBool = False
     """Also quantize the scales (`nf4` only)."""

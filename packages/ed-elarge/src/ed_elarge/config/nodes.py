@@ -20,7 +20,7 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from ed_elarge.errors import Document, InputError, KeyPath, Problem, Span
+from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
 MAX_DEPTH = 64
 """Maximum number of nested levels; the options of this project need fewer than ten."""
@@ -136,7 +136,7 @@ class _Builder:
         self.problems: list[Problem] = []
         self._open: list[Node] = []  # ancestors of the current node; an alias to one is a cycle
 
-    def build(self, node: Node, path: KeyPath) -> Any:
+    def build(self, node: Node, path: ValuePath) -> Any:
         self.document.values[path] = self._span(node)
         if len(self.document.values) > MAX_VALUES:
             message = f"aliases make more than {MAX_VALUES:,} values of this file"
@@ -160,7 +160,7 @@ class _Builder:
         finally:
             self._open.pop()
 
-    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[Any, Any]:
+    def _mapping(self, node: MappingNode, path: ValuePath) -> dict[Any, Any]:
         out: dict[Any, Any] = {}
         first: dict[Any, Span] = {}
         merged: list[tuple[Any, Node, Node]] = []
@@ -183,7 +183,7 @@ class _Builder:
                 out[key] = self.build(value_node, (*path, key))
         return out
 
-    def _merge(self, node: Node, path: KeyPath) -> Iterator[tuple[Any, Node, Node]]:
+    def _merge(self, node: Node, path: ValuePath) -> Iterator[tuple[Any, Node, Node]]:
         """Yield the keys that `<<: *anchor` merges; in a list, earlier mappings take precedence."""
         for source in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(source, MappingNode):
@@ -196,7 +196,7 @@ class _Builder:
                 else:
                     yield self._key(key_node, path), key_node, value_node
 
-    def _key(self, node: Node, path: KeyPath) -> Any:
+    def _key(self, node: Node, path: ValuePath) -> Any:
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
         self.document.keys[(*path, "")] = self._span(node)
@@ -204,7 +204,7 @@ class _Builder:
         self.problems.append(Problem((*path, ""), "a key must be plain text", on_key=True))
         return ""
 
-    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+    def _scalar(self, node: ScalarNode, path: ValuePath) -> Any:
         tag, text = node.tag.removeprefix(_CORE), node.value
         try:
             match tag:

@@ -19,7 +19,7 @@ from ed_elarge.config.table import (
     unknown_section,
 )
 from ed_elarge.config.validation import validate
-from ed_elarge.errors import Document, InputError, KeyPath, Problem
+from ed_elarge.errors import Document, InputError, Problem, ValuePath
 
 #: Keys that may contain the whole configuration except `actions`.
 WRAPPERS = ("config", "elarge_model", "elm")
@@ -147,7 +147,7 @@ def _shared(run: RunConfig) -> dict[str, Any]:
 
 def _unwrap(
     document: Document, problems: list[Problem]
-) -> tuple[dict[str, Any], KeyPath, tuple[Any, KeyPath]]:
+) -> tuple[dict[str, Any], ValuePath, tuple[Any, ValuePath]]:
     """Find the mapping of sections and the actions; see `WRAPPERS`."""
     top = document.value
     if top is None:
@@ -185,12 +185,12 @@ class _RawAction(NamedTuple):
 
     name: str
     parameters: Any
-    path: KeyPath
-    parameter_path: KeyPath
+    path: ValuePath
+    parameter_path: ValuePath
 
 
 def _actions(
-    value: Any, path: KeyPath, required: bool, problems: list[Problem]
+    value: Any, path: ValuePath, required: bool, problems: list[Problem]
 ) -> tuple[Action, ...]:
     if value is None:
         if required:
@@ -216,7 +216,7 @@ def _actions(
     return tuple(actions)
 
 
-def _split(value: Any, path: KeyPath, problems: list[Problem]) -> list[_RawAction]:
+def _split(value: Any, path: ValuePath, problems: list[Problem]) -> list[_RawAction]:
     """Split an `actions` value: one name, a list of names and mappings, or one mapping."""
     found: list[_RawAction] = []
     if isinstance(value, Mapping):
@@ -242,7 +242,7 @@ def _split(value: Any, path: KeyPath, problems: list[Problem]) -> list[_RawActio
 
 
 def _several_keys(
-    item: Mapping[Any, Any], here: KeyPath, found: list[_RawAction], problems: list[Problem]
+    item: Mapping[Any, Any], here: ValuePath, found: list[_RawAction], problems: list[Problem]
 ) -> None:
     """Handle `- serve:` whose parameters lack indentation: YAML parses one mapping of many keys."""
     name, first = next(iter(item.items()))

@@ -33,7 +33,7 @@ from ed_elarge.config.sections import (
     ShardingSection,
 )
 from ed_elarge.config.validation import typed_path, value_at
-from ed_elarge.errors import Document, InputError, KeyPath, Problem
+from ed_elarge.errors import Document, InputError, Problem, ValuePath
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Action:
 
     name: str
     options: Any
-    path: KeyPath
-    parameter_path: KeyPath
+    path: ValuePath
+    parameter_path: ValuePath
 
 
 class RunConfig:
@@ -86,7 +86,7 @@ class RunConfig:
     def __init__(
         self,
         document: Document,
-        prefix: KeyPath,
+        prefix: ValuePath,
         written: Mapping[str, Any],
         sections: Mapping[str, Options | Mixture | None],
         actions: Sequence[Action] = (),
@@ -228,7 +228,7 @@ class RunConfig:
         """Return whether a section failed validation; its problems are already reported."""
         return self.sections[section] is None and section in self.written
 
-    def config_fields(self) -> dict[str, tuple[KeyPath, Any]]:
+    def config_fields(self) -> dict[str, tuple[ValuePath, Any]]:
         """Return field of the model's configuration -> (the key that sets it, the value).
 
         Later sections override earlier ones, and all override the model's own configuration.
@@ -280,7 +280,7 @@ class RunConfig:
             yield
 
     @contextmanager
-    def blame_at(self, path: KeyPath) -> Iterator[None]:
+    def blame_at(self, path: ValuePath) -> Iterator[None]:
         """Locate input errors of the block at `path`, which starts at the top of the file.
 
         A `MeshError` is located at `sharding.axis_dims`. Without a file errors are not changed.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from ed_infra.config.fields import FIELDS, canonical_field
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
-from ed_infra.options import Options, choice, dtype_name
+from ed_infra.options import Count, Options, Seed, Whole, choice, dtype_name
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -29,9 +29,6 @@ from pydantic import (
 
 MAX_DEVICES = 2**20
 
-Positive = Annotated[int, Field(gt=0, lt=2**31)]
-NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -42,7 +39,7 @@ class TokenizerTraining(Options):
 
     vocab_size: Annotated[int, Field(ge=259, le=2**22)]
     """Number of tokens: at least 256 bytes and three special tokens."""
-    min_frequency: Positive = 2
+    min_frequency: Count = 2
     """Pairs with a lower frequency are not merged."""
 
 
@@ -296,15 +293,15 @@ class EvalSection(Options):
     """Tasks of the action `eval` if the action lists none."""
     include_path: tuple[Name, ...] = ()
     """Directories with further task files."""
-    num_fewshot: NotNegative | None = None
+    num_fewshot: Whole | None = None
     """Number of examples in a prompt. None: the value of each task."""
-    max_new_tokens: Positive = 256
+    max_new_tokens: Count = 256
     """Maximum length of a generated answer, unless the task sets one."""
     temperature: Temperature | None = None
     """Sampling temperature of generated answers; 0 is greedy. None: the value of each task."""
     top_p: Probability | None = None
     """Nucleus of generated answers. None: the value of each task."""
-    batch_size: Positive = 512
+    batch_size: Count = 512
     """Requests that the engine receives at a time; the results do not depend on the number."""
     use_tqdm: bool = True
     limit: Annotated[float, Field(gt=0, lt=2**31)] | None = None
@@ -314,7 +311,7 @@ class EvalSection(Options):
     write_out: bool = False
     log_samples: bool = False
     """Write each example with its answer to the result file."""
-    bootstrap_iters: NotNegative = 0
+    bootstrap_iters: Whole = 0
     """Resamplings for standard errors; 0 omits the errors."""
     apply_chat_template: StrictBool | StrictStr = False
     system_instruction: str | None = None

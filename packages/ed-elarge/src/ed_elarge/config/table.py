@@ -41,7 +41,7 @@ from ed_elarge.config.sections import (
     ShardingSection,
 )
 from ed_elarge.config.validation import validate
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
@@ -77,7 +77,7 @@ class Section:
         return self.options if isinstance(self.options, Mapping) else {"": self.options}
 
     def validate(
-        self, value: Any, path: KeyPath, *, partial: bool = False
+        self, value: Any, path: ValuePath, *, partial: bool = False
     ) -> tuple[Any | None, list[Problem]]:
         """Check the section: `(instance, [])`, or `(None, problems)`."""
         classes = self.classes()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pydantic
 from ed_infra.errors import did_you_mean
 
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
@@ -22,7 +22,7 @@ _ABOUT_THE_KEY = ("unknown_key", "duplicate_key", "extra_forbidden")
 
 
 def validate(
-    cls: type[T], value: Any, path: KeyPath, *, partial: bool = False
+    cls: type[T], value: Any, path: ValuePath, *, partial: bool = False
 ) -> tuple[T | None, list[Problem]]:
     """Validate `value` with `cls`; with `partial`, missing keys are no problem.
 
@@ -34,7 +34,7 @@ def validate(
     """
     value = {} if value is None else value
     problems: list[Problem] = []
-    rest, misspelled = value, list[KeyPath]()
+    rest, misspelled = value, list[ValuePath]()
     while True:
         try:
             instance = cls.model_validate(rest)
@@ -55,7 +55,7 @@ def validate(
             return (None, problems) if problems else (instance, [])
 
 
-def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
+def _follows(item: Any, misspelled: Sequence[ValuePath]) -> bool:
     """Return whether an error only results from a misspelled key, which is already reported."""
     for *holder, key in misspelled:
         if item["type"] == "too_short" and tuple(holder[: len(item["loc"])]) == item["loc"]:
@@ -72,7 +72,7 @@ def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
     return False
 
 
-def _without(value: Any, paths: Sequence[KeyPath]) -> Any:
+def _without(value: Any, paths: Sequence[ValuePath]) -> Any:
     """Return a copy of `value` without the keys at `paths`."""
     value = copy.deepcopy(value)
     for path in paths:
@@ -110,7 +110,7 @@ def _problems(items: Sequence[Any], value: Any, cls: type[pydantic.BaseModel]) -
 
 def _one_for_each_place(problems: list[Problem]) -> list[Problem]:
     """Merge the messages of a union's alternatives about one value into one sentence."""
-    by_place: dict[KeyPath, list[Problem]] = {}
+    by_place: dict[ValuePath, list[Problem]] = {}
     for problem in problems:
         others = by_place.setdefault(problem.path, [])
         if problem not in others:
@@ -146,7 +146,7 @@ def _words(item: Any) -> str:
     return message
 
 
-def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> KeyPath:
+def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> ValuePath:
     """Return the path of the key that a message mentions, or an empty path.
 
     A validator of a whole class reports no location, but its message names keys. Of the named keys
@@ -163,7 +163,7 @@ def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> KeyPath:
     return next(empty, None) or next(told, None) or next(iter(named), ())
 
 
-def value_at(value: Any, path: KeyPath) -> Any:
+def value_at(value: Any, path: ValuePath) -> Any:
     """Return the value at `path`, or None."""
     for part in path:
         try:
@@ -173,7 +173,7 @@ def value_at(value: Any, path: KeyPath) -> Any:
     return value
 
 
-def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | None) -> KeyPath:
+def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | None) -> ValuePath:
     """Convert canonical keys to the user's spelling in `value`; missing parts are omitted."""
     aliases = spellings(cls) if cls is not None else {}
     path: list[Any] = []

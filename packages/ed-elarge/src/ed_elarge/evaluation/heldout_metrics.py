@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ed_models.protocol import LanguageModel
     from flax import nnx
 
-Batch = Mapping[str, np.ndarray]
+HeldoutBatch = Mapping[str, np.ndarray]
 
 MAX_TOKENS = 200_000
 """Maximum number of held-out tokens: enough for three decimal places."""
 _LOGITS_AT_ONCE = 1 << 24
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """The part of a tokenizer that this module uses."""
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any:
@@ -61,8 +61,8 @@ class HeldoutMetrics:
 
 def measure(
     model: LanguageModel,
-    batches: Iterable[Batch],
-    tokenizer: Decoder,
+    batches: Iterable[HeldoutBatch],
+    tokenizer: TextDecoder,
 ) -> HeldoutMetrics | None:
     """Evaluate a causal language model on batches, or return None if no token is predicted.
 
@@ -96,7 +96,7 @@ def measure(
     )
 
 
-def _full_context(model: LanguageModel) -> Callable[[Batch], tuple[np.ndarray, ...]]:
+def _full_context(model: LanguageModel) -> Callable[[HeldoutBatch], tuple[np.ndarray, ...]]:
     """Return a function from a batch to (log-probabilities, targets, weights), each [b, s]."""
     import jax
     from ed_layers.losses import token_logprobs
@@ -150,7 +150,7 @@ def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) ->
     return out
 
 
-def _byte_count(tokenizer: Decoder, targets: list[np.ndarray]) -> int:
+def _byte_count(tokenizer: TextDecoder, targets: list[np.ndarray]) -> int:
     """Return the number of bytes of the decoded tokens, without special tokens."""
     texts = (tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in targets)
     return sum(len(text.encode("utf-8")) for text in texts)

@@ -39,7 +39,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 @dataclass
-class Answer:
+class RequestTiming:
     """Measurements of one request.
 
     Attributes:
@@ -147,10 +147,10 @@ def prompts(draw: random.Random, words: int, count: int) -> list[str]:
 
 async def load(
     client: httpx.AsyncClient, url: str, body: dict[str, object], texts: list[str], clients: int
-) -> list[Answer]:
+) -> list[RequestTiming]:
     """Request completions of texts with a limited number of concurrent requests."""
     waiting = iter(texts)
-    answers: list[Answer] = []
+    answers: list[RequestTiming] = []
 
     async def one_client() -> None:
         for text in waiting:
@@ -160,9 +160,9 @@ async def load(
     return answers
 
 
-async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Answer:
+async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> RequestTiming:
     """Send one streamed completion request."""
-    answer = Answer(time.perf_counter())
+    answer = RequestTiming(time.perf_counter())
     try:
         async with client.stream("POST", f"{url}/completions", json=body) as response:
             if response.status_code != 200:
@@ -176,7 +176,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> A
     return answer
 
 
-def take(chunk: dict[str, object], answer: Answer) -> None:
+def take(chunk: dict[str, object], answer: RequestTiming) -> None:
     """Add a piece of a stream to the measurements."""
     if "error" in chunk:
         answer.error = str(chunk["error"])
@@ -188,7 +188,7 @@ def take(chunk: dict[str, object], answer: Answer) -> None:
         answer.prompt_tokens, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-def figures(clients: int, answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+def figures(clients: int, answers: Sequence[RequestTiming], seconds: float) -> dict[str, float]:
     """Return rates, and percentiles of latencies in milliseconds.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 USUAL_OUTPUT = 128.0
 
 
-class Router:
+class ReplicaRouter:
     """Routes each request to the replica with the least work, measured in tokens.
 
     The work of a replica is a sum over its requests: the uncached prompt tokens, and for each

@@ -24,7 +24,7 @@ TOKENS_PER_STEP_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """Limits of a step.
 
     Attributes:
@@ -54,13 +54,13 @@ class Scheduler:
     There is no separate prefill phase. Each running sequence has uncomputed tokens (one when it
     decodes, more before), and a step computes some of them. Decoding sequences are scheduled first,
     then running prompts in order, in chunks, then the queue in strict order. The last prompt of a
-    step is split if several steps need less padding (`Limits.shapes`).
+    step is split if several steps need less padding (`StepLimits.shapes`).
 
     If a pool has no free page, the last sequence in order is preempted: its pages are freed and
     recomputed later. A preempted sequence keeps its tokens and resumes from them.
 
     Args:
-        limits: see `Limits`.
+        limits: see `StepLimits`.
         num_pages: number of pages of the pool, or name -> pool of each group of layers. A pool must
             fit one sequence of `max_model_len`.
         page_size: number of tokens in a page.
@@ -73,7 +73,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: StepLimits,
         *,
         num_pages: int | Mapping[str, PageGroup],
         page_size: int,

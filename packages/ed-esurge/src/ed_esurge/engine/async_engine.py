@@ -33,7 +33,7 @@ from ed_esurge.core.commands import (
     WakeUp,
 )
 from ed_esurge.engine.control import check_level, loading
-from ed_esurge.engine.intake import CheckedPrompt, Params, Prompt, RequestOptions
+from ed_esurge.engine.intake import CheckedPrompt, PromptInput, RequestOptions, RequestParams
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.grammars.store import Grammar
 from ed_esurge.outputs import LabelSet, RequestOutput
@@ -43,7 +43,7 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-Item = RequestOutput | BaseException
+OutputItem = RequestOutput | BaseException
 
 
 class _Follower:
@@ -51,12 +51,12 @@ class _Follower:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._items: deque[Item] = deque()
+        self._items: deque[OutputItem] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self.over = False
         """Whether the last output or an error was read."""
 
-    def put(self, item: Item) -> None:
+    def put(self, item: OutputItem) -> None:
         """Append an output. Must be called in the event loop."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
@@ -78,12 +78,12 @@ class _Follower:
         raise item
 
 
-def _hand_over(items: Iterable[tuple[_Follower, Item]]) -> None:
+def _hand_over(items: Iterable[tuple[_Follower, OutputItem]]) -> None:
     """Pass outputs from the engine's thread to their followers.
 
     One call per event loop, because each call wakes the loop.
     """
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Follower, Item]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Follower, OutputItem]]] = {}
     for follower, item in items:
         by_loop.setdefault(follower.loop, []).append((follower, item))
     for loop, batch in by_loop.items():
@@ -93,7 +93,7 @@ def _hand_over(items: Iterable[tuple[_Follower, Item]]) -> None:
             logger.debug("the loop of a request has closed: its output is dropped")
 
 
-def _put(batch: list[tuple[_Follower, Item]]) -> None:
+def _put(batch: list[tuple[_Follower, OutputItem]]) -> None:
     for follower, item in batch:
         follower.put(item)
 
@@ -158,7 +158,7 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         return self.engine.vocab_size
 
-    def check_prompt(self, prompt: Prompt, max_tokens: int | None) -> CheckedPrompt:
+    def check_prompt(self, prompt: PromptInput, max_tokens: int | None) -> CheckedPrompt:
         """See `eSurge.check_prompt`."""
         return self.engine.check_prompt(prompt, max_tokens)
 
@@ -216,7 +216,7 @@ class AsyncEngine:
 
     def generate(
         self,
-        prompt_token_ids: Prompt,
+        prompt_token_ids: PromptInput,
         sampling_params: SamplingParams,
         request_id: str,
         **options: Unpack[RequestOptions],
@@ -237,7 +237,7 @@ class AsyncEngine:
 
     async def embed(
         self,
-        prompt_token_ids: Prompt,
+        prompt_token_ids: PromptInput,
         pooling_params: PoolingParams,
         request_id: str,
         **options: Unpack[RequestOptions],
@@ -249,7 +249,11 @@ class AsyncEngine:
             return await anext(outputs)
 
     async def _outputs(
-        self, prompt: Prompt, params: Params, request_id: str, **options: Unpack[RequestOptions]
+        self,
+        prompt: PromptInput,
+        params: RequestParams,
+        request_id: str,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         self._check_alive()
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
@@ -378,7 +382,7 @@ class AsyncEngine:
         return waiting is None or self._followers.get(request_id) is waiting
 
     def _give(self, outputs: list[RequestOutput]) -> None:
-        batch: list[tuple[_Follower, Item]] = []
+        batch: list[tuple[_Follower, OutputItem]] = []
         for output in outputs:
             follower = self._followers.get(output.request_id)
             if follower is not None:

@@ -30,7 +30,7 @@ from ed_esurge.core.commands import (
     WakeUp,
 )
 from ed_esurge.engine.assembly import Loop
-from ed_esurge.engine.transport import Role, Transport
+from ed_esurge.engine.transport import ProcessRole, Transport
 
 
 class EngineControl:
@@ -168,7 +168,7 @@ class EngineControl:
     # ---- processes
 
     @property
-    def role(self) -> Role:
+    def role(self) -> ProcessRole:
         """The role of this process among the processes of the model; `leads` accepts requests."""
         return self.transport.role
 

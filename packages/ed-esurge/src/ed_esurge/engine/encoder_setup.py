@@ -9,7 +9,7 @@ from ed_models.generation.prompts import longest_sequence
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.engine.setup import CPU_SEQS, TOKEN_BUDGET
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import platform_of
@@ -32,7 +32,7 @@ class EncoderSetup:
 
     model: LanguageModel
     config: EngineConfig
-    limits: Limits
+    limits: StepLimits
 
     @classmethod
     def resolve(cls, model: LanguageModel, config: EngineConfig) -> EncoderSetup:
@@ -50,7 +50,7 @@ class EncoderSetup:
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
-        limits = Limits(
+        limits = StepLimits(
             max_num_seqs=seqs,
             token_budget=max(budget, longest, seqs),
             max_model_len=longest,

@@ -78,8 +78,8 @@ class CheckedPrompt:
         return len(self.token_ids)
 
 
-Prompt = str | Sequence[int] | CheckedPrompt
-Params = SamplingParams | PoolingParams
+PromptInput = str | Sequence[int] | CheckedPrompt
+RequestParams = SamplingParams | PoolingParams
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -211,7 +211,7 @@ class RequestOptions(TypedDict, total=False):
     encoder_inputs: Sequence[EncoderInput]
 
 
-def as_prompts(prompts: Any) -> list[Prompt]:
+def as_prompts(prompts: Any) -> list[PromptInput]:
     """Return one prompt or several prompts as a list."""
     if isinstance(prompts, str | CheckedPrompt):
         return [prompts]
@@ -274,8 +274,8 @@ class Intake:
     def prepare(
         self,
         request_id: str,
-        prompt: Prompt,
-        params: Params,
+        prompt: PromptInput,
+        params: RequestParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -330,7 +330,7 @@ class Intake:
             **options,
         )
 
-    def check_prompt(self, prompt: Prompt, max_tokens: int | None) -> CheckedPrompt:
+    def check_prompt(self, prompt: PromptInput, max_tokens: int | None) -> CheckedPrompt:
         """Tokenize and check a prompt; see the function `check_prompt`.
 
         Args:
@@ -450,7 +450,7 @@ def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
     return hashlib.blake2b(source, digest_size=16).digest()
 
 
-def seed_of(params: Params, engine_seed: int, arrival: int) -> int | None:
+def seed_of(params: RequestParams, engine_seed: int, arrival: int) -> int | None:
     """Return the seed of a request, or None if the request does not sample.
 
     Args:
@@ -465,7 +465,7 @@ def seed_of(params: Params, engine_seed: int, arrival: int) -> int | None:
     return int.from_bytes(digest, "big") >> 1  # fits the signed 64-bit seed of SamplingParams
 
 
-def seeds_of(params: Params, seed: int | None) -> list[int]:
+def seeds_of(params: RequestParams, seed: int | None) -> list[int]:
     """Return the 32-bit seed of each sequence of a request.
 
     Args:

@@ -18,7 +18,7 @@ from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Abort, Add, Command, LoadAdapter, UnloadAdapter
 from ed_esurge.core.prefix_cache import prompt_keys
 from ed_esurge.core.request import reads_prefixes
-from ed_esurge.core.router import Router
+from ed_esurge.core.router import ReplicaRouter
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.transport import Transport
@@ -56,7 +56,7 @@ class Replicas:
         self._local = [not owners or here in owners[index] for index in range(len(self.loops))]
         # If several processes hold parts of a replica, the first of them sends its outcome.
         self._sends = [bool(owners) and here == owners[i][0] for i in range(len(self.loops))]
-        self._router = Router(len(self.loops))
+        self._router = ReplicaRouter(len(self.loops))
         self._arrivals = 0
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` returns."""

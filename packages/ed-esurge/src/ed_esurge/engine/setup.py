@@ -16,7 +16,7 @@ from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
-from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     encoder_length,
@@ -61,7 +61,7 @@ class Setup:
 
     model: LanguageModel
     config: EngineConfig
-    limits: Limits
+    limits: StepLimits
     buckets: Buckets
     windows: dict[str, int | None]
     draft: LanguageModel | None = None
@@ -122,7 +122,7 @@ class Setup:
         # free.
         follows = platform == "cpu" and not config.batch_invariant
         shapes = tuple((one.tokens, one.seqs) for one in buckets.prefill) if follows else ()
-        limits = Limits(
+        limits = StepLimits(
             max_num_seqs=seqs,
             token_budget=budget,
             max_model_len=longest,

@@ -21,9 +21,9 @@ from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     Intake,
-    Params,
-    Prompt,
+    PromptInput,
     RequestOptions,
+    RequestParams,
     as_prompts,
 )
 from ed_esurge.grammars.store import Grammars
@@ -135,8 +135,8 @@ class eSurge(EngineControl):
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
-        params: Params | None = None,
+        prompt: PromptInput,
+        params: RequestParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
         """Queue a request. `step` returns its outputs.
@@ -153,12 +153,16 @@ class eSurge(EngineControl):
         self.execute(self.prepare(request_id, prompt, params or SamplingParams(), **options))
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: Params, **options: Unpack[RequestOptions]
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: RequestParams,
+        **options: Unpack[RequestOptions],
     ) -> Add:
         """Validate and tokenize a request without queueing the request. Thread-safe."""
         return self._intake.prepare(request_id, prompt, params, **options)
 
-    def check_prompt(self, prompt: Prompt, max_tokens: int | None) -> CheckedPrompt:
+    def check_prompt(self, prompt: PromptInput, max_tokens: int | None) -> CheckedPrompt:
         """Tokenize and check a prompt; `prepare` accepts the result. Thread-safe.
 
         Args:
@@ -270,8 +274,8 @@ class eSurge(EngineControl):
 
     def _complete(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
+        prompts: Sequence[PromptInput],
+        params: Sequence[RequestParams],
         adapters: Sequence[str | None],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -314,7 +318,7 @@ class eSurge(EngineControl):
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[RequestOutput]:

@@ -21,7 +21,7 @@ from ed_esurge.outputs import (
 )
 from ed_esurge.runner.result import TokenScores
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.tokenizer import Detokenizer, StopStrings, Tokenizer
+from ed_esurge.tokenizer import Detokenizer, StopStringSearch, Tokenizer
 
 
 class Transcript:
@@ -52,7 +52,7 @@ class Transcript:
             self._detokenizer = Detokenizer(
                 self.tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens
             )
-        self._stops = StopStrings(stops, include=params.include_stop_str_in_output)
+        self._stops = StopStringSearch(stops, include=params.include_stop_str_in_output)
         self._count = 0
 
     def take(self, scores: Sequence[TokenScores]) -> CompletionOutput:

@@ -21,7 +21,7 @@ from ed_esurge.engine.channel import channel
 from ed_esurge.engine.wire import decode, encode
 from ed_esurge.runner.protocol import Runner
 
-Role = Literal["alone", "leads", "follows"]
+ProcessRole = Literal["alone", "leads", "follows"]
 
 STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
 
@@ -53,7 +53,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def role(self) -> Role:
+    def role(self) -> ProcessRole:
         """Role of this process: `leads` accepts commands, `follows` receives them."""
         ...
 
@@ -94,7 +94,7 @@ class SingleProcess:
     """The transport of an engine whose devices belong to this process: nothing is sent."""
 
     process = 0
-    role: Role = "alone"
+    role: ProcessRole = "alone"
     together = False
 
     def send(self, command: Command, runner: Runner) -> Command:
@@ -127,7 +127,7 @@ class MultiProcess:
         self._last_message = 0.0  # time on the monotonic clock
 
     @property
-    def role(self) -> Role:
+    def role(self) -> ProcessRole:
         return "leads" if distributed.is_main() else "follows"
 
     def send(self, command: Command, runner: Runner) -> Command:

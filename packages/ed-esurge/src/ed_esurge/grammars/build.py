@@ -11,7 +11,7 @@ from typing import Any
 
 from ed_esurge.grammars.limits import GrammarError, check_lark, check_regex, check_schema
 
-Source = tuple[str, Any]
+GrammarSource = tuple[str, Any]
 """The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its string(s)."""
 
 # At most one space is allowed between JSON tokens. Otherwise a model may generate white space
@@ -44,7 +44,7 @@ def make_tokenizer(serialized: str, size: int, eos_token_ids: Sequence[int]) -> 
     return LLTokenizer(serialized, n_vocab=size, eos_token=list(eos_token_ids) or None)
 
 
-def grammar_text(source: Source) -> str:
+def grammar_text(source: GrammarSource) -> str:
     """Return a structured output in llguidance's format.
 
     Raises:

@@ -64,7 +64,7 @@ def plain(kind: str, said: str) -> str:
     """Convert an error message of llguidance to a message for the sender of the grammar.
 
     Args:
-        kind: kind of the grammar; see `ed_esurge.grammars.build.Source`.
+        kind: kind of the grammar; see `ed_esurge.grammars.build.GrammarSource`.
         said: error message of the matcher.
     """
     first = next((line.strip() for line in said.splitlines() if line.strip()), "")

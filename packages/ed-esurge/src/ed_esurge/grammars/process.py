@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ed_esurge.grammars.build import Source
+from ed_esurge.grammars.build import GrammarSource
 from ed_esurge.grammars.limits import GrammarError
 
 ENDED = (
@@ -22,7 +22,7 @@ ENDED = (
     "with a smaller grammar if the error returns"
 )
 
-Answer = Future[tuple[str, float]]
+GrammarFuture = Future[tuple[str, float]]
 """The grammar in llguidance's format and the processor time of the trial in seconds, or a
 `GrammarError`."""
 
@@ -50,10 +50,10 @@ class TrialProcess:
         with self._lock:
             self._connected()
 
-    def submit(self, source: Source) -> Answer:
+    def submit(self, source: GrammarSource) -> GrammarFuture:
         """Try a grammar. Blocks while a new process starts."""
         kind, content = source
-        answer: Answer = Future()
+        answer: GrammarFuture = Future()
         with self._lock:
             connection = self._connected()
             number = next(self._numbers)
@@ -78,7 +78,7 @@ class _Connection:
     """One process and its pending answers."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, GrammarFuture] = {}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ed_esurge.grammars.worker"],
             stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.grammars.build import Source, build, grammar_text, make_tokenizer
+from ed_esurge.grammars.build import GrammarSource, build, grammar_text, make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.process import TrialProcess
 from ed_esurge.grammars.reasoning import ThoughtEnds
@@ -64,10 +64,12 @@ class Grammars:
         """Number of tokens in a mask. The tokenizer may have more tokens than the model."""
         self._lock = threading.Lock()
         self._made: tuple[Any, TrialProcess] | None = None
-        self._recent: OrderedDict[Source, Grammar] = OrderedDict()
+        self._recent: OrderedDict[GrammarSource, Grammar] = OrderedDict()
         # Includes older grammars while requests use them.
-        self._known: weakref.WeakValueDictionary[Source, Grammar] = weakref.WeakValueDictionary()
-        self._waiting: dict[Source, Future[Grammar]] = {}
+        self._known: weakref.WeakValueDictionary[GrammarSource, Grammar] = (
+            weakref.WeakValueDictionary()
+        )
+        self._waiting: dict[GrammarSource, Future[Grammar]] = {}
         self._ends: dict[tuple[str, ...], ThoughtEnds] = {}
         self._compiler = _Compiler()
 
@@ -190,21 +192,21 @@ class Grammars:
                 self._made = made, trials
             return self._made
 
-    def _find(self, source: Source) -> Grammar | None:
+    def _find(self, source: GrammarSource) -> Grammar | None:
         """Return a cached grammar or None. The caller must hold the lock."""
         known = self._known.get(source)
         if known is not None:
             self._note(source, known)
         return known
 
-    def _note(self, source: Source, grammar: Grammar) -> None:
+    def _note(self, source: GrammarSource, grammar: Grammar) -> None:
         """Mark a grammar as most recently used. The caller must hold the lock."""
         self._known[source] = self._recent[source] = grammar
         self._recent.move_to_end(source)
         while len(self._recent) > KEPT:
             self._recent.popitem(last=False)
 
-    def _tried(self, source: Source, trial: Future[tuple[str, float]]) -> None:
+    def _tried(self, source: GrammarSource, trial: Future[tuple[str, float]]) -> None:
         error = trial.exception()
         if error is not None:
             self._settle(source, error)
@@ -214,13 +216,13 @@ class Grammars:
         done.add_done_callback(lambda done: self._settle(source, done.exception() or done.result()))
         self._compiler.add(seconds, lambda: self._compile(source, text), done)
 
-    def _compile(self, source: Source, text: str | None) -> Grammar:
+    def _compile(self, source: GrammarSource, text: str | None) -> Grammar:
         matcher = build(self.tokenizer, grammar_text(source) if text is None else text)
         if matcher.is_error():
             raise GrammarError("the grammar does not compile: send a smaller one")
         return Grammar(matcher)
 
-    def _settle(self, source: Source, outcome: Grammar | BaseException) -> None:
+    def _settle(self, source: GrammarSource, outcome: Grammar | BaseException) -> None:
         """Set the result of the futures for a grammar."""
         with self._lock:
             if isinstance(outcome, Grammar):
@@ -276,7 +278,7 @@ class _Compiler:
                 done.set_result(grammar)
 
 
-def source_of(wanted: StructuredOutputs) -> Source:
+def source_of(wanted: StructuredOutputs) -> GrammarSource:
     """Return the kind and the text of a structured output, the cache key of its grammar."""
     kinds = ("json_schema", "regex", "choice", "grammar")
     return next((kind, value) for kind in kinds if (value := getattr(wanted, kind)) is not None)

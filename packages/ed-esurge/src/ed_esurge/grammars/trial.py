@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from ed_esurge.grammars.build import Source, build, grammar_text
+from ed_esurge.grammars.build import GrammarSource, build, grammar_text
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, plain
 
@@ -18,7 +18,7 @@ WALKS, STEPS = 2, 32
 STEP_SECONDS, LOCATE_SECONDS = 0.25, 0.5
 
 
-def compile_grammar(tokenizer: Any, source: Source) -> tuple[str, Any]:
+def compile_grammar(tokenizer: Any, source: GrammarSource) -> tuple[str, Any]:
     """Return a grammar in llguidance's format, and its matcher.
 
     Args:
@@ -81,7 +81,7 @@ def _choose(mask: bytes, rng: random.Random) -> int | None:
     return place * 8 + rng.choice(bits)
 
 
-def _refusal(tokenizer: Any, source: Source, said: str) -> str:
+def _refusal(tokenizer: Any, source: GrammarSource, said: str) -> str:
     """Return the message for an invalid grammar; for a schema, with a JSON path."""
     kind, content = source
     if kind != "json_schema":

@@ -15,12 +15,12 @@ from ed_esurge.replies.events import (
     CallBegins,
     CallBroken,
     CallEnds,
-    Content,
     Event,
     Reasoning,
+    ReplyText,
 )
 
-Kind = Literal["text", "thoughts", "call"]
+BlockKind = Literal["text", "thoughts", "call"]
 What = Literal["opens", "grows", "closes"]
 
 
@@ -36,7 +36,7 @@ class Block:
     """
 
     index: int
-    kind: Kind
+    kind: BlockKind
     text: str = ""
     call_id: str = ""
     name: str = ""
@@ -54,7 +54,7 @@ class Change:
     text: str = ""
 
 
-class Blocks:
+class BlockTracker:
     """Converts events to changes of blocks."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Blocks:
         changes: list[Change] = []
         for event in events:
             match event:
-                case Content(text):
+                case ReplyText(text):
                     changes += self._into("text", text)
                 case Reasoning(text):
                     changes += self._into("thoughts", text)
@@ -95,7 +95,7 @@ class Blocks:
             self._open.whole = self._open.kind != "call"
         return self._close()
 
-    def _into(self, kind: Kind, text: str) -> list[Change]:
+    def _into(self, kind: BlockKind, text: str) -> list[Change]:
         changes: list[Change] = []
         if self._open is None or self._open.kind != kind:
             changes += [*self._close(), self._begin(kind)]
@@ -104,7 +104,7 @@ class Blocks:
         block.text += text
         return [*changes, Change("grows", block, text)]
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Change:
+    def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> Change:
         self._open = Block(len(self._all), kind, call_id=call_id, name=name)
         self._all.append(self._open)
         return Change("opens", self._open)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ReplyText:
     """Text for the user."""
 
     text: str
@@ -51,11 +51,11 @@ class CallBroken:
     index: int
 
 
-Event = Content | Reasoning | CallBegins | CallArguments | CallEnds | CallBroken
+Event = ReplyText | Reasoning | CallBegins | CallArguments | CallEnds | CallBroken
 
 
 @dataclass(slots=True)
-class Call:
+class ReplyCall:
     """A call. `arguments` is JSON text, which is incomplete if the reply was truncated."""
 
     id: str
@@ -73,18 +73,18 @@ class Reply:
 
     content: str = ""
     reasoning: str = ""
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, ReplyCall] = field(default_factory=dict)
 
     def add(self, events: Iterable[Event]) -> Reply:
         """Append events."""
         for event in events:
             match event:
-                case Content(text):
+                case ReplyText(text):
                     self.content += text
                 case Reasoning(text):
                     self.reasoning += text
                 case CallBegins(index, name_id, name):
-                    self.calls[index] = Call(name_id, name)
+                    self.calls[index] = ReplyCall(name_id, name)
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
                 case CallBroken(index):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Content, Event
+from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Event, ReplyText
 from ed_esurge.replies.formats import ToolFormat
 from ed_esurge.replies.parser import ReplyParser, new_id
 
@@ -36,7 +36,7 @@ class NamedCall:
     def _called(self, events: list[Event]) -> list[Event]:
         result: list[Event] = []
         for event in events:
-            if not isinstance(event, Content):
+            if not isinstance(event, ReplyText):
                 result.append(event)
                 continue
             if not self._begun:

@@ -14,9 +14,9 @@ from ed_esurge.replies.events import (
     CallBegins,
     CallBroken,
     CallEnds,
-    Content,
     Event,
     Reasoning,
+    ReplyText,
 )
 from ed_esurge.replies.formats import ReasoningFormat, ToolFormat
 from ed_esurge.replies.scanner import Ended, Malformed, Markers, Reader, Scanner
@@ -93,7 +93,7 @@ class ReplyParser:
         self._src.ended, self._cut = True, cut
         next(self._run, None)
         if self._space and not self._trim:
-            self._events.append(Content(self._space))
+            self._events.append(ReplyText(self._space))
         return self._take()
 
     def _take(self) -> list[Event]:
@@ -197,7 +197,7 @@ class ReplyParser:
         shown = text.rstrip()
         self._space = text[len(shown) :]
         if shown:
-            self._events.append(Content(shown))
+            self._events.append(ReplyText(shown))
 
     def _thought(self, text: str) -> None:
         if self._trim_thought:

@@ -1,4 +1,5 @@
-"""The syntaxes of calls: each reads one call, or a list of calls, and reports it to a `Sink`."""
+"""The syntaxes of calls: each reads one call, or a list of calls, and reports it to a
+`CallSink`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
 MAX_DEPTH = 64
 
 
-class Sink(Protocol):
+class CallSink(Protocol):
     """Receiver of calls."""
 
     def begin(self, name: str, call_id: str | None = None) -> None:
@@ -35,7 +36,7 @@ class Sink(Protocol):
         ...
 
 
-def json_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
+def json_calls(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `{"name": …, "arguments": {…}}`, or a list of such objects."""
     yield from src.space()
     if (yield from src.peek()) != "[":
@@ -48,7 +49,7 @@ def json_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
             return
 
 
-def _object(src: Scanner, sink: Sink) -> Reader[None]:
+def _object(src: Scanner, sink: CallSink) -> Reader[None]:
     yield from src.expect("{")
     name, held, begun = None, None, False
     keys: set[str] = set()
@@ -97,7 +98,7 @@ def _arguments(src: Scanner, write: Write) -> Reader[None]:
     write("{}")
 
 
-def headed(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
+def headed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `name … {…}`. Earlier models of this kind write lists of objects after the marker."""
     yield from src.space()
     if (yield from src.peek()) in "[{":
@@ -118,7 +119,7 @@ def _end(src: Scanner, form: ToolFormat) -> Reader[None]:
         yield from src.literal(*form.ends)
 
 
-def _head(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
+def _head(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read the name before a call's arguments, without the beginning of the arguments."""
     text, marker = yield from src.head(Markers(form.name_ends))
     if marker in ("{", form.key_open, *form.ends):
@@ -129,7 +130,7 @@ def _head(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
     sink.begin(hit["name"], hit.groupdict().get("id"))
 
 
-def tagged(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
+def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `<f><key>a</key><value>1</value></f>` with the tags of the format."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
@@ -182,7 +183,7 @@ def _typed(text: str, is_text: bool | None, padding: str) -> str:
         return dumps(inner)
 
 
-def python_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
+def python_calls(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `[f(a=1, b="x"), g()]`, or one call per line."""
     listed = (yield from src.literal("[")) is not None
     paren, equals = Markers(("(",)), Markers(("=",))
@@ -222,7 +223,7 @@ def python_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
             return
 
 
-def braces(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
+def braces(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `call:f{a:<escape>text<escape>,b:[1,2]}`."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
@@ -292,7 +293,7 @@ def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
         return text.strip()
 
 
-SYNTAXES: dict[Syntax, Callable[[Scanner, Sink, ToolFormat], Reader[None]]] = {
+SYNTAXES: dict[Syntax, Callable[[Scanner, CallSink, ToolFormat], Reader[None]]] = {
     "json": json_calls,
     "headed": headed,
     "tagged": tagged,

@@ -15,9 +15,9 @@ import numpy as np
 from ed_layers.cache import RaggedBatch
 
 from ed_esurge.core.plan import PlanRow, StepPlan
-from ed_esurge.runner.buckets import Shape
+from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.sampler import SamplerRows
-from ed_esurge.runner.slots import FLOATS, OF_SAMPLING, OF_SEQUENCE, Slots
+from ed_esurge.runner.slots import FLOATS, OF_SAMPLING, OF_SEQUENCE, SlotTables
 
 # Numbers of a row that change with every step. The numbers of its slot follow.
 OF_ROW = ("kv_lens", "logits_at")
@@ -51,7 +51,7 @@ class Fields:
         featured: whether tokens may have encoder outputs.
     """
 
-    def __init__(self, shape: Shape, groups: tuple[str, ...], featured: bool = False) -> None:
+    def __init__(self, shape: StepShape, groups: tuple[str, ...], featured: bool = False) -> None:
         self.shape, self.groups, self.featured = shape, groups, featured
         numbers = len(OF_ROW) + len(OF_SEQUENCE) + len(OF_SAMPLING)
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -117,35 +117,36 @@ class BatchBuilder:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: SlotTables,
         *,
         page_size: int,
         num_pages: dict[str, int],
         apart: bool = False,
-        featured: Collection[Shape] = (),
+        featured: Collection[StepShape] = (),
     ) -> None:
         self._featured = featured
         self.page_size, self.apart = page_size, apart
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
-        self._fields: dict[Shape, Fields] = {}
-        self._decodes: dict[tuple[Shape, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._fields: dict[StepShape, Fields] = {}
+        self._decodes: dict[tuple[StepShape, int], tuple[np.ndarray, np.ndarray]] = {}
 
-    def fields(self, shape: Shape) -> Fields:
+    def fields(self, shape: StepShape) -> Fields:
         """Return the layout of a shape's buffer."""
         if shape not in self._fields:
             self._fields[shape] = Fields(shape, tuple(self.nowhere), shape in self._featured)
         return self._fields[shape]
 
-    def empty(self, shape: Shape) -> np.ndarray:
+    def empty(self, shape: StepShape) -> np.ndarray:
         """Return the buffer of a step without sequences, for compilation."""
         return self.build(StepPlan(0, ()), shape)[0]
 
-    def build(self, plan: StepPlan, shape: Shape) -> tuple[np.ndarray, Sequence[int]]:
+    def build(self, plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, Sequence[int]]:
         """Write a plan into a new buffer. The device may still read the previous buffer.
 
         Args:
-            plan: the rows, in any order; `Slots.start` and `Slots.grow` have processed them.
+            plan: the rows, in any order; `SlotTables.start` and `SlotTables.grow` have processed
+            them.
             shape: a shape that fits the plan.
 
         Returns:

@@ -11,7 +11,7 @@ TOKEN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Shape:
+class StepShape:
     """Static sizes of a step, ordered by cost.
 
     Attributes:
@@ -58,28 +58,28 @@ class Buckets:
         self.invariant = invariant
         if invariant:
             self.prefill_tokens = (max_num_tokens,)
-            self.decode = self.prefill = (Shape(max_num_tokens, max_num_tokens, pages),)
+            self.decode = self.prefill = (StepShape(max_num_tokens, max_num_tokens, pages),)
             return
         if seq_buckets is None:
             seq_buckets = [1, *geometric(4, max_num_seqs, 2)]
         seqs = sorted({min(s, max_num_seqs) for s in seq_buckets})
         largest = max(max_num_tokens, max_num_seqs + 1)
         self.prefill_tokens = tuple(geometric(min(max(min_tokens, 2), largest), largest, 4))
-        self.decode = tuple(Shape(s, s, pages) for s in seqs)
+        self.decode = tuple(StepShape(s, s, pages) for s in seqs)
         prefill = set()
         for tokens in self.prefill_tokens:
             most = max(s for s in (1, *seqs) if s < tokens)
-            prefill.add(Shape(tokens, most, pages))
+            prefill.add(StepShape(tokens, most, pages))
             if most > FEW_SEQS * TOKEN_RATIO:
-                prefill.add(Shape(tokens, FEW_SEQS, pages))
+                prefill.add(StepShape(tokens, FEW_SEQS, pages))
         self.prefill = tuple(sorted(prefill))
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[StepShape, ...]:
         """All shapes, ascending."""
         return tuple(sorted({*self.decode, *self.prefill}))
 
-    def pick(self, tokens: int, seqs: int, *, prefill: bool = False) -> Shape:
+    def pick(self, tokens: int, seqs: int, *, prefill: bool = False) -> StepShape:
         """Return the cheapest shape that fits a step.
 
         Args:

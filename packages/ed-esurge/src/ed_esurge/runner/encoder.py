@@ -18,7 +18,7 @@ from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError
 from ed_esurge.model import batch_of_one, encoder_example, encoder_length
 from ed_esurge.runner.memory import Memory
-from ed_esurge.runner.weights import Weights
+from ed_esurge.runner.weights import ServedWeights
 
 
 class ItemEncoder:
@@ -32,7 +32,7 @@ class ItemEncoder:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: ServedWeights,
         memory: Memory,
         traced: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
@@ -92,7 +92,7 @@ class SlotEncoder:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: ServedWeights,
         memory: Memory,
         traced: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:

@@ -18,7 +18,7 @@ from ed_esurge.core.request import RequestError
 from ed_esurge.model import classifies, vocab_size_of
 from ed_esurge.runner.buckets import geometric
 from ed_esurge.runner.result import StepResult
-from ed_esurge.runner.weights import Weights
+from ed_esurge.runner.weights import ServedWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 #: Length of the shortest bucket in tokens.
@@ -42,7 +42,7 @@ class EncoderRunner:
     max_logprobs = 0
 
     def __init__(self, model: LanguageModel, *, max_num_seqs: int, max_model_len: int) -> None:
-        self.weights = Weights(model)
+        self.weights = ServedWeights(model)
         self.model = self.weights.model
         self.vocab_size = vocab_size_of(model)
         self.allocated = True

@@ -21,19 +21,19 @@ from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.runner.batch import BatchBuilder
-from ed_esurge.runner.buckets import Buckets, Shape
+from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.hidden_states import pool, score
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.programs import Programs
 from ed_esurge.runner.sampler import SamplerState, sample
-from ed_esurge.runner.weights import Weights, abstract, with_adapter
+from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 
 # The step of a shape; ("score", T) and ("pool", T), which read a step's hidden states; ("put", 0),
 # which writes a line of the sampler's state; ("place", 0), an adapter.
-Name = Shape | tuple[str, int]
-PUT: Name = ("put", 0)
-PLACE: Name = ("place", 0)
+ProgramKey = StepShape | tuple[str, int]
+PUT: ProgramKey = ("put", 0)
+PLACE: ProgramKey = ("place", 0)
 
 
 class Functions:
@@ -52,7 +52,7 @@ class Functions:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: ServedWeights,
         memory: Memory,
         builder: BatchBuilder,
         guides: Guides,
@@ -66,22 +66,22 @@ class Functions:
         self._weights, self._memory, self._builder = weights, memory, builder
         self._guides, self._buckets = guides, buckets
         self.max_logprobs, self._ahead_of_time = max_logprobs, ahead_of_time
-        self._made: dict[Name, Callable[..., Any]] = {}
+        self._made: dict[ProgramKey, Callable[..., Any]] = {}
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         # Functions of an earlier process are loaded while memory is allocated.
         self._kept = self._programs()
         self._loading = self._kept.loading(self.missing()) if self._kept else None
 
-    def __getitem__(self, name: Name) -> Callable[..., Any]:
+    def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
         if name not in self._made:
             self._made[name] = self._loaded(name) or self._make(name)
         return self._made[name]
 
-    def missing(self) -> list[Name]:
+    def missing(self) -> list[ProgramKey]:
         """Return the names of the missing functions, in the order in which they are needed."""
         buckets = self._buckets
         first = buckets.prefill[0]
-        names: list[Name] = [first, *(shape for shape in buckets.shapes if shape != first)]
+        names: list[ProgramKey] = [first, *(shape for shape in buckets.shapes if shape != first)]
         names += [PUT, PLACE] if self._weights.places else [PUT]
         for tokens in buckets.prefill_tokens:
             names += [("score", tokens), ("pool", tokens)]
@@ -133,7 +133,7 @@ class Functions:
 
     # ---- functions of an earlier process
 
-    def _programs(self) -> Programs[Name] | None:
+    def _programs(self) -> Programs[ProgramKey] | None:
         """Return the files of compiled functions that processes share."""
         if not self._ahead_of_time:
             return None
@@ -144,7 +144,7 @@ class Functions:
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
         return Programs.of(weights.model, *parts)
 
-    def _loaded(self, name: Name) -> Callable[..., Any] | None:
+    def _loaded(self, name: ProgramKey) -> Callable[..., Any] | None:
         """Return the function of an earlier process, or None."""
         if self._loading is None or name not in self._loading:
             return None
@@ -157,16 +157,16 @@ class Functions:
 
     # ---- new functions
 
-    def _make(self, name: Name) -> Callable[..., Any]:
+    def _make(self, name: ProgramKey) -> Callable[..., Any]:
         return self._lower(name).compile() if self._ahead_of_time else self._jitted(name)
 
-    def _lower(self, name: Name) -> Any:
+    def _lower(self, name: ProgramKey) -> Any:
         lowered = self._jitted(name).lower(*self._arguments(name))
-        if isinstance(name, Shape):
+        if isinstance(name, StepShape):
             self._keep_hidden(name, lowered.out_info)
         return lowered
 
-    def _jitted(self, name: Name) -> Any:
+    def _jitted(self, name: ProgramKey) -> Any:
         """Return the function with a name."""
         everywhere = self._memory.everywhere
         if name == PUT:
@@ -174,7 +174,7 @@ class Functions:
         if name == PLACE:
             kept = [leaf.sharding for leaf in self._weights.places]
             return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
-        if isinstance(name, Shape):
+        if isinstance(name, StepShape):
             # Outputs that become inputs keep their sharding, so that the next step is not retraced.
             memory = self._memory
             kept = jax.tree.map(lambda x: x.sharding, (memory.cache, memory.state))
@@ -187,7 +187,7 @@ class Functions:
             return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
         return jax.jit(self.traced(self._make_score()))
 
-    def _make_step(self, shape: Shape) -> Callable[..., Any]:
+    def _make_step(self, shape: StepShape) -> Callable[..., Any]:
         fields, count = self._builder.fields(shape), self.max_logprobs
 
         def step(
@@ -228,7 +228,7 @@ class Functions:
 
     # ---- arguments of the functions
 
-    def _arguments(self, name: Name) -> tuple[Any, ...]:
+    def _arguments(self, name: ProgramKey) -> tuple[Any, ...]:
         """Return the abstract arguments of a function."""
         weights, memory = self._weights, self._memory
         cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
@@ -238,7 +238,7 @@ class Functions:
         if name == PLACE:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values
-        if isinstance(name, Shape):
+        if isinstance(name, StepShape):
             allowed = abstract(self._guides.everything(name.seqs))
             encoded = abstract(memory.encoded_of(self._builder.fields(name).featured))
             return weights.like, cache, state, self._builder.empty(name), allowed, *encoded
@@ -252,7 +252,7 @@ class Functions:
             return weights.like, hidden, of_token
         return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
 
-    def _keep_hidden(self, shape: Shape, outputs: Any) -> None:
+    def _keep_hidden(self, shape: StepShape, outputs: Any) -> None:
         """Store the abstract hidden states for `score` and `pool`, because tracing a step takes a
         second."""
         hidden = outputs[1]
@@ -260,10 +260,10 @@ class Functions:
             hidden.shape, hidden.dtype, sharding=self._memory.everywhere
         )
 
-    def _warm(self, name: Name) -> None:
+    def _warm(self, name: ProgramKey) -> None:
         """Call a function with empty inputs, so that `jax.jit` compiles the function."""
         function, leaves, memory = self[name], self._weights.leaves, self._memory
-        if isinstance(name, Shape):
+        if isinstance(name, StepShape):
             allowed = self._guides.everything(name.seqs)
             empty = self._builder.empty(name)
             encoded = memory.encoded_of(self._builder.fields(name).featured)

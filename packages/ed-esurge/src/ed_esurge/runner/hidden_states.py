@@ -11,7 +11,7 @@ from ed_layers.losses import logits_and_logz
 from ed_layers.projections.head import Head
 from jaxtyping import Array, Float, Int
 
-from ed_esurge.runner.sampler import Sampled, logprobs_of
+from ed_esurge.runner.sampler import SampledTokens, logprobs_of
 
 # Number of tokens per block of logits: 128 x 128k in float32 are 64 MiB.
 CHUNK = 128
@@ -26,12 +26,12 @@ def score(
     is the trainers' loss: the numbers agree by construction.
 
     Returns:
-        `Sampled.pack()` of each position, `w = 3 + 2 l`.
+        `SampledTokens.pack()` of each position, `w = 3 + 2 l`.
     """
 
     def of_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits, logz = logits_and_logz(part[0], head)
-        return Sampled(part[1], *logprobs_of(logits, logz, part[1], count)).pack()
+        return SampledTokens(part[1], *logprobs_of(logits, logz, part[1], count)).pack()
 
     tokens = hidden.shape[0]
     size = min(CHUNK, tokens)

@@ -23,8 +23,8 @@ from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.result import StepResult
-from ed_esurge.runner.slots import Slots
-from ed_esurge.runner.weights import Weights
+from ed_esurge.runner.slots import SlotTables
+from ed_esurge.runner.weights import ServedWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
@@ -65,7 +65,7 @@ class ModelRunner:
         self.buckets = buckets
         self.page_size, self.num_pages = page_size, num_pages
         self.vocab_size = vocab_size_of(model)
-        self.weights = Weights(model)
+        self.weights = ServedWeights(model)
         self.model = self.weights.model
         self.memory = Memory(
             self.model,
@@ -76,7 +76,7 @@ class ModelRunner:
             encoder_length=encoder_length,
         )
         guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicated)
-        self._slots = Slots(
+        self._slots = SlotTables(
             max_num_seqs,
             tuple(num_pages),
             pages=buckets.shapes[-1].pages,

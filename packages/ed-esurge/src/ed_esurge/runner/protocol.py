@@ -22,7 +22,7 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
 class RunnerWeights(Protocol):
-    """The served weights; see `ed_esurge.runner.weights.Weights`."""
+    """The served weights; see `ed_esurge.runner.weights.ServedWeights`."""
 
     @property
     def there(self) -> bool:

@@ -87,7 +87,7 @@ class SamplerState:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """Sampled tokens and log-probabilities of a step.
 
     Attributes:
@@ -122,7 +122,7 @@ def sample(
     state: SamplerState,
     max_logprobs: int,
     allowed: Int[Array, "n w"] | None = None,
-) -> tuple[Sampled, SamplerState]:
+) -> tuple[SampledTokens, SamplerState]:
     """Sample a token per row and add the token to the counts of the state.
 
     Args:
@@ -168,7 +168,7 @@ def sample(
     scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
     seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    return Sampled(jnp.where(finite, tokens, -1), *scores), replace(state, seen=seen)
+    return SampledTokens(jnp.where(finite, tokens, -1), *scores), replace(state, seen=seen)
 
 
 def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Array:

@@ -38,7 +38,7 @@ FLOATS = frozenset(OF_SAMPLING[OF_SAMPLING.index("temperature") :])
 Line = tuple[np.int32, np.ndarray, np.ndarray]
 
 
-class Slots:
+class SlotTables:
     """Tables with one row per slot. Row `num_slots` is the empty slot.
 
     Args:

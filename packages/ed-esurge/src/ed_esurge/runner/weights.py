@@ -22,7 +22,7 @@ Leaf = jax.Array | np.ndarray
 NewWeights = LanguageModel | nnx.State | list[Leaf]
 
 
-class Weights:
+class ServedWeights:
     """The arrays of the served model.
 
     Args:

@@ -18,6 +18,9 @@ AXIS_NAMES: tuple[str, ...] = ("dp", "fsdp", "ep", "tp", "sp")
 #: One mesh axis, several (the dimension is split over their product), or none (replicated).
 MeshAxes = str | tuple[str, ...] | None
 
+#: A logical axis for each dimension of an array; None for a dimension that is never sharded.
+LogicalAxes = tuple[str | None, ...]
+
 
 def split(axes: MeshAxes) -> tuple[str, ...]:
     """Return the mesh axes of one dimension as a tuple."""

@@ -27,7 +27,7 @@ from ed_infra.sharding.partition import PartitionManager, fit_spec
 
 M = TypeVar("M", bound=nnx.Module)
 State = nnx.State | nnx.Module
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 #: (regular expression over canonical names, spec of one layer) pairs; the first match decides.
 Overrides = Sequence[tuple[str, Any]]
 
@@ -57,7 +57,7 @@ class ShardedConfig(Protocol):
         ...
 
 
-def _leaves(state: State) -> list[tuple[Path, Any]]:
+def _leaves(state: State) -> list[tuple[TreePath, Any]]:
     """Return the variables of a state (or module) with their storage paths."""
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
@@ -73,7 +73,7 @@ def _axes(variable: Any) -> tuple[str | None, ...] | None:
     return None if axes is None else tuple(axes)
 
 
-def logical_axes(state: State) -> dict[Path, tuple[str | None, ...] | None]:
+def logical_axes(state: State) -> dict[TreePath, tuple[str | None, ...] | None]:
     """Return the logical axes of each variable by storage path, for one layer.
 
     A variable without declared axes has None and is replicated.
@@ -234,7 +234,7 @@ def gather(module: M, config: ShardedConfig, mesh: Mesh | None = None) -> M:
 
 
 def _placed(
-    graphdef: nnx.GraphDef, state: nnx.State, where: Callable[[Path], NamedSharding]
+    graphdef: nnx.GraphDef, state: nnx.State, where: Callable[[TreePath], NamedSharding]
 ) -> Any:
     flat = nnx.to_flat_state(state)
     arrays = [_array(variable) for _, variable in flat]
@@ -348,7 +348,7 @@ def _settings(
 
 
 def _layer_spec(
-    path: Path,
+    path: TreePath,
     variable: Any,
     rules: Rules[PartitionSpec],
     manager: PartitionManager,

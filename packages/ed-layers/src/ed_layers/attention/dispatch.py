@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.mechanism import Mechanism, check, choose, choose_for_cache
 from ed_layers.attention.registry import run
-from ed_layers.attention.scoring import Alibi, Limit, RelativeBias, Scoring
+from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, WindowLimit
 from ed_layers.cache.protocol import Cache, Layer
 from ed_layers.cache.ragged import RaggedBatch
 
@@ -38,8 +38,8 @@ def attend(
     layer: Layer = 0,
     ragged: RaggedBatch | None = None,
     group: str = "full",
-    window: Limit | None = None,
-    chunk: Limit | None = None,
+    window: WindowLimit | None = None,
+    chunk: WindowLimit | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
     scale: float | None = None,

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from ed_layers.attention.scoring import FEATURES, Scoring
 from ed_layers.cache.codes import Codes, decode
-from ed_layers.cache.protocol import Stored
+from ed_layers.cache.protocol import StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Cached(Call):
         stored: keys and values of one layer, and the mask over its slots.
     """
 
-    stored: Stored
+    stored: StoredLayer
     reads: ClassVar[Reads] = "cache"
 
     @property

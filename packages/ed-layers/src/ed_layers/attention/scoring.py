@@ -33,15 +33,15 @@ FEATURES: dict[str, str] = {
 }
 
 #: A window or a chunk: an int, or a traced scalar in which 0 = no limit.
-Limit = int | Int[Array, ""]
+WindowLimit = int | Int[Array, ""]
 
 
-def static(limit: Limit | None) -> bool:
+def static(limit: WindowLimit | None) -> bool:
     """Return whether a window or chunk is known when the program is traced."""
     return limit is None or isinstance(limit, int)
 
 
-def limit_of(limit: Limit | None) -> int | None:
+def limit_of(limit: WindowLimit | None) -> int | None:
     """Return a static window or chunk; None for "no limit", which may also be 0."""
     return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -140,8 +140,8 @@ class Scoring:
     """
 
     scale: float
-    window: Limit | None = None
-    chunk: Limit | None = None
+    window: WindowLimit | None = None
+    chunk: WindowLimit | None = None
     soft_cap: float | None = None
     sinks: Float[Array, " h"] | None = None
     bias: Float[Array, "#b #h s t"] | None = None

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from ed_layers.cache.codes import Codes, Numbers, encode, first_numbers, map_slots
-from ed_layers.cache.protocol import KeysValues, Stored, keys_values
+from ed_layers.cache.protocol import KeysValues, StoredLayer, keys_values
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.sharded import splits_slots, write_rows
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, uniform
@@ -44,7 +44,7 @@ STATIC = {"static": True}
 
 
 @dataclass(frozen=True)
-class Rows:
+class CacheRows:
     """Keys and values as [b, g, t, k] per layer: decoding with batch size 1 reads each head
     contiguously.
 
@@ -162,14 +162,16 @@ class Rows:
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
         group: str = "full",
-    ) -> tuple[Self, Stored]:
+    ) -> tuple[Self, StoredLayer]:
         """Store the keys and values of one layer; see `Cache.update`."""
         if mask_info is None:
             raise ValueError("a cache of rows needs mask_info, which its begin() returns")
         return self.store(layer, kv, mask_info)
 
     @abstractmethod
-    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+    def store(
+        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
+    ) -> tuple[Self, StoredLayer]:
         """Store the keys and values of one layer; `update` calls this method."""
 
     def write(self, layer: Layer, kv: KeysValues, slots: Int[Array, "b s"]) -> Self:
@@ -184,7 +186,7 @@ class Rows:
             return replace(self, keys=keys)
         return replace(self, keys=keys, values=stored(self.values, kv[1]))
 
-    def read(self, layer: Layer, mask_info: MaskInfo, *, ordered: bool = False) -> Stored:
+    def read(self, layer: Layer, mask_info: MaskInfo, *, ordered: bool = False) -> StoredLayer:
         """Return one layer as attention reads it."""
         keys, at = locate(self.keys, layer)
         if self.values is None:
@@ -193,12 +195,12 @@ class Rows:
             values = first_numbers(keys, self.value_dim)
         else:
             values, _ = locate(self.values, layer)
-        return Stored(keys, values, at, mask_info, self.layout, ordered, self.sharding)
+        return StoredLayer(keys, values, at, mask_info, self.layout, ordered, self.sharding)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DenseCache(Rows):
+class DenseCache(CacheRows):
     """All tokens of each row: token i is in slot i."""
 
     SLOTS: ClassVar[str | None] = "key_sequence"
@@ -242,7 +244,9 @@ class DenseCache(Rows):
         )
         return cache, mask_info, positions
 
-    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+    def store(
+        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
+    ) -> tuple[Self, StoredLayer]:
         """Store the keys and values of one layer after the previous tokens; return all slots.
 
         A row with more tokens than slots stores NaN in its last slot, which every later query of
@@ -262,7 +266,7 @@ class DenseCache(Rows):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class WindowCache(Rows):
+class WindowCache(CacheRows):
     """The last `w` tokens of each row, for layers with a window: token i is in slot i % w.
 
     Attributes:
@@ -322,7 +326,9 @@ class WindowCache(Rows):
             )
         return cache, MaskInfo(segments, kv[0], positions, kv[1]), positions
 
-    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+    def store(
+        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
+    ) -> tuple[Self, StoredLayer]:
         """Store the keys and values of this step; return those that its queries see."""
         kv = keys_values(kv, values_in_keys=self.values is None)
         if self.slots is None:
@@ -340,7 +346,7 @@ class WindowCache(Rows):
             values = first_numbers(keys, self.value_dim)
         else:
             values = behind(before.v, kv[1])
-        return cache, Stored(keys, values, (), mask, self.layout)
+        return cache, StoredLayer(keys, values, (), mask, self.layout)
 
 
 def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b s"]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.cache.contiguous import Rows, marked
+from ed_layers.cache.contiguous import CacheRows, marked
 from ed_layers.cache.paged import PagedCache
-from ed_layers.cache.protocol import KeysValues, Pages, Stored, keys_values
+from ed_layers.cache.protocol import KeysValues, Pages, StoredLayer, keys_values
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer, Layout, StorageOptions
@@ -25,10 +25,12 @@ from ed_layers.cache.storage import Layer, Layout, StorageOptions
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CrossCache(Rows):
+class CrossCache(CacheRows):
     """Keys and values of an encoder, written once and then read."""
 
-    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+    def store(
+        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
+    ) -> tuple[Self, StoredLayer]:
         """Write the keys and values of an encoder, if there are any, and return the stored ones.
 
         Args:

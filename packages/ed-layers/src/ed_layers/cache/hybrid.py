@@ -18,13 +18,13 @@ from jaxtyping import Array, Int
 from ed_layers.cache.contiguous import DenseCache, WindowCache, counted
 from ed_layers.cache.cross import CrossCache, CrossSlots
 from ed_layers.cache.paged import PagedCache
-from ed_layers.cache.protocol import KeysValues, Pages, States, Stored
+from ed_layers.cache.protocol import KeysValues, Pages, States, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.recurrent import RecurrentCache
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, grouped
 from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions
 
-Memory = DenseCache | WindowCache | CrossCache | PagedCache | CrossSlots | RecurrentCache
+LayerCache = DenseCache | WindowCache | CrossCache | PagedCache | CrossSlots | RecurrentCache
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,7 @@ class HybridCache:
         capacity: maximum number of tokens of a row; None for pages.
     """
 
-    caches: dict[str, Memory]
+    caches: dict[str, LayerCache]
     masks: dict[str, MaskInfo]
     tokens: Int[Array, " b"] | None
     table: Table = field(metadata={"static": True})
@@ -71,7 +71,7 @@ class HybridCache:
             ConfigError: `cross_capacity` is missing.
         """
 
-        def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
+        def make(group: str, specs: Sequence[LayerCacheSpec]) -> LayerCache:
             window, size = specs[0].window, capacity
             # A window that is longer than every row drops no token.
             kind = DenseCache if window is None or window >= capacity else WindowCache
@@ -112,7 +112,7 @@ class HybridCache:
             ConfigError: `num_states`, `cross_capacity` or a group of `num_pages` is missing.
         """
 
-        def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
+        def make(group: str, specs: Sequence[LayerCacheSpec]) -> LayerCache:
             if group == "cross":
                 if num_states is None or cross_capacity is None:
                     raise ConfigError(
@@ -187,7 +187,7 @@ class HybridCache:
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
         group: str = "full",
-    ) -> tuple[HybridCache, Stored | Pages]:
+    ) -> tuple[HybridCache, StoredLayer | Pages]:
         """Store the keys and values of one layer; return the arrays that attention reads.
 
         Args:
@@ -248,7 +248,7 @@ class HybridCache:
 
     def select_rows(self, rows: Int[Array, " n"]) -> HybridCache:
         """Select rows of the cache; see `ContiguousCache.select_rows`."""
-        caches: dict[str, Memory] = {}
+        caches: dict[str, LayerCache] = {}
         for group, cache in self.caches.items():
             if self.tokens is None or isinstance(cache, PagedCache | CrossSlots):
                 raise ValueError("pages have no rows: a RaggedBatch says which sequence has which")
@@ -264,7 +264,7 @@ class HybridCache:
 
     def rewind(self, tokens: Int[Array, " b"]) -> HybridCache:
         """Keep the first `tokens` of each row; see `ContiguousCache.rewind`."""
-        caches: dict[str, Memory] = {}
+        caches: dict[str, LayerCache] = {}
         for group, cache in self.caches.items():
             if not isinstance(cache, DenseCache):
                 raise ValueError(f"the layers of group {group!r} cannot forget: see can_rewind")
@@ -278,7 +278,7 @@ class HybridCache:
             return cache, index
         raise ValueError(f"group {group!r} keeps keys and values: its layers call update()")
 
-    def memory(self, layer: Layer, group: str) -> tuple[Memory, Layer]:
+    def memory(self, layer: Layer, group: str) -> tuple[LayerCache, Layer]:
         """Return the cache of a group, and the index of a layer of the model in this cache; the
         index is static if the number of the layer is.
 
@@ -304,10 +304,10 @@ class HybridCache:
 
 def memories(
     specs: Sequence[LayerSpecs],
-    make: Callable[[str, Sequence[LayerCacheSpec]], Memory],
+    make: Callable[[str, Sequence[LayerCacheSpec]], LayerCache],
     num_states: int | None,
     storage: StorageOptions,
-) -> tuple[dict[str, Memory], Table]:
+) -> tuple[dict[str, LayerCache], Table]:
     """Create the cache of each group, and the table of the layers.
 
     Args:
@@ -315,7 +315,7 @@ def memories(
         num_states: rows, or state slots, of recurrent layers.
     """
     store, (table, groups) = Storage(**storage), grouped(specs)
-    caches: dict[str, Memory] = {}
+    caches: dict[str, LayerCache] = {}
     for group, members in groups.items():
         states = [spec for spec in members if isinstance(spec, RecurrentSpec)]
         if not states:

@@ -39,7 +39,7 @@ States = dict[str, jax.Array]
     meta_fields=["layout", "ordered", "sharding"],
 )
 @dataclass(frozen=True)
-class Stored:
+class StoredLayer:
     """One layer of a contiguous cache, as attention reads it.
 
     Attributes:
@@ -119,7 +119,7 @@ class Cache(Protocol):
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
         group: str = "full",
-    ) -> tuple[Self, Stored | Pages]:
+    ) -> tuple[Self, StoredLayer | Pages]:
         """Store the keys and values of one layer, and return the arrays that attention reads.
 
         Args:

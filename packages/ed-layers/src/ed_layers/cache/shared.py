@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import jax
 from ed_infra.masks import MaskInfo
 
-from ed_layers.cache.protocol import Cache, KeysValues, Layer, Pages, Stored
+from ed_layers.cache.protocol import Cache, KeysValues, Layer, Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.storage import Layout
 
 #: The arrays that attention reads: of a cache, or the keys and values of this step without a cache.
-Reading = Stored | Pages | KeysValues
+Reading = StoredLayer | Pages | KeysValues
 
 
 @jax.tree_util.register_dataclass

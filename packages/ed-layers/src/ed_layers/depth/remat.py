@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from ed_infra.errors import ConfigError, unknown_name
 
-Policy = Callable[..., Any]
+RematPolicy = Callable[..., Any]
 
 POLICIES = jax.checkpoint_policies
 #: Memory kinds of jax: device memory, and pinned host memory that the device can copy directly.
@@ -27,7 +27,7 @@ MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
 ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
 
 #: Policies without targets.
-FIXED: dict[str, Policy] = {
+FIXED: dict[str, RematPolicy] = {
     "everything_saveable": POLICIES.everything_saveable,
     "nothing_saveable": POLICIES.nothing_saveable,
     "checkpoint_dots": POLICIES.dots_saveable,
@@ -43,7 +43,7 @@ FIXED: dict[str, Policy] = {
 }
 
 #: Policies with targets.
-BY_NAME: dict[str, Callable[..., Policy]] = {
+BY_NAME: dict[str, Callable[..., RematPolicy]] = {
     "save_only_these_names": POLICIES.save_only_these_names,
     "save_any_names_but_these": POLICIES.save_any_names_but_these,
     "save_anything_except_these_names": POLICIES.save_anything_except_these_names,
@@ -151,7 +151,7 @@ class Remat:
         return remat
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> RematPolicy:
         """The policy function for `jax.checkpoint`; undefined for the policy ""."""
         return FIXED[self.name] if self.name in FIXED else BY_NAME[self.name](*self.targets)
 

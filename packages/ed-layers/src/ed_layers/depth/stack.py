@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
-from ed_infra.outputs import Report
+from ed_infra.outputs import LayerReport
 from ed_infra.parameter_names import Run
 from ed_infra.sharding.placement import constrain
 from flax import nnx
@@ -39,7 +39,7 @@ class Stack(nnx.Module):
 
     A layer is called as `layer(x, ctx, cache, index) -> (x, cache, report)`. In a scan the index is
     a traced number, so a layer can index a table with it, for example a table of windows. The
-    report (`ed_infra.outputs.Report`) has one structure for all layers of a run.
+    report (`ed_infra.outputs.LayerReport`) has one structure for all layers of a run.
 
     Args:
         make: `make(layer_index, rngs)` builds one layer.
@@ -93,7 +93,7 @@ class Stack(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any = None, *, keep_hidden: bool = False
-    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+    ) -> tuple[Float[Array, "b s d"], Any, LayerReport, tuple[jax.Array, ...] | None]:
         """Run all layers.
 
         Args:
@@ -108,7 +108,7 @@ class Stack(nnx.Module):
             ConfigError: no layer produces one of the `gradient_checkpointing_targets`.
         """
         hidden: list[jax.Array] = []
-        reports: list[Report] = []
+        reports: list[LayerReport] = []
         apply = partial(apply_layer, ctx=ctx)
         remat = self.remat if ctx.mode == "train" else Remat()
         remat.check(self.names(apply, x, cache))
@@ -136,7 +136,7 @@ class Stack(nnx.Module):
             if kept is not None:
                 hidden.extend(kept.reshape(run.count, *x.shape))
             reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
-        return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
+        return x, cache, sum(reports, LayerReport()), (*hidden, x) if keep_hidden else None
 
     def fold(self, call: Callable[[Any, CarryT, Any], CarryT], carry: CarryT) -> CarryT:
         """Return `carry = call(layer, carry, index)` after all layers, without hidden states.

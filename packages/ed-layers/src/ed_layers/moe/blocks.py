@@ -49,14 +49,14 @@ class Matrices(Protocol):
 
 #: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on; for an adapter
 #: "up_proj.lora_a" and "up_proj.lora_b", which contains the scale. A quantized kernel is a pytree.
-Params = Mapping[str, jax.Array | Matrices]
+ExpertParams = Mapping[str, jax.Array | Matrices]
 #: `(name of a layer, x) -> y`: multiplies the rows of `x` by the matrices of their experts.
-Product = Callable[[str, jax.Array], jax.Array]
+ExpertProduct = Callable[[str, jax.Array], jax.Array]
 #: A feed-forward network as a function of its products.
-Network = Callable[[jax.Array, Product], jax.Array]
+Network = Callable[[jax.Array, ExpertProduct], jax.Array]
 
 
-def product_of(params: Params, precision: Any) -> Product:
+def product_of(params: ExpertParams, precision: Any) -> ExpertProduct:
     """Return the layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
@@ -78,13 +78,13 @@ def plain(array: jax.Array | Matrices) -> jax.Array:
     return array
 
 
-def apart(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+def apart(params: ExpertParams) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the parameters into those with gradients and those without."""
     learned = {n: v for n, v in params.items() if isinstance(v, jax.Array) or v.learns}
     return learned, {name: v for name, v in params.items() if name not in learned}
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Rows sorted by expert; the rows of each expert are padded to whole blocks.
 
     Attributes:
@@ -111,7 +111,7 @@ class Blocks(NamedTuple):
         return self.token.shape[0] // self.expert.shape[0]
 
 
-def blocks_of(chosen: Int[Array, "n k"], experts: int) -> Blocks:
+def blocks_of(chosen: Int[Array, "n k"], experts: int) -> ExpertBlocks:
     """Sort the pairs by expert; a block holds about half of the rows of one expert."""
     n, k = chosen.shape
     size = min(256, max(1, 1 << (n * k // experts).bit_length() - 1)) if n * k > experts else 1
@@ -132,7 +132,7 @@ def blocks_of(chosen: Int[Array, "n k"], experts: int) -> Blocks:
     of_pair = jnp.minimum(flat, experts - 1)
     place = first[of_pair] * size + jnp.argsort(order) - starts[of_pair]
     place = jnp.clip(place, 0, most * size - 1).reshape(n, k)
-    return Blocks(choice // k, choice, real, place, chosen < experts, expert, ends[-1])
+    return ExpertBlocks(choice // k, choice, real, place, chosen < experts, expert, ends[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -141,8 +141,8 @@ def over_blocks(
     precision: Any,
     x: Float[Array, "n d"],
     weights: Float[Array, "n k"],
-    params: Params,
-    plan: Blocks,
+    params: ExpertParams,
+    plan: ExpertBlocks,
 ) -> Float[Array, "n d"]:
     """Loop over the blocks that hold rows, without copying a matrix."""
     rows = x[plan.token]
@@ -198,11 +198,11 @@ def _backward(network, precision, kept, g):
 over_blocks.defvjp(_forward, _backward)
 
 
-def block_of(rows: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
+def block_of(rows: jax.Array, i: jax.Array, plan: ExpertBlocks) -> jax.Array:
     """Return the rows of block `i`."""
     return jax.lax.dynamic_slice_in_dim(rows, i * plan.size, plan.size)
 
 
-def put_block(rows: jax.Array, block: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
+def put_block(rows: jax.Array, block: jax.Array, i: jax.Array, plan: ExpertBlocks) -> jax.Array:
     """Write block `i`."""
     return jax.lax.dynamic_update_slice_in_dim(rows, block, i * plan.size, 0)

@@ -17,7 +17,14 @@ from jaxtyping import Array, Float, Int
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.devices import platform_of
-from ed_layers.moe.blocks import Network, Params, Product, blocks_of, over_blocks, product_of
+from ed_layers.moe.blocks import (
+    ExpertParams,
+    ExpertProduct,
+    Network,
+    blocks_of,
+    over_blocks,
+    product_of,
+)
 from ed_layers.moe.groups import over_groups
 from ed_layers.moe.mesh import ExpertMesh
 from ed_layers.parts import Parts
@@ -75,7 +82,7 @@ class Experts(nnx.Module):
         """Apply the activation and the gate between the layers."""
         return self.act(gate) * up
 
-    def network(self, x: Float[Array, "r d"], product: Product) -> Float[Array, "r d"]:
+    def network(self, x: Float[Array, "r d"], product: ExpertProduct) -> Float[Array, "r d"]:
         """Apply the network of the experts with the given product."""
         up = product("up_proj", x)
         inner = self.glu(product("gate_proj", x), up) if self.gated else self.act(up)
@@ -117,7 +124,7 @@ class Experts(nnx.Module):
         x: Float[Array, "b s d"],
         chosen: Int[Array, "b s k"],
         weights: Float[Array, "b s k"],
-        params: Params,
+        params: ExpertParams,
         ctx: Ctx,
     ) -> Float[Array, "b s d"]:
         """Apply the experts `params` to the tokens of one device."""
@@ -143,7 +150,7 @@ def dense(
     x: Float[Array, "n d"],
     chosen: Int[Array, "n k"],
     weights: Float[Array, "n k"],
-    params: Params,
+    params: ExpertParams,
 ) -> Float[Array, "n d"]:
     """Apply every expert to every token."""
     experts = params["up_proj.kernel"].shape[0]

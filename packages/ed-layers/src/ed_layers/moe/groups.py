@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ed_layers.moe.blocks import Matrices, Network, Params, apart, plain
+from ed_layers.moe.blocks import ExpertParams, Matrices, Network, apart, plain
 
 
 def over_groups(
@@ -21,7 +21,7 @@ def over_groups(
     x: Float[Array, "n d"],
     chosen: Int[Array, "n k"],
     weights: Float[Array, "n k"],
-    params: Params,
+    params: ExpertParams,
     share: int = 1,
 ) -> Float[Array, "n d"]:
     """Compute each layer as one grouped product over the rows of the local experts.
@@ -49,7 +49,7 @@ def grouped(
     network: Network,
     precision: Any,
     rows: Float[Array, "r d"],
-    params: Params,
+    params: ExpertParams,
     bounds: Int[Array, " bounds"],
 ) -> Float[Array, "r d"]:
     """Apply the experts to their rows; those of expert i start at `bounds[i]`. The rest is zero."""
@@ -81,7 +81,7 @@ def one_part(
     size: int,
     i: Int[Array, ""],
     operands: tuple[jax.Array, jax.Array, dict[str, jax.Array]],
-    plan: tuple[jax.Array, jax.Array, Params],
+    plan: tuple[jax.Array, jax.Array, ExpertParams],
 ) -> Float[Array, "n d"]:
     """Return the contribution of the rows from `i * size` to `(i + 1) * size` to the output."""
     (x, weights, learned), (order, bounds, frozen) = operands, plan

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from ed_infra.outputs import Metric, Report
+from ed_infra.outputs import LayerReport, Metric
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -101,7 +101,7 @@ class Router(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx
-    ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"], Report]:
+    ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"], LayerReport]:
         """Return the experts of each token, their weights, and the report.
 
         Padding tokens get the expert number e, which does not exist.
@@ -110,7 +110,7 @@ class Router(nnx.Module):
         logits = ctx.named(logits, "moe_router_logits")
         chosen, weights = self.choose(logits)
         real = ctx.real
-        report = Report()
+        report = LayerReport()
         if ctx.mode == "train":
             counted = jnp.ones(x.shape[:2], bool) if real is None else real
             report = self.report(logits, chosen, counted)
@@ -172,7 +172,7 @@ class Router(nnx.Module):
 
     def report(
         self, logits: Float[Array, "b s e"], chosen: Int[Array, "b s k"], real: Bool[Array, "b s"]
-    ) -> Report:
+    ) -> LayerReport:
         """See the class."""
         experts = logits.shape[-1]
         tokens = jnp.sum(real, dtype=jnp.float32)
@@ -181,7 +181,7 @@ class Router(nnx.Module):
             hits = jax.nn.one_hot(chosen, experts) * real[..., None, None]
             return jnp.sum(hits, axis=(0, 1, 2))
 
-        report = Report()
+        report = LayerReport()
         if self.z_loss:
             squares = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real
             report.losses["router_z"] = Metric(self.z_loss * jnp.sum(squares), tokens)
@@ -229,7 +229,9 @@ class SparseMLP(nnx.Module):
             )
         self.scale_inputs = scale_inputs
 
-    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> tuple[Float[Array, "b s d"], Report]:
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx
+    ) -> tuple[Float[Array, "b s d"], LayerReport]:
         """Return the output [b, s, d] and the report of the router."""
         x = ctx.named(x, "normed_input")
         chosen, weights, report = self.gate(x, ctx)
@@ -264,7 +266,7 @@ class SparseMLP(nnx.Module):
         return routed + shared
 
 
-def balance(report: Report, config: Any) -> Report:
+def balance(report: LayerReport, config: Any) -> LayerReport:
     """Compute the auxiliary loss of Fedus et al. 2021 from the counts of all routers.
 
     As in `transformers`, the loss is `e * sum(load * probability)` of the mean over the layers,

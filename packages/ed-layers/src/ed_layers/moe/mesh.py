@@ -21,17 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.sharding.axes import split
+from ed_infra.sharding.axes import LogicalAxes, split
 from ed_infra.sharding.partition import fit_spec
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ed_layers.devices import axes_of, ways
-from ed_layers.moe.blocks import Matrices, Params, plain
-from ed_layers.projections.linear import Axes
+from ed_layers.moe.blocks import ExpertParams, Matrices, plain
 
 #: `(x, chosen, weights, params) -> out`: applies the experts of one device to its tokens.
-Local = Callable[[jax.Array, jax.Array, jax.Array, Params], jax.Array]
+Local = Callable[[jax.Array, jax.Array, jax.Array, ExpertParams], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class ExpertMesh:
     def of(
         cls,
         config: EasyDeLBaseConfig,
-        params: Params,
-        axes: Mapping[str, Axes],
+        params: ExpertParams,
+        axes: Mapping[str, LogicalAxes],
         shape: tuple[int, ...],
         mode: str,
     ) -> ExpertMesh:
@@ -103,7 +102,7 @@ class ExpertMesh:
         x: Float[Array, "b s d"],
         chosen: Int[Array, "b s k"],
         weights: Float[Array, "b s k"],
-        params: Params,
+        params: ExpertParams,
     ) -> Float[Array, "b s d"]:
         """Return the sum over the experts of each token, computed on the devices of the experts."""
         # One array, so that one collective moves both.
@@ -150,7 +149,7 @@ class ExpertMesh:
 
 
 def whole_groups(
-    config: EasyDeLBaseConfig, params: Params, axes: Mapping[str, Axes]
+    config: EasyDeLBaseConfig, params: ExpertParams, axes: Mapping[str, LogicalAxes]
 ) -> dict[str, PartitionSpec]:
     """Return the partition specs of the experts' matrices and biases.
 

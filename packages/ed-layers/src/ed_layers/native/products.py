@@ -91,7 +91,7 @@ def products(
     return [*call(x, *matrices, transposed=transposed, act=number_of(act))]
 
 
-class Codes(NamedTuple):
+class QuantizedMatrix(NamedTuple):
     """A quantized matrix, `(levels - zero) * scale`.
 
     Attributes:
@@ -110,7 +110,7 @@ class Codes(NamedTuple):
 
 def products_of_codes(
     x: Float[Array, "n i"],
-    matrices: Sequence[Codes],
+    matrices: Sequence[QuantizedMatrix],
     *,
     transposed: bool = False,
     whole: bool = False,
@@ -145,7 +145,7 @@ def product_of_codes(
     whole: bool = False,
 ) -> Float[Array, "n o"]:
     """Return `products_of_codes` for the single matrix `Codes(codes, scale, zero, table)`."""
-    matrix = Codes(codes, scale, zero, table)
+    matrix = QuantizedMatrix(codes, scale, zero, table)
     return products_of_codes(x, (matrix,), transposed=transposed, whole=whole)[0]
 
 

@@ -15,7 +15,7 @@ from ed_layers.context import STREAM, named
 from ed_layers.projections.linear import Initializer, Product
 
 
-class Rows(Protocol):
+class TableRows(Protocol):
     """A table [v, d] that is not a plain array (quantized): a pytree that returns rows."""
 
     @property
@@ -48,7 +48,7 @@ class Embed(nnx.Module):
         self.config = config
 
     @property
-    def table(self) -> jax.Array | Rows:
+    def table(self) -> jax.Array | TableRows:
         """[v, d]; its transpose is the matrix of a tied head."""
         return self.embedding.get_value()
 

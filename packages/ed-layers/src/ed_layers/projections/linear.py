@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from ed_infra.sharding.axes import LogicalAxes
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -17,7 +18,6 @@ from ed_layers.context import Ctx
 from ed_layers.projections.matmul import matmul
 
 Initializer = jax.nn.initializers.Initializer
-Axes = tuple[str | None, ...]
 
 
 @runtime_checkable
@@ -92,7 +92,7 @@ class Linear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
-        axes: Axes,
+        axes: LogicalAxes,
         use_bias: bool = False,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
@@ -140,7 +140,7 @@ class ExpertLinear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
-        axes: Axes,
+        axes: LogicalAxes,
         use_bias: bool = False,
         param_dtype: jnp.dtype = jnp.float32,
         kernel_init: Initializer,
@@ -158,5 +158,5 @@ class ExpertLinear(nnx.Module):
         return {name: v for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Return the values of the variables as `ed_layers.moe.blocks.Params`."""
+        """Return the values of the variables as `ed_layers.moe.blocks.ExpertParams`."""
         return {name: variable.get_value() for name, variable in self.variables().items()}

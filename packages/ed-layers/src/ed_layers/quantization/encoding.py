@@ -11,7 +11,7 @@ import numpy as np
 from ed_infra.specs import EasyDeLQuantizationConfig
 from jaxtyping import Array, Float
 
-from ed_layers.quantization.formats import ACTIVATIONS_TOO, FORMATS, Format
+from ed_layers.quantization.formats import ACTIVATIONS_TOO, FORMATS, StorageFormat
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.stored import Scales, pack
 
@@ -42,7 +42,7 @@ def encode(
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _encoded(x: jax.Array, form: Format, group: int, double: bool) -> QArray:
+def _encoded(x: jax.Array, form: StorageFormat, group: int, double: bool) -> QArray:
     def one(x: jax.Array) -> QArray:
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-2], -1, group, x.shape[-1])
         codes, scale, zero = form.encode(grouped)

@@ -49,7 +49,7 @@ _MX = 32  # values of a block, in every microscaling format
 Grouped = Float[Array, "*lead n k o"]
 
 
-class Encoded(NamedTuple):
+class GroupCodes(NamedTuple):
     """The result of an encoder for groups [.., n, k, o]: codes of the same shape, scales [.., n,
     o]."""
 
@@ -59,7 +59,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class StorageFormat:
     """A storage format of numbers.
 
     Attributes:
@@ -70,7 +70,7 @@ class Format:
         only: whether no other group size is possible.
     """
 
-    encode: Callable[[Grouped], Encoded]
+    encode: Callable[[Grouped], GroupCodes]
     level: Callable[[jax.Array], jax.Array]
     packed: bool = False
     group: int | None = None
@@ -161,33 +161,33 @@ def _lookup(levels: tuple[float, ...]) -> Callable[[jax.Array], jax.Array]:
     return level
 
 
-def nf4(x: Grouped) -> Encoded:
+def nf4(x: Grouped) -> GroupCodes:
     """Return the nearest of 16 quantiles of a normal distribution, relative to the largest
     magnitude."""
     scale, y = _absmax(x)
-    return Encoded(_above(y, _middles(NF4)), scale)
+    return GroupCodes(_above(y, _middles(NF4)), scale)
 
 
-def int8(x: Grouped) -> Encoded:
+def int8(x: Grouped) -> GroupCodes:
     """Return whole numbers from -127 to 127."""
     scale, y = _scaled(x, 127.0)
-    return Encoded(jnp.round(y).astype(jnp.int8), scale)
+    return GroupCodes(jnp.round(y).astype(jnp.int8), scale)
 
 
-def int4(x: Grouped) -> Encoded:
+def int4(x: Grouped) -> GroupCodes:
     """Return whole numbers from 0 to 15, and the zero: the code of 0."""
     low, high = jnp.minimum(jnp.min(x, axis=-2), 0), jnp.maximum(jnp.max(x, axis=-2), 0)
     scale = (high - low) * np.float32(1 / 15)
     safe = jnp.where(scale == 0, 1, scale)
     zero = jnp.clip(jnp.round(-low / safe), 0, 15)
     codes = jnp.round(x / safe[..., None, :]) + zero[..., None, :]
-    return Encoded(jnp.clip(codes, 0, 15).astype(jnp.uint8), scale, zero.astype(jnp.uint8))
+    return GroupCodes(jnp.clip(codes, 0, 15).astype(jnp.uint8), scale, zero.astype(jnp.uint8))
 
 
-def fp8(x: Grouped) -> Encoded:
+def fp8(x: Grouped) -> GroupCodes:
     """Return float8_e4m3fn numbers; the largest magnitude of a group becomes 448."""
     scale, y = _scaled(x, _FP8)
-    return Encoded(y.astype(jnp.float8_e4m3fn), scale)
+    return GroupCodes(y.astype(jnp.float8_e4m3fn), scale)
 
 
 def _mx(x: Grouped, exponent: int) -> tuple[jax.Array, jax.Array]:
@@ -203,18 +203,18 @@ def _mx(x: Grouped, exponent: int) -> tuple[jax.Array, jax.Array]:
     return scale, jnp.ldexp(x, -power[..., None, :])
 
 
-def mxfp8(x: Grouped) -> Encoded:
+def mxfp8(x: Grouped) -> GroupCodes:
     """Return float8_e4m3fn numbers with a power of two for each block of 32."""
     scale, y = _mx(x, 8)
-    return Encoded(jnp.clip(y, -_FP8, _FP8).astype(jnp.float8_e4m3fn), scale)
+    return GroupCodes(jnp.clip(y, -_FP8, _FP8).astype(jnp.float8_e4m3fn), scale)
 
 
-def mxfp4(x: Grouped) -> Encoded:
+def mxfp4(x: Grouped) -> GroupCodes:
     """Return E2M1 numbers with a power of two for each block of 32; ties round to the even
     mantissa."""
     scale, y = _mx(x, 2)
     magnitude = _above(jnp.abs(y), _middles(E2M1), closed=np.arange(7) % 2 == 1)
-    return Encoded(magnitude | jnp.where(y < 0, 8, 0).astype(jnp.uint8), scale)
+    return GroupCodes(magnitude | jnp.where(y < 0, 8, 0).astype(jnp.uint8), scale)
 
 
 def _number(codes: jax.Array) -> jax.Array:
@@ -235,13 +235,13 @@ def _float8(codes: jax.Array) -> jax.Array:
 
 
 #: Name -> format.
-FORMATS: dict[str, Format] = {
-    "nf4": Format(nf4, _lookup(NF4), packed=True, group=64),
-    "int8": Format(int8, _number),
-    "int4": Format(int4, _number, packed=True, group=64),
-    "fp8": Format(fp8, _float8),
-    "mxfp8": Format(mxfp8, _float8, group=_MX, only=True),
-    "mxfp4": Format(
+FORMATS: dict[str, StorageFormat] = {
+    "nf4": StorageFormat(nf4, _lookup(NF4), packed=True, group=64),
+    "int8": StorageFormat(int8, _number),
+    "int4": StorageFormat(int4, _number, packed=True, group=64),
+    "fp8": StorageFormat(fp8, _float8),
+    "mxfp8": StorageFormat(mxfp8, _float8, group=_MX, only=True),
+    "mxfp4": StorageFormat(
         mxfp4, _lookup((*E2M1, *(-x for x in E2M1))), packed=True, group=_MX, only=True
     ),
 }

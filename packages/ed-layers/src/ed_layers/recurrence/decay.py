@@ -42,7 +42,7 @@ class Decay:
 
     @classmethod
     def of(cls, g: Float[Array, "q c h one_or_k"], begun: Int[Array, "q c"] | None) -> Decay:
-        """Sum the log decays `g` of a chunk; `begun` as in `ed_layers.recurrence.rows.Step`."""
+        """Sum the log decays `g` of a chunk; `begun` as in a `RecurrenceStep`."""
         g = g.astype(jnp.float32)
         reached = reach(begun, g.shape[1])
         if begun is None:

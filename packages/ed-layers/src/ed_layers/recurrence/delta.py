@@ -31,11 +31,11 @@ from ed_layers.recurrence.rows import CHUNK, Rows
 
 #: Arguments of `delta_rule` for each token: q, k [.., h, k], v [.., h, v], g [.., h, 1 or k], beta
 #: [.., h].
-Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+DeltaInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def delta_rule(
-    state: Float[Array, "q h k v"], inputs: Inputs, begun: Int[Array, "q c"] | None
+    state: Float[Array, "q h k v"], inputs: DeltaInputs, begun: Int[Array, "q c"] | None
 ) -> tuple[Float[Array, "q h k v"], Float[Array, "q c h v"]]:
     """Compute the recurrence over a chunk, float32; a `Step` of `Rows.scan`.
 

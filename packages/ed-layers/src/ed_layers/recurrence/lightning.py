@@ -24,11 +24,11 @@ from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows
 
 #: q, k, v [.., h, k] and g [.., h, 1] of each token.
-Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+LightningInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def linear_attention(
-    state: Float[Array, "q h k v"], inputs: Inputs, begun: Int[Array, "q c"] | None
+    state: Float[Array, "q h k v"], inputs: LightningInputs, begun: Int[Array, "q c"] | None
 ) -> tuple[Float[Array, "q h k v"], Float[Array, "q c h v"]]:
     """Compute linear attention with decay over a chunk, float32; a `Step` of `Rows.scan`."""
     q, k, v, g = (x.astype(jnp.float32) for x in inputs)

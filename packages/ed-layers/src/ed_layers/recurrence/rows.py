@@ -43,7 +43,7 @@ from ed_layers.context import Ctx
 #: C, ...])`. `begun` [q, C] is the number of sequences that began at or before a token. The given
 #: state contributes to the tokens with count 0, a token contributes to later tokens with the same
 #: count, and the returned state belongs to the last count. None: no sequence begins.
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+RecurrenceStep = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 #: Number of tokens that a recurrence computes in parallel.
 CHUNK = 64
@@ -184,11 +184,11 @@ class Rows:
         no sequence begins."""
         return None if self.starts is None else jnp.cumsum(self.starts, axis=1, dtype=jnp.int32)
 
-    def scan(self, step: Step, state: Any, inputs: Any) -> tuple[Any, Any]:
+    def scan(self, step: RecurrenceStep, state: Any, inputs: Any) -> tuple[Any, Any]:
         """Run a recurrence over all tokens.
 
         Args:
-            step: the recurrence for `chunk` tokens of several rows; see `Step`.
+            step: the recurrence for `chunk` tokens of several rows; see `RecurrenceStep`.
             state: a pytree of [m, ...].
             inputs: a pytree of [r, c, ...]; zeros, which fill the rows, must not change the state.
 
@@ -226,7 +226,7 @@ class Rows:
 
         return jax.tree.map(joined, outputs), state
 
-    def _scan_chained(self, step: Step, states: Any, inputs: Any) -> tuple[Any, Any]:
+    def _scan_chained(self, step: RecurrenceStep, states: Any, inputs: Any) -> tuple[Any, Any]:
         """Run the rows one after another: each row reads and updates the state of its sequence."""
 
         def body(states: Any, now: Any) -> tuple[Any, Any]:

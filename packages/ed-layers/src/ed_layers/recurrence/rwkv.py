@@ -29,7 +29,7 @@ from ed_layers.recurrence.rows import Rows
 NOTHING = -1e38
 
 
-class Sums(NamedTuple):
+class WeightedSums(NamedTuple):
     """Sums over consecutive tokens: `n exp(m)` and `d exp(m)`, and the log of the decay of earlier
     tokens. All arrays are [q, c, f]."""
 
@@ -38,11 +38,13 @@ class Sums(NamedTuple):
     m: jax.Array
     g: jax.Array
 
-    def then(self, right: Sums) -> Sums:
+    def then(self, right: WeightedSums) -> WeightedSums:
         """Return the sums over these tokens, followed by others."""
         m = jnp.maximum(self.m + right.g, right.m)
         old, new = jnp.exp(self.m + right.g - m), jnp.exp(right.m - m)
-        return Sums(old * self.n + new * right.n, old * self.d + new * right.d, m, self.g + right.g)
+        return WeightedSums(
+            old * self.n + new * right.n, old * self.d + new * right.d, m, self.g + right.g
+        )
 
 
 def time_mixing(
@@ -61,16 +63,16 @@ def time_mixing(
     if begun is not None:
         starts = jnp.diff(begun, axis=1, prepend=0)[..., None] > 0
         g, undecayed = (jnp.where(starts, NOTHING, x) for x in (g, undecayed))
-    tokens = Sums(one * v, one, jnp.where(one > 0, k, NOTHING), g)
+    tokens = WeightedSums(one * v, one, jnp.where(one > 0, k, NOTHING), g)
     kept = jnp.where(state["d"] > 0, state["m"], NOTHING)
-    before = Sums(state["n"], state["d"], kept, jnp.zeros_like(kept))
+    before = WeightedSums(state["n"], state["d"], kept, jnp.zeros_like(kept))
     # Index 0 is the previous state; index t + 1 is the state after token t.
     both = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b], axis=1), before, tokens)
     known = jax.lax.associative_scan(lambda left, right: left.then(right), both, axis=1)
     last = {name: getattr(known, name)[:, -1] for name in ("n", "d", "m")}
-    seen = Sums(*(x[:, :-1] for x in known))
+    seen = WeightedSums(*(x[:, :-1] for x in known))
     # A token reads the previous state without decay; the first token of a sequence reads nothing.
-    now = seen.then(Sums(v, jnp.ones_like(v), k + u, undecayed))
+    now = seen.then(WeightedSums(v, jnp.ones_like(v), k + u, undecayed))
     return last, now.n / now.d
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ed_models.adapters.lora import has_lora
 from ed_models.adapters.peft import save_adapter
-from ed_models.checkpoints.saving import Tokenizer, save
+from ed_models.checkpoints.saving import TokenizerFiles, save
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ def save_pretrained(
     model: Any,
     save_directory: str | Path,
     *,
-    tokenizer: Tokenizer | None,
+    tokenizer: TokenizerFiles | None,
     max_shard_size: int | str,
     dtype: DTypeLike | None,
 ) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from ed_models.adapters.named_adapters import NamedAdapters
-    from ed_models.checkpoints.saving import Tokenizer
+    from ed_models.checkpoints.saving import TokenizerFiles
     from ed_models.generation.generate import GenerateOutput
     from ed_models.generation.prompts import TokenRows
     from ed_models.generation.stop_strings import TokenDecoder
@@ -212,7 +212,7 @@ class EasyBridgeMixin:
         self,
         save_directory: str | Path,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerFiles | None = None,
         max_shard_size: int | str = "5GB",
         dtype: DTypeLike | None = None,
     ) -> None:
@@ -248,7 +248,7 @@ class EasyBridgeMixin:
         self,
         repo_id: str,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerFiles | None = None,
         private: bool | None = None,
         token: str | bool | None = None,
         revision: str | None = None,

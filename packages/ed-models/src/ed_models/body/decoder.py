@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from ed_infra.outputs import BaseModelOutput, Report
+from ed_infra.outputs import BaseModelOutput, LayerReport
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
@@ -99,7 +99,7 @@ class Decoder(EasyDeLBaseModule):
         input_ids: Int[Array, "b s"] | None,
         *,
         keep_hidden: bool,
-    ) -> tuple[Float[Array, "b s d"], Cache | None, Report, tuple[jax.Array, ...] | None]:
+    ) -> tuple[Float[Array, "b s d"], Cache | None, LayerReport, tuple[jax.Array, ...] | None]:
         """Run the layers; see `ed_layers.depth.stack.Stack`."""
         return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
 

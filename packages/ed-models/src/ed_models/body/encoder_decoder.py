@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from ed_infra.inputs import Encoded, Inputs
-from ed_infra.outputs import BaseModelOutput, Report
+from ed_infra.outputs import BaseModelOutput, LayerReport
 from ed_layers import native
 from ed_layers.attention.blocks.cross_attention import CrossAttention
 from ed_layers.cache import HybridCache
@@ -91,7 +91,7 @@ class LayerStack(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, *, keep_hidden: bool = False
-    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+    ) -> tuple[Float[Array, "b s d"], Any, LayerReport, tuple[jax.Array, ...] | None]:
         """Run the layers; see `ed_layers.depth.stack.Stack`."""
         if hasattr(self, "relative_attention_bias"):
             ctx = replace(ctx, buckets=self.relative_attention_bias.get_value())

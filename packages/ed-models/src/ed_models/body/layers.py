@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ed_infra.outputs import Report
+from ed_infra.outputs import LayerReport
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Stream = Float[Array, "b s d"]
 #: `(x, ctx) -> x`, or `(x, report)` of a layer that reports (`ed_layers.moe.layer.SparseMLP`).
-FeedForward = Callable[[Stream, Ctx], Stream | tuple[Stream, Report]]
+FeedForward = Callable[[Stream, Ctx], Stream | tuple[Stream, LayerReport]]
 MakeNorm = Callable[[int], nnx.Module]
 
 
@@ -80,7 +80,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Stream, Cache | None, Report]:
+    ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         mixer = getattr(self, self.mixes)
         attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
@@ -89,7 +89,7 @@ class DecoderLayer(nnx.Module):
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
         return x + ctx.dropped(out * self.factor, self.dropout, "mlp"), cache, report
 
-    def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
+    def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
         """Return the output and the report of the feed-forward layer."""
         return reported(self.mlp(x, ctx), "mlp")
 
@@ -114,14 +114,14 @@ class SandwichLayer(DecoderLayer):
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Stream, Cache | None, Report]:
+    ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
         out, report = self.branch(x, ctx)
         return x + self.post_feedforward_layernorm(out), cache, report
 
-    def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
+    def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
         """Return the output of the feed-forward layer before its second norm, and the report."""
         return self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
 
@@ -140,7 +140,7 @@ class PostNormLayer(DecoderLayer):
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Stream, Cache | None, Report]:
+    ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(x, ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
@@ -177,7 +177,7 @@ class ParallelLayer(DecoderLayer):
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Stream, Cache | None, Report]:
+    ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)
@@ -205,9 +205,9 @@ class MixerLayer(nnx.Module):
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Stream, Cache | None, Report]:
+    ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
-        normed, report = self.norm(x), Report()
+        normed, report = self.norm(x), LayerReport()
         if hasattr(self.mixer, "cache_spec"):
             mixed, cache = self.mixer(normed, ctx, cache, layer)
         else:
@@ -219,9 +219,9 @@ class MixerLayer(nnx.Module):
         return getattr(self.mixer, "cache_spec", ())
 
 
-def reported(out: Stream | tuple[Stream, Report], name: str) -> tuple[Stream, Report]:
+def reported(out: Stream | tuple[Stream, LayerReport], name: str) -> tuple[Stream, LayerReport]:
     """Return the output of a feed-forward layer, and its report under the given name."""
-    return (out[0], out[1].under(name)) if isinstance(out, tuple) else (out, Report())
+    return (out[0], out[1].under(name)) if isinstance(out, tuple) else (out, LayerReport())
 
 
 def window_of(config: Any, index: int) -> int | None:

@@ -43,7 +43,7 @@ class Saved(Protocol):
         ...
 
 
-class Tokenizer(Protocol):
+class TokenizerFiles(Protocol):
     """What writes itself into a directory."""
 
     def save_pretrained(self, save_directory: Path, /) -> object: ...
@@ -53,7 +53,7 @@ def save(
     module: Saved,
     directory: str | Path,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TokenizerFiles | None = None,
     max_shard_size: int | str = "5GB",
     dtype: DTypeLike | None = None,
 ) -> None:

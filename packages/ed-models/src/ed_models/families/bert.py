@@ -22,7 +22,7 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.outputs import BaseModelOutput, Report, SequenceClassifierOutput
+from ed_infra.outputs import BaseModelOutput, LayerReport, SequenceClassifierOutput
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
@@ -78,7 +78,7 @@ class BertLayer(DecoderLayer):
         x = self.input_layernorm(x + ctx.dropped(attended, self.dropout, "attention"))
         x = ctx.named(x, "residual")
         out = ctx.dropped(self.mlp(x, ctx), self.dropout, "mlp")
-        return self.post_attention_layernorm(x + out), cache, Report()
+        return self.post_attention_layernorm(x + out), cache, LayerReport()
 
 
 class BertModel(Decoder):

@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.outputs import Report
+from ed_infra.outputs import LayerReport
 from ed_infra.registry import register_config, register_module
 from ed_layers.cache.spec import RecurrentSpec
 from ed_layers.parts import Parts
@@ -45,14 +45,14 @@ class RwkvBlock(nnx.Module):
         self.attention = TimeMixing(parts, config.attention_hidden_size)
         self.feed_forward = ChannelMixing(parts, config.intermediate_size)
 
-    def __call__(self, x: Any, ctx: Any, cache: Any, layer: Any) -> tuple[Any, Any, Report]:
+    def __call__(self, x: Any, ctx: Any, cache: Any, layer: Any) -> tuple[Any, Any, LayerReport]:
         spec = self.cache_specs()
         rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache)
         states = rows.states(cache, layer, spec)
         added, first = self.attention(self.ln1(x), states, rows)
         x = ctx.named(x + added, "residual")
         added, second = self.feed_forward(self.ln2(x), states, rows)
-        return x + added, rows.store(cache, layer, {**first, **second}, spec), Report()
+        return x + added, rows.store(cache, layer, {**first, **second}, spec), LayerReport()
 
     def cache_specs(self) -> RecurrentSpec:
         return RecurrentSpec((*self.attention.states, *self.feed_forward.states))

@@ -24,7 +24,7 @@ from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.token_choice import Candidates, TokenChoice, process
 from ed_models.protocol import LanguageModel
 
-Leaves = list[jax.Array]
+CacheLeaves = list[jax.Array]
 Kept = dict[str, jax.Array]
 _CacheT = TypeVar("_CacheT", bound=ContiguousCache)
 
@@ -39,13 +39,13 @@ class Split:
     mesh: jax.sharding.Mesh
 
     @classmethod
-    def of(cls, model: nnx.Module, mesh: jax.sharding.Mesh) -> tuple[Split, Leaves]:
+    def of(cls, model: nnx.Module, mesh: jax.sharding.Mesh) -> tuple[Split, CacheLeaves]:
         """Split a model into its static half and its leaves."""
         graphdef, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         return cls(graphdef, structure, mesh), leaves
 
-    def merge(self, leaves: Leaves) -> LanguageModel:
+    def merge(self, leaves: CacheLeaves) -> LanguageModel:
         """Return the model with these leaves."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, leaves))
 

@@ -67,7 +67,7 @@ class TensorLayout(Protocol):
 
 
 #: A number, a field of the configuration (`"vision_config.num_heads"`), or a function of it.
-Number = int | str | Callable[..., int]
+SizeRule = int | str | Callable[..., int]
 
 
 class Rule(NamedTuple):
@@ -127,7 +127,7 @@ def padded(
 # Several parameters in one tensor.
 
 
-def split(axis: int, then: TensorLayout = transpose, *, groups: Number = 1) -> TensorLayout:
+def split(axis: int, then: TensorLayout = transpose, *, groups: SizeRule = 1) -> TensorLayout:
     """Concatenate our tensors along `axis` of theirs, in groups.
 
     Each of ours is cut into `groups` equal shares; the first shares of all come first, then the
@@ -175,7 +175,7 @@ def _fused(axis: int, then: TensorLayout, count: Callable[[object, int], int]) -
 
 
 def fused(
-    parts: Sequence[str], whole: str, *, groups: Number = 1, layout: TensorLayout = transpose
+    parts: Sequence[str], whole: str, *, groups: SizeRule = 1, layout: TensorLayout = transpose
 ) -> tuple[Rule, Rule]:
     """Rules for linear layers `parts` that are one layer `whole` in the checkpoint.
 
@@ -333,7 +333,7 @@ def _entry(ours: Mapping[str, Shape]) -> dict[str, Shape]:
     return {name: shape[1:] for name, shape in ours.items()}
 
 
-def _number(number: Number, config: object) -> int:
+def _number(number: SizeRule, config: object) -> int:
     if callable(number):
         return number(config)
     if isinstance(number, int):

@@ -21,7 +21,7 @@ from ed_infra.errors import CheckpointError
 
 from ed_trainers.stored import disk
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 Say = Callable[[str], None]
 
 #: Name of the record in the directory of a run.
@@ -46,11 +46,11 @@ CLOCKED = (
 class Sink(Protocol):
     """A destination of metrics."""
 
-    def restart(self, rows: list[Row]) -> None:
+    def restart(self, rows: list[MetricRow]) -> None:
         """Start, with exactly these rows."""
         ...
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         """Add a row."""
         ...
 
@@ -75,12 +75,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def is_evaluation(row: Row) -> bool:
+def is_evaluation(row: MetricRow) -> bool:
     """Return whether a row belongs to an evaluation, not to a training step."""
     return "eval_loss" in row
 
 
-def curves(row: Row) -> dict[str, float]:
+def curves(row: MetricRow) -> dict[str, float]:
     """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …
 
     Metrics of benchmarks keep their names, `benchmark/<task>/<metric>`.
@@ -113,7 +113,7 @@ class JsonLines:
         self._waiting = b""
         self._full = False
 
-    def restart(self, rows: list[Row]) -> None:
+    def restart(self, rows: list[MetricRow]) -> None:
         """Replace the file atomically by a file with exactly these rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".jsonl.new")
@@ -124,7 +124,7 @@ class JsonLines:
         temporary.replace(self.path)
         self._file = FileIO(self.path, "a")  # an incomplete row is detected
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         """Add a row; it survives a kill of this process, and after `flush` a crash of the
         machine."""
         line = _line(row).encode()
@@ -176,8 +176,8 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, others: Iterable[Sink] = (), *, active: bool, say: Say = print):
-        self._last: dict[bool, Row] = {}
-        self._evaluations: dict[int, Row] = {}
+        self._last: dict[bool, MetricRow] = {}
+        self._evaluations: dict[int, MetricRow] = {}
         self._path = path
         self._sinks: list[Sink] = []
         if active:
@@ -202,24 +202,24 @@ class MetricsLog:
             room = disk.room(self._path.parent, sum(len(_line(row)) for row in rows))
             raise CheckpointError(f"{self._path} could not be written: {room}") from error
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         """Add a row to every destination."""
         self._note(row)
         for sink in self._sinks:
             sink.write(row)
 
-    def _note(self, row: Row) -> None:
+    def _note(self, row: MetricRow) -> None:
         """Store the newest rows of steps and of evaluations."""
         if is_evaluation(row):
             self._evaluations[row["step"]] = row
         if is_evaluation(row) or "loss" in row:
             self._last[is_evaluation(row)] = row
 
-    def last(self, *, evaluation: bool) -> Row | None:
+    def last(self, *, evaluation: bool) -> MetricRow | None:
         """Return the newest training row, or the newest evaluation row."""
         return self._last.get(evaluation)
 
-    def evaluation(self, step: int) -> Row | None:
+    def evaluation(self, step: int) -> MetricRow | None:
         """Return the evaluation row of a step, or None."""
         return self._evaluations.get(step)
 
@@ -234,7 +234,7 @@ class MetricsLog:
             sink.close()
 
 
-def _line(row: Row) -> str:
+def _line(row: MetricRow) -> str:
     # The repr of a float32 that was converted to float64 is exact. JSON has no NaN: null.
     clean = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

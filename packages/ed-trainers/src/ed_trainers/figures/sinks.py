@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ed_trainers.figures.metrics import Row, Sink, curves
+from ed_trainers.figures.metrics import MetricRow, Sink, curves
 from ed_trainers.figures.trackers import TRACKERS, About
 from ed_trainers.options.base import TrainingArguments
 
@@ -41,19 +41,19 @@ class Buffered:
     def __init__(self, sink: Sink, say: Callable[[str], None]):
         self._sink = sink
         self._say = say
-        self._rows: deque[Row] = deque()  # one thread appends, the other removes
+        self._rows: deque[MetricRow] = deque()  # one thread appends, the other removes
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failed = False
         self._thread: threading.Thread | None = None
 
-    def restart(self, rows: list[Row]) -> None:
+    def restart(self, rows: list[MetricRow]) -> None:
         """Start, with exactly these rows; errors are raised in the caller's thread."""
         self._sink.restart(rows)
         self._thread = threading.Thread(target=self._feed, name="metrics", daemon=True)
         self._thread.start()
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         """Pass a row to the thread."""
         self._rows.append(row)
 
@@ -94,7 +94,7 @@ class TensorBoard:
         self.directory = directory
         self._writer: EventsWriter | None = None
 
-    def restart(self, rows: list[Row]) -> None:
+    def restart(self, rows: list[MetricRow]) -> None:
         """Write the event file again from the rows."""
         from tensorboardX.event_file_writer import EventsWriter
 
@@ -104,7 +104,7 @@ class TensorBoard:
         for row in rows:
             self.write(row)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         """Add the numbers of a row as one event."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import (

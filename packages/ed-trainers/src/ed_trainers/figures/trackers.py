@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.figures.metrics import Row, curves
+from ed_trainers.figures.metrics import MetricRow, curves
 
 
 class About(NamedTuple):
@@ -63,7 +63,7 @@ class Tracker(ABC):
     def close(self) -> None:
         """End the run."""
 
-    def restart(self, rows: list[Row]) -> None:
+    def restart(self, rows: list[MetricRow]) -> None:
         """Start a run, or continue the run of the earlier rows."""
         number = self.directory / f"{self.name}.run"
         known = number.read_text().strip() if rows and number.exists() else None
@@ -71,7 +71,7 @@ class Tracker(ABC):
         number.parent.mkdir(parents=True, exist_ok=True)
         number.write_text(text)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         """Log the numbers of a row."""
         self.log(curves(row), row["step"])
 

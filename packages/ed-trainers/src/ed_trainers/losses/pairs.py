@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Axes, Inputs
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric
+from ed_infra.sharding.axes import LogicalAxes
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch
@@ -58,7 +59,7 @@ def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> Inputs[np.nd
     return Inputs(arrays, {name: paired(made[0].axes_of(name)) for name in both})
 
 
-def paired(axes: Axes = TOKENS) -> Axes:
+def paired(axes: LogicalAxes = TOKENS) -> LogicalAxes:
     """Return the axes of an array [b, 2, ...] from the axes of one side, [b, ...]."""
     return (axes[0], None, *axes[1:])
 

@@ -31,7 +31,7 @@ from ed_trainers.trainer import Trainer
 SIDES = ("anchor", "positive")
 
 
-class Slots:
+class PairSlots:
     """The number of pairs that a row of the compiled step has room for: a power of two."""
 
     def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
@@ -49,7 +49,7 @@ def prepare(run: MethodRun[EmbeddingArguments], batch: HostBatch) -> Prepared:
     """Stack the pairs, [b, 2, s], with `present` [b, p]: 1 where a row has that pair."""
     pairs = pair_batch(batch, SIDES)
     counts = pairs["segment_ids"].max(axis=(1, 2))
-    slots = run.part(Slots).fit(counts.max(initial=0))
+    slots = run.part(PairSlots).fit(counts.max(initial=0))
     present = np.arange(slots) < counts[:, None]
     kept = pairs.select(name for name in pairs if name not in ("targets", "weights"))
     return with_arrays(kept, present=present.astype(np.float32))
@@ -117,7 +117,7 @@ def _unit(vectors: Float[Array, "n d"]) -> Float[Array, "n d"]:
 EMBEDDING = Method[EmbeddingArguments](
     prepare=prepare,
     loss=loss,
-    parts=(Slots,),
+    parts=(PairSlots,),
     whole_batches=True,  # the shape of `present` depends on all rows
     per_token=False,
     progress_columns=("loss", "accuracy"),

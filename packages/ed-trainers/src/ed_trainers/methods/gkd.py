@@ -21,8 +21,8 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.losses.divergence import compared
-from ed_trainers.online.completions import Completions, Content, PromptBatch
-from ed_trainers.online.phase import HELD_OUT, Phase, Rows, online_method
+from ed_trainers.online.completions import Completions, PromptContent, PromptRows
+from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, online_method
 from ed_trainers.options.gkd import GKDArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
@@ -61,7 +61,7 @@ def _of_data(run: MethodRun[GKDArguments], batch: HostBatch) -> Completions:
     """Return the completions in the field `completion` of the data."""
     arguments = run.arguments
     fields = getattr(batch, "fields", {})
-    if not isinstance(batch, PromptBatch) or FIELD not in fields:
+    if not isinstance(batch, PromptRows) or FIELD not in fields:
         raise ConfigError(
             f"with lmbda {arguments.lmbda} some generations need the field {FIELD!r} of the data, "
             f"and the rows do not have it: write additional_fields: [{FIELD}] in the inform, set "
@@ -80,7 +80,7 @@ def _of_data(run: MethodRun[GKDArguments], batch: HostBatch) -> Completions:
     )
 
 
-def _tokens(run: MethodRun[GKDArguments], answer: Content | None, row: int) -> list[int]:
+def _tokens(run: MethodRun[GKDArguments], answer: PromptContent | None, row: int) -> list[int]:
     """Return the token ids of a completion of the data, the end token included."""
     if isinstance(answer, str) and callable(run.tokenizer):
         tokenizer: Any = run.tokenizer
@@ -97,7 +97,7 @@ def _tokens(run: MethodRun[GKDArguments], answer: Content | None, row: int) -> l
 
 def rows(
     run: MethodRun[GKDArguments], completions: Completions, weights: Weights, number: int
-) -> Rows:
+) -> PhaseRows:
     """Return rows of the completions; the figure `on_policy` is 1 for the student's own."""
     del weights
     made = dict(completions.rows(run.arguments.row_length))

@@ -28,8 +28,8 @@ from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import (
     HELD_OUT,
     Phase,
+    PhaseRows,
     Question,
-    Rows,
     Scorer,
     Scores,
     online_method,
@@ -52,7 +52,7 @@ _SMALL = 1e-4
 
 def rows(
     run: MethodRun[GRPOArguments], completions: Completions, weights: Weights, number: int
-) -> Rows:
+) -> PhaseRows:
     """Return the rows of `group_rows`, with `correction` [n, s] for the engine's sampling."""
     asks = keeps_old(run) or run.arguments.has_reference
     made, figures = group_rows(
@@ -116,7 +116,7 @@ def group_rows(
     asks: bool,
     ask: Question,
     advantages: Callable[[MethodRun, Scores, dict[str, np.ndarray]], np.ndarray],
-) -> Rows:
+) -> PhaseRows:
     """Return one row per completion, with the arrays of `ask`, and figures for the log.
 
     `advantages` [n] is 0 for a completion without a reward, `present` [n] is 1, and `tokens` [n] is

@@ -35,7 +35,7 @@ from ed_trainers.trainer import Trainer
 _OTHER = "other_"
 
 
-class Document(NamedTuple):
+class AnswerDocument(NamedTuple):
     """Token ids of a prompt and its answer."""
 
     prompt: np.ndarray
@@ -72,7 +72,7 @@ def held_out(
 def _with_others(
     run: MethodRun[KTOArguments],
     made: Prepared,
-    rows: list[list[Document]],
+    rows: list[list[AnswerDocument]],
     before: np.ndarray | None,
 ) -> Prepared:
     if run.arguments.loss_type != "kto":
@@ -120,7 +120,7 @@ def whole_batches(run: MethodRun[KTOArguments]) -> bool:
     return run.part(Reference).is_computed_ahead or run.arguments.loss_type == "kto"
 
 
-def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[Document]]:
+def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[AnswerDocument]]:
     """Return the documents of each row.
 
     Args:
@@ -132,7 +132,7 @@ def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[
     answered = np.asarray(batch.get("labels", ids)) != -100
     return [
         [
-            Document(row[here & ~is_answer], row[here & is_answer])
+            AnswerDocument(row[here & ~is_answer], row[here & is_answer])
             for number in range(1, int(numbers.max(initial=0)) + 1)
             for here in [numbers == number]
         ]
@@ -141,7 +141,7 @@ def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[
 
 
 def mismatched(
-    rows: list[list[Document]], length: int, before: np.ndarray | None
+    rows: list[list[AnswerDocument]], length: int, before: np.ndarray | None
 ) -> dict[str, np.ndarray]:
     """Return rows with the same prompts, each followed by the answer of the previous document.
 

@@ -23,7 +23,7 @@ from ed_trainers.losses.policy import row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.mixture import GeometricMixture
-from ed_trainers.online.phase import Phase, Rows, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, online_method, policy_of
 from ed_trainers.online.self_play import Referee
 from ed_trainers.options.self_play import NashMDArguments
 from ed_trainers.rollout import Weights
@@ -37,7 +37,7 @@ def opponent(run: MethodRun[NashMDArguments], models: Models) -> object:
 
 def rows(
     run: MethodRun[NashMDArguments], completions: Completions, weights: Weights, number: int
-) -> Rows:
+) -> PhaseRows:
     """Return rows of the learner's completions with `reference_logps` [n, s].
 
     `wins` [n] is the probability that the completion is better, and `present` [n] is 1 where that

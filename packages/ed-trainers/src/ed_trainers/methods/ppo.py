@@ -30,7 +30,7 @@ from ed_trainers.losses.ppo import (
 )
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, Rows, Scorer, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, Scorer, online_method, policy_of
 from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.roles.value_head import VALUE_HEAD, value_head
 from ed_trainers.rollout import Weights
@@ -39,7 +39,7 @@ from ed_trainers.trainer import Trainer
 
 def rows(
     run: MethodRun[PPOArguments], completions: Completions, weights: Weights, number: int
-) -> Rows:
+) -> PhaseRows:
     """Return one row per completion with `old_logps`, `old_values`, `advantages`, `returns` [n, s].
 
     The rows also have `rewards` [n], and `scored` [n], 1 for a completion with a reward.

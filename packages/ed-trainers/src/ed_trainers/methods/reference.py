@@ -19,7 +19,7 @@ from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.batches import Loader
+from ed_trainers.batches import BatchLoader
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared, RunData
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
@@ -171,7 +171,7 @@ def compute_ahead(run: MethodRun, data: RunData) -> None:
         count = getattr(data.evaluation, "steps_per_epoch", None)
         walks.append((data.evaluation, "eval_dataset", count, True))
     for dataset, name, steps, held_out in walks:
-        if not isinstance(dataset, Loader) or steps is None:
+        if not isinstance(dataset, BatchLoader) or steps is None:
             raise ConfigError(
                 f"precompute_ref_log_probs reads {name} before training: pass a loader with "
                 "batch_at(step) and a length, or omit the option"

@@ -18,7 +18,7 @@ from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.grpo import COLUMNS, EqualRewards, group_rows, nanmean, nanstd
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Rows, Scorer, Scores, online_method, policy_of
+from ed_trainers.online.phase import PhaseRows, Scorer, Scores, online_method, policy_of
 from ed_trainers.options.groups import RLOOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
@@ -29,7 +29,7 @@ _SMALL = 1e-4
 
 def rows(
     run: MethodRun[RLOOArguments], completions: Completions, weights: Weights, number: int
-) -> Rows:
+) -> PhaseRows:
     """Return the rows of `group_rows`; the figures have the divergence of a token, `kl`."""
     asks = run.arguments.updates_per_generation > 1 or run.arguments.has_reference
     made, figures = group_rows(

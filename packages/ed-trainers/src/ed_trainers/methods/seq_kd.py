@@ -20,7 +20,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Method, MethodRun, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.methods.sft import loss
-from ed_trainers.online.completions import PromptBatch
+from ed_trainers.online.completions import PromptRows
 from ed_trainers.options.distillation import SeqKDArguments
 from ed_trainers.rollout import until_end
 from ed_trainers.trainer import Trainer
@@ -69,7 +69,7 @@ def prepare(run: MethodRun[SeqKDArguments], batch: HostBatch) -> Prepared:
     Raises:
         ConfigError: the batch holds no prompts.
     """
-    if not isinstance(batch, PromptBatch):
+    if not isinstance(batch, PromptRows):
         raise ConfigError(
             f"seq_kd requires batches of prompts, not {type(batch).__name__}: pass a loader of "
             "ed_data.build_prompts"

@@ -20,7 +20,7 @@ from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.losses.pairs import as_rows, pair_metrics, paired, smoothed
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, Rows, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, online_method, policy_of
 from ed_trainers.online.self_play import Referee
 from ed_trainers.options.self_play import XPOArguments
 from ed_trainers.rollout import Weights
@@ -36,7 +36,7 @@ def opponent(models: Models) -> object:
 
 def rows(
     run: MethodRun[XPOArguments], completions: Completions, weights: Weights, number: int
-) -> Rows:
+) -> PhaseRows:
     """Return pairs [n, 2, s], the learner's completion first, with `reference_logps` [n, 2, s].
 
     `won` and `lost` [n] are 1 where the learner's completion is better or worse. In a tie both are

@@ -18,11 +18,11 @@ from ed_trainers.rollout import Sampled
 #: Step by which the rows of a reward model grow, in tokens.
 _LONGER = 64
 #: A text, chat messages, or token ids.
-Content = str | list[dict[str, Any]] | list[int]
+PromptContent = str | list[dict[str, Any]] | list[int]
 
 
 @runtime_checkable
-class PromptBatch(Protocol):
+class PromptRows(Protocol):
     """A batch of prompts, as `build_prompts` of ed-data yields them.
 
     Optional attributes: `prompts`, the prompts as written; `fields`, by name one value per prompt
@@ -52,11 +52,11 @@ class Completions:
             training; None if the batch of prompts cannot encode answers.
     """
 
-    prompts: list[Content]
+    prompts: list[PromptContent]
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     logprobs: list[list[float]]
-    completions: list[Content]
+    completions: list[PromptContent]
     ended: list[bool]
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
     documents: Callable[[], list[list[int]]] | None = None
@@ -142,7 +142,7 @@ class Completions:
 
 
 def completions_of(
-    batch: PromptBatch,
+    batch: PromptRows,
     prompt_ids: list[list[int]],
     sampled: Sequence[Sampled],
     copies: int,
@@ -157,7 +157,7 @@ def completions_of(
         copies: number of continuations per prompt.
         tokenizer: decodes the continuations; without it, completions are token ids.
     """
-    written: list[Content] = list(getattr(batch, "prompts", prompt_ids))
+    written: list[PromptContent] = list(getattr(batch, "prompts", prompt_ids))
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
     decode = getattr(tokenizer, "decode", None)
     completions = [
@@ -186,7 +186,9 @@ def completions_of(
     )
 
 
-def _as_written(prompt: Content, ids: list[int], decode: Callable[..., object] | None) -> Content:
+def _as_written(
+    prompt: PromptContent, ids: list[int], decode: Callable[..., object] | None
+) -> PromptContent:
     """Return a completion in the kind of its prompt."""
     if decode is None or (isinstance(prompt, list) and not _is_chat(prompt)):
         return ids
@@ -194,5 +196,5 @@ def _as_written(prompt: Content, ids: list[int], decode: Callable[..., object] |
     return [{"role": "assistant", "content": text}] if _is_chat(prompt) else text
 
 
-def _is_chat(content: Content) -> bool:
+def _is_chat(content: PromptContent) -> bool:
     return isinstance(content, list) and bool(content) and isinstance(content[0], dict)

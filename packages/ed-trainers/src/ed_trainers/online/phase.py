@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import distributed
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Axes, Inputs
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import CausalLMOutput
+from ed_infra.sharding.axes import LogicalAxes
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -34,7 +35,7 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
-from ed_trainers.online.completions import Completions, PromptBatch, completions_of
+from ed_trainers.online.completions import Completions, PromptRows, completions_of
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
@@ -49,8 +50,8 @@ from ed_trainers.stored.npz import read_npz
 
 A = TypeVar("A", bound=TrainingArguments)
 #: Arrays of a generation, each [n, ...], and figures for the log.
-Rows = tuple[dict[str, np.ndarray], dict[str, float]]
-RowsOf = Callable[[MethodRun[A], Completions, Weights, int], Rows]
+PhaseRows = tuple[dict[str, np.ndarray], dict[str, float]]
+RowsOf = Callable[[MethodRun[A], Completions, Weights, int], PhaseRows]
 Complete = Callable[[MethodRun[A], HostBatch, Weights, int], Completions]
 Question = Callable[[MethodRun[A], Models, Batch], dict[str, jax.Array]]
 
@@ -65,7 +66,7 @@ def online_method(
     loss: Callable[[MethodRun[A], Models, Batch, jax.Array | None], Loss],
     token_arrays: tuple[str, ...],
     progress_columns: tuple[str, ...],
-    axes: Axes = TOKENS,
+    axes: LogicalAxes = TOKENS,
     complete: Complete[A] | None = None,
     parts: tuple[Callable[[MethodRun[A], dict[str, LanguageModel]], object], ...] = (),
     extension: Extension | None = None,
@@ -133,7 +134,7 @@ class Phase(Generic[A]):
         *,
         rows: RowsOf[A],
         complete: Complete[A] | None,
-        axes: Mapping[str, Axes],
+        axes: Mapping[str, LogicalAxes],
     ):
         del models
         assert isinstance(run.arguments, OnlineArguments), "the options of a method that samples"
@@ -162,7 +163,7 @@ class Phase(Generic[A]):
         }
         return Generation(number, rows, {**completions.figures(), **figures, **of_rollout})
 
-    def rows_of(self, completions: Completions, weights: Weights, number: int) -> Rows:
+    def rows_of(self, completions: Completions, weights: Weights, number: int) -> PhaseRows:
         """Return the arrays of the loss, and figures for the log; see `online_method`."""
         return self._rows(self.run, completions, weights, number)
 
@@ -195,7 +196,7 @@ class Phase(Generic[A]):
             ConfigError: the batch holds no prompts, or there is no rollout.
         """
         run, options = self.run, self.options
-        if not isinstance(batch, PromptBatch):
+        if not isinstance(batch, PromptRows):
             raise ConfigError(
                 f"{run.name} requires batches of prompts, not {type(batch).__name__}: pass a "
                 "loader of ed_data.build_prompts"
@@ -252,7 +253,7 @@ class Phase(Generic[A]):
         question: Question[A],
         rows: Mapping[str, np.ndarray],
         weights: Weights,
-        axes: Mapping[str, Axes] | None = None,
+        axes: Mapping[str, LogicalAxes] | None = None,
     ) -> dict[str, np.ndarray]:
         """Evaluate the models on rows, without gradient, one microbatch after the other.
 

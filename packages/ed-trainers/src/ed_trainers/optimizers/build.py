@@ -12,7 +12,7 @@ import optax
 
 from ed_trainers.optimizers.eight_bit import SMALLEST, eight_bit
 from ed_trainers.optimizers.ema import with_ema
-from ed_trainers.optimizers.groups import Numbers, learning_rate_factors, weight_decays
+from ed_trainers.optimizers.groups import ParamTree, learning_rate_factors, weight_decays
 from ed_trainers.optimizers.mars import scale_by_mars
 from ed_trainers.optimizers.masters import in_parameter_dtype, with_masters
 from ed_trainers.optimizers.muon import matrices, scale_by_muon
@@ -29,7 +29,7 @@ from ed_trainers.options.optimizers import (
 )
 
 Direction = optax.GradientTransformation
-NumbersOf = Callable[[optax.Params | None], Numbers]
+NumbersOf = Callable[[optax.Params | None], ParamTree]
 
 
 def build_optimizer(
@@ -216,7 +216,7 @@ def _by_learning_rate(schedule: Schedule, factors_of: NumbersOf) -> optax.Gradie
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def _factors(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
+def _factors(arguments: TrainingArguments, params: optax.Params | None) -> ParamTree:
     """Return the learning rate factor of each parameter; Muon's AdamW has a separate rate."""
     factors = learning_rate_factors(arguments, params)
     own = arguments.optimizer_kwargs.get("adam_learning_rate")

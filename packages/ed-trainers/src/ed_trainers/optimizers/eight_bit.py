@@ -27,7 +27,7 @@ SMALLEST = 4096
 _UNSIGNED = "nu"
 
 
-class Blocks(NamedTuple):
+class EightBitArray(NamedTuple):
     """An array in eight bits: codes uint8 [.., n], largest magnitudes float32 [.., k]."""
 
     codes: UInt8[Array, "*rows n"]
@@ -51,7 +51,7 @@ def levels(*, signed: bool) -> np.ndarray:
     return np.sort(np.asarray(values, np.float32))
 
 
-def quantize(x: jax.Array, *, signed: bool, block_size: int) -> Blocks:
+def quantize(x: jax.Array, *, signed: bool, block_size: int) -> EightBitArray:
     """Return the codes of numbers [.., n]: the nearest level within each block."""
     blocks = _blocks(x.astype(jnp.float32), block_size)
     scales = jnp.max(jnp.abs(blocks), axis=-1)
@@ -59,10 +59,10 @@ def quantize(x: jax.Array, *, signed: bool, block_size: int) -> Blocks:
     middles = (table[:-1] + table[1:]) / 2
     shares = blocks / jnp.where(scales == 0, 1.0, scales)[..., None]
     codes = jnp.searchsorted(jnp.asarray(middles), shares).astype(jnp.uint8)
-    return Blocks(codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], scales)
+    return EightBitArray(codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], scales)
 
 
-def dequantize(blocks: Blocks, *, signed: bool, block_size: int) -> jax.Array:
+def dequantize(blocks: EightBitArray, *, signed: bool, block_size: int) -> jax.Array:
     """Return the numbers of the codes, float32 [.., n]."""
     values = jnp.asarray(levels(signed=signed))[_blocks(blocks.codes, block_size)]
     whole = (values * blocks.scales[..., None]).reshape(*blocks.codes.shape[:-1], -1)
@@ -75,12 +75,13 @@ def eight_bit(
     """Store the moments of a transformation of one array in eight bits.
 
     Args:
-        inner: computes in float32; what has the array's shape in its state is stored as `Blocks`.
+        inner: computes in float32; what has the array's shape in its state is stored as
+        `EightBitArray`.
         block_size: numbers of a row that share a scale.
     """
 
     def pack(state: optax.OptState, shape: tuple[int, ...]) -> optax.OptState:
-        def packed(path: Sequence[object], leaf: jax.Array) -> jax.Array | Blocks:
+        def packed(path: Sequence[object], leaf: jax.Array) -> jax.Array | EightBitArray:
             if leaf.shape != shape:
                 return leaf
             return quantize(leaf, signed=_signed(path), block_size=block_size)
@@ -88,13 +89,13 @@ def eight_bit(
         return jax.tree_util.tree_map_with_path(packed, state)
 
     def unpack(state: optax.OptState) -> optax.OptState:
-        def unpacked(path: Sequence[object], leaf: jax.Array | Blocks) -> jax.Array:
-            if not isinstance(leaf, Blocks):
+        def unpacked(path: Sequence[object], leaf: jax.Array | EightBitArray) -> jax.Array:
+            if not isinstance(leaf, EightBitArray):
                 return leaf
             return dequantize(leaf, signed=_signed(path), block_size=block_size)
 
         return jax.tree_util.tree_map_with_path(
-            unpacked, state, is_leaf=lambda node: isinstance(node, Blocks)
+            unpacked, state, is_leaf=lambda node: isinstance(node, EightBitArray)
         )
 
     def init(param: jax.Array) -> optax.OptState:

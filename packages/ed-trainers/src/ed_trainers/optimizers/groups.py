@@ -22,7 +22,7 @@ _OWN = r"bias|A_log|D|dt_bias|\w+_gate_bias|recurrent_param|time_(decay|first|mi
 NO_DECAY = re.compile(rf"(^|\.)({_OWN})$|norm[^.]*(\.(weight|scale|bias))?$", re.IGNORECASE)
 
 #: A tree like the parameters with one number for each.
-Numbers = optax.Params
+ParamTree = optax.Params
 
 
 def decays(path: Sequence[object]) -> bool:
@@ -30,7 +30,7 @@ def decays(path: Sequence[object]) -> bool:
     return not NO_DECAY.search(canonical(path)[0])
 
 
-def weight_decays(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
+def weight_decays(arguments: TrainingArguments, params: optax.Params | None) -> ParamTree:
     """Return the weight decay of each parameter.
 
     Raises:
@@ -46,7 +46,7 @@ def weight_decays(arguments: TrainingArguments, params: optax.Params | None) -> 
     return numbers
 
 
-def learning_rate_factors(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
+def learning_rate_factors(arguments: TrainingArguments, params: optax.Params | None) -> ParamTree:
     """Return the factor on the learning rate of each parameter.
 
     Raises:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ed_infra.chats import Prompts
+from ed_infra.chats import CheckedPrompts
 from ed_infra.errors import ConfigError
 from ed_infra.options import (
     Count,
@@ -32,7 +32,7 @@ from ed_trainers.options.optimizers import (
     SCHEDULERS,
     WITH_MU,
     Flag,
-    Share,
+    FractionBelowOne,
     Steps,
     checked_settings,
     conflict,
@@ -177,7 +177,7 @@ class TrainingArguments(Options):
     greater_is_better: Flag | None = None
     """Whether a higher `metric_for_best_model` is better. None: no for names that end with `loss`
     or `perplexity`, yes for others."""
-    ema_decay: Share | None = None
+    ema_decay: FractionBelowOne | None = None
     """Decay of a running mean of the parameters, which is stored in float32 next to the
     parameters."""
     use_ema: Flag = True
@@ -204,7 +204,7 @@ class TrainingArguments(Options):
     generation_interval: Steps | None = None
     """Steps between previews, plus one at the end: completions of some prompts with the current
     weights, in the terminal, the metrics and the report. None: no previews."""
-    generation_prompts: Prompts = ()
+    generation_prompts: CheckedPrompts = ()
     """Prompts of the previews: texts, or conversations (lists of messages with `role` and
     `content`). Without prompts, previews continue held-out documents."""
     generation_num_prompts: Annotated[int, Field(ge=1, le=64)] = 3

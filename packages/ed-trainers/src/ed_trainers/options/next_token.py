@@ -5,7 +5,7 @@ from __future__ import annotations
 from ed_infra.options import Count, NotNegative
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.optimizers import Share
+from ed_trainers.options.optimizers import FractionBelowOne
 
 
 class NextTokenArguments(TrainingArguments):
@@ -13,7 +13,7 @@ class NextTokenArguments(TrainingArguments):
 
     lmhead_chunksize: Count | None = None
     """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
-    label_smoothing_factor: Share = 0.0
+    label_smoothing_factor: FractionBelowOne = 0.0
     """Share of each target that is distributed over the whole vocabulary, in training only."""
     z_loss_coefficient: NotNegative = 0.0
     """Weight of the squared log of each token's softmax normalizer in the loss, in training

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 # The share of a running mean that stays.
-Share = Annotated[float, Field(ge=0, lt=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Field(strict=True)]
 # No run is longer: a larger number is a slip of the hand.
 LONGEST = 100_000_000
@@ -21,8 +21,8 @@ Steps = Annotated[int, Field(gt=0, le=LONGEST)]
 class AdamWSettings(Options):
     """Settings of adamw in `optimizer_kwargs`."""
 
-    b1: Share = 0.9
-    b2: Share = 0.999
+    b1: FractionBelowOne = 0.9
+    b2: FractionBelowOne = 0.999
     eps: Positive = 1e-8
     nesterov: Flag = False
 
@@ -37,8 +37,8 @@ class AdamW8bitSettings(AdamWSettings):
 class LionSettings(Options):
     """Settings of lion in `optimizer_kwargs`."""
 
-    b1: Share = 0.9
-    b2: Share = 0.99
+    b1: FractionBelowOne = 0.9
+    b2: FractionBelowOne = 0.99
 
 
 class Lion8bitSettings(LionSettings):
@@ -60,30 +60,30 @@ class AdafactorSettings(Options):
 class RmspropSettings(Options):
     """Settings of rmsprop in `optimizer_kwargs`."""
 
-    decay: Share = 0.9
+    decay: FractionBelowOne = 0.9
     eps: Positive = 1e-8
-    momentum: Share | None = None
+    momentum: FractionBelowOne | None = None
 
 
 class SgdSettings(Options):
     """Settings of sgd in `optimizer_kwargs`."""
 
-    momentum: Share | None = None
+    momentum: FractionBelowOne | None = None
     nesterov: Flag = False
 
 
 class MuonSettings(Options):
     """Settings of muon in `optimizer_kwargs`; `adam_...` apply to all but matrices of layers."""
 
-    momentum: Share = 0.95
+    momentum: FractionBelowOne = 0.95
     nesterov: Flag = True
     ns_steps: Annotated[int, Field(gt=0, le=100)] = 5
     eps: Positive = 1e-7
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     """`original`: times the root of max(1, out / in); `match_rms_adamw`: times 0.2 and the root of
     max(in, out), so that learning rates of AdamW fit."""
-    adam_b1: Share = 0.9
-    adam_b2: Share = 0.999
+    adam_b1: FractionBelowOne = 0.9
+    adam_b2: FractionBelowOne = 0.999
     adam_eps: Positive = 1e-8
     adam_learning_rate: Positive | None = None
     """Highest learning rate of the parameters that AdamW trains; None: `learning_rate`."""
@@ -92,15 +92,15 @@ class MuonSettings(Options):
 class MarsSettings(Options):
     """Settings of mars in `optimizer_kwargs`; `adam_...` apply to arrays that are not matrices."""
 
-    b1: Share = 0.95
-    b2: Share = 0.99
+    b1: FractionBelowOne = 0.95
+    b2: FractionBelowOne = 0.99
     eps: Positive = 1e-8
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.025
     """Strength of the variance reduction; 0 is AdamW with clipping."""
     max_grad_norm: Positive = 1.0
     """Largest norm of each parameter's corrected gradient."""
-    adam_b1: Share = 0.9
-    adam_b2: Share = 0.95
+    adam_b1: FractionBelowOne = 0.9
+    adam_b2: FractionBelowOne = 0.95
     adam_eps: Positive = 1e-8
 
 
@@ -108,7 +108,7 @@ class ScheduleFreeAdamWSettings(Options):
     """Settings of schedule_free_adamw in `optimizer_kwargs`."""
 
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    b2: Share = 0.999
+    b2: FractionBelowOne = 0.999
     eps: Positive = 1e-8
     weight_lr_power: Annotated[float, Field(ge=0, le=10)] = 2.0
     """Power of the learning rate that weighs an iterate in the average."""

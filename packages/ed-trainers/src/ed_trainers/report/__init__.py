@@ -21,7 +21,7 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.figures.metrics import RECORD, Row, read_rows
+from ed_trainers.figures.metrics import RECORD, MetricRow, read_rows
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
 #: Points of a curve; of longer ones each bucket keeps its lowest and its highest.
@@ -68,7 +68,7 @@ def write_report(directory: str | Path) -> Path:
     return target
 
 
-def charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
     """Return the charts: `{name, lines: [{label, points: [[step, seconds, value], ...]}]}`.
 
     A metric and its evaluation share a chart. A figure that was never finite has no chart.
@@ -110,7 +110,7 @@ def thinned(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, f
     return kept
 
 
-def _subtitle(rows: Sequence[Row]) -> str:
+def _subtitle(rows: Sequence[MetricRow]) -> str:
     times = [row["time"] for row in rows if "time" in row]
     if not times:
         return f"{rows[-1]['step']:,} steps"
@@ -118,7 +118,7 @@ def _subtitle(rows: Sequence[Row]) -> str:
     return f"{rows[-1]['step']:,} steps · {began} to {ended}"
 
 
-def _figures(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
+def _figures(rows: Sequence[MetricRow], summary: Mapping[str, Any]) -> str:
     """Tiles with the figures of the summary; without one, with the last of each curve."""
     figures = dict(summary.get("metrics") or {})
     if not figures:
@@ -150,7 +150,7 @@ def _samples(summary: Mapping[str, Any]) -> str:
     return f"<h2>Samples</h2>{shown}" if shown else ""
 
 
-def _previews(rows: Sequence[Row]) -> str:
+def _previews(rows: Sequence[MetricRow]) -> str:
     """Return the samples of the model, the last steps first; earlier steps are folded."""
     previews = [row for row in rows if row.get("samples")][: -PREVIEWS - 1 : -1]
     shown = [

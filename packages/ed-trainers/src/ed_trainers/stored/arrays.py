@@ -31,7 +31,7 @@ _PARAMETERS = "graphstate."
 _MASTER = re.compile(r"opt_state\.(?:inner\.)*masters\.(?P<parameter>.+)")
 
 
-class Stored(Protocol):
+class StoredArray(Protocol):
     """Metadata of one array of a checkpoint."""
 
     @property
@@ -76,7 +76,7 @@ def size_of(arrays: Iterable[jax.Array]) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
 
 
-def stored_arrays(directory: Path) -> dict[str, Stored]:
+def stored_arrays(directory: Path) -> dict[str, StoredArray]:
     """Return shape and dtype of each array in a directory of orbax.
 
     Raises:
@@ -116,7 +116,7 @@ def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
 
 
 def check_fit(
-    wanted: Wanted, saved: Mapping[str, Stored], where: str, *, dtypes: bool = False
+    wanted: Wanted, saved: Mapping[str, StoredArray], where: str, *, dtypes: bool = False
 ) -> None:
     """Compare names and shapes, and optionally dtypes, of requested and saved arrays.
 
@@ -168,7 +168,7 @@ class _Plan:
         return all(one in self.mastered for one in canonical(name.split("/")))
 
 
-def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
+def _plan(wanted: Wanted, saved: Mapping[str, StoredArray]) -> _Plan:
     there: dict[str, _Piece] = {}
     for name in saved:
         path = name.split("/")

@@ -17,7 +17,7 @@ from ed_infra.enums import ACTIVATION_NAMES
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
 from ed_elarge.config.checks.config_source import ConfigField, config_fields
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 #: Keys of older `config.json` files that transformers still reads.
 LEGACY_FIELDS = {
@@ -57,7 +57,7 @@ def default(model_type: object, key: str) -> Any:
 
 
 def check(
-    config: Mapping[str, Any], execution_fields: Collection[str], path: KeyPath = ()
+    config: Mapping[str, Any], execution_fields: Collection[str], path: ValuePath = ()
 ) -> list[Problem]:
     """Check a `model.config` mapping and the configurations inside it (`text_config`).
 
@@ -81,7 +81,7 @@ def check(
 
 
 def _check_fields(
-    config: Mapping[str, Any], execution_fields: Collection[str], path: KeyPath
+    config: Mapping[str, Any], execution_fields: Collection[str], path: ValuePath
 ) -> list[Problem]:
     model_type = str(config["model_type"])
     fields = config_fields(model_type)

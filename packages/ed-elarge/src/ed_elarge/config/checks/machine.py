@@ -27,7 +27,7 @@ from ed_trainers.rewards.rules import RULES
 from ed_elarge.config.checks import architectures
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import OtherModelSection
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -102,7 +102,7 @@ def save_directory(run: RunConfig) -> Iterator[Problem]:
 def reward_functions(run: RunConfig) -> Iterator[Problem]:
     """Check the reward functions and the judge: rules, entry points, and modules of functions."""
     trainer = run.trainer
-    entries: list[tuple[KeyPath, RewardName]] = []
+    entries: list[tuple[ValuePath, RewardName]] = []
     if isinstance(trainer, RewardedArguments):
         functions = enumerate(trainer.reward_functions)
         entries = [(("trainer", "reward_functions", i), entry) for i, entry in functions]
@@ -177,7 +177,7 @@ def _other_model(name: str, section: OtherModelSection | None) -> Iterator[Probl
         yield from _model_directory((name, "name_or_path"), section.name_or_path, ("config.json",))
 
 
-def _model_directory(path: KeyPath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
+def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
     directory = Path(value).expanduser()
     if directory.is_dir():
         if not any((directory / name).exists() for name in needed):

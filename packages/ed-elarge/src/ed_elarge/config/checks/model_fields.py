@@ -18,7 +18,7 @@ from ed_infra.sharding.axes import AXIS_NAMES
 from ed_elarge.config.checks import architectures
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import SetsConfig
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 
 def model_config(run: RunConfig) -> Iterator[Problem]:
@@ -90,7 +90,7 @@ def base_config(run: RunConfig) -> Iterator[Problem]:
 
 def quantization_fields(run: RunConfig) -> Iterator[Problem]:
     """Reject configuration fields for quantization: the section `quantization` replaces them."""
-    written: list[tuple[KeyPath, Mapping[str, Any] | None]] = [
+    written: list[tuple[ValuePath, Mapping[str, Any] | None]] = [
         (("base_config", "values"), run.base_config.values if run.base_config else None),
         (("model", "config"), run.model.config if run.model else None),
     ]
@@ -106,7 +106,7 @@ def quantization_fields(run: RunConfig) -> Iterator[Problem]:
 
 def conflicting_fields(run: RunConfig) -> Iterator[Problem]:
     """Reject different values for one configuration field in two sections."""
-    first: dict[str, tuple[KeyPath, Any]] = {}
+    first: dict[str, tuple[ValuePath, Any]] = {}
     for name, section in run.sections.items():
         if not isinstance(section, SetsConfig):
             continue
@@ -173,7 +173,7 @@ def frozen_weights(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _execution_fields(values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
+def _execution_fields(values: Mapping[str, Any], path: ValuePath) -> Iterator[Problem]:
     first: dict[str, str] = {}
     for key, value in values.items():
         name = canonical_field(key) if isinstance(key, str) else key
@@ -186,7 +186,7 @@ def _execution_fields(values: Mapping[str, Any], path: KeyPath) -> Iterator[Prob
         yield from _execution_field(name, value, (*path, key))
 
 
-def _execution_field(name: str, value: Any, path: KeyPath) -> Iterator[Problem]:
+def _execution_field(name: str, value: Any, path: ValuePath) -> Iterator[Problem]:
     try:
         normalize_field(name, value)
     except ConfigError as error:

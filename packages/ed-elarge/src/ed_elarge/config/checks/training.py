@@ -19,7 +19,7 @@ from ed_elarge import heldout_tasks
 from ed_elarge.config.checks import architectures
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 #: Tasks of models that generate text.
 GENERATING = (
@@ -190,7 +190,7 @@ def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:
 
 
 def _tasks(
-    run: RunConfig, options: EvalSection, path: KeyPath, run_here: bool
+    run: RunConfig, options: EvalSection, path: ValuePath, run_here: bool
 ) -> Iterator[Problem]:
     reported = False
     for i, task in enumerate(options.tasks):

@@ -21,10 +21,10 @@ from ed_elarge.config.action_options import GenerateOptions
 from ed_elarge.config.adaptation import QuantizationSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import EvalSection, ModelSection
-from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.errors import Problem, ValuePath
 
 #: `(keys, reason)`: keys separated by spaces, with dots inside a key; or one key as a path.
-Unused = Iterable[tuple[str | KeyPath, str]]
+Unused = Iterable[tuple[str | ValuePath, str]]
 
 _GREEDY = "temperature 0 always selects the likeliest token"
 
@@ -83,7 +83,7 @@ def warnings(
     options: pydantic.BaseModel, find: Callable[[Any, RunConfig], Unused] | None, run: RunConfig
 ) -> Iterator[Problem]:
     """Yield a warning for each key without effect; paths start at the section or action."""
-    reported = set[KeyPath]()
+    reported = set[ValuePath]()
     for keys, why in find(options, run) if find is not None else ():
         paths = [keys] if isinstance(keys, tuple) else [tuple(k.split(".")) for k in keys.split()]
         for path in paths:
@@ -92,7 +92,7 @@ def warnings(
                 yield _warning(path, why)
 
 
-def _is_set(options: pydantic.BaseModel, path: KeyPath) -> bool:
+def _is_set(options: pydantic.BaseModel, path: ValuePath) -> bool:
     """Return whether a key has a value other than its default."""
     name, *rest = path
     value = getattr(options, name)
@@ -112,5 +112,5 @@ def without_effect(run: RunConfig) -> Iterator[Problem]:
             yield _warning(path, "no code reads it in this version")
 
 
-def _warning(path: KeyPath, why: str) -> Problem:
+def _warning(path: ValuePath, why: str) -> Problem:
     return Problem(path, f"has no effect: {why}", True)

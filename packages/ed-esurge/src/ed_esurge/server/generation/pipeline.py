@@ -19,8 +19,8 @@ from fastapi.responses import Response
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from ed_esurge.replies.blocks import Blocks, Change
-from ed_esurge.replies.events import CallEnds, Content, Event, Reply
+from ed_esurge.replies.blocks import BlockTracker, Change
+from ed_esurge.replies.events import CallEnds, Event, Reply, ReplyText
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.reply_formats import Parser
@@ -173,7 +173,7 @@ class ChatGeneration:
     generation: RunningGeneration
     ending: str
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    blocks: Blocks = field(default_factory=Blocks)
+    blocks: BlockTracker = field(default_factory=BlockTracker)
     last: ReplyPiece | None = None
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _called: set[int] = field(default_factory=set)
@@ -245,7 +245,7 @@ class ChatGeneration:
         for out in delta.outputs:
             reason = out.finish_reason and finish_reason(out.finish_reason)
             if make is None:
-                events: list[Event] = [Content(out.text)] if out.text else []
+                events: list[Event] = [ReplyText(out.text)] if out.text else []
             else:
                 if out.index not in self._parsers:
                     self._parsers[out.index] = make()

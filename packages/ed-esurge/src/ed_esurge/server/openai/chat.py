@@ -12,12 +12,12 @@ from fastapi.responses import Response
 
 from ed_esurge.outputs import CompletionOutput
 from ed_esurge.replies.events import (
-    Call,
     CallArguments,
     CallBegins,
-    Content,
     Event,
     Reasoning,
+    ReplyCall,
+    ReplyText,
 )
 from ed_esurge.server.generation.answers import ChatCompletion
 from ed_esurge.server.generation.logprobs import chat_logprobs, prompt_logprobs
@@ -84,7 +84,7 @@ def _choice(model: ServedModel, body: ChatRequest, choice: FinishedChoice) -> di
     return entry
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: ReplyCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -99,12 +99,12 @@ def _logprobs(
 
 def _deltas(events: Sequence[Event]) -> list[str]:
     """Return the `delta` of each chunk for some events, as JSON."""
-    if len(events) == 1 and isinstance(events[0], Content):  # the most frequent case
+    if len(events) == 1 and isinstance(events[0], ReplyText):  # the most frequent case
         return [f'{{"content":{encode(events[0].text)}}}']
     fields: list[tuple[str, str]] = []
     for event in events:
         match event:
-            case Content(text):
+            case ReplyText(text):
                 fields.append(("content", text))
             case Reasoning(text):
                 fields.append(("reasoning_content", text))

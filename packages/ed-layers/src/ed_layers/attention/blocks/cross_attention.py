@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.blocks.self_attention import CacheT, kv_heads_of
+from ed_layers.attention.blocks.self_attention import _CacheT, kv_heads_of
 from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.cache import HybridCache, LayerCacheSpec
 from ed_layers.cache.storage import Layer
@@ -68,8 +68,8 @@ class CrossAttention(nnx.Module):
         self.cache_spec = LayerCacheSpec(g, k, group="cross")
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: CacheT, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], CacheT]:
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: _CacheT, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], _CacheT]:
         """Return the output of the attention [b, s, d], and the cache."""
         q = self.q_proj(ctx.named(x, "normed_input"), ctx)
         q = ctx.named(q.reshape(*x.shape[:2], -1, self.head_dim), "attn_query")

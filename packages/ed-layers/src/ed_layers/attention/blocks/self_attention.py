@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.storage import Layer
 
-CacheT = TypeVar("CacheT", bound="Cache | None")
+_CacheT = TypeVar("_CacheT", bound="Cache | None")
 
 
 class SelfAttention(nnx.Module):
@@ -105,8 +105,8 @@ class SelfAttention(nnx.Module):
         self.group = spec.group
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: CacheT, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], CacheT]:
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: _CacheT, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], _CacheT]:
         """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.named(x, "normed_input")
         q, k, v = self.rotated(x, ctx)
@@ -122,9 +122,9 @@ class SelfAttention(nnx.Module):
         k: Float[Array, "b s g k"] | None,
         v: Float[Array, "b s g k"] | None,
         ctx: Ctx,
-        cache: CacheT,
+        cache: _CacheT,
         layer: Layer,
-    ) -> tuple[Float[Array, "b s h k"], CacheT]:
+    ) -> tuple[Float[Array, "b s h k"], _CacheT]:
         """Return the weighted sums of values, and the cache."""
         scoring, mask_info = self.scoring(ctx), ctx.mask_info
         if not self.mask.causal:

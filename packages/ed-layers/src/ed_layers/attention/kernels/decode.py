@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Cached, Kernel
-from ed_layers.attention.kernels.slots import Slots, at_least_two_blocks, attention_to_slots
+from ed_layers.attention.kernels.slots import KeyValueSlots, at_least_two_blocks, attention_to_slots
 from ed_layers.attention.kernels.softmax import Bound
 from ed_layers.attention.kernels.visibility import slots_seen
 from ed_layers.attention.scoring import heads_of, padded, split_heads
@@ -56,7 +56,9 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
         window, chunk, buckets = limits
         relative = scoring.relative and replace(scoring.relative, table=buckets)
         limited = replace(scoring, window=window, chunk=chunk, relative=relative)
-        slots = Slots(keys, values, at, *at_least_two_blocks(splits, block_k, keys.shape[-2]))
+        slots = KeyValueSlots(
+            keys, values, at, *at_least_two_blocks(splits, block_k, keys.shape[-2])
+        )
         first: Bound = 0
         if axes is not None:
             assert stored.sharding is not None

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, reasons
 from ed_layers.attention.kernels.blockwise import blockwise_attention
-from ed_layers.attention.scoring import Limit, limit_of, padded, static
+from ed_layers.attention.scoring import WindowLimit, limit_of, padded, static
 from ed_layers.devices import compute_capability_of, over_devices
 
 #: Maximum size of a mask array on a device; a larger mask would need too much memory.
@@ -75,7 +75,9 @@ def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]
     # A function with a custom backward pass must receive all traced values as arguments.
     traced = tuple(None if static(x) else x for x in (call.scoring.window, call.scoring.chunk))
 
-    def call_of(q, k, v, mask_info, limits: tuple[Limit | None, Limit | None]) -> Projected:
+    def call_of(
+        q, k, v, mask_info, limits: tuple[WindowLimit | None, WindowLimit | None]
+    ) -> Projected:
         window, chunk = (
             own if limit is None else limit
             for own, limit in zip((call.scoring.window, call.scoring.chunk), limits, strict=True)

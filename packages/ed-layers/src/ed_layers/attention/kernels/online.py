@@ -21,9 +21,17 @@ from ed_infra.masks import MaskInfo
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
-from ed_layers.attention.kernels.softmax import Part, over_blocks
+from ed_layers.attention.kernels.softmax import PartialAttention, over_blocks
 from ed_layers.attention.kernels.visibility import blocks_seen
-from ed_layers.attention.scoring import Alibi, Limit, RelativeBias, Scoring, heads_of, kept, padded
+from ed_layers.attention.scoring import (
+    Alibi,
+    RelativeBias,
+    Scoring,
+    WindowLimit,
+    heads_of,
+    kept,
+    padded,
+)
 
 T = TypeVar("T")
 
@@ -70,8 +78,8 @@ class BlockMask:
     q_index: Int[Array, "i b x"]
     k_segments: Int[Array, "j b y"]
     k_index: Int[Array, "j b y"]
-    window: Limit | None = None
-    chunk: Limit | None = None
+    window: WindowLimit | None = None
+    chunk: WindowLimit | None = None
     key: jax.Array | None = None
     places: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None
 
@@ -181,7 +189,7 @@ def attention_of_blocks(
     return forward(recipe, q, k, v, bias, mask, normalised, relative)
 
 
-def normalised(part: Part) -> tuple[jax.Array, jax.Array]:
+def normalised(part: PartialAttention) -> tuple[jax.Array, jax.Array]:
     """Return the output of a Part, and its log-sum-exp."""
     return part.out, part.lse
 
@@ -193,7 +201,7 @@ def forward(
     v,
     bias,
     mask: BlockMask,
-    finish: Callable[[Part], T],
+    finish: Callable[[PartialAttention], T],
     relative: RelativeBias | None = None,
 ) -> T:
     """Process the query blocks in order; each visits its visible key blocks.
@@ -222,7 +230,7 @@ def forward(
             scores, _ = scores_of(recipe, mask, bias, relative, i, j, q_i, k[j])
             return scores, weighted_sum
 
-        start = Part.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
+        start = PartialAttention.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
         return finish(over_blocks(first, last, start, key_block))
 
     blocks = jnp.arange(q.shape[0])

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Kernel, Paged
-from ed_layers.attention.kernels.softmax import Part, over_blocks
+from ed_layers.attention.kernels.softmax import PartialAttention, over_blocks
 from ed_layers.attention.kernels.visibility import visible
 from ed_layers.attention.scoring import heads_of
 from ed_layers.cache.codes import Codes, decode
@@ -115,7 +115,9 @@ class PageReader:
 
         m, x, groups, repeat, _ = q.shape
         joined = q.transpose(0, 2, 3, 1, 4).reshape(m, groups, repeat * x, -1)
-        start = Part.empty((m, groups, repeat, x), self.value_dim, scoring.softmax_dtype)
+        start = PartialAttention.empty(
+            (m, groups, repeat, x), self.value_dim, scoring.softmax_dtype
+        )
         part = over_blocks(first_block, last_block, start, block)
         part = part if self.sinks is None else part.beside(self.sinks)
         return part.out.transpose(0, 3, 1, 2, 4)

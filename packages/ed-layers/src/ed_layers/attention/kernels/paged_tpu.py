@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from ed_layers.attention.kernel import Kernel, Paged, Settings, reasons
 from ed_layers.attention.kernels.paged import NAMES
 from ed_layers.attention.scoring import limit_of, static
-from ed_layers.devices import Axes, axes_of, mesh_of, ways
+from ed_layers.devices import AxisNames, axes_of, mesh_of, ways
 
 #: The head dim of the kernel: the size of a row of a TPU's memory.
 HEAD_DIM = 128
@@ -66,7 +66,7 @@ def tiled(heads: int, groups: int, dtype: jnp.dtype) -> bool:
     return whole(2 * groups) and fits
 
 
-def head_axes(call: Paged) -> Axes | None:
+def head_axes(call: Paged) -> AxisNames | None:
     """Return the mesh axes that split the heads of both queries and pages."""
     if call.config is None or call.config.mesh.size == 1:
         return None

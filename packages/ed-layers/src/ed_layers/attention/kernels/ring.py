@@ -25,12 +25,12 @@ from ed_layers.attention.kernels import online
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.kernels.online import BlockMask
 from ed_layers.attention.kernels.ring_layout import Plan, Side
-from ed_layers.attention.kernels.softmax import Part, share_beside
-from ed_layers.attention.scoring import Limit, split_heads
+from ed_layers.attention.kernels.softmax import PartialAttention, share_beside
+from ed_layers.attention.scoring import WindowLimit, split_heads
 from ed_layers.devices import repeated_for, ways
 
 #: Window and chunk, and the key of dropout.
-Limits = tuple[Limit | None, Limit | None, jax.Array | None]
+RingLimits = tuple[WindowLimit | None, WindowLimit | None, jax.Array | None]
 
 
 def ring_attention(call: Projected) -> Float[Array, "b s h d"]:
@@ -62,7 +62,7 @@ def forward(
     v: jax.Array,
     bias: jax.Array | None,
     mask_info: MaskInfo,
-    limits: Limits,
+    limits: RingLimits,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention of a split sequence on all devices.
 
@@ -79,7 +79,7 @@ def forward(
     return run(q, k, v, bias, mask_info, limits)
 
 
-def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
+def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLimits):
     """Run one round of the ring on one device."""
     here = Here(plan, q, k, bias, mask_info, limits)
     q_blocks, hand = here.query_blocks(q), here.hand(k, v)
@@ -91,12 +91,12 @@ def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits)
         part_j = online.forward(plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lambda part: part)
         return plan.pass_on(hand), part.merged(part_j)
 
-    start = Part.empty(q_blocks.shape[:-1], v.shape[-1], plan.total_dtype)
+    start = PartialAttention.empty(q_blocks.shape[:-1], v.shape[-1], plan.total_dtype)
     _, part = plan.steps(step, (hand, start))
     return here.tokens(part.out.astype(plan.out_dtype)), here.tokens(part.lse)[..., 0]
 
 
-def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
+def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLimits):
     # Named here, so a remat policy that keeps these arrays does not run the ring again.
     results = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
     return results, (q, k, v, bias, mask_info, limits, *results)
@@ -152,7 +152,7 @@ class Here:
     The object exists inside `shard_map`; all lengths are local.
     """
 
-    def __init__(self, plan: Plan, q, k, bias, mask_info: MaskInfo, limits: Limits):
+    def __init__(self, plan: Plan, q, k, bias, mask_info: MaskInfo, limits: RingLimits):
         self.plan = plan
         self.queries = Side(plan, q.shape[1], plan.block_q)
         self.keys = Side(plan, k.shape[1], plan.block_k)

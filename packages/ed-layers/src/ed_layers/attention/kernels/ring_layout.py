@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from ed_layers.attention.kernel import Projected
 from ed_layers.attention.kernels.online import Recipe, row_blocks
 from ed_layers.attention.scoring import padded
-from ed_layers.devices import Axes, axes_of, sequence_axes, ways
+from ed_layers.devices import AxisNames, axes_of, sequence_axes, ways
 
 T = TypeVar("T")
 Pairs = list[tuple[int, int]]
@@ -49,9 +49,9 @@ class Plan:
 
     recipe: Recipe
     mesh: Mesh | AbstractMesh
-    batch: Axes | None
-    sequence: Axes
-    heads: Axes | None
+    batch: AxisNames | None
+    sequence: AxisNames
+    heads: AxisNames | None
     bias: P
     zigzag: bool
     scan: bool
@@ -230,7 +230,7 @@ def routes(n: int) -> tuple[Pairs, Pairs]:
     )
 
 
-def enter(x: jax.Array, axes: Axes, n: int) -> jax.Array:
+def enter(x: jax.Array, axes: AxisNames, n: int) -> jax.Array:
     """From contiguous to zig-zag order, inside `shard_map`.
 
     Args:
@@ -246,7 +246,7 @@ def enter(x: jax.Array, axes: Axes, n: int) -> jax.Array:
     return jnp.concatenate([jnp.where(ordered, a, b), jnp.where(ordered, b, a)], axis=1)
 
 
-def leave(x: jax.Array, axes: Axes, n: int) -> jax.Array:
+def leave(x: jax.Array, axes: AxisNames, n: int) -> jax.Array:
     """The inverse of `enter`."""
     early, late = jnp.split(x, 2, axis=1)
     ordered = jax.lax.axis_index(axes) % 2 == 0

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jax.typing import DTypeLike
 
-from ed_layers.attention.kernels.softmax import Bound, Part, over_blocks
+from ed_layers.attention.kernels.softmax import Bound, PartialAttention, over_blocks
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Numbers, decode, map_slots
 from ed_layers.cache.storage import Layer
@@ -24,7 +24,7 @@ from ed_layers.projections.matmul import batched
 
 
 @dataclass(frozen=True)
-class Slots:
+class KeyValueSlots:
     """Keys and values of one layer, read in blocks without a copy of the layer.
 
     Attributes:
@@ -82,7 +82,7 @@ def at_least_two_blocks(splits: int, block: int, count: int) -> tuple[int, int]:
 
 def attention_to_slots(
     q: jax.Array,
-    slots: Slots,
+    slots: KeyValueSlots,
     info: MaskInfo,
     scoring: Scoring,
     bias: jax.Array | None,
@@ -90,7 +90,7 @@ def attention_to_slots(
     heads: jax.Array,
     *,
     by_sum: bool = False,
-) -> Part:
+) -> PartialAttention:
     """Compute the softmax of queries [b, g, r, s, k] over the slots between two bounds.
 
     Args:
@@ -131,7 +131,7 @@ def attention_to_slots(
         return scores, weighted_sum
 
     first, last = bounds
-    start = Part.empty(lead, slots.values.shape[-1], dtype)
+    start = PartialAttention.empty(lead, slots.values.shape[-1], dtype)
     part = over_blocks(first // size, (last + size - 1) // size, start, block)
     return part.merged_along(-2)
 

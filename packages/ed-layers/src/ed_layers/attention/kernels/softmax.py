@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ed_layers.devices import Axes
+from ed_layers.devices import AxisNames
 
 #: `j -> scores of block j [..., y], weighted sum of its values: weights [..., y] -> [..., d]`.
-Block = Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
+ScoreBlock = Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
 Bound = int | jax.Array
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention of queries to some of their keys, before normalization.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     acc: jax.Array
 
     @classmethod
-    def empty(cls, queries: tuple[int, ...], width: int, dtype: DTypeLike) -> Part:
+    def empty(cls, queries: tuple[int, ...], width: int, dtype: DTypeLike) -> PartialAttention:
         """Return attention to no key."""
         return cls(
             jnp.full((*queries, 1), -jnp.inf, dtype),
@@ -43,43 +43,47 @@ class Part(NamedTuple):
             jnp.zeros((*queries, width), dtype),
         )
 
-    def and_block(self, scores: jax.Array, weighted_sum: Callable[[jax.Array], jax.Array]) -> Part:
+    def and_block(
+        self, scores: jax.Array, weighted_sum: Callable[[jax.Array], jax.Array]
+    ) -> PartialAttention:
         """Add one block of keys, whose masked scores are -inf."""
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1, keepdims=True))
         anchor = finite(top)
         weights, decay = jnp.exp(scores - anchor), jnp.exp(self.top - anchor)
         total = self.total * decay + jnp.sum(weights, axis=-1, keepdims=True)
-        return Part(top, total, self.acc * decay + weighted_sum(weights))
+        return PartialAttention(top, total, self.acc * decay + weighted_sum(weights))
 
     def below(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return total and sum relative to a score that is at least as high."""
         decay = jnp.exp(self.top - finite(top))
         return self.total * decay, self.acc * decay
 
-    def merged(self, other: Part) -> Part:
+    def merged(self, other: PartialAttention) -> PartialAttention:
         """Return attention to the keys of both parts."""
         top = jnp.maximum(self.top, other.top)
         (total, acc), (total_j, acc_j) = self.below(top), other.below(top)
-        return Part(top, total + total_j, acc + acc_j)
+        return PartialAttention(top, total + total_j, acc + acc_j)
 
-    def merged_along(self, axis: int) -> Part:
+    def merged_along(self, axis: int) -> PartialAttention:
         """Return attention to the keys of all parts along an axis."""
         top = jnp.max(self.top, axis=axis, keepdims=True)
         total, acc = self.below(top)
-        return Part(jnp.squeeze(top, axis), jnp.sum(total, axis=axis), jnp.sum(acc, axis=axis))
+        return PartialAttention(
+            jnp.squeeze(top, axis), jnp.sum(total, axis=axis), jnp.sum(acc, axis=axis)
+        )
 
-    def merged_over(self, axes: Axes) -> Part:
+    def merged_over(self, axes: AxisNames) -> PartialAttention:
         """Return attention to the keys of all devices along mesh axes; inside `shard_map`."""
         top = jax.lax.pmax(self.top, axes)
         total, acc = self.below(top)
-        return Part(top, jax.lax.psum(total, axes), jax.lax.psum(acc, axes))
+        return PartialAttention(top, jax.lax.psum(total, axes), jax.lax.psum(acc, axes))
 
-    def beside(self, sinks: jax.Array) -> Part:
+    def beside(self, sinks: jax.Array) -> PartialAttention:
         """Return the part with sinks: one logit per head without a value."""
         sinks = sinks.astype(self.top.dtype)
         top = jnp.maximum(self.top, sinks)
         total, acc = self.below(top)
-        return Part(top, total + jnp.exp(sinks - finite(top)), acc)
+        return PartialAttention(top, total + jnp.exp(sinks - finite(top)), acc)
 
     @property
     def out(self) -> jax.Array:
@@ -92,7 +96,9 @@ class Part(NamedTuple):
         return self.top + jnp.log(self.total)
 
 
-def over_blocks(first: Bound, last: Bound, start: Part, block: Block) -> Part:
+def over_blocks(
+    first: Bound, last: Bound, start: PartialAttention, block: ScoreBlock
+) -> PartialAttention:
     """Return attention to the keys of blocks `first` to `last - 1`."""
     return jax.lax.fori_loop(first, last, lambda j, part: part.and_block(*block(j)), start)
 

@@ -20,7 +20,7 @@ from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, Settings, reasons
-from ed_layers.attention.scoring import Limit, limit_of, padded, static
+from ed_layers.attention.scoring import WindowLimit, limit_of, padded, static
 from ed_layers.devices import over_devices
 
 #: Lanes of a TPU register: blocks of keys are multiples of it.
@@ -129,7 +129,7 @@ def tpu_blocks(settings: Settings, s: int) -> tuple[int, int, int]:
     return block_q, block_k, -(-s // both) * both
 
 
-def segments_of(mask_info: MaskInfo, chunk: Limit | None) -> Int[Array, "b s"]:
+def segments_of(mask_info: MaskInfo, chunk: WindowLimit | None) -> Int[Array, "b s"]:
     """Return segment ids in which each chunk is a segment, numbered by its start position + 1."""
     segments = mask_info.q_segment_ids
     if chunk is None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.attention.scoring import Limit
+from ed_layers.attention.scoring import WindowLimit
 
 BIG = jnp.iinfo(jnp.int32).max
 
@@ -21,8 +21,8 @@ BIG = jnp.iinfo(jnp.int32).max
 def visible(
     low: jax.Array,
     high: jax.Array,
-    window: Limit | None,
-    chunk: Limit | None,
+    window: WindowLimit | None,
+    chunk: WindowLimit | None,
     *,
     causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +47,11 @@ def visible(
 
 
 def slots_seen(
-    info: MaskInfo, window: Limit | None, chunk: Limit | None, count: int, first: jax.Array | int
+    info: MaskInfo,
+    window: WindowLimit | None,
+    chunk: WindowLimit | None,
+    count: int,
+    first: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the range of slots that some query sees: the first, and the one after the last.
 
@@ -69,8 +73,8 @@ def blocks_seen(
     q_index: Int[Array, "i b x"],
     k_segments: Int[Array, "j b y"],
     k_index: Int[Array, "j b y"],
-    window: Limit | None,
-    chunk: Limit | None,
+    window: WindowLimit | None,
+    chunk: WindowLimit | None,
     *,
     causal: bool,
 ) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
