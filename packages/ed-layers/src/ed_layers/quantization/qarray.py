@@ -118,7 +118,7 @@ def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, 
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def codes_of(w: QArray) -> native.products.Codes:
+def codes_of(w: QArray) -> native.products.QuantizedMatrix:
     """Return the matrix in the format of the native library."""
     scale, zero, form = w.scale, w.zero, FORMATS[w.format]
     if isinstance(scale, Scales):
@@ -127,7 +127,7 @@ def codes_of(w: QArray) -> native.products.Codes:
         zero = zero if zero.dtype == jnp.uint8 else zero.astype(jnp.float32)
         zero = jnp.broadcast_to(zero, scale.shape)
     table = form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None
-    return native.products.Codes(w.codes, scale, zero, table)
+    return native.products.QuantizedMatrix(w.codes, scale, zero, table)
 
 
 def _product_forward(
