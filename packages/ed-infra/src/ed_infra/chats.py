@@ -45,11 +45,11 @@ def _message(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "text" if isinstance(value, str) else "chat"
 
 
-def _one_or_more(value: Any) -> Any:
+def _one_or_more(value: object) -> object:
     """Convert one prompt, a text or a list of messages, to a tuple."""
     chat = isinstance(value, (list, tuple)) and value and all(isinstance(m, Mapping) for m in value)
     return (value,) if chat or isinstance(value, str) else value

@@ -57,7 +57,7 @@ def _not_bool(value: object) -> object:
     return value
 
 
-def numbers_are_numbers(schema: Any) -> Any:
+def numbers_are_numbers(schema: object) -> Any:
     """Return a pydantic schema whose numbers reject true and false, which equal 1 and 0 in Python.
 
     A union with bool as an alternative accepts them.
@@ -145,7 +145,7 @@ class Options(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return result
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return a validated copy with some changed fields."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         values.update({self.ALIASES.get(name, name): value for name, value in changes.items()})

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class Metric:
     weight: jax.Array
 
     @classmethod
-    def of(cls, total: Any, weight: Any = 1.0) -> Metric:
+    def of(cls, total: ArrayLike, weight: ArrayLike = 1.0) -> Metric:
         """Create a metric from two numbers or arrays."""
         return cls(jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32))
 
@@ -94,7 +95,7 @@ class LayerReport:
 
 
 class _Replaceable:
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return a copy with some changed fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
@@ -120,10 +121,10 @@ class BaseModelOutput(_Replaceable):
         last_hidden_state: [b, s, d], after the last norm.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses: what the layers add to the training loss, by name, summed over layers.
+        losses: terms that the layers add to the training loss, by name, summed over layers.
         aux: statistics of the layers by name, summed over layers (a mean, once divided).
-        updates: storage path of an `Updated` variable, parts joined by `/` -> what this batch adds
-            to the sum that its rule is given; train steps apply them once.
+        updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
+            batch adds to the input of the variable's rule. A train step applies each rule once.
         pooler_output: pooled first token of each row [b, d], of bodies with a pooler (BERT).
     """
 
@@ -142,13 +143,13 @@ class CausalLMOutput(_Replaceable):
 
     Attributes:
         logits: float32 [b, s, v]; [n, v] where `logits_at` named n positions; None for `"none"`.
-        last_hidden_state: [b, s, d], after the last norm: what the head multiplies.
+        last_hidden_state: [b, s, d], after the last norm: the input of the head.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses: what the layers add to the training loss, by name, summed over layers.
+        losses: terms that the layers add to the training loss, by name, summed over layers.
         aux: statistics of the layers by name, summed over layers (a mean, once divided).
-        updates: storage path of an `Updated` variable, parts joined by `/` -> what this batch adds
-            to the sum that its rule is given; train steps apply them once.
+        updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
+            batch adds to the input of the variable's rule. A train step applies each rule once.
         loss: scalar, where the call was given labels.
     """
 
@@ -171,7 +172,7 @@ class SequenceClassifierOutput(_Replaceable):
         last_hidden_state: [b, s, d], after the last norm.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses: what the layers add to the training loss, by name, summed over layers.
+        losses: terms that the layers add to the training loss, by name, summed over layers.
         aux: statistics of the layers by name, summed over layers (a mean, once divided).
         updates: as in `CausalLMOutput`.
         loss: scalar, where the call was given labels.
@@ -194,7 +195,7 @@ class EmbeddingOutput(_Replaceable):
     Attributes:
         embeddings: float32 [b, d], pooled over each row.
         last_hidden_state: [b, s, d], after the last norm.
-        losses: what the layers add to the training loss, by name, summed over layers.
+        losses: terms that the layers add to the training loss, by name, summed over layers.
         aux: statistics of the layers by name, summed over layers (a mean, once divided).
         updates: as in `CausalLMOutput`.
     """

@@ -91,12 +91,12 @@ class Rules(Generic[V]):
                 )
         return values[0]
 
-    def tree(self, state: Any, default: object = None) -> Any:
+    def tree(self, state: object, default: object = None) -> Any:
         """Return `state` with each leaf replaced by the value of its rule.
 
         Args:
             state: A pytree with the paths of a model: `nnx.State`, or a dict of arrays.
-            default: Value of leaves without a rule.
+            default: Value of a leaf without a rule.
 
         Returns:
             The structure of `state`, for example a mask or labels for optax.

@@ -41,7 +41,7 @@ LLAMA3_ROPE: dict[str, Any] = {
 }
 
 
-def tiny_llama(**changes: Any) -> dict[str, Any]:
+def tiny_llama(**changes: object) -> dict[str, Any]:
     """Return the fields of a tiny Llama, some of them changed."""
     return {**TINY_LLAMA, **changes}
 
@@ -97,7 +97,7 @@ def random_hf_llama(
     return path
 
 
-def hf_logits(directory: str | os.PathLike[str], input_ids: Any, **inputs: Any) -> Any:
+def hf_logits(directory: str | os.PathLike[str], input_ids: object, **inputs: object) -> Any:
     """Return the float32 logits [b, s, v] of torch transformers on int [b, s], as numpy."""
     torch = require_torch()
     import numpy as np
@@ -160,16 +160,17 @@ def started_processes(
 
     Args:
         command: arguments of `python`: `["-c", code, ...]`, `["-m", module, ...]`, or a file.
-        logs: directory for what they print, `process_<i>.log`; made if missing.
-        processes: how many.
-        devices: simulated CPU devices of each.
+        logs: directory for the output of the processes, `process_<i>.log`; created if missing.
+        processes: number of processes.
+        devices: number of simulated CPU devices of each process.
     """
     folder = pathlib.Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    # The last one of a flag counts; the others stay, so that a program is compiled as it is here.
+    # XLA uses the last value of a flag. The other flags stay, so that each process compiles the
+    # same programs as this one.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = {
         **os.environ,

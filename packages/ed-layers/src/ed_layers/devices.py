@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +81,8 @@ def over_devices(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b t g k"],
     v: Float[Array, "b t g d"],
-    rows: Any,
-    heads: Any = None,
+    rows: object,
+    heads: object = None,
 ) -> Float[Array, "b s h d"]:
     """Run a kernel on the rows and heads of each device, with whole sequences: XLA cannot split a
     kernel.

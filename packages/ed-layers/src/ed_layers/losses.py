@@ -156,7 +156,7 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
 def fused_backward(static: tuple[int, TokenLoss], saved, cotangent):
     scale = cotangent.astype(jnp.float32)
 
-    def scaled(grad: Any) -> Any:
+    def scaled(grad: jax.Array) -> jax.Array:
         return grad if grad.dtype == jax.dtypes.float0 else (grad * scale).astype(grad.dtype)
 
     d_hidden, d_head = jax.tree.map(scaled, saved)

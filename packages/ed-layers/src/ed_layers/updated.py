@@ -52,7 +52,7 @@ def apply_updates(
     for path, variable in nnx.to_flat_state(state):
         reported = left.pop(storage_name(path), None)
         if reported is not None and (learning is None or path[:-1] in learning):
-            rule: Any = variable.get_metadata()["rule"]
+            rule: Callable[..., jax.Array] = variable.get_metadata()["rule"]
             rule = jax.vmap(rule) if parameter_names.is_stacked(path) else rule
             variable = variable.replace(rule(variable.get_value(), reported))
         flat.append((path, variable))

@@ -87,7 +87,7 @@ class _Description:
             self._met[id(value)] = (len(self._met), value)
             self._object(value, kind)
 
-    def _object(self, value: Any, kind: type) -> None:
+    def _object(self, value: object, kind: type) -> None:
         self._named(kind)
         if isinstance(value, Enum):
             self.parts.append(value.name)

@@ -109,7 +109,7 @@ class EasyDeLBaseConfig(StoredConfig):
         if self.use_sharded_kv_caching and self.kv_cache_quantization_config is not None:
             warnings.warn(
                 "kv_cache_quantization_config with use_sharded_kv_caching: each shard of the cache "
-                "keeps scales of its own, which costs memory; turn one of the two off",
+                "keeps separate scales, which costs memory; turn one of the two off",
                 UserWarning,
                 stacklevel=outside(),
             )
@@ -126,7 +126,7 @@ class EasyDeLBaseConfig(StoredConfig):
         check_together({name: getattr(self, name) for name in FIELDS})
         self._check_rope(self.__dict__.get("rope_parameters"), names)
 
-    def _check_rope(self, parameters: Any, names: bool | None = None) -> None:
+    def _check_rope(self, parameters: object, names: bool | None = None) -> None:
         if isinstance(parameters, Mapping):
             names = not reading_file.get() if names is None else names
             known = self.ignore_keys_at_rope_validation
@@ -134,7 +134,7 @@ class EasyDeLBaseConfig(StoredConfig):
 
     # --- attributes -------------------------------------------------------------------------------
 
-    def __setattr__(self, key: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: object) -> None:
         key = canonical_field(key)
         if key in FIELDS:
             value = normalize(key, value)

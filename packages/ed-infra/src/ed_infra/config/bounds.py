@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ed_infra.errors import ConfigError
 
@@ -28,7 +27,7 @@ _SMALLEST_BOUND = min(LARGEST.values())
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
 
 
-def check_plausible(name: str, value: Any, aliases: Mapping[str, str]) -> None:
+def check_plausible(name: str, value: object, aliases: Mapping[str, str]) -> None:
     """Raise an error for an implausible number.
 
     Args:
@@ -53,7 +52,7 @@ def check_plausible(name: str, value: Any, aliases: Mapping[str, str]) -> None:
             )
 
 
-def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
+def _numbers(path: str, value: object) -> Iterator[tuple[str, float]]:
     if isinstance(value, float):
         yield path, value
     elif isinstance(value, Mapping):

@@ -100,11 +100,11 @@ class FrozenDict(dict):
     """An immutable `dict`. Writing an equal value is allowed."""
 
     # transformers writes equal values when it reads rope parameters.
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if key not in self or self[key] != value:
             _refuse()
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
+    def setdefault(self, key: object, default: object = None) -> Any:
         return self[key] if key in self else _refuse()
 
     __delitem__ = clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
@@ -133,7 +133,7 @@ class FrozenList(list):
     __copy__ = copy = lambda self: list(self)
 
 
-def freeze(value: Any) -> Any:
+def freeze(value: object) -> Any:
     """Return `value` with all lists and dicts replaced by immutable ones."""
     if isinstance(value, dict):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
@@ -142,7 +142,7 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def thaw(value: Any) -> Any:
+def thaw(value: object) -> Any:
     """Return a copy of `value` with mutable lists and dicts."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}

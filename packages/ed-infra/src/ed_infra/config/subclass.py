@@ -161,7 +161,7 @@ def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any])
         values["max_position_embeddings"] = int(trained * (rope.get("factor") or 1))
 
 
-def architecture_value(cls: type, name: str, value: Any, *, from_file: bool) -> Any:
+def architecture_value(cls: type, name: str, value: object, *, from_file: bool) -> Any:
     """Return the value of an architecture field, checked beyond its type.
 
     A dtype becomes its name: transformers sets a torch dtype where torch is installed, and the

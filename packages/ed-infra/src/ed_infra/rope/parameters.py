@@ -65,7 +65,7 @@ class RopeSettings:
         """r: number of rotated dimensions."""
         return int(self.head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return a parameter, or `default` if it is missing or None."""
         value = self.parameters.get(name)
         return default if value is None else value

@@ -64,11 +64,11 @@ def _leaves(state: State) -> list[tuple[TreePath, Any]]:
     return list(nnx.to_flat_state(state))
 
 
-def _array(variable: Any) -> Any:
+def _array(variable: object) -> Any:
     return variable.get_value() if isinstance(variable, nnx.Variable) else variable
 
 
-def _axes(variable: Any) -> tuple[str | None, ...] | None:
+def _axes(variable: object) -> tuple[str | None, ...] | None:
     axes = variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
     return None if axes is None else tuple(axes)
 
@@ -119,7 +119,7 @@ def specs(
     return nnx.from_flat_state(flat)
 
 
-def _fitted_tree(spec: PartitionSpec, value: Any, place: Mesh | AbstractMesh, name: str) -> Any:
+def _fitted_tree(spec: PartitionSpec, value: object, place: Mesh | AbstractMesh, name: str) -> Any:
     """Return the spec of an array, or of each array of a quantized matrix in its structure.
 
     The arrays have the rank of the matrix. Indivisible small arrays are not logged.
@@ -266,7 +266,7 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int = 0) -> Any:
+def make_global(batch: object, sharding: object, *, rows: int | None = None, axis: int = 0) -> Any:
     """Convert a batch of numpy arrays on each process to global arrays.
 
     Each process copies only the parts of its devices.
@@ -349,7 +349,7 @@ def _settings(
 
 def _layer_spec(
     path: TreePath,
-    variable: Any,
+    variable: object,
     rules: Rules[PartitionSpec],
     manager: PartitionManager,
     mesh: Mesh | AbstractMesh,

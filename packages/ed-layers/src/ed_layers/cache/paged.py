@@ -39,13 +39,13 @@ class PagedCache:
     """Pages [P, page_size, g, 2, k] per layer, keys and values side by side *inside* a head.
 
     That order keeps a head's K and V on the same device when heads are sharded, and is a free
-    reshape of the `2K` axis that TPU's ragged paged attention takes. Scales of quantized pages are
-    [P, g, 2, n, page_size]. Where values are part of their keys, the axis of two has one entry.
+    reshape of the `2K` axis that TPU's ragged paged attention requires. Scales of quantized pages
+    are [P, g, 2, n, page_size]. Where values are part of their keys, the axis of two has one entry.
 
     Attributes:
         pages: per layer [P, page_size, g, 2, k]; codes and scales if quantized.
         group: which `slots` and `page_table` of the RaggedBatch these layers use.
-        value_dim: numbers of a value where it is not as wide as a key: the narrower one is padded.
+        value_dim: width of a value, if it differs from the width of a key; the narrower is padded.
     """
 
     pages: PerLayer

@@ -68,7 +68,7 @@ OUTSIDE = ("embeddings", "model_output", "lm_head_output")
 BETWEEN = "layer_output"
 
 
-def recomputed(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+def recomputed(function: Callable[..., jax.Array], *arguments: object) -> jax.Array:
     """Return `function(*arguments)`; the backward pass keeps only the arguments.
 
     Norms and activations use this function: their intermediate values are as large as the results
@@ -83,15 +83,17 @@ def recomputed(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def call_and_forget(function: Callable[..., jax.Array], *arguments: Any) -> Any:
+def call_and_forget(function: Callable[..., jax.Array], *arguments: object) -> jax.Array:
     return function(*arguments)
 
 
-def recomputed_forward(function: Callable[..., jax.Array], *arguments: Any):
+def recomputed_forward(function: Callable[..., jax.Array], *arguments: object):
     return function(*arguments), arguments
 
 
-def recomputed_backward(function: Callable[..., jax.Array], arguments: Any, d_result: jax.Array):
+def recomputed_backward(
+    function: Callable[..., jax.Array], arguments: tuple[object, ...], d_result: jax.Array
+):
     # The barrier prevents the compiler from reusing, and so keeping, values of the forward pass.
     return jax.vjp(function, *jax.lax.optimization_barrier(arguments))[1](d_result)
 
@@ -156,7 +158,7 @@ class Remat:
         return FIXED[self.name] if self.name in FIXED else BY_NAME[self.name](*self.targets)
 
     def wrap(self, layer: Callable[..., Any], *, looped: bool = False) -> Callable[..., Any]:
-        """Wrap a layer, so that its backward pass recomputes what the policy does not keep.
+        """Wrap a layer. Its backward pass recomputes the values that the policy does not keep.
 
         Args:
             layer: a function of arrays.

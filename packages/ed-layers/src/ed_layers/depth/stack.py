@@ -207,7 +207,7 @@ class Stack(nnx.Module):
                 yield run.start + slot, graphdef, shapes
 
     def to_layout(self, layout: Layout) -> None:
-        """Convert the storage in place: separate leaves for a CPU engine, stacks for training."""
+        """Convert the storage in place: separate arrays for a CPU engine, stacks for training."""
         if layout == self.layout:
             return
         if layout == "leaves":

@@ -203,6 +203,6 @@ def around(
         hand = jnp.concatenate([visiting, total], axis=-1)
         return jax.lax.ppermute(hand, axes, following), None
 
-    hand: Any = jnp.concatenate([x, jnp.zeros_like(x)], axis=-1)
+    hand = jnp.concatenate([x, jnp.zeros_like(x)], axis=-1)
     hand, _ = jax.lax.scan(step, hand, jnp.arange(devices))
     return hand[..., x.shape[-1] :]

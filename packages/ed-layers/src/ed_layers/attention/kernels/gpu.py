@@ -175,7 +175,7 @@ def arguments(
         "is_causal": is_causal,
         "query_seq_lengths": lengths,
         "key_value_seq_lengths": lengths,
-        # They count the keys beside a query, a window counts the query too.
+        # jax and tokamax count only the keys before a query; `window` also counts the query.
         "local_window_size": None if window is None else (window - 1, 0),
     }
 

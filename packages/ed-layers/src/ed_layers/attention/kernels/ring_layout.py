@@ -103,14 +103,14 @@ class Plan:
         return x
 
     def pass_on(self, tree: T) -> T:
-        """Send a pytree to the next device, and take that of the one before."""
+        """Send a pytree to the next device, and receive the pytree of the previous device."""
         pairs = [(i, (i + 1) % self.n) for i in range(self.n)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.sequence, pairs), tree)
 
     def steps(self, step: Callable[[jax.Array, T], T], carry: T) -> T:
         """Go round once: `step(device whose keys are in hand, carry)`.
 
-        Unrolled, the compiler drops the last pass, whose result nobody reads.
+        In the unrolled loop, the compiler removes the last `pass_on`, because its result is unused.
         """
         own = jax.lax.axis_index(self.sequence)
         if self.scan:
@@ -130,7 +130,7 @@ class Plan:
         }
         # Unchecked: the loops of `online` start from constants, and the check would have each cast
         # to varying. Nothing depends on it: forward and backward are both written out, so that jax
-        # adds no sum over devices of its own.
+        # adds no further sum over devices.
         return jax.shard_map(
             partial(function, self),
             mesh=self.mesh,
@@ -158,8 +158,8 @@ class Plan:
 class Side:
     """The order of one side, queries or keys, on its device: [b, L] to whole blocks and back.
 
-    A block never reaches over the two chunks of a device, whose indices are far apart: its bounds
-    would tell nothing.
+    A block never contains tokens of both chunks of a device. Their indices are far apart, so the
+    bounds of such a block would exclude no other block.
     """
 
     plan: Plan
@@ -178,7 +178,7 @@ class Side:
 
     @property
     def block(self) -> int:
-        """Positions of a block: chunks are cut into equal blocks of at most what was wanted."""
+        """Positions of a block: chunks are cut into equal blocks of at most `wanted` positions."""
         return -(-self.chunk // -(-self.chunk // self.wanted))
 
     def cut(self, x: jax.Array) -> jax.Array:

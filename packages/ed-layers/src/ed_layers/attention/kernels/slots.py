@@ -70,7 +70,7 @@ class KeyValueSlots:
 
 
 def at_least_two_blocks(splits: int, block: int, count: int) -> tuple[int, int]:
-    """Return the number of splits and their slots, such that there are at least two blocks.
+    """Return the number of splits and their slots, with at least two blocks in total.
 
     XLA would move the read of a single block out of the loop, merge it with the preceding write,
     and copy a stacked cache in every layer (observed on a CPU).

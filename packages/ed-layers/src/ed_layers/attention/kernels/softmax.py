@@ -109,7 +109,7 @@ def finite(top: jax.Array) -> jax.Array:
 
 
 def share_beside(sinks: jax.Array, lse: jax.Array) -> jax.Array:
-    """Return the share of the softmax that remains for the keys beside a sink; 0 without keys.
+    """Return the share of the softmax that remains for the keys next to a sink; 0 without keys.
 
     Kernels multiply their normalized output by this share. It is differentiable.
     """
