@@ -1,7 +1,8 @@
 """Puts the native library into wheels and editable installs where it can be compiled.
 
-Without a C++ compiler, or jaxlib's headers, the wheel is pure Python, and says so in one line.
-`ED_LAYERS_NATIVE=0` leaves the library out.
+Without a C++ compiler, or jaxlib's headers, the wheel is pure Python, and the build
+prints one line about it.
+`ED_LAYERS_NATIVE=0` builds no library.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class NativeHook(BuildHookInterface):
         except native.CannotBuild as error:
             print(f"ed-layers: without native kernels: {str(error).splitlines()[0]}")
             return
-        if version == "editable":  # the package is used where it lies, the library in it
+        if version == "editable":  # the package and its library are used in place
             return
         build_data["force_include"][str(library)] = f"ed_layers/native/{library.name}"
         build_data["pure_python"] = False

@@ -151,7 +151,7 @@ def map_slots(function: Callable[..., jax.Array], x: Numbers, *others: Numbers) 
     if not isinstance(x, Codes):
         return function(x, *others, x.ndim - 2)
     codes = [other for other in others if isinstance(other, Codes)]
-    assert len(codes) == len(others), "quantized numbers meet quantized numbers"
+    assert len(codes) == len(others), "the other arrays must be quantized too"
     return Codes(
         function(x.values, *(o.values for o in codes), x.values.ndim - 2),
         function(x.scale, *(o.scale for o in codes), x.scale.ndim - 1),

@@ -138,7 +138,7 @@ class CrossSlots:
         if kv[0].shape[:2] != segment_ids.shape or segment_ids.shape[0] != 1:
             raise ValueError(
                 f"keys are {list(kv[0].shape)} and segment_ids {list(segment_ids.shape)}: a slot "
-                "takes the encoder output of one sequence, [1, t]"
+                "stores the encoder output of one sequence, [1, t]"
             )
         if segment_ids.shape[1] > self.capacity:
             raise ValueError(

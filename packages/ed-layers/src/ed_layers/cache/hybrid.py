@@ -78,8 +78,8 @@ class HybridCache:
             if group == "cross":
                 if cross_capacity is None:
                     raise ConfigError(
-                        "this model reads an encoder: give the cache cross_capacity, the encoder's "
-                        "number of positions"
+                        "this model reads an encoder: pass cross_capacity to the cache, the number "
+                        "of positions of the encoder"
                     )
                 kind, size = CrossCache, cross_capacity
             return kind.create(specs, batch_size=batch_size, capacity=size, **storage)
@@ -131,7 +131,7 @@ class HybridCache:
             if pages is None:
                 raise ConfigError(
                     f"num_pages={num_pages} has no pages for the layers of group {group!r}; name "
-                    "each group of the model, or give one number for all"
+                    "each group of the model, or pass one number for all"
                 )
             return PagedCache.create(
                 specs, num_pages=pages, page_size=page_size, group=group, **storage
@@ -166,7 +166,7 @@ class HybridCache:
         """
         if self.tokens is None:
             raise ValueError(
-                "a cache of pages is told by a RaggedBatch which tokens a step has: call the model "
+                "a cache of pages reads the tokens of a step from a RaggedBatch: call the model "
                 "with ragged=..., or with a cache from init_cache()"
             )
         real = segment_ids != 0
@@ -251,7 +251,7 @@ class HybridCache:
         caches: dict[str, LayerCache] = {}
         for group, cache in self.caches.items():
             if self.tokens is None or isinstance(cache, PagedCache | CrossSlots):
-                raise ValueError("pages have no rows: a RaggedBatch says which sequence has which")
+                raise ValueError("pages have no rows: a RaggedBatch assigns pages to sequences")
             caches[group] = cache.select_rows(rows)
         tokens = None if self.tokens is None else self.tokens[rows]
         return replace(self, caches=caches, tokens=tokens)
@@ -322,8 +322,8 @@ def memories(
             caches[group] = make(group, [x for x in members if isinstance(x, LayerCacheSpec)])
         elif num_states is None:
             raise ConfigError(
-                "this model has recurrent layers: give the paged cache num_states, how many "
-                "sequences can have a state at a time"
+                "this model has recurrent layers: pass num_states to the paged cache, the number "
+                "of sequences that can have a state at a time"
             )
         else:
             caches[group] = RecurrentCache.create(

@@ -231,7 +231,7 @@ def keys_values(kv: KeysValues | None, *, values_in_keys: bool) -> KeysValues:
     if kv is None or (kv[1] is None and not values_in_keys):
         raise ValueError(
             f"a layer gave no {'keys and ' if kv is None else ''}values to a cache that stores "
-            'each step\'s own; only layers of the group "cross" read what was written before, and '
-            "only those with LayerCacheSpec(values_in_keys=True) have no values of their own"
+            'each step\'s own; only layers of the group "cross" read earlier keys and values, and '
+            "only layers with LayerCacheSpec(values_in_keys=True) have no separate values"
         )
     return kv

@@ -65,7 +65,7 @@ class RecurrentCache:
         if len(set(specs)) != 1:
             raise ValueError(
                 f"a RecurrentCache stores layers of one kind, but got {len(set(specs))}: "
-                f"{set(specs)}; give each kind a group of its own"
+                f"{set(specs)}; use a separate group for each kind"
             )
 
         store = Storage(layout=layout, sharding=sharding)

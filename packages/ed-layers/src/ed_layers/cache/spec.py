@@ -95,8 +95,8 @@ def grouped(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
                 raise ValueError(f"layer {layer} has two specs of group {spec.group!r}")
             if members and members[0] != spec:
                 raise ValueError(
-                    f"layers of group {spec.group!r} differ: {members[0]} and {spec}; give each "
-                    "kind a group of its own"
+                    f"layers of group {spec.group!r} differ: {members[0]} and {spec}; use "
+                    "a separate group for each kind"
                 )
             row[layer] = len(members)
             members.append(spec)

@@ -291,8 +291,8 @@ def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.M
         if graphdefs[0] != graphdefs[1] or shapes != [x.shape for x in jax.tree.leaves(last)]:
             raise ConfigError(
                 f"layers {layers[0]} and {layers[-1]} are scanned as one run, but differ in "
-                "structure or in an attribute that is no array: tell Stack by `kinds` which are "
-                "equal, take what differs from a table indexed by the layer, or unroll them "
+                "structure or in an attribute that is no array: pass `kinds` to Stack to name the "
+                "equal layers, index a table of the differences by the layer, or unroll them "
                 "(scan_layers: false)"
             )
     return nnx.merge(graphdefs[0], state)
