@@ -105,7 +105,7 @@ def test_changed_model_uses_other_programs(first, make_llama):
 
 def test_damaged_program_file_is_not_read(first, small):
     kept = first.loop.runner.functions._kept
-    file = next(kept.folder.glob("Shape*"))
+    file = next(kept.folder.glob("StepShape*"))
     whole = file.read_bytes()
     try:
         for content in (whole[:-100], whole[:9999] + b"?" + whole[10000:], b""):
@@ -117,7 +117,7 @@ def test_damaged_program_file_is_not_read(first, small):
 
 def test_program_file_writable_by_others_is_not_read(first, monkeypatch):
     kept, shapes = first.loop.runner.functions._kept, first.loop.runner.buckets.shapes
-    file = next(kept.folder.glob("Shape*"))
+    file = next(kept.folder.glob("StepShape*"))
     assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for path, mode in ((file, 0o600), (kept.folder, 0o700)):
@@ -132,7 +132,7 @@ def test_program_file_writable_by_others_is_not_read(first, monkeypatch):
 
 def test_program_file_without_authentication_code_is_not_unpickled(first):
     kept, shapes = first.loop.runner.functions._kept, first.loop.runner.buckets.shapes
-    file = next(kept.folder.glob("Shape*"))
+    file = next(kept.folder.glob("StepShape*"))
     whole = file.read_bytes()
     stranger = type(kept)(kept.folder, kept._devices, b"another key")
     try:

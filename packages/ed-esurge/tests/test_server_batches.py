@@ -149,6 +149,7 @@ def test_files_can_be_uploaded_listed_and_deleted(served):
         other.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
+    over(client, run(client, line("a")).id)
     batch = run(client, line("a"))
     with pytest.raises(openai.NotFoundError):
         other.batches.retrieve(batch.id)

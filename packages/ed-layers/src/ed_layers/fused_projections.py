@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers import native
@@ -81,7 +82,10 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply(
-    act: str | None, precision: Any, x: Float[Array, "*rows i"], weights: tuple[Weight, ...]
+    act: str | None,
+    precision: PrecisionLike,
+    x: Float[Array, "*rows i"],
+    weights: tuple[Weight, ...],
 ) -> list[jax.Array]:
     """Return the product with each matrix; with an activation, the product of a gated layer."""
     return jax.lax.platform_dependent(
@@ -105,20 +109,22 @@ def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> li
 
 
 def one_by_one(
-    act: str | None, precision: Any, x: jax.Array, weights: tuple[Weight, ...]
+    act: str | None, precision: PrecisionLike, x: jax.Array, weights: tuple[Weight, ...]
 ) -> list[jax.Array]:
     """Return the products, computed one by one."""
     found = [dot(x, w, precision=precision) for w in weights]
     return found if act is None else [activation(act)(found[0]) * found[1]]
 
 
-def multiply_forward(act: str | None, precision: Any, x: jax.Array, weights: tuple[Weight, ...]):
+def multiply_forward(
+    act: str | None, precision: PrecisionLike, x: jax.Array, weights: tuple[Weight, ...]
+):
     return multiply(act, precision, x, weights), (x, weights)
 
 
 def multiply_backward(
     act: str | None,
-    precision: Any,
+    precision: PrecisionLike,
     saved: tuple[jax.Array, tuple[Weight, ...]],
     d_found: list[jax.Array],
 ):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.depth.remat import recomputed
@@ -34,8 +34,8 @@ class RMSNorm(nnx.Module):
         offset: float = 0.0,
         scale_first: bool = False,
         weight: bool = True,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         axes: tuple[str | None] = ("norm",),
     ):
         if weight:
@@ -82,8 +82,8 @@ class LayerNorm(nnx.Module):
         weight: bool = True,
         bias: bool = True,
         offset: float = 0.0,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
     ):
         axes = (*(None,) * (len(shape) - 1), "norm")
         if weight:
@@ -138,8 +138,8 @@ class GatedRMSNorm(nnx.Module):
         groups: int = 1,
         gate_first: bool = True,
         act: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
     ):
         self.weight = nnx.Param(jnp.ones((features,), param_dtype), axes=("norm",))
         self.eps, self.groups, self.gate_first, self.act = eps, groups, gate_first, act

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.sharding.axes import LogicalAxes
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ed_layers.depth.remat import Remat
 from ed_layers.depth.stack import Stack
@@ -41,8 +42,8 @@ class Parts:
 
     config: Any  # a family reads its own architecture fields from it
     rngs: nnx.Rngs
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
     precision: jax.lax.PrecisionLike = None
     norm_of_family: Callable[..., nnx.Module] | None = None
 
@@ -86,8 +87,8 @@ class Parts:
         Args:
             form: `offset`, `scale_first` and `weight` of `RMSNorm`.
         """
-        eps = self.config.rms_norm_eps if eps is None else eps
-        return RMSNorm(features, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
+        form["eps"] = self.config.rms_norm_eps if eps is None else eps
+        return RMSNorm(features, dtype=self.dtype, param_dtype=self.param_dtype, **form)
 
     def own_norm(self, *shape: int) -> nnx.Module:
         """Create the family's norm for hidden states or heads."""

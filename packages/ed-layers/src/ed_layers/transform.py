@@ -32,7 +32,7 @@ ModulePath = tuple[str | int, ...]
 
 def transform(
     model: M,
-    rules: Rules[Replace],
+    rules: Rules[Replace] | Rules[Replace | None],
     *,
     key: jax.Array | None = None,
     of: Kinds = nnx.Module,
@@ -86,7 +86,7 @@ def _stacks(model: nnx.Module) -> Iterator[tuple[ModulePath, Stack]]:
             yield parameter_names.normalize(path), node
 
 
-def _tells_layers_apart(stack: Stack, path: ModulePath, rules: Rules[Replace], of: Kinds) -> bool:
+def _tells_layers_apart(stack: Stack, path: ModulePath, rules: Rules[Any], of: Kinds) -> bool:
     """Return whether the layers of any run of a stack would get different replacements."""
     for inner, _ in _modules(stack, of):
         names = parameter_names.canonical((*path, *inner))
@@ -95,7 +95,7 @@ def _tells_layers_apart(stack: Stack, path: ModulePath, rules: Rules[Replace], o
     return False
 
 
-def _cut(stack: Stack, path: ModulePath, rules: Rules[Replace], of: Kinds) -> None:
+def _cut(stack: Stack, path: ModulePath, rules: Rules[Any], of: Kinds) -> None:
     """Split the runs of a stack, so that all layers of a run get the same replacements."""
     kinds: list[object] = []
     for layer in range(stack.num_layers):
@@ -109,7 +109,7 @@ def _cut(stack: Stack, path: ModulePath, rules: Rules[Replace], of: Kinds) -> No
                     hit = rules.match(name)
                     kind.append((inner, id(hit[1]) if hit else None))
         kinds.append(tuple(kind))
-    if not hasattr(stack, "uncut"):
+    if stack.uncut is None:
         stack.uncut = stack.runs
     stack.to_layout("leaves")
     stack.runs = runs_of(kinds)
@@ -119,7 +119,7 @@ def _cut(stack: Stack, path: ModulePath, rules: Rules[Replace], of: Kinds) -> No
 def rejoin(model: nnx.Module) -> None:
     """Join split runs in place where their layers are equal again."""
     for _, stack in _stacks(model):
-        if stack.layout != "stacked" or not hasattr(stack, "uncut"):
+        if stack.layout != "stacked" or stack.uncut is None:
             continue
         stack.to_layout("leaves")
         kinds: list[object] = []

@@ -20,6 +20,7 @@ from ed_layers.cache.spec import LayerSpecs
 from ed_layers.depth.stack import Layout
 from ed_layers.projections.head import Head
 from flax import nnx
+from jax.typing import DTypeLike
 
 
 class LanguageModel(Protocol):
@@ -75,7 +76,7 @@ class LanguageModel(Protocol):
         self,
         batch_size: int,
         max_length: int,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         *,
         encoder_length: int | None = None,
     ) -> ContiguousCache:
@@ -98,7 +99,7 @@ class LanguageModel(Protocol):
         self,
         num_pages: int | Mapping[str, int],
         page_size: int,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         *,
         num_states: int | None = None,
         encoder_length: int | None = None,

@@ -23,6 +23,7 @@ from flax import nnx
 from ed_trainers.batches import Dataset, Feed, HostBatch
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement
+from ed_trainers.rewards import RewardFunction
 from ed_trainers.roles.extension import Extension
 from ed_trainers.roles.frozen import Following, Frozen
 from ed_trainers.rollout import Rollout, Weights
@@ -31,7 +32,7 @@ from ed_trainers.state import EasyDeLState
 Prepared = Inputs[np.ndarray]
 Batch = Inputs[jax.Array]
 Number = TypeVar("Number", float, jax.Array)
-A = TypeVar("A", bound=TrainingArguments)
+A = TypeVar("A", bound=TrainingArguments, covariant=True)
 T = TypeVar("T")
 
 #: Name of the method's own term of the loss.
@@ -249,7 +250,7 @@ class MethodRun(Generic[A]):
         present_reference: Callable[[], nnx.State],
         tokenizer: object | None = None,
         rollout: Rollout | None = None,
-        reward_functions: Sequence[Callable[..., object]] = (),
+        reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
     ):
         self.name, self.record, self.arguments, self.learner = name, record, arguments, learner

@@ -138,8 +138,9 @@ class RunConfig:
         chosen = self.model.task if self.model is not None else None
         if self.trainer is None:
             return chosen or TaskType.CAUSAL_LM
-        automatic = chosen == TaskType.AUTO_BIND and len(self.tasks) > 1
-        return chosen if chosen in self.tasks or automatic else self.tasks[0]
+        first, *others = self.tasks
+        automatic = chosen == TaskType.AUTO_BIND and others
+        return chosen if chosen and (chosen in self.tasks or automatic) else first
 
     @property
     def schema(self) -> schemas.Schema:

@@ -22,7 +22,7 @@ from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.mechanism import Mechanism, check, choose, choose_for_cache
 from ed_layers.attention.registry import run
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, WindowLimit
-from ed_layers.cache.protocol import Cache, Layer
+from ed_layers.cache.protocol import Cache, Layer, Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 
 CacheT = TypeVar("CacheT", bound=Cache | None)
@@ -108,6 +108,7 @@ def attend(
         if cache is None:
             raise ConfigError("ragged requires the cache of pages: pass the cache, too")
         cache, pages = cache.update(layer, kv, ragged=ragged, group=group)
+        assert isinstance(pages, Pages), "a flat batch reads pages"
         call = Paged(
             name=mechanism.pages,
             q=q[0],
@@ -123,6 +124,7 @@ def attend(
         raise ConfigError("mask_info is None: only a ragged batch may omit the mask")
     if cache is not None:
         cache, stored = cache.update(layer, kv, mask_info=mask_info, group=group)
+        assert isinstance(stored, StoredLayer), "rows with a mask read a contiguous cache"
         call = Cached(name="auto", q=q, scoring=scoring, stored=stored, config=config)
         groups, slots = stored.keys.shape[-3:-1]
         check_scoring(scoring, q.shape[2], groups, *q.shape[:2], slots)

@@ -57,6 +57,9 @@ class Stack(nnx.Module):
         ConfigError: layers of one run are not equal, or `kinds` does not fit.
     """
 
+    #: The runs before `ed_layers.transform` split them; None for undivided runs.
+    uncut: tuple[Run, ...] | None = None
+
     def __init__(
         self,
         make: MakeLayer,

@@ -12,13 +12,14 @@ Legend: i in features, o out features, r rank, v vocabulary, d hidden, e experts
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from flax import nnx
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
@@ -55,13 +56,13 @@ class LowRank:
         assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
         return self.base.astype(jnp.float32) + self.scale * (self.a @ self.b)
 
-    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+    def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         return self.finish(
             dot(x, self.base, precision=precision), self.change(x, precision=precision)
         )
 
-    def change(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+    def change(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `scale * x A B`."""
         inner = dot(x, self.a, precision=precision)
         return dot(inner, self.b, precision=precision) * self.scale
@@ -229,11 +230,11 @@ def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAPara
     )
 
 
-def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Variable:
+def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Param:
     """Return a plain parameter with another value, to replace one that may be quantized."""
     value = value.astype(old.get_value().dtype)
     if isinstance(old, nnx.Param):
-        return old.replace(value)
+        return cast(nnx.Param, old.replace(value))
     return nnx.Param(value, axes=old.get_metadata().get("axes"))
 
 

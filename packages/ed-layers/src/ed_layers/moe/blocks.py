@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.projections.linear import dot
@@ -36,12 +37,12 @@ class Matrices(Protocol):
         """For each dimension, the number of parts that the matrices can be split into."""
         ...
 
-    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+    def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self` of one expert's matrix, [..., o], in the dtype of `x`."""
         ...
 
     def grouped_product(
-        self, rows: jax.Array, counts: jax.Array, *, precision: Any = None
+        self, rows: jax.Array, counts: jax.Array, *, precision: PrecisionLike = None
     ) -> jax.Array:
         """Multiply the first `counts[0]` rows by the first matrix, and so on, as `ragged_dot`."""
         ...
@@ -56,7 +57,7 @@ ExpertProduct = Callable[[str, jax.Array], jax.Array]
 Network = Callable[[jax.Array, ExpertProduct], jax.Array]
 
 
-def product_of(params: ExpertParams, precision: Any) -> ExpertProduct:
+def product_of(params: ExpertParams, precision: PrecisionLike) -> ExpertProduct:
     """Return the layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
@@ -138,7 +139,7 @@ def blocks_of(chosen: Int[Array, "n k"], experts: int) -> ExpertBlocks:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def over_blocks(
     network: Network,
-    precision: Any,
+    precision: PrecisionLike,
     x: Float[Array, "n d"],
     weights: Float[Array, "n k"],
     params: ExpertParams,

@@ -7,11 +7,11 @@ r rows: pairs of a token and an expert, in the order of experts.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.activations import activation
@@ -146,7 +146,7 @@ class Experts(nnx.Module):
 
 def dense(
     network: Network,
-    precision: Any,
+    precision: PrecisionLike,
     x: Float[Array, "n d"],
     chosen: Int[Array, "n k"],
     weights: Float[Array, "n k"],

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.moe.blocks import ExpertParams, Matrices, Network, apart, plain
@@ -17,7 +18,7 @@ from ed_layers.moe.blocks import ExpertParams, Matrices, Network, apart, plain
 
 def over_groups(
     network: Network,
-    precision: Any,
+    precision: PrecisionLike,
     x: Float[Array, "n d"],
     chosen: Int[Array, "n k"],
     weights: Float[Array, "n k"],
@@ -47,7 +48,7 @@ def over_groups(
 
 def grouped(
     network: Network,
-    precision: Any,
+    precision: PrecisionLike,
     rows: Float[Array, "r d"],
     params: ExpertParams,
     bounds: Int[Array, " bounds"],
@@ -77,7 +78,7 @@ def grouped(
 
 def one_part(
     network: Network,
-    precision: Any,
+    precision: PrecisionLike,
     size: int,
     i: Int[Array, ""],
     operands: tuple[jax.Array, jax.Array, dict[str, jax.Array]],

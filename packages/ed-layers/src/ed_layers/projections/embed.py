@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding.placement import constrain
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import STREAM, named
@@ -37,8 +38,8 @@ class Embed(nnx.Module):
         features: int,
         *,
         config: EasyDeLBaseConfig,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         embedding_init: Initializer,
         rngs: nnx.Rngs,
     ):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers.projections.linear import Weight, dot
@@ -37,7 +37,7 @@ class Head:
     bias: Float[Array, " v"] | None = None
     scale: float = 1.0
     soft_cap: float | None = None
-    precision: Any = None
+    precision: PrecisionLike = None
 
     @classmethod
     def of(cls, weight: Head | Weight) -> Head:

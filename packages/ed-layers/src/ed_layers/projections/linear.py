@@ -6,12 +6,14 @@ Legend: i in features, o out features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from ed_infra.sharding.axes import LogicalAxes
 from flax import nnx
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
@@ -29,7 +31,7 @@ class Product(Protocol):
         """(i, o)."""
         ...
 
-    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+    def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         ...
 
@@ -50,7 +52,7 @@ class Transposed:
         """(i, o)."""
         return self.rows.shape[::-1]
 
-    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+    def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         return matmul(x, self.rows, transposed=True, precision=precision)
 
@@ -94,8 +96,8 @@ class Linear(nnx.Module):
         *,
         axes: LogicalAxes,
         use_bias: bool = False,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         kernel_init: Initializer,
         rngs: nnx.Rngs,
@@ -142,7 +144,7 @@ class ExpertLinear(nnx.Module):
         *,
         axes: LogicalAxes,
         use_bias: bool = False,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer,
         rngs: nnx.Rngs,
     ):

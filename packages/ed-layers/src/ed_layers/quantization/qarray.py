@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -34,12 +35,16 @@ class QArray(Stored):
     Only the other operand of a product has a gradient.
     """
 
-    def product(self, x: Float[Array, "*rows i"], *, precision: Any = None) -> jax.Array:
+    def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         return _product(precision, x, self)
 
     def grouped_product(
-        self, rows: Float[Array, "r i"], counts: Int[Array, " e"], *, precision: Any = None
+        self,
+        rows: Float[Array, "r i"],
+        counts: Int[Array, " e"],
+        *,
+        precision: PrecisionLike = None,
     ) -> Float[Array, "r o"]:
         """Return `jax.lax.ragged_dot` with a stack [e, i, o]."""
         return _grouped(precision, rows, self, counts)
@@ -77,7 +82,7 @@ class Turned:
         """Return the matrix as a plain array."""
         return self.table.dense(dtype).mT
 
-    def product(self, x: Float[Array, "*rows d"], *, precision: Any = None) -> jax.Array:
+    def product(self, x: Float[Array, "*rows d"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., v], in the dtype of `x`."""
         return _product(precision, x, self)
 
@@ -91,7 +96,7 @@ def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Arr
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
+def _product(precision: PrecisionLike, x: jax.Array, w: QArray | Turned) -> jax.Array:
     stored = w.table if isinstance(w, Turned) else w
     if isinstance(w, Turned):
         once = _turned_whole_numbers if stored.activations else partial(_turned, precision)
@@ -131,13 +136,15 @@ def codes_of(w: QArray) -> native.products.QuantizedMatrix:
 
 
 def _product_forward(
-    precision: Any, x: jax.Array, w: QArray | Turned
+    precision: PrecisionLike, x: jax.Array, w: QArray | Turned
 ) -> tuple[jax.Array, QArray | Turned]:
     # The backward pass stores codes, never the decoded matrix.
     return _product(precision, x, w), w
 
 
-def _product_backward(precision: Any, w: QArray | Turned, g: jax.Array) -> tuple[jax.Array, None]:
+def _product_backward(
+    precision: PrecisionLike, w: QArray | Turned, g: jax.Array
+) -> tuple[jax.Array, None]:
     back = partial(_turned_back if isinstance(w, Turned) else _back, precision)
     return _in_blocks(back, g, w, summed=True), None
 
@@ -145,7 +152,9 @@ def _product_backward(precision: Any, w: QArray | Turned, g: jax.Array) -> tuple
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _decoded(precision: Any, x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+def _decoded(
+    precision: PrecisionLike, x: Float[Array, "*rows i"], w: QArray
+) -> Float[Array, "*rows o"]:
     """Multiply by the values of the codes; if a column has one scale, multiply by the levels and
     scale the result."""
     halves = w.halves()
@@ -161,7 +170,9 @@ def _decoded(precision: Any, x: Float[Array, "*rows i"], w: QArray) -> Float[Arr
     return (y * w.scales()[..., 0, :] if w.factors_out else y).astype(x.dtype)
 
 
-def _back(precision: Any, g: Float[Array, "*rows o"], w: QArray) -> Float[Array, "*rows i"]:
+def _back(
+    precision: PrecisionLike, g: Float[Array, "*rows o"], w: QArray
+) -> Float[Array, "*rows i"]:
     """Return the product with the transpose, float32."""
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     if w.axis == -1:
@@ -169,7 +180,9 @@ def _back(precision: Any, g: Float[Array, "*rows o"], w: QArray) -> Float[Array,
     return joined([dot(g, w.values(codes).astype(g.dtype).mT) for codes in w.halves()], -1)
 
 
-def _turned(precision: Any, x: Float[Array, "*rows d"], w: Turned) -> Float[Array, "*rows v"]:
+def _turned(
+    precision: PrecisionLike, x: Float[Array, "*rows d"], w: Turned
+) -> Float[Array, "*rows v"]:
     """Do the work of `_decoded` for a table. The decoded values are transposed, because the product
     transposes codes more slowly."""
     halves, table = w.table.halves(), w.table
@@ -184,7 +197,9 @@ def _turned_whole_numbers(x: Float[Array, "*rows d"], w: Turned) -> Float[Array,
     return _whole_numbers(x, w.table.transposed())
 
 
-def _turned_back(precision: Any, g: Float[Array, "*rows v"], w: Turned) -> Float[Array, "*rows d"]:
+def _turned_back(
+    precision: PrecisionLike, g: Float[Array, "*rows v"], w: Turned
+) -> Float[Array, "*rows d"]:
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     halves = [dot(g, w.table.values(codes).astype(g.dtype)) for codes in w.table.halves()]
     return joined(halves, -1)
@@ -266,7 +281,7 @@ def _in_blocks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array) -> jax.Array:
+def _grouped(precision: PrecisionLike, rows: jax.Array, w: QArray, counts: jax.Array) -> jax.Array:
     if w.activations:
         numbers, scale = rounded(rows, w.groups)
         rows = (numbers * scale[..., None]).reshape(rows.shape).astype(rows.dtype)
@@ -278,11 +293,11 @@ def _grouped(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array) -> j
     return (y * w.scales()[jnp.minimum(expert, w.shape[0] - 1), 0]).astype(rows.dtype)
 
 
-def _grouped_forward(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array):
+def _grouped_forward(precision: PrecisionLike, rows: jax.Array, w: QArray, counts: jax.Array):
     return _grouped(precision, rows, w, counts), (w, counts)
 
 
-def _grouped_backward(precision: Any, kept: tuple[QArray, jax.Array], g: jax.Array):
+def _grouped_backward(precision: PrecisionLike, kept: tuple[QArray, jax.Array], g: jax.Array):
     w, counts = kept
     back = jax.lax.ragged_dot(g, w.dense(g.dtype).mT, counts, precision=precision)
     return back, None, None

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.specs import EasyDeLQuantizationConfig
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -91,13 +92,17 @@ class Simulated:
         """Return rows of a table."""
         return jnp.take(self.dense(), rows, axis=-2)
 
-    def product(self, x: Float[Array, "*rows i"], *, precision: Any = None) -> jax.Array:
+    def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         product = partial(jnp.matmul, precision=precision)
         return _again(product, self, x)
 
     def grouped_product(
-        self, rows: Float[Array, "r i"], counts: Int[Array, " e"], *, precision: Any = None
+        self,
+        rows: Float[Array, "r i"],
+        counts: Int[Array, " e"],
+        *,
+        precision: PrecisionLike = None,
     ) -> Float[Array, "r o"]:
         """Return `jax.lax.ragged_dot` with a stack [e, i, o]."""
         product = partial(jax.lax.ragged_dot, group_sizes=counts, precision=precision)

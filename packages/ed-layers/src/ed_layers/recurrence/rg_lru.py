@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_layers.activations import activation
+from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
@@ -88,7 +89,7 @@ class RGLRU(nnx.Module):
         return jax.nn.sigmoid(y.astype(jnp.float32)).reshape(x.shape)
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the block, and the cache."""
         x = ctx.named(x, "normed_input")

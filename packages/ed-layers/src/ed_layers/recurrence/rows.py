@@ -77,7 +77,9 @@ class Rows:
     last: Int[Array, " m"] | None = None
 
     @classmethod
-    def of(cls, ctx: Ctx, shape: tuple[int, int], cache: Any, *, chunk: int = CHUNK) -> Rows:
+    def of(
+        cls, ctx: Ctx, shape: tuple[int, int], cache: StateCache | None, *, chunk: int = CHUNK
+    ) -> Rows:
         """Create the rows of a batch.
 
         Args:
@@ -138,7 +140,9 @@ class Rows:
             return {x.name: jnp.zeros((rows, *x.shape), x.dtype) for x in spec.states}
         return cache.get(layer, ragged=self.ctx.ragged, group=spec.group)
 
-    def store(self, cache: Any, layer: Layer, states: States, spec: RecurrentSpec) -> Any:
+    def store(
+        self, cache: StateCache | None, layer: Layer, states: States, spec: RecurrentSpec
+    ) -> StateCache | None:
         """Return the cache after this step; None stays None."""
         if cache is None:
             return None

@@ -10,6 +10,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
@@ -37,7 +38,7 @@ class GatedShortConv(nnx.Module):
         self.cache_spec = RecurrentSpec((self.conv1d.state_spec(),))
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the mixer, and the cache."""
         x = ctx.named(x, "normed_input")

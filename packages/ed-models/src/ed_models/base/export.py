@@ -75,7 +75,9 @@ def to_torch(model: Any) -> PreTrainedModel:
     import transformers
 
     task: TaskType | None = getattr(type(model), "model_task", None)
-    auto: Any = getattr(transformers, TORCH_CLASSES[task], None) if task in TORCH_CLASSES else None
+    auto: Any = None
+    if task is not None and task in TORCH_CLASSES:
+        auto = getattr(transformers, TORCH_CLASSES[task], None)
     known, model_type = transformers.CONFIG_MAPPING, model.config.model_type
     if auto is None or model_type not in known or known[model_type] not in auto._model_mapping:
         raise ConfigError(

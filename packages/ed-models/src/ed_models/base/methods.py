@@ -330,7 +330,7 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
         """
         from ed_models.base import caches
 
-        return caches.contiguous(self, batch_size, max_length, dtype, encoder_length)
+        return caches.contiguous(cast(Any, self), batch_size, max_length, dtype, encoder_length)
 
     def init_paged_cache(
         self,
@@ -355,7 +355,9 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
         """
         from ed_models.base import caches
 
-        return caches.paged(self, num_pages, page_size, dtype, num_states, encoder_length)
+        return caches.paged(
+            cast(Any, self), num_pages, page_size, dtype, num_states, encoder_length
+        )
 
     def init_operations_cache(
         self,
@@ -375,7 +377,7 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
         """
         from ed_models.base import caches
 
-        return caches.for_operations(self, batch_size, max_length, page_size, dtype)
+        return caches.for_operations(cast(Any, self), batch_size, max_length, page_size, dtype)
 
     # Adapters. Each method returns another model, sharded like this one.
 
@@ -503,7 +505,7 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
         """
         from ed_models.adapters.lora import merge_lora
 
-        return cast(Any, merge_lora(self, dequantize=dequantize)).shard_model()
+        return merge_lora(cast(Any, self), dequantize=dequantize).shard_model()
 
     # Quantization. Each method returns another model, sharded like this one.
 

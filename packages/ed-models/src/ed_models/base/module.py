@@ -7,7 +7,7 @@ for files, generation, caches, adapters and quantization.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
             if isinstance(old, EasyDeLBaseConfig):
                 if id(old) not in changed:
                     changed[id(old)] = old.replace(scan_layers=layout == "stacked").seal()
-                node.config = changed[id(old)]
+                cast(Any, node).config = changed[id(old)]
         return model
 
     @property

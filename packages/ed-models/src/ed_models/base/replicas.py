@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
@@ -37,7 +37,7 @@ def on_mesh(model: M, mesh: Mesh) -> M:
         if isinstance(config, EasyDeLBaseConfig):
             if id(config) not in configs:
                 configs[id(config)] = _placed(config, mesh).seal()
-            node.config = configs[id(config)]
+            cast(Any, node).config = configs[id(config)]
     return copy
 
 

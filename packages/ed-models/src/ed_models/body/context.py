@@ -6,19 +6,21 @@ Legend: b batch, s sequence, n sequences of a serving step, r rotary dimension.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo, segment_index
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_infra.rope.rotation import sections_of, select_axis
 from ed_infra.sharding.placement import constrain
+from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.rotary import rope_tables
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
     from ed_layers.cache.protocol import Cache
@@ -68,7 +70,9 @@ def layer_context(
         mode, counted = "decode", ragged.positions()
     elif cache is not None:
         mode = "decode" if s == 1 else "prefill"
-        cache, mask_info, counted = cache.begin((segments != 0).astype(jnp.int32))
+        cache, mask_info, counted = cast(ContiguousCache, cache).begin(
+            (segments != 0).astype(jnp.int32)
+        )
     elif mask_info is not None:
         counted, segments = mask_info.q_index, mask_info.q_segment_ids
     elif segment_ids is not None:
@@ -102,6 +106,23 @@ def layer_context(
         config=config,
     )
     return ctx, cache
+
+
+def embedded(
+    embed: Callable[[jax.Array], jax.Array],
+    input_ids: Int[Array, "b s"] | None,
+    inputs_embeds: Float[Array, "b s d"] | None,
+) -> Float[Array, "b s d"]:
+    """Return `inputs_embeds`, or the embeddings of the tokens.
+
+    Raises:
+        ConfigError: both are None.
+    """
+    if inputs_embeds is not None:
+        return inputs_embeds
+    if input_ids is None:
+        raise ConfigError("input_ids and inputs_embeds are None: pass one of them")
+    return embed(input_ids)
 
 
 def rope_settings(config: Any) -> dict[str, RopeSettings]:

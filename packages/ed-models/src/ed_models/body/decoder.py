@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,17 @@ from ed_infra.outputs import BaseModelOutput, LayerReport
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
+from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx, named
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.embed import Embed
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.context import layer_context, rope_settings
+from ed_models.body.context import embedded, layer_context, rope_settings
 from ed_models.weights.rules import STANDARD
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ class Decoder(EasyDeLBaseModule):
     def __init__(
         self,
         config: Any,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         *,
         rngs: nnx.Rngs,
@@ -127,7 +129,7 @@ class Decoder(EasyDeLBaseModule):
         **inputs: Any,
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = embedded(self.embed_tokens, input_ids, inputs_embeds)
         if features is not None:
             x = features.insert(x)
         b, s, _ = x.shape
@@ -139,7 +141,7 @@ class Decoder(EasyDeLBaseModule):
                 self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
             )
         if cache is not None and ctx.ragged is None:
-            cache = cache.advance(s)
+            cache = cast(ContiguousCache, cache).advance(s)
         if report.losses or report.metrics:
             from ed_layers.moe.layer import balance
 

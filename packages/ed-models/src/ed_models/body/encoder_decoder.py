@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.context import layer_context
+from ed_models.body.context import embedded, layer_context
 from ed_models.body.layers import Attention, DecoderLayer, FeedForward
 
 
@@ -169,7 +169,7 @@ class EncoderDecoder(EasyDeLBaseModule):
             inputs: `attention_mask`, `segment_ids`, `position_ids`, `mask_info`, `ragged` and
                 `key`; see `CausalLM.__call__`.
         """
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = embedded(self.embed_tokens, input_ids, inputs_embeds)
         b, s, _ = x.shape
         ctx, cache = layer_context(self.config, (b, s), cache=past_key_values, ropes={}, **inputs)
         ctx = replace(ctx, encoded=encoded)

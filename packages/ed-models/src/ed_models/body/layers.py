@@ -33,10 +33,8 @@ class Attention(Protocol):
         """The memory of the attention in a cache."""
         ...
 
-    def __call__(
-        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Stream, Cache | None]:
-        """Return the output of the attention, and the cache."""
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
+        """Return the output of the attention, and the cache: a `Cache`, or a `StateCache`."""
         ...
 
 

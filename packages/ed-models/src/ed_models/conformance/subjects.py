@@ -232,7 +232,7 @@ class Subject:
 
     # Outputs.
 
-    def output(self, result: Any) -> np.ndarray:
+    def output(self, result: Any) -> Any:
         """Return the compared output of a call, of this project or of Hugging Face."""
         return result.logits
 
@@ -425,7 +425,7 @@ class EncoderSubject(Subject):
     checks = ("parity", "gradients", "saved", "packed", "padding", "layouts", "meshes")
     task = TaskType.BASE_MODULE
 
-    def output(self, result: Any) -> np.ndarray:
+    def output(self, result: Any) -> Any:
         return result.last_hidden_state
 
     def torch_outputs(self, model: Any) -> np.ndarray:

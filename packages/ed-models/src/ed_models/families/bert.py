@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -249,7 +249,7 @@ class BertForSequenceClassification(SequenceClassifier[BertModel]):
         )
         hidden = body.last_hidden_state
         pooled = body.pooler_output if logits_at == "last" else self.model.pool(hidden)
-        config: BertConfig = self.config
+        config = cast(BertConfig, self.config)
         rate = config.classifier_dropout
         rate = config.hidden_dropout_prob if rate is None else rate
         assert pooled is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +160,9 @@ class Gemma4TextDecoderLayer(SandwichLayer):
         x, cache, report = super().__call__(x, ctx, cache, layer)
         if self.has_own_input:
             gate = activation(self.hidden_act)(self.per_layer_input_gate(x, ctx))
-            own = self.per_layer_projection(gate * ctx.per_layer[:, :, layer], ctx)
+            own = self.per_layer_projection(
+                gate * cast(Gemma4TextCtx, ctx).per_layer[:, :, layer], ctx
+            )
             x = x + self.post_per_layer_input_norm(own)
         return x * self.layer_scalar.get_value().astype(x.dtype), cache, report
 
@@ -211,7 +214,7 @@ class Gemma4TextModel(ScaledDecoder):
             shared_fields = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
             ctx = Gemma4TextCtx(**shared_fields, per_layer=self.per_layer(x, ctx, input_ids, p))
         x, shared, *rest = super().through(x, ctx, shared, input_ids, keep_hidden=keep_hidden)
-        return x, shared.cache, *rest
+        return x, cast(SharedKeys, shared).cache, *rest
 
     def per_layer(self, x, ctx, input_ids, features: int):
         """Return the per-layer inputs of each token, [b, s, L, p]."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from ed_layers.projections.embed import Embed
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
@@ -194,8 +195,8 @@ class LlavaModel(EasyDeLBaseModule):
     def __init__(
         self,
         config: LlavaConfig,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         *,
         rngs: nnx.Rngs,
@@ -221,7 +222,7 @@ class LlavaModel(EasyDeLBaseModule):
 
     def encode(self, pixel_values: Float[Array, "b i c h w"]) -> Encoded:
         """Return the projected patches of all images of a row, one image after another."""
-        config: LlavaConfig = self.config
+        config = cast(LlavaConfig, self.config)
         b, i, *shape = pixel_values.shape
         hidden = self.vision_tower(pixel_values.reshape(b * i, *shape))
         layers = config.vision_feature_layer

@@ -8,7 +8,7 @@ Legend: b rows, t tokens of a row, v vocabulary, c candidates, m sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -99,7 +99,7 @@ class Processor:
 
 
 def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
-    """A processor out of a function that marks which candidates [b, c] stay possible."""
+    """Create the effect of a function that marks the possible candidates [b, c]."""
 
     def apply(scores: jax.Array, value: Any, rows: GeneratedRows) -> jax.Array:
         return jnp.where(keep(scores, value), scores, -jnp.inf)
@@ -107,8 +107,8 @@ def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
     return apply
 
 
-def in_nucleus(scores: jax.Array, top_p: Any) -> jax.Array:
-    """As `sampling.in_nucleus`, of scores."""
+def in_nucleus(scores: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Mark the tokens of the nucleus, like `sampling.in_nucleus`, which reads probabilities."""
     return sampling.in_nucleus(jax.nn.softmax(scores), top_p)
 
 
@@ -126,53 +126,55 @@ def ban_words(scores: jax.Array, words: Bans, rows: GeneratedRows) -> jax.Array:
     return add_bias(scores, biases, rows)
 
 
-def penalize_repetition(scores: jax.Array, factor: Any, rows: GeneratedRows) -> jax.Array:
-    """Of all tokens of the row, the prompt's too."""
+def penalize_repetition(scores: jax.Array, factor: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Lower the scores of all tokens of the row, including those of the prompt."""
     seen = sampling.held(rows.ids, scores.shape[-1])
     return sampling.penalize_repetition(scores, seen, factor)
 
 
-def penalize_presence(scores: jax.Array, penalty: Any, rows: GeneratedRows) -> jax.Array:
+def penalize_presence(scores: jax.Array, penalty: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Subtract from the scores of generated tokens, as OpenAI's API does; the prompt is ignored."""
     return scores - penalty * sampling.held(rows.generated(), scores.shape[-1])
 
 
-def penalize_frequency(scores: jax.Array, penalty: Any, rows: GeneratedRows) -> jax.Array:
-    """Subtract for each time that a token was generated before; the prompt does not count."""
+def penalize_frequency(scores: jax.Array, penalty: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Subtract the penalty once for each earlier occurrence of a token; the prompt is ignored."""
     return scores - penalty * sampling.counted(rows.generated(), scores.shape[-1])
 
 
-def ban_ngrams(scores: jax.Array, size: Any, rows: GeneratedRows) -> jax.Array:
-    """No n-gram twice in a row, the prompt included."""
+def ban_ngrams(scores: jax.Array, size: int, rows: GeneratedRows) -> jax.Array:
+    """Allow no n-gram twice in a row, including the n-grams of the prompt."""
     banned = sampling.repeated_ngrams(rows.ids, size, scores.shape[-1])
     return jnp.where(banned, -jnp.inf, scores)
 
 
-def hold_open(scores: jax.Array, fewest: Any, rows: GeneratedRows) -> jax.Array:
-    """Suppress end tokens until a row has `value` new tokens."""
+def hold_open(scores: jax.Array, fewest: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Suppress end tokens until a row has `fewest` new tokens."""
     early = (rows.new < fewest)[:, None]
     return jnp.where(early, sampling.without(scores, rows.eos), scores)
 
 
-def force_begin(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
-    """The token behind a prompt of a single token."""
+def force_begin(scores: jax.Array, tokens: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Force the token that follows a prompt of a single token."""
     single = jnp.sum(rows.ids >= 0, axis=1, keepdims=True) == 1
     return jnp.where(single, sampling.only(scores, tokens), scores)
 
 
-def force_end(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
-    """The last token that a row can get."""
+def force_end(scores: jax.Array, tokens: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Force the last token of a row that reaches its limit."""
     last = (rows.new == rows.limit - 1)[:, None]
     return jnp.where(last, sampling.only(scores, tokens), scores)
 
 
-def remove_invalid(scores: jax.Array, _: Any, rows: GeneratedRows) -> jax.Array:
-    """0 for NaN, the largest and the least number for infinities."""
+def remove_invalid(scores: jax.Array, _: object, rows: GeneratedRows) -> jax.Array:
+    """Replace NaN by 0, and infinities by the largest and the smallest number."""
     return jnp.nan_to_num(scores, nan=0.0)
 
 
-def hasten_end(scores: jax.Array, value: Any, rows: GeneratedRows) -> jax.Array:
-    """Raise end tokens, the more the longer a row is; see `option_values.decay`."""
+def hasten_end(
+    scores: jax.Array, value: tuple[jax.Array, jax.Array], rows: GeneratedRows
+) -> jax.Array:
+    """Raise the scores of end tokens more with each token; see `option_values.decay`."""
     start, factor = value
     beyond = rows.new - start
     growth = jnp.where(beyond > 0, factor ** jnp.maximum(beyond, 0) - 1, 0.0)[:, None]
@@ -180,19 +182,23 @@ def hasten_end(scores: jax.Array, value: Any, rows: GeneratedRows) -> jax.Array:
     return scores + jnp.where(end, jnp.abs(scores), 0.0) * growth
 
 
-def suppress(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
-    """Tokens that are never generated."""
+def suppress(scores: jax.Array, tokens: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Exclude tokens that are never generated."""
     return sampling.without(scores, tokens)
 
 
-def suppress_first(scores: jax.Array, tokens: Any, rows: GeneratedRows) -> jax.Array:
-    """Tokens that are not the first to be generated."""
+def suppress_first(scores: jax.Array, tokens: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Exclude tokens that are never generated first."""
     first = (rows.new == 0)[:, None]
     return jnp.where(first, sampling.without(scores, tokens), scores)
 
 
-def call(scores: jax.Array, functions: Any, rows: GeneratedRows) -> jax.Array:
-    """The caller's own functions, one after the other."""
+def call(
+    scores: jax.Array,
+    functions: Sequence[Callable[[jax.Array, jax.Array], jax.Array]],
+    rows: GeneratedRows,
+) -> jax.Array:
+    """Apply the functions of the caller in their order."""
     for function in functions:
         changed = function(rows.ids, scores)
         if changed.shape != scores.shape:
@@ -204,13 +210,13 @@ def call(scores: jax.Array, functions: Any, rows: GeneratedRows) -> jax.Array:
     return scores
 
 
-def divide(scores: jax.Array, temperature: Any, rows: GeneratedRows) -> jax.Array:
-    """Sharpen below 1, flatten above."""
+def divide(scores: jax.Array, temperature: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Divide by the temperature: values below 1 sharpen, values above 1 flatten."""
     return scores / temperature
 
 
-def normalize(scores: jax.Array, _: Any, rows: GeneratedRows) -> jax.Array:
-    """Log-probabilities again."""
+def normalize(scores: jax.Array, _: object, rows: GeneratedRows) -> jax.Array:
+    """Return log-probabilities."""
     return jax.nn.log_softmax(scores)
 
 

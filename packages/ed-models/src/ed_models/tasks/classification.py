@@ -37,7 +37,7 @@ class SequenceClassifier(HeadModel[BodyT]):
     def for_family(cls, family: type[HeadModel[BodyT]]) -> type[SequenceClassifier[BodyT]]:
         """Return the classifier with the body of a family."""
 
-        class Classifier(SequenceClassifier[BodyT]):
+        class Classifier(SequenceClassifier[Any]):
             __doc__ = f"{SequenceClassifier.__doc__}\n\nThe body is that of `{family.__name__}`."
             body_class = family.body_class
             WEIGHTS = classifier_rules(family.WEIGHTS)
@@ -114,7 +114,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         )
 
     def _last_token(
-        self, shape: tuple[int, int], input_ids: jax.Array | None, mask: jax.Array | None
+        self, shape: tuple[int, ...], input_ids: jax.Array | None, mask: jax.Array | None
     ) -> Int[Array, " b"]:
         b, s = shape
         pad = self.config.pad_token_id

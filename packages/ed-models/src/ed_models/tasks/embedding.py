@@ -34,7 +34,8 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
         body = body_of(family)
         doc = f"{Embedder.__doc__}\n\nThe body is that of `{family.__name__}`."
         content = {"__doc__": doc, "architecture": body.__name__}  # files name the body
-        made: Any = type(Embedder)("Embedder", (Embedder, body), content)
+        metaclass: Any = type(Embedder)
+        made = metaclass("Embedder", (Embedder, body), content)
         return task_class(made, family, "ForEmbedding")
 
     def __call__(

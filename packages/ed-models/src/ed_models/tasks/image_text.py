@@ -5,7 +5,7 @@ Legend: b batch, s sequence, i images of a row, n image features of a row, d hid
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 from ed_infra.errors import ConfigError
@@ -14,6 +14,14 @@ from ed_infra.outputs import CausalLMOutput
 from jaxtyping import Array, Float, Int
 
 from ed_models.tasks.causal_lm import CausalLM
+
+
+class ImageBody(Protocol):
+    """A body with a vision tower."""
+
+    def encode(self, pixel_values: jax.Array, /) -> Encoded:
+        """Return the features of all images of a row."""
+        ...
 
 
 class ImageTextLM(CausalLM):
@@ -28,7 +36,7 @@ class ImageTextLM(CausalLM):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of `pixel_values` [b, i, c, h, w], in the order of the images."""
-        return self.model.encode(inputs["pixel_values"])
+        return cast(ImageBody, self.model).encode(inputs["pixel_values"])
 
     def __call__(
         self,

@@ -5,7 +5,7 @@ Legend: b batch, t encoder positions, s decoder positions, d hidden, v vocabular
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ed_layers.cache.protocol import Cache
 from ed_layers.cache.ragged import RaggedBatch
 from jaxtyping import Array, Float, Int
 
+from ed_models.body.encoder_decoder import EncoderDecoder
 from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead
 
 
@@ -40,7 +41,7 @@ class Seq2SeqLM(VocabularyHead):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Run the encoder on `input_ids`, `attention_mask` and `segment_ids` of a batch."""
-        return self.model.encode(inputs, key=key)
+        return cast(EncoderDecoder, self.model).encode(inputs, key=key)
 
     def write_encoded(
         self, cache: HybridCache, encoded: Encoded, slot: int | Int[Array, ""]
@@ -52,7 +53,7 @@ class Seq2SeqLM(VocabularyHead):
             encoded: the encoder output of one sequence, b = 1.
             slot: the slot of the sequence, as in `RaggedBatch.state_slots`.
         """
-        return self.model.write_encoded(cache, encoded, slot)
+        return cast(EncoderDecoder, self.model).write_encoded(cache, encoded, slot)
 
     def decode(
         self,

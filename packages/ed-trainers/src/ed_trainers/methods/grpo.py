@@ -36,6 +36,7 @@ from ed_trainers.online.phase import (
     policy_of,
 )
 from ed_trainers.options.groups import GroupArguments, GRPOArguments
+from ed_trainers.options.online import OnlineArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
@@ -133,6 +134,7 @@ def group_rows(
     """
     options = run.arguments
     assert isinstance(options, GroupArguments), "the options of a method that compares groups"
+    assert isinstance(options, OnlineArguments), "the method samples"
     made = dict(completions.rows(options.row_length))
     if options.mask_truncated_completions:
         made["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
@@ -167,7 +169,7 @@ class EqualRewards:
 
     def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
         del models
-        assert isinstance(run.arguments, GroupArguments), "the options of groups"
+        assert isinstance(run.arguments, OnlineArguments), "the options of a method that samples"
         self._updates, self._steps = run.arguments.updates_per_generation, 0
 
     def check(self, rewards: np.ndarray, equal: bool) -> None:

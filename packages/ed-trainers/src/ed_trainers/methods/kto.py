@@ -28,7 +28,7 @@ from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.labelled import prepare_labelled, score_answers
 from ed_trainers.methods.reference import Reference, compute_ahead
 from ed_trainers.options.labels import KTOArguments
-from ed_trainers.placement import with_arrays
+from ed_trainers.placement import TOKENS, with_arrays
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 
@@ -80,7 +80,7 @@ def _with_others(
     length = made["input_ids"].shape[1]
     other = next_token_batch(mismatched(rows, length, before))
     other = run.part(Reference).add_logps(other)
-    return with_arrays(made, **{f"{_OTHER}{name}": array for name, array in other.items()})
+    return with_arrays(made, TOKENS, **{f"{_OTHER}{name}": array for name, array in other.items()})
 
 
 def statistics(

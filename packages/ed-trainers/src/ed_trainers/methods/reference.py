@@ -19,7 +19,7 @@ from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.batches import BatchLoader
+from ed_trainers.batches import BatchLoader, Dataset
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared, RunData
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
@@ -166,7 +166,9 @@ def compute_ahead(run: MethodRun, data: RunData) -> None:
     ahead = run.part(Reference)._ahead
     if ahead is None:
         return
-    walks = [(data.train, "train_dataset", data.total_steps, False)]
+    walks: list[tuple[Dataset | None, str, int | None, bool]] = [
+        (data.train, "train_dataset", data.total_steps, False)
+    ]
     if data.evaluation is not None:
         count = getattr(data.evaluation, "steps_per_epoch", None)
         walks.append((data.evaluation, "eval_dataset", count, True))

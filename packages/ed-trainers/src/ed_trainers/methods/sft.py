@@ -17,7 +17,7 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
-from ed_trainers.options.next_token import NextTokenArguments
+from ed_trainers.options.distillation import SeqKDArguments
 from ed_trainers.trainer import Trainer
 
 
@@ -27,7 +27,10 @@ def prepare(run: MethodRun, batch: HostBatch) -> Prepared:
 
 
 def loss(
-    run: MethodRun[NextTokenArguments], models: Models, batch: Batch, key: jax.Array | None
+    run: MethodRun[SFTArguments | SeqKDArguments],
+    models: Models,
+    batch: Batch,
+    key: jax.Array | None,
 ) -> Loss:
     """Return the weighted sum of `-log p(target)` in nats.
 

@@ -168,7 +168,8 @@ def completions_of(
     def repeated(values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(copies)]
 
-    encode = getattr(batch, "with_answers", None)
+    encode: Callable[[int, list[PromptContent]], list[list[int]]]
+    encode = getattr(batch, "with_answers", None)  # type: ignore[assignment] - used if present
 
     def documents() -> list[list[int]]:
         groups = [completions[at : at + copies] for at in range(0, len(completions), copies)]

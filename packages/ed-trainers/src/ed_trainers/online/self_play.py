@@ -19,6 +19,7 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.contract import MethodRun, Models
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import Phase, Scorer, call_once
+from ed_trainers.options.online import OnlineArguments
 from ed_trainers.options.self_play import SelfPlayArguments
 from ed_trainers.rewards import Rewards
 from ed_trainers.rollout import Weights
@@ -56,9 +57,11 @@ class Referee:
     """
 
     def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
-        assert isinstance(run.arguments, SelfPlayArguments), "the options of self-play"
-        self._run, self._options = run, run.arguments
-        judge = self._options.judge
+        options = run.arguments
+        assert isinstance(options, OnlineArguments), "the options of a method that samples"
+        self._run, self._length = run, options.row_length
+        assert isinstance(options, SelfPlayArguments), "the options of self-play"
+        self._penalty, judge = options.missing_eos_penalty, options.judge
         self._judge = None if judge is None else Rewards((judge,), run.reward_folders)
         self._scorer = Scorer(run, models) if judge is None else None
 
@@ -83,8 +86,7 @@ class Referee:
             copies=1,
             rollout=phase.rollout_of(opponent),
         )
-        length = self._options.row_length
-        rows = dict(own.rows(length)), dict(others.rows(length))
+        rows = dict(own.rows(self._length)), dict(others.rows(self._length))
         if self._judge is not None:
             compared = replace(own, fields={**own.fields, "others": others.completions})
             wins = call_once(self._judge, compared)[:, 0]
@@ -112,6 +114,6 @@ class Referee:
     ) -> np.ndarray:
         assert self._scorer is not None
         total: Any = self._scorer.score(completions, rows, weights).total
-        if self._options.missing_eos_penalty is not None:
-            total = total - self._options.missing_eos_penalty * ~np.asarray(completions.ended)
+        if self._penalty is not None:
+            total = total - self._penalty * ~np.asarray(completions.ended)
         return total

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 from ed_infra.parameter_names import canonical, is_stacked, normalize
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from ed_trainers.stored.library_log import hushed
 
@@ -249,10 +250,10 @@ def _entry(array: jax.Array, entry: int) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _cast(sharding: Sharding | None, dtype: Any) -> Any:
+def _cast(sharding: Sharding | None, dtype: DTypeLike) -> Any:
     return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
 
 
 @lru_cache(maxsize=256)
-def _stack(sharding: Sharding | None, dtype: Any) -> Any:
+def _stack(sharding: Sharding | None, dtype: DTypeLike) -> Any:
     return jax.jit(lambda xs: jnp.stack(xs).astype(dtype), out_shardings=sharding)

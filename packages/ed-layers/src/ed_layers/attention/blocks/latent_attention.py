@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.attention import Mechanism, attend
@@ -187,7 +188,7 @@ class LatentAttention(nnx.Module):
             out, cache = self.attend(q, latents, values, ctx, chosen, cache, layer)
         return jnp.einsum("bshl,lhv->bshv", out, of_values, precision=precision), cache
 
-    def expansion(self, dtype: Any) -> Float[Array, "l h n+v"]:
+    def expansion(self, dtype: DTypeLike) -> Float[Array, "l h n+v"]:
         """Return the matrix of `kv_b_proj` by heads. For a layer that replaced `kv_b_proj`
         (quantized, or with an adapter), return its outputs for the unit vectors."""
         layer, weight = self.kv_b_proj, self.kv_b_proj.weight

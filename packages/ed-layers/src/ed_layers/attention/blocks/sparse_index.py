@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.attention.scoring import padded
@@ -223,7 +224,7 @@ def page_size_of(pages: Pages) -> int:
 
 
 def tokens_of(
-    pages: Pages, row: Int[Array, " pages"], slots: Int[Array, " n"], dtype: Any
+    pages: Pages, row: Int[Array, " pages"], slots: Int[Array, " n"], dtype: DTypeLike
 ) -> Float[Array, "n k"]:
     """Return the stored latents of some tokens of a sequence.
 
