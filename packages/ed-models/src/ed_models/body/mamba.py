@@ -1,4 +1,4 @@
-"""Mamba's mixers as configurations of several families name their sizes, and the body around them.
+"""Mixers of Mamba, with sizes from the configurations of several families, and their body.
 
 Legend: b batch, s sequence, d hidden.
 """

@@ -28,8 +28,8 @@ _Read = Callable[[str, Sequence[range], np.ndarray], None]
 _Placement = jax.sharding.Sharding
 _Leaf = TypeVar("_Leaf", jax.Array, QArray)
 
-_ALIGNED = 64  # bytes; jax takes a buffer of the host for its own where its start is a multiple
-_LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
+_ALIGNED = 64  # bytes; jax reuses a host buffer without a copy if its start is a multiple
+_LARGE = 2**26  # bytes; a stack of at least this size is filled layer by layer
 
 
 def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: _Placement, read: _Read) -> jax.Array:
@@ -131,9 +131,9 @@ def _of_a_layer(placement: _Placement) -> _Placement:
 
 
 def _in_host_memory(placement: _Placement) -> bool:
-    """Whether arrays on the devices are memory of the host: an aligned buffer becomes one as it is.
+    """Whether all devices use host memory, so that jax reuses an aligned buffer without a copy.
 
-    Then a stack is filled in its place, and layer by layer would only copy it again.
+    A stack is then filled in place. Filling layer by layer would copy the stack once more.
     """
     return all(device.platform == "cpu" for device in placement.device_set)
 

@@ -1,6 +1,6 @@
 """Bamba (IBM, Princeton and UIUC 2024): Mamba-2 and attention.
 
-- `attn_layer_indices` names the layers that have attention; half of each of its heads turns
+- `attn_layer_indices` lists the layers with attention; rotary positions apply to half of each head
 - the mean square of the logits' normalisers is an additional loss, times `z_loss_coefficient`
 
 Numbers follow Hugging Face's `modeling_bamba.py`; parameter names are its names.

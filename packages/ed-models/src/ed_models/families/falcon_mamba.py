@@ -2,9 +2,9 @@
 
 - dt, B and C are RMS-normed, without weights
 
-Numbers follow Hugging Face's `modeling_falcon_mamba.py`; parameter names are its names. Of the
-fields that say how parameters start, those of the step sizes' biases hold; matrices start normal,
-with `initializer_range`.
+Numbers follow Hugging Face's `modeling_falcon_mamba.py`; parameter names are its names. The
+biases of the step sizes are initialized from their fields of the configuration, and matrices from a
+normal distribution with `initializer_range`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 - a layer is one mixer: a short convolution, the recurrence, a gate
 - the stream is float32 if `residual_in_fp32` is set
 
-Numbers follow Hugging Face's `modeling_mamba.py`; parameter names are its names. Of the fields that
-say how parameters start, those of the step sizes' biases hold; matrices start normal, with
-`initializer_range`.
+Numbers follow Hugging Face's `modeling_mamba.py`; parameter names are its names. The
+biases of the step sizes are initialized from their fields of the configuration, and matrices from a
+normal distribution with `initializer_range`.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 - heads of a group share B and C, and are normed together
 - the stream is float32 if `residual_in_fp32` is set
 
-Numbers follow Hugging Face's `modeling_mamba2.py`; parameter names are its names. Of the fields
-that say how parameters start, those of the step sizes' biases hold; matrices start normal, with
-`initializer_range`. `chunk_size` changes no number: chunks are those of
-`ed_layers.recurrence.mamba2`.
+Numbers follow Hugging Face's `modeling_mamba2.py`; parameter names are its names. The
+biases of the step sizes are initialized from their fields of the configuration, and matrices from a
+normal distribution with `initializer_range`. `chunk_size` does not change the numbers:
+`ed_layers.recurrence.mamba2` chooses its own chunks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Float8 with a scale for each block of a matrix, or for all of it (DeepSeek-V3).
 
-`x.weight` [.., o, i] is float8, `x.weight_scale_inv` [.., ceil(o / 128), ceil(i / 128)] what the
-values are multiplied by; `weight_block_size` of the settings says how large blocks are, None one
-scale for the tensor. Scales may be E8M0, exponents alone.
+`x.weight` [.., o, i] is float8. Its values are multiplied by the scales `x.weight_scale_inv`
+[.., ceil(o / 128), ceil(i / 128)]. `weight_block_size` of the settings is the size of the blocks;
+None means one scale for the tensor. Scales may be E8M0, which stores only exponents.
 """
 
 from __future__ import annotations
