@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import subprocess
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -145,6 +146,15 @@ def test_every_pre_commit_hook_runs_a_locked_tool() -> None:
     (local,) = config["repos"]
     assert local["repo"] == "local"
     assert all(hook["entry"].startswith("uv run ") for hook in local["hooks"])
+
+
+def test_pyright_checks_whole_folders_that_exist() -> None:
+    """pyright reports no error for a pattern without files, so the folders are plain names."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pyright"]
+    assert settings["include"] == ["packages", "tools"]
+    assert all((ROOT / folder).is_dir() for folder in settings["include"])
+    excluded = ["packages/*/tests/**", "packages/*/hatch_build.py", "**/__pycache__"]
+    assert settings["exclude"] == excluded
 
 
 def test_tracked_files_name_no_registry_and_no_machine_path() -> None:
