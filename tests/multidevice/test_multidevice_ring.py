@@ -159,6 +159,7 @@ USUAL = {
 }
 
 
+@pytest.mark.daily("bidirectional-(1, 1, 1, 1, 2)")
 @pytest.mark.parametrize(
     ("case", "dims"),
     [

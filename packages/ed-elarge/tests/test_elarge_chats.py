@@ -97,6 +97,7 @@ def test_the_summary_of_a_merged_adapter_names_model_and_adapter(trained: Path) 
     assert f"adapters (PEFT's layout)     {trained / 'adapter'}" in shown
 
 
+@pytest.mark.nightly
 def test_generate_accepts_texts_and_conversations(trained: Path) -> None:
     model = eLargeModel.from_pretrained(str(trained / "model")).update_config(
         {"esurge": {"max_model_len": 64, "max_num_seqs": 2, "compile_runner": False}}

@@ -105,6 +105,7 @@ def test_request_without_adapter_equals_the_base_model_bitwise(engine, merged, p
     same([got], [expected], bound=0)
 
 
+@pytest.mark.nightly
 def test_loading_and_unloading_adapters_compiles_nothing(llama, engine, folders, prompts, merged):
     traces = engine.stats()["num_compiled"]
     expected = {name: merged[name].generate(prompts[3], GREEDY) for name in ("one", "two", "three")}

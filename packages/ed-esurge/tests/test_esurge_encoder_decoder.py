@@ -103,6 +103,7 @@ def test_samples_do_not_depend_on_other_requests(engine):
     assert together == [tokens(engine.generate([p], one))[0] for p, one in pairs]
 
 
+@pytest.mark.nightly
 def test_slots_of_aborted_requests_are_used_again(engine):
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(f"r{number}", prompt, GREEDY)

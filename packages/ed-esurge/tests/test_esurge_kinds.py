@@ -155,7 +155,7 @@ def params_of(length: int, index: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logit_bias=bias)
 
 
-@pytest.mark.daily("memory,full-options1")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
@@ -249,6 +249,7 @@ def test_pooling_of_a_recurrent_model_spans_chunks():
         np.testing.assert_allclose(output.pooled, exact, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kinds", ["window,full,window", pytest.param("window,window", marks=pytest.mark.nightly)]
 )

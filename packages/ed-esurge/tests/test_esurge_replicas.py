@@ -150,6 +150,7 @@ def test_slow_replica_does_not_delay_others(pair, prompts, monkeypatch):
         assert [[t for out in mine for t in out.outputs[0].token_ids]] == expected[index]
 
 
+@pytest.mark.nightly
 def test_failed_request_affects_no_other_replica(pair, prompts, monkeypatch):
     expected = tokens_of(pair.generate(prompts, GREEDY))
     for loop in pair.loop.loops:

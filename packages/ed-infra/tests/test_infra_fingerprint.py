@@ -107,6 +107,7 @@ def test_fingerprint_changes_with_jax_settings():
     assert name(1) == before
 
 
+@pytest.mark.nightly
 def test_every_process_gives_the_same_name():
     code = (
         "from ed_infra.compilation.fingerprint import fingerprint\n"

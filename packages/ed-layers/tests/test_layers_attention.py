@@ -115,6 +115,7 @@ def spans(info: MaskInfo, window: int, chunk: int, sizes: tuple[int, int]):
     return mask.spans(causal=info.causal)
 
 
+@pytest.mark.nightly
 @settings(max_examples=100)
 @given(numbers, st.booleans(), st.booleans(), limits, limits, block_sizes)
 def test_no_block_is_left_out_that_a_query_needs(

@@ -31,6 +31,7 @@ def cache_of(kind: str, layout: Any = "stacked", format: str | None = None, rows
     return HybridCache.create(specs, **options), {"group": "window", "window": WINDOW}
 
 
+@pytest.mark.daily("dense-leaves-vanilla")
 @pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
 @pytest.mark.parametrize(("kind", "layout"), [("dense", "leaves"), ("window", "stacked")])
 def test_in_steps_equals_at_once(kind, layout, mechanism):
@@ -41,6 +42,7 @@ def test_in_steps_equals_at_once(kind, layout, mechanism):
         assert cases.error(out, whole(qkv, window=call.get("window"))) <= BOUNDS[None]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_splits_side_by_side_are_one_softmax(monkeypatch, format):
     """What accelerators compute, by the same XLA program: several splits a block, and their sum."""
@@ -68,6 +70,7 @@ def test_any_steps_of_any_cache(kind, format, layout, mechanism):
         assert cases.error(out, whole(qkv, window=call.get("window"))) <= BOUNDS[format]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "format"), [("dense", "int8"), ("window", "fp8")])
 def test_quantized_cache_is_independent_of_step_sizes(kind, format, record_property):
     """The stored codes do not depend on the order of steps, and are near the numbers."""
@@ -106,6 +109,7 @@ def test_left_padding_counts_no_position_and_gets_no_attention(kind):
     np.testing.assert_array_equal(positions, [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
 
 
+@pytest.mark.daily("stacked-*")
 @pytest.mark.parametrize(
     ("layout", "features"),
     [

@@ -160,7 +160,7 @@ def test_cache_updates_require_begin_and_advance():
     cache, info, _ = cache.begin(jnp.ones((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="but one of 2 has: call begin"):
         cache.advance(1)
-    with pytest.raises(ValueError, match="told by begin"):
+    with pytest.raises(ValueError, match="receives the tokens of a step"):
         ring().update(0, kv, mask_info=info)
     with pytest.raises(ValueError, match="needs mask_info"):
         cache.update(0, kv)

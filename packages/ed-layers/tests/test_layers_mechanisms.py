@@ -97,6 +97,7 @@ SPLASH = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [

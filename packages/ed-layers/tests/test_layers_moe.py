@@ -177,12 +177,7 @@ def on_one_device(method):
     return case, run(module, x, chosen, weights, context(), upstream)
 
 
-@pytest.mark.daily(
-    "ep and tp-standard-fields1",
-    "fsdp-fused-fields9",
-    "ep and tp-dense-fields5",
-    "all-standard-fields2",
-)
+@pytest.mark.daily("ep and tp-dense-fields5")
 @pytest.mark.parametrize(
     ("mesh", "method", "fields"),
     [

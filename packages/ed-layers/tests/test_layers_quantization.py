@@ -217,6 +217,7 @@ def test_every_float8_has_its_value():
     np.testing.assert_array_equal(got, bits.view(ml_dtypes.float8_e4m3fn).astype(F32))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*FORMATS, "double"])
 def test_tables_give_rows_and_multiply_as_heads(name):
     double, table = name == "double", matrix().T
@@ -252,6 +253,7 @@ def test_quantized_activations_multiply_whole_numbers(name, group):
     assert (np.abs(dx - terms.sum(1)) <= 1e-6 * np.abs(terms).sum(1)).all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("block", [10**9, 7 * IN])
 @pytest.mark.parametrize(("name", "activations"), [("nf4", False), ("fp8", False), ("int4", True)])
 def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations, block):

@@ -49,6 +49,7 @@ def calls(function, x: jax.Array) -> int:
     return jax.jit(function).lower(x).as_text().count("@ed_layers_")
 
 
+@pytest.mark.nightly
 @built
 @settings(max_examples=10, deadline=None)
 @given(

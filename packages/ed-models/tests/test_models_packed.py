@@ -252,6 +252,7 @@ def test_invalid_packed_checkpoint_raises_checkpoint_error(
         load(folder)
 
 
+@pytest.mark.nightly
 def test_mxfp4_without_scales_raises_checkpoint_error(
     mxfp4: SimpleNamespace, tmp_path: Path
 ) -> None:

@@ -50,7 +50,7 @@ def logits(model):
     return np.asarray(forward(model, input_ids=IDS).logits)
 
 
-@pytest.mark.daily("lora")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind", ["lora", "embedding", "experts", pytest.param("dora", marks=pytest.mark.nightly)]
 )

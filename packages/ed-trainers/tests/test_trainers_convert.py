@@ -98,7 +98,7 @@ def test_convert_accepts_saved_state(tmp_path):
 @pytest.mark.nightly
 def test_convert_rejects_directories_without_a_model(tmp_path):
     output = trained(tmp_path / "run", model().apply_lora(LoraSpec(rank=2)))
-    with pytest.raises(CheckpointError, match="it holds what learned, over frozen weights"):
+    with pytest.raises(CheckpointError, match="it contains only the trained arrays"):
         convert(output.checkpoint_path, tmp_path / "out")
     CheckpointManager(tmp_path / "tree").save({"a": jnp.ones(3)})
     with pytest.raises(CheckpointError, match="not the configuration of a model"):

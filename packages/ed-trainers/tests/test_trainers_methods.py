@@ -160,7 +160,7 @@ def test_packed_kto_step_matches_separate_rows(step, batches):
     near(alone, moved, 2e-5)
 
 
-@pytest.mark.daily("sft")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", [n for n in GIVEN if "lmhead_chunksize" in METHODS[n].arguments.model_fields]
 )

@@ -91,6 +91,7 @@ def plain(toy_of_module):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.nightly)])
 def test_microbatches_on_a_mesh_equal_one_batch_on_a_device(toy_of_module, plain, method):
     moved, report = plain(method)

@@ -156,7 +156,7 @@ def losses(directory, model, loader, **given):
     return [row["loss"] for row in read_rows(directory / "metrics.jsonl")]
 
 
-@pytest.mark.daily("(1, 4, 1, 2, 1)-2-*")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NIGHTLY)
 @pytest.mark.parametrize(
     ("dims", "accumulation"),

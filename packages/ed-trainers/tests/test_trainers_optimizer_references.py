@@ -367,6 +367,7 @@ def test_eight_bits_are_the_nearest_level(signed, columns):
             np.testing.assert_allclose(off, np.abs(wanted - block), atol=1e-6 * scale)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_eight_bit_moments_stay_close_to_full_precision(name):
     array = single(1, "large")  # 4608 numbers

@@ -122,6 +122,7 @@ def test_previews_appear_in_metrics_and_report(run):
     assert [row["step"] for row in run.rows if "loss" in row] == [1, 25, 50]
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("benchmark_interval", "benchmarks")
 def test_benchmarks_are_run_by_the_weights_of_their_step(run):
     assert run.measured == [(("spelling",), 40), (("spelling",), 50)]

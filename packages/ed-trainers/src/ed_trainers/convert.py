@@ -70,8 +70,8 @@ def model_of(directory: str | Path) -> EasyDeLBaseModule:
                 break
         else:
             raise CheckpointError(
-                f"{path} has no {name}: it holds what learned, over frozen weights. Run the "
-                "training again: at its end it writes the whole model, and adapters alone"
+                f"{path} has no {name}: it contains only the trained arrays, because the frozen "
+                "weights are not saved. Finish the training run: its end writes the whole model"
             )
     arrays = read_arrays(path / "arrays", wanted)
     filled = from_flat(state, {name: arrays[place] for name, place in places.items()})

@@ -129,7 +129,7 @@ class Tensor(NamedTuple):
     Attributes:
         name: EasyLM's.
         to_easylm: of an array of Hugging Face's.
-        from_easylm: of an array of EasyLM's.
+        from_easylm: converts an array of EasyLM.
     """
 
     name: str

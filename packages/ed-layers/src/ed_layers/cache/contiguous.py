@@ -333,8 +333,8 @@ class WindowCache(CacheRows):
         kv = keys_values(kv, values_in_keys=self.values is None)
         if self.slots is None:
             raise ValueError(
-                "a WindowCache is told by begin() which tokens a step has: call it once a step, "
-                "before the layers"
+                "begin() of a WindowCache receives the tokens of a step: call begin() before the "
+                "layers, once per step"
             )
         cache = self.write(layer, kv, self.slots)
         if self.slots.shape[1] == 1:

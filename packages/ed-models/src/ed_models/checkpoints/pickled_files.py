@@ -183,7 +183,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
         known = _KNOWN.get((module, name))
         if known is None:
             raise CheckpointError(
-                f"{self._file} asks for {module}.{name}, which no file of weights needs; it was "
+                f"{self._file} refers to {module}.{name}, which no file of weights needs; it was "
                 "not run. Do not load this file by other means unless you trust its author"
             )
         return known

@@ -81,7 +81,7 @@ def stored_rules(
         return rules_of([(str(pattern), fields) for pattern, fields in rules])
     except (ConfigError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"quantization_config of config.json has a rule that is none: {error}"
+            f"quantization_config of config.json contains an invalid rule: {error}"
         ) from error
 
 

@@ -69,8 +69,8 @@ class WeightMap:
                 return rule.hf.format(**bound, **more)
             except KeyError as error:
                 raise ConfigError(
-                    f"the weight rule for {rule.hf!r} does not say what {{{error.args[0]}}} is; "
-                    f"{rule.ours!r} has {{{'}, {'.join(bound)}}}"
+                    f"the weight rule for {rule.hf!r} contains {{{error.args[0]}}}, which has no "
+                    f"value; {rule.ours!r} has {{{'}, {'.join(bound)}}}"
                 ) from None
 
         relation = rule.layout(ours, hf, self.config)

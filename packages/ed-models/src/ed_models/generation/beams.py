@@ -154,7 +154,7 @@ def advance(
 def _with_ended(
     group: Group, longer: Sequences, ends: jax.Array, n: jax.Array | int, beams: Beams
 ) -> Group:
-    """Keep the best of what had ended and of what ends now among the `k` likeliest."""
+    """Keep the best ended rows: of earlier steps, and of the `k` likeliest rows of this step."""
     k = group.has_ended.shape[1]
     now = ends & (jnp.arange(ends.shape[1]) < k)
     full = jnp.all(group.has_ended, axis=1) if beams.early_stopping is True else False

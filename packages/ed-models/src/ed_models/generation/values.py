@@ -47,7 +47,7 @@ class Bans:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Biases:
-    """Sequences of tokens with a bias for what completes them; `prefixes`, `last` as in `Bans`."""
+    """Token sequences, and the bias of each last token; `prefixes` and `last` as in `Bans`."""
 
     prefixes: Int[Array, "m n-1"]
     last: Int[Array, " m"]

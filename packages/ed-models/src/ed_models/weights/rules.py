@@ -342,7 +342,9 @@ def _number(number: SizeRule, config: object) -> int:
     for field in number.split("."):
         value = getattr(value, field, None)
     if not isinstance(value, int):
-        raise ConfigError(f"a weight rule asks for {number!r}, which the configuration lacks")
+        raise ConfigError(
+            f"a weight rule reads {number!r}, but the configuration has no such number"
+        )
     return value
 
 

@@ -374,7 +374,7 @@ class Scorer:
     """The rewards of a run: functions and a reward model; an object of `Method.parts`.
 
     The reward model is the frozen model `"reward"`, a `SequenceClassifier` with one label, whose
-    score of the last token counts. It reads the learner's token ids.
+    score of the last token counts. The reward model reads the token ids of the learner.
 
     Args:
         run: the run of the method, with options of `RewardedArguments`.
