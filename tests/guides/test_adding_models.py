@@ -173,7 +173,7 @@ def test_external_model_trains_from_yaml_and_is_served(
 @pytest.mark.nightly
 def test_new_family_in_repository_passes_cache_check(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    for part in ("tools", "docs", "packages/ed-models"):
+    for part in ("tools", "docs", "tests/conformance", "packages/ed-models"):
         ignored = shutil.ignore_patterns("__pycache__", "tests")
         shutil.copytree(ROOT / part, clone / part, ignore=ignored)
     for other in (ROOT / "packages").iterdir():
