@@ -25,6 +25,7 @@ print(digest.hexdigest(), flush=True)
 """
 
 
+@pytest.mark.nightly
 def test_concurrent_processes_write_one_token_store(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tok")
     command = [sys.executable, "-c", CODE, str(tmp_path / "cache"), str(tmp_path / "tok")]

@@ -67,6 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.nightly
 def test_the_chat_template_of_a_run_is_saved_with_the_model(trained: Path) -> None:
     assert (trained / "model" / "chat_template.jinja").read_text() == TEMPLATE
 

@@ -183,6 +183,7 @@ def test_unloaded_adapter_is_freed_after_its_requests(llama, folders, prompts, m
     )
 
 
+@pytest.mark.nightly
 def test_unsupported_adapters_raise_config_error(llama, make_llama, engine, tmp_path, prompts):
     def refused(spec, *said):
         model = adapted(llama, "x", spec)

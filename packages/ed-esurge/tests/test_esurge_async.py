@@ -28,6 +28,7 @@ async def collect(engine, prompt, params, name):
     return whole
 
 
+@pytest.mark.nightly
 def test_concurrent_requests_produce_same_tokens_as_alone(surge, prompts, engine):
     async def everything():
         jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(prompts)]

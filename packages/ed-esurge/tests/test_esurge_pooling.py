@@ -170,6 +170,7 @@ def test_prompt_scoring_samples_no_tokens(surge, prompts):
         SamplingParams(max_tokens=0)
 
 
+@pytest.mark.nightly
 def test_scores_use_the_head_of_the_model(make_llama, prompts):
     """A soft cap and a scale belong to the head, not to its matrix."""
     from ed_models.families.llama import LlamaForCausalLM

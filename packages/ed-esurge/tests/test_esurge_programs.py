@@ -103,6 +103,7 @@ def test_changed_model_uses_other_programs(first, make_llama):
     assert engine.loop.runner.functions._loading is None
 
 
+@pytest.mark.nightly
 def test_damaged_program_file_is_not_read(first, small):
     kept = first.loop.runner.functions._kept
     file = next(kept.folder.glob("StepShape*"))

@@ -179,6 +179,7 @@ def test_failed_request_affects_no_other_replica(pair, prompts, monkeypatch):
     assert pair.stats()["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_replicas_support_abort_and_pause(pair, prompts):
     expected = tokens_of(pair.generate(prompts[:4], GREEDY))
     for index, prompt in enumerate(prompts[:4]):

@@ -159,7 +159,7 @@ def drafted(llama, tokenizer):
     )
 
 
-@pytest.mark.daily("params1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("params", [GREEDY, RANDOM.replace(n=2)])
 def test_draft_model_produces_same_tokens_in_fewer_steps(drafted, surge, prompts, params):
     same(drafted.generate(prompts, params), surge.generate(prompts, params))

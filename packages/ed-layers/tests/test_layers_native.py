@@ -192,7 +192,7 @@ def test_activations_in_8_bits_are_exact(n, form, group, groups, o, tied, dtype,
     )
 
 
-@pytest.mark.daily("int4-True", "nf4-False")
+@pytest.mark.daily("int4-True")
 @built
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4", "fp8", "mxfp4"])

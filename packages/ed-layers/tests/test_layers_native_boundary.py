@@ -33,6 +33,7 @@ def outcome(seed: int, count: int) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 @built
 def test_every_target_refuses_damaged_calls() -> None:
     found = outcome(0, 24)

@@ -45,6 +45,7 @@ def plain() -> np.ndarray:
     return np.asarray(jax.jit(lambda: model_of()(ids).logits)())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_decode_attention_gives_the_logits_of_the_plain_forward(plain, scan_layers):
     model = model_of(decode_attn_mechanism="autoregressive_decodeattn", scan_layers=scan_layers)

@@ -178,6 +178,7 @@ def test_memory_options_do_not_change_gradients(changes, expected):
     assert_same(loss_and_grads(LlamaForCausalLM.create(config(**changes), seed=1)), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("compute_loss")
 def test_compute_loss_is_the_mean_over_counted_tokens(model):
     labels = IDS.copy()

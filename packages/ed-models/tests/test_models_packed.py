@@ -194,6 +194,7 @@ def test_one_scale_for_a_tensor_and_scales_that_are_exponents(
     assert_same(load(folder), load(rewrite(fp8.plain, tmp_path / "plain", plain)))
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_unpacked_tensors_match_transformers(fp8: SimpleNamespace, mxfp4: SimpleNamespace) -> None:
     torch = require_torch()

@@ -75,6 +75,7 @@ def test_a_model_directory_and_a_checkpoint_are_compared_name_by_name(
     assert "1 arrays differ, of 21; by 0.5 at most" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_model_becomes_a_saved_state_and_a_model_again(tmp_path):
     whole = model(scan=False)
     whole.save_pretrained(tmp_path / "model")

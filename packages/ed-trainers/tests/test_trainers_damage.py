@@ -52,6 +52,7 @@ def flip(file, bit):
     file.write_bytes(content)
 
 
+@pytest.mark.nightly
 def test_a_bit_flipped_at_any_of_200_places_is_seen(toy, tmp_path):
     written(toy, tmp_path)
     step = tmp_path / "2"

@@ -67,7 +67,7 @@ def reference(tmp_path_factory):
     return losses(tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.daily("(1, 8, 1, 1, 1)")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "dims", [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (4, 1, 1, 1, 2), (1, 2, 1, 2, 2)], ids=str
 )

@@ -171,6 +171,7 @@ def test_documents_begin_with_their_prompts_or_their_first_half():
     assert beginnings(prompts) == [[1, 2], [3]]
 
 
+@pytest.mark.nightly
 def test_invalid_probe_options_raise_config_error(toy, tmp_path):
     for given, words in [
         ({"tokens": False, "generation_interval": 1}, "pass a tokenizer as processing_class"),

@@ -65,6 +65,7 @@ def test_label_smoothing_is_that_of_transformers(toy):
     assert plain == pytest.approx(loss_of(model, batch, KEY), rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("z_loss_coefficient")
 def test_z_loss_is_the_square_of_the_log_partition(toy):
     model, batch = toy.model(), toy.loader(rows=4).batch_at(0)
