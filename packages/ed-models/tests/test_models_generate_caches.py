@@ -84,5 +84,5 @@ def test_rewound_tokens_leave_no_trace_in_cache(specs):
 def test_rewind_of_windowed_or_recurrent_cache_raises_value_error(spec):
     cache = HybridCache.create([FULL, spec], batch_size=B, capacity=16)
     assert not cache.can_rewind
-    with pytest.raises(ValueError, match="cannot forget"):
+    with pytest.raises(ValueError, match="cannot drop"):
         cache.rewind(jnp.zeros((B,), jnp.int32))

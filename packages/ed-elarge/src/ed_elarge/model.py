@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-#: Part -> the section that it is built of, and the address of its builder.
+#: Part -> the section that describes the part, and the address of its builder.
 _PARTS = {p: (name, at) for name, section in SECTIONS.items() for p, at in section.builds.items()}
 
 
@@ -149,7 +149,7 @@ class eLargeModel(Setters):
         """Return a part of `ed_elarge.config.table.SECTIONS`; the first call builds it.
 
         Raises:
-            InputError: the section that it is built of is missing, or cannot be built.
+            InputError: the section of the part is missing, or the part cannot be built from it.
         """
         section, builder = _PARTS[name]
         if self.config.sections[section] is None:

@@ -302,7 +302,7 @@ class WindowCache(CacheRows):
 
     def rewind(self, tokens: Int[Array, " b"]) -> WindowCache:
         """Raise ValueError; see `can_rewind`."""
-        raise ValueError("a ring of slots cannot forget: the tokens behind it are overwritten")
+        raise ValueError("a ring of slots cannot drop its last tokens: they overwrote older ones")
 
     def begin(
         self, segment_ids: Int[Array, "b s"]

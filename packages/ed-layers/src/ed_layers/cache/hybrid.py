@@ -267,7 +267,9 @@ class HybridCache:
         caches: dict[str, LayerCache] = {}
         for group, cache in self.caches.items():
             if not isinstance(cache, DenseCache):
-                raise ValueError(f"the layers of group {group!r} cannot forget: see can_rewind")
+                raise ValueError(
+                    f"the layers of group {group!r} cannot drop their last tokens; check can_rewind"
+                )
             caches[group] = cache.rewind(tokens)
         return replace(self, caches=caches, tokens=tokens)
 

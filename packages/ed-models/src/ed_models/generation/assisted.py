@@ -6,8 +6,8 @@ the output is that of plain decoding with the same seed, token for token. For a 
 accepts as often as rejection sampling does (Leviathan et al., 2023); a drawn one shares the model's
 noise (Daliri et al., 2024).
 
-A cache that cannot forget drafts, of a ring of slots or of states, is computed again from before
-them, with the tokens that were kept.
+A ring of slots or a state cannot drop rejected drafts. The model computes it again from before the
+drafts, with the accepted tokens.
 
 Legend: b rows, t tokens of a row, k drafts, j = k + 1 places, v vocabulary.
 """
