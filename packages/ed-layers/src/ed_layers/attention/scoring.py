@@ -79,6 +79,18 @@ class Alibi:
         return bias * self.factor
 
 
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return the slopes of Press et al. 2022: a geometric sequence that ends at 2^-8.
+
+    If the number of heads is not a power of two, the heads beyond the largest power of two below
+    it use every other slope of the next power.
+    """
+    power = 2 ** (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
+    return tuple(slopes)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RelativeBias:

@@ -1,0 +1,15 @@
+"""Tiny configurations of helium."""
+
+from ed_models.conformance import Cases
+
+CASES = Cases(
+    {
+        "adjacent pairs": {"head_dim": 8},
+        "biases, tied": {
+            "head_dim": 8,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    }
+)
