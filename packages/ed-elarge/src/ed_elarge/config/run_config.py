@@ -19,6 +19,7 @@ from ed_esurge.config import EngineConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
+from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
@@ -209,17 +210,17 @@ class RunConfig:
         return LoraSection() if self.lora is None and needed else self.lora
 
     @property
-    def known_model(self) -> dict[str, Any] | None:
-        """Configuration of the model, if it is available without a download."""
+    def known_model(self) -> Mapping[str, Any] | None:
+        """Configuration of the model, or of its text half, if available without a download."""
         model = self.model
         if model is None or model.config is not None:
             return model.config if model is not None else None
         path = Path(str(model.name_or_path)).expanduser() / "config.json"
         try:
             config = json.loads(path.read_text("utf-8"))
+            return text_settings(config) if isinstance(config, dict) else None
         except (OSError, ValueError):
             return None
-        return config if isinstance(config, dict) else None
 
     def will(self, *names: str) -> bool:
         """Return whether the run contains one of these actions."""

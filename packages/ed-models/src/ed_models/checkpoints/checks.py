@@ -16,6 +16,8 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
+from ed_models.checkpoints.text_halves import text_settings
+
 #: The file of sentence-transformers that lists the modules of an embedding model.
 MODULES_NAME = "modules.json"
 #: The settings of an adapter in PEFT's layout.
@@ -45,11 +47,12 @@ _TASKS: Mapping[str, TaskType] = {
 _CONDITIONAL = "ForConditionalGeneration"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read config.json as a mapping.
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """Read config.json; of a multimodal checkpoint, the settings of its text half.
 
     Raises:
-        CheckpointError: the file is missing, too large, or not a JSON object.
+        CheckpointError: the file is missing, too large, or not a JSON object, or a multimodal
+            checkpoint has no `text_config`.
     """
     if not path.is_file():
         if (path.parent / ADAPTER_NAME).is_file():
@@ -68,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a JSON object ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object but a {type(content).__name__}")
-    return content
+    return text_settings(content)
 
 
 def task_of(directory: Path) -> TaskType:
@@ -83,12 +86,13 @@ def task_of(directory: Path) -> TaskType:
     if (directory / MODULES_NAME).is_file():
         return TaskType.EMBEDDING
     path = directory / "config.json"
-    names = read_json(path).get("architectures") or []
+    settings = read_settings(path)
+    names = settings.get("architectures") or []
     if not names:
         return TaskType.CAUSAL_LM
     for name in map(str, names):
         if name.endswith(_CONDITIONAL):
-            tasks = registry.tasks_of(str(read_json(path).get("model_type")))
+            tasks = registry.tasks_of(str(settings.get("model_type")))
             if tasks:
                 return tasks[0]
         for ending, task in _TASKS.items():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType, canonical_task
-from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
+from ed_infra.errors import CheckpointError, ConfigError, RegistryError, did_you_mean
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.quantization.model import QuantizationRules, spec_of
@@ -33,11 +33,12 @@ from ed_models.checkpoints.checks import (
     MODULES_NAME,
     check_config,
     check_tokenizer,
-    read_json,
+    read_settings,
     task_of,
 )
 from ed_models.checkpoints.loading import load
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
+from ed_models.checkpoints.text_halves import MODEL_TYPES
 
 #: Files of a repository that are downloaded; other copies of the weights are not.
 SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
@@ -151,7 +152,7 @@ def _within(folder: Path, subfolder: str | None) -> Path:
 
 
 def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
-    """Read config.json as the class that its model type names.
+    """Read config.json as the class of its model type; of a multimodal checkpoint, the text half.
 
     Args:
         directory: a local directory.
@@ -163,13 +164,18 @@ def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
         ConfigError: a change is unknown or wrong.
     """
     path = directory / "config.json"
-    stored = read_json(path)
+    stored = read_settings(path)
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f'{path} has no "model_type"')
+    if "text_config" in stored and model_type not in registry.model_types():
+        raise RegistryError(
+            f"{path} has model_type={model_type!r}, a multimodal model that is not registered. The "
+            f"text model is loaded from these multimodal models: {', '.join(sorted(MODEL_TYPES))}"
+        )
     cls = registry.get_config(model_type)
     try:
-        config = cls.from_pretrained(directory)
+        config = cls.from_dict(stored)
     except (ConfigError, ArithmeticError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} describes no model: {error}") from error
     check_config(path, stored, config)

@@ -31,6 +31,7 @@ from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.task_rules import rules_of
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
+from ed_models.checkpoints.text_halves import text_tensors
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.rules import TIED, renamer
 
@@ -65,7 +66,8 @@ def load(
     If `config` ties the head, but the files contain a head with other values than the
     embedding's, the head is loaded separately, and the module's config is changed; `transformers`
     does the same. A body that was saved alone loads although its names lack the first part, and a
-    body alone loads from the files of a model with a head. Packed tensors
+    body alone loads from the files of a model with a head. A text model reads the tensors of the
+    language model in a multimodal checkpoint (`ed_models.checkpoints.text_halves`). Packed tensors
     (`ed_models.checkpoints.packed_tensors`) become plain ones, and the module's config is changed.
     Quantized matrices of this project's own files are loaded without unpacking.
 
@@ -118,6 +120,7 @@ def load(
     is_packed = isinstance(config.quantization_config, Mapping) and stored is None
     files, config = unpacked(files, config)
     made = draft(config)
+    files = text_tensors(files, made.weights.hf_shapes)
     files = _with_prefix(files, made.weights.hf_shapes)
     files = _with_our_names(cls, files, made.weights.hf_shapes)
     if is_packed:

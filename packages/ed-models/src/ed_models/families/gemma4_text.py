@@ -38,7 +38,7 @@ from jaxtyping import Array, Float
 from ed_models.body.decoder import ScaledDecoder
 from ed_models.body.layers import SandwichLayer, window_of
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import STANDARD, Rule, renamed, split, transpose
+from ed_models.weights.rules import STANDARD, Rule, ignore, renamed, split, transpose
 
 
 @register_config("gemma4_text")
@@ -245,6 +245,11 @@ class Gemma4TextForCausalLM(CausalLM):
         ),
         Rule("{path}.experts.down_proj.kernel", "{path}.experts.down_proj", transpose),
         *STANDARD,
+        # Published checkpoints contain unused tensors of layers that reuse keys and values.
+        *(
+            ignore(f"model.layers.{{layer}}.self_attn.{name}.weight")
+            for name in ("k_proj", "v_proj", "k_norm")
+        ),
     )
 
     def head(self):

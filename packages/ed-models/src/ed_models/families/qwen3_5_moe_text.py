@@ -49,4 +49,3 @@ class Qwen3_5MoeForCausalLM(CausalLM):
 
     body_class = Qwen3_5MoeTextModel
     WEIGHTS = renamed({"shared_experts": "shared_expert"}, EXPERTS, *SPLIT_DELTA)
-    OTHER_NAMES = {"model.language_model": "model"}  # of a checkpoint that sees images too

@@ -49,4 +49,3 @@ class Qwen3_5ForCausalLM(CausalLM):
 
     body_class = Qwen3_5TextModel
     WEIGHTS = SPLIT_DELTA
-    OTHER_NAMES = {"model.language_model": "model"}  # of a checkpoint that sees images too

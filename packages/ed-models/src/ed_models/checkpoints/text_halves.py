@@ -1,0 +1,117 @@
+"""The text halves of multimodal checkpoints: the settings and the tensors of the language model.
+
+`config.json` of such a checkpoint contains the configuration of the language model as
+`text_config`. The tensors of the language model have a prefix, which depends on the writer:
+`language_model.model.layers.…` and `language_model.lm_head.…`, or `model.language_model.layers.…`
+and `lm_head.…`. Without these prefixes, the names are those of a text-only checkpoint.
+
+A further multimodal model is one entry of `MODEL_TYPES`. This module imports neither jax nor
+transformers, because run files are checked with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ed_infra.errors import CheckpointError
+from ed_infra.logging import get_logger, once
+
+if TYPE_CHECKING:
+    from ed_models.checkpoints.tensor_files import TensorFiles
+
+logger = get_logger(__name__)
+
+#: Multimodal model types whose checkpoints are loaded as the model type of their `text_config`.
+#: Their numbers for tokens without images are those of the text model alone.
+MODEL_TYPES = frozenset(
+    {
+        "deepseek_vl",
+        "exaone4_5",
+        "gemma3",
+        "gemma4",
+        "got_ocr2",
+        "idefics3",
+        "internvl",
+        "lfm2_vl",
+        "lighton_ocr",
+        "llama4",
+        "mistral3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "smolvlm",
+    }
+)
+
+#: Fields of a multimodal configuration that override those of its `text_config`.
+_SHARED = (
+    *("architectures", "quantization_config", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("id2label", "label2id", "problem_type"),
+)
+
+#: Prefix in a multimodal checkpoint -> prefix in a text-only checkpoint; the first match applies.
+_PREFIXES: Mapping[str, str] = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.": "",
+}
+#: Prefixes of heads, which some writers store outside the language model.
+_HEADS = ("lm_head.", "score.")
+
+
+def text_settings(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the text half of a multimodal checkpoint; other settings unchanged.
+
+    Args:
+        stored: content of config.json.
+
+    Raises:
+        CheckpointError: the settings have no `text_config`.
+    """
+    model_type = stored.get("model_type")
+    if model_type not in MODEL_TYPES:
+        return stored
+    text = stored.get("text_config")
+    if not isinstance(text, Mapping) or not isinstance(text.get("model_type"), str):
+        raise CheckpointError(
+            f"config.json has model_type={model_type!r}, a multimodal model of which the text "
+            "model is loaded, but no text_config with a model_type: restore the text_config of "
+            "the original checkpoint"
+        )
+    shared = {name: stored[name] for name in _SHARED if stored.get(name) is not None}
+    return {**text, **shared}
+
+
+def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+    """Return the tensors of the text half of a multimodal checkpoint under text-only names.
+
+    Other files are returned unchanged. Tensors outside the language model are not read, with one
+    warning.
+
+    Args:
+        files: the tensors of the checkpoint.
+        wanted: names of the model's tensors. A multimodal model reads the files as they are.
+    """
+    prefixes = tuple(_PREFIXES)
+    is_multimodal = any(name.startswith(prefixes) for name in files)
+    if not is_multimodal or any(name.startswith(prefixes) for name in wanted):
+        return files
+    names = {name: _text_name(name) for name in files}
+    others = [name for name, text_name in names.items() if text_name is None]
+    if others:
+        once(
+            logger,
+            f"{files.directory} is a multimodal checkpoint, of which only the language model is "
+            f"loaded: images are not supported, and {len(others)} tensors ({min(others)}, …) are "
+            "not read",
+        )
+    return files.renamed(names)
+
+
+def _text_name(name: str) -> str | None:
+    """Return the name in a text-only checkpoint, or None outside the language model."""
+    for prefix, replacement in _PREFIXES.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name if name.startswith(_HEADS) else None

@@ -1,0 +1,308 @@
+"""Text halves of multimodal checkpoints: numbers, names of tensors, settings, and errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError, RegistryError
+from ed_infra.logging import forget_said
+from ed_infra.testing import require_torch
+from ed_models import (
+    AutoEasyDeLConfig,
+    AutoEasyDeLModelForCausalLM,
+    AutoEasyDeLModelForImageTextToText,
+    AutoEasyDeLModelForSequenceClassification,
+)
+from ed_models.checkpoints import hub
+from ed_models.checkpoints.text_halves import MODEL_TYPES
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from tests.conformance import cases
+
+ONE = (1, 1, 1, 1, 1)
+IDS = np.random.default_rng(0).integers(3, 160, (2, 12)).astype(np.int32)
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SIGLIP = {**TOWER, "model_type": "siglip_vision_model"}
+PIXTRAL = {**TOWER, "model_type": "pixtral", "head_dim": 16}
+LLAMA4_TOWER = {
+    **TOWER,
+    "intermediate_size": 128,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+SAM_TOWER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 16,
+    "mlp_dim": 32,
+    "output_channels": 16,
+    "window_size": 2,
+    "global_attn_indexes": [0],
+}
+
+
+class Multimodal(NamedTuple):
+    """A tiny multimodal model: its language model is a case of the conformance suite."""
+
+    model_type: str
+    text_type: str
+    row: str
+    vision: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        return f"{self.model_type}: {self.text_type}, {self.row}"
+
+
+GEMMA3 = Multimodal("gemma3", "gemma3_text", "both kinds of layers", SIGLIP)
+GEMMA4 = Multimodal("gemma4", "gemma4_text", "shared keys, inputs of layers", None)
+MISTRAL3 = Multimodal("mistral3", "mistral", "window", PIXTRAL)
+QWEN3_5 = Multimodal("qwen3_5", "qwen3_5_text", "sections, biases, tied", QWEN_TOWER)
+MODELS = (
+    GEMMA3,
+    GEMMA4,
+    Multimodal("gemma4", "gemma4_text", "experts, values that are keys", None),
+    Multimodal("llama4", "llama4_text", "dense layers, two experts", LLAMA4_TOWER),
+    MISTRAL3,
+    Multimodal("mistral3", "ministral3", "yarn, scaled queries", PIXTRAL),
+    QWEN3_5,
+    Multimodal("qwen3_5_moe", "qwen3_5_moe_text", "two of four, biases", QWEN_TOWER),
+)
+OTHER_MODELS = (
+    Multimodal("deepseek_vl", "llama", "tied", SIGLIP),
+    Multimodal("exaone4_5", "exaone4", "windows", QWEN_TOWER),
+    Multimodal("got_ocr2", "qwen2", "biases", SAM_TOWER),
+    Multimodal("idefics3", "llama", "tied", TOWER),
+    Multimodal("internvl", "qwen2", "biases", {**TOWER, "image_size": [28, 28]}),
+    Multimodal("lfm2_vl", "lfm2", "adjusted size", {**TOWER, "model_type": "siglip2_vision_model"}),
+    Multimodal("lighton_ocr", "qwen3", "own head size, biases", PIXTRAL),
+    Multimodal("smolvlm", "llama", "biases, llama3 rope", TOWER),
+)
+SLOW = [pytest.param(model, id=str(model), marks=pytest.mark.nightly) for model in OTHER_MODELS]
+FAST = [pytest.param(model, id=str(model)) for model in MODELS]
+assert {m.model_type for m in MODELS + OTHER_MODELS} == MODEL_TYPES
+
+
+def torch_model(model: Multimodal, kind: str = "AutoModelForImageTextToText", **fields: Any) -> Any:
+    """Return a multimodal model of transformers with random weights."""
+    torch = require_torch()
+    import transformers
+
+    text = cases.fields(model.text_type, model.row)
+    config = transformers.CONFIG_MAPPING[model.model_type](
+        text_config={**text, "model_type": model.text_type, "initializer_range": 0.2},
+        vision_config=model.vision,
+        **{"tie_word_embeddings": text["tie_word_embeddings"], **fields},
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, kind).from_config(config).float().eval()
+
+
+def logits(model: Any) -> np.ndarray:
+    """Return the logits of a torch model for tokens without images."""
+    torch = require_torch()
+    with torch.no_grad():
+        return model(torch.from_numpy(IDS).long()).logits.numpy()
+
+
+def load(directory: Path, **options: Any) -> Any:
+    return AutoEasyDeLModelForCausalLM.from_pretrained(directory, sharding_axis_dims=ONE, **options)
+
+
+def assert_equal(model: Any, other: Any) -> None:
+    """Compare all parameters."""
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+
+
+def rewrite(directory: Path, target: Path, rename: Any = lambda name: name, **config: Any) -> Path:
+    """Copy a checkpoint with other names of tensors and other keys of config.json."""
+    shutil.copytree(directory, target)
+    tensors = load_file(target / "model.safetensors")
+    save_file({rename(name): v for name, v in tensors.items()}, target / "model.safetensors")
+    path = target / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return target
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("gemma3") / "model"
+    torch_model(GEMMA3).save_pretrained(directory)
+    return directory
+
+
+#: Prefix in one layout -> prefix in the other layout.
+OTHER_LAYOUT = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "language_model.model.",
+    "model.text_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+}
+
+
+def in_other_layout(name: str) -> str:
+    """Return the name of a tensor in the layout that the checkpoint does not have."""
+    this = next((prefix for prefix in OTHER_LAYOUT if name.startswith(prefix)), None)
+    return name if this is None else OTHER_LAYOUT[this] + name.removeprefix(this)
+
+
+class Pair(NamedTuple):
+    """A multimodal model of transformers, its checkpoint, and the text half of this project."""
+
+    model: Multimodal
+    logits: np.ndarray
+    directory: Path
+    ours: Any
+
+
+@pytest.fixture(scope="module", params=FAST + SLOW)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    theirs, directory = torch_model(request.param), tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(directory)
+    return Pair(request.param, logits(theirs), directory, load(directory))
+
+
+def test_text_half_computes_the_logits_of_transformers(pair: Pair) -> None:
+    assert pair.ours.config.model_type == pair.model.text_type
+    np.testing.assert_allclose(pair.ours(IDS).logits, pair.logits, atol=1e-4)
+
+
+def test_saved_text_half_is_a_text_checkpoint_of_transformers(pair: Pair, tmp_path: Path) -> None:
+    import transformers
+
+    pair.ours.save_pretrained(tmp_path)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert theirs.config.model_type == pair.model.text_type
+    np.testing.assert_allclose(logits(theirs), pair.logits, atol=1e-6)
+
+
+def test_both_layouts_of_names_load_the_same_tensors(pair: Pair, tmp_path: Path) -> None:
+    other = rewrite(pair.directory, tmp_path / "other", in_other_layout)
+    names = [set(load_file(d / "model.safetensors")) for d in (pair.directory, other)]
+    assert names[0] != names[1]
+    assert_equal(load(other), pair.ours)
+
+
+def test_settings_of_the_whole_model_override_those_of_the_text(tmp_path: Path) -> None:
+    theirs = torch_model(MISTRAL3, tie_word_embeddings=True)  # text_config has False
+    theirs.save_pretrained(tmp_path / "model")
+    changed = rewrite(tmp_path / "model", tmp_path / "changed", eos_token_id=[7, 9])
+    model = load(changed)
+    assert model.config.tie_word_embeddings and model.config.eos_token_id == [7, 9]
+    np.testing.assert_allclose(model(IDS).logits, logits(theirs), atol=1e-4)
+
+
+def test_ignored_tensors_are_reported_once(gemma3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_said()
+    load(gemma3)
+    load(gemma3)
+    (record,) = [r for r in caplog.records if "multimodal" in r.message]
+    assert "images are not supported" in record.message
+    tower = [n for n in load_file(gemma3 / "model.safetensors") if "language_model" not in n]
+    assert f"{len(tower)} tensors (multi_modal_projector" in record.message
+
+
+def test_text_half_reads_sharded_files(gemma3: Path, tmp_path: Path) -> None:
+    torch_model(GEMMA3).save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert_equal(load(tmp_path / "shards"), load(gemma3))
+
+
+def test_text_half_reads_packed_tensors(gemma3: Path, tmp_path: Path) -> None:
+    plain = rewrite(gemma3, tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    packed = dict(tensors)
+    for name, value in tensors.items():
+        if name.startswith("language_model") and name.endswith("_proj.weight"):
+            codes = (value / 0.5).astype(ml_dtypes.float8_e4m3fn)
+            packed |= {name: codes, f"{name}_scale_inv": np.float32([0.5])}
+            tensors[name] = codes.astype(np.float32) * np.float32(0.5)
+    save_file(tensors, plain / "model.safetensors")
+    settings = {"quant_method": "fp8", "weight_block_size": None}
+    other = rewrite(gemma3, tmp_path / "packed", quantization_config=settings)
+    save_file(packed, other / "model.safetensors")
+    assert_equal(load(other), load(plain))
+
+
+def test_unused_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
+    torch_model(GEMMA4).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    before = load(tmp_path)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        stored = "model.language_model.layers.{}.self_attn." + f"{name}.weight"
+        assert stored.format(5) not in tensors
+        tensors[stored.format(5)] = tensors[stored.format(2)].copy()
+    save_file(tensors, path)
+    assert_equal(load(tmp_path), before)
+
+
+def test_text_half_of_a_classifier_keeps_head_and_labels(tmp_path: Path) -> None:
+    labels = {0: "bad", 1: "fair", 2: "good"}
+    theirs = torch_model(GEMMA3, "AutoModelForSequenceClassification", id2label=labels)
+    theirs.save_pretrained(tmp_path)
+    ours: Any = AutoEasyDeLModelForSequenceClassification.from_pretrained(
+        tmp_path, sharding_axis_dims=ONE
+    )
+    assert ours.config.id2label == labels
+    found = ours(IDS, attention_mask=np.ones_like(IDS)).logits
+    np.testing.assert_allclose(found, logits(theirs), atol=1e-4)
+
+
+def test_task_of_a_multimodal_checkpoint_is_that_of_its_text_half(gemma3: Path) -> None:
+    assert AutoEasyDeLConfig.from_pretrained(gemma3).model_type == "gemma3_text"
+    model: Any = hub.from_pretrained(gemma3, task=TaskType.AUTO_BIND, sharding_axis_dims=ONE)
+    assert model.model_task == TaskType.CAUSAL_LM
+    with pytest.raises(RegistryError, match="no image-text-to-text module"):
+        AutoEasyDeLModelForImageTextToText.from_pretrained(gemma3)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"text_config": None}, CheckpointError, "no text_config with a model_type"),
+        ({"text_config": {"hidden_size": 32}}, CheckpointError, "no text_config with a model_type"),
+        ({"text_config": {"model_type": "gema3_text"}}, RegistryError, "mean 'gemma3_text'"),
+        ({"model_type": "paligemma"}, RegistryError, "multimodal model that is not registered"),
+    ],
+)
+def test_wrong_config_of_a_multimodal_checkpoint_raises_an_error(
+    gemma3: Path, tmp_path: Path, config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load(rewrite(gemma3, tmp_path / "wrong", **config))
+
+
+def test_missing_tensor_of_the_language_model_raises_an_error(gemma3: Path, tmp_path: Path) -> None:
+    renamed = rewrite(
+        gemma3, tmp_path / "wrong", lambda n: n.replace("language_model.model.norm", "norm")
+    )
+    with pytest.raises(CheckpointError, match=r"missing.*\n.*model\.norm\.weight"):
+        load(renamed)
