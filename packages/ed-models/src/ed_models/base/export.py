@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 #: Task -> the class of `transformers` that loads a saved module of the task.
 TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.CAUSAL_LM: "AutoModelForCausalLM",
+    TaskType.MASKED_LM: "AutoModelForMaskedLM",
     TaskType.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    TaskType.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
+    TaskType.QUESTION_ANSWERING: "AutoModelForQuestionAnswering",
+    TaskType.MULTIPLE_CHOICE: "AutoModelForMultipleChoice",
     TaskType.SEQUENCE_TO_SEQUENCE: "AutoModelForSeq2SeqLM",
     TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
     TaskType.BASE_MODULE: "AutoModel",

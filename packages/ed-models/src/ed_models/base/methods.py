@@ -197,9 +197,14 @@ class EasyBridgeMixin:
 
     @classmethod
     def new_tensors(
-        cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
+        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
     ) -> Mapping[str, np.ndarray]:
-        """Return values for tensors that a checkpoint of another task lacks; default: none."""
+        """Return values for tensors that a checkpoint of another task lacks; default: none.
+
+        Args:
+            config: configuration of the checkpoint; `architectures` names the saved class.
+            missing: shapes of the tensors that the checkpoint lacks.
+        """
         return {}
 
     def write_settings(self, directory: Path) -> None:

@@ -25,9 +25,11 @@ from ed_models.conformance.checks import FAST as FAST
 from ed_models.conformance.checks import MESHES as MESHES
 from ed_models.conformance.checks import OURS as OURS
 from ed_models.conformance.checks import Check as Check
+from ed_models.conformance.subjects import ENCODER_TASKS as ENCODER_TASKS
 from ed_models.conformance.subjects import ONE as ONE
 from ed_models.conformance.subjects import PAD as PAD
 from ed_models.conformance.subjects import TINY as TINY
+from ed_models.conformance.subjects import TINY_ENCODER as TINY_ENCODER
 from ed_models.conformance.subjects import B as B
 from ed_models.conformance.subjects import Cases as Cases
 from ed_models.conformance.subjects import S as S

@@ -59,7 +59,7 @@ def gradients(subject: Subject) -> float:
     # Some gradients are zero in exact arithmetic, such as that of the bias of keys without
     # positions. Their rounding errors are about float32's epsilon times the largest gradient.
     largest = max(float(g.abs().max()) for g in grads.values())
-    least = float(np.finfo(np.float32).eps) * largest / GRADIENTS
+    least = subject.zero_gradient * float(np.finfo(np.float32).eps) * largest / GRADIENTS
     for name in table.hf_shapes:
         # Parameters that only select, such as an index of keys, have no gradient.
         expected = grads[name].numpy() if name in grads else np.zeros(table.hf_shapes[name])
@@ -190,7 +190,7 @@ def saved(subject: Subject) -> float:
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
     got = subject.torch_outputs(again.eval())
     real = subject.real
-    return _near(got[real], subject.torch_logits[real], 0.0, "logits of the saved model")
+    return _near(got[real], subject.torch_logits[real], subject.saved_bound, "saved logits")
 
 
 Check = Callable[[Subject], float]

@@ -43,6 +43,21 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+#: Fields of a tiny encoder like BERT.
+TINY_ENCODER: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+ENCODER_TASKS = (
+    *(TaskType.MASKED_LM, TaskType.BASE_MODULE, TaskType.SEQUENCE_CLASSIFICATION),
+    *(TaskType.TOKEN_CLASSIFICATION, TaskType.QUESTION_ANSWERING, TaskType.MULTIPLE_CHOICE),
+)
+
 ONE = (1, 1, 1, 1, 1)
 B, S = 4, 24
 PAD = (0, 5, 0, 17)  # padding on the left of each row
@@ -60,14 +75,14 @@ class Cases:
         padded_in_transformers: whether Hugging Face's model computes equal numbers for a row with
             and without padding. False if a bias turns padding into input of a recurrence; rows are
             then compared without padding.
-        task: the task that is checked; None = the first registered task of the family.
+        tasks: the tasks that are checked; empty = the first registered task of the family.
         tiny: whether the fields of `TINY` are part of each row.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
     logits: float = 1e-4
     padded_in_transformers: bool = True
-    task: TaskType | None = None
+    tasks: tuple[TaskType, ...] = ()
     tiny: bool = True
 
 
@@ -81,6 +96,9 @@ class Subject:
         ids: token ids, int32 [b, s]. mask: rows padded on the left, int32 [b, s].
         checks: names of the checks for the task.
         pad: number of padding tokens of each row.
+        zero_gradient: bound on gradients that are zero in exact arithmetic, in rounding errors of
+            the largest gradient.
+        saved_bound: bound on the difference of outputs after saving.
     """
 
     checks: ClassVar[tuple[str, ...]] = (
@@ -89,6 +107,8 @@ class Subject:
     )
     task: ClassVar[TaskType] = TaskType.CAUSAL_LM
     pad: ClassVar[tuple[int, ...]] = PAD
+    zero_gradient: ClassVar[float] = 1.0
+    saved_bound: ClassVar[float] = 0.0
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         self.model_type, self.row, self.module_class = model_type, row, module_class
@@ -102,7 +122,8 @@ class Subject:
         self.mask = np.stack([np.arange(S) >= pad for pad in self.pad]).astype(np.int32)
 
     def __str__(self) -> str:
-        return f"{self.model_type}: {self.row}"
+        task = f" ({self.task})" if len(self.cases.tasks) > 1 else ""
+        return f"{self.model_type}: {self.row}{task}"
 
     @property
     def vocab_size(self) -> int:
@@ -420,29 +441,134 @@ class Seq2SeqSubject(Subject):
 
 
 class EncoderSubject(Subject):
-    """A bidirectional encoder: hidden states of all tokens."""
+    """A bidirectional encoder with a head that predicts tokens."""
 
     checks = ("parity", "gradients", "saved", "packed", "padding", "layouts", "meshes")
+    task = TaskType.MASKED_LM
+    # The gradient of a bias that all keys, or all scored tokens, share is zero.
+    zero_gradient = 16.0
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        rows = []
+        for inputs in self.torch_inputs():
+            with require_torch().no_grad():
+                out = self.output(model(**inputs)).float().numpy()
+            rows.append(np.pad(out, ((0, 0), (S - out.shape[1], 0), (0, 0))))
+        return np.concatenate(rows)
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        """Return each row without its padding: positions of encoders follow from the inputs."""
+        torch = require_torch()
+        ids = [row[pad:] for row, pad in zip(self.ids, self.pad, strict=True)]
+        return [{"input_ids": torch.tensor(row[None], dtype=torch.long)} for row in ids]
+
+    def training(self) -> dict[str, Any]:
+        return {**self.whole(), **self.labels()}
+
+    def labels(self) -> dict[str, np.ndarray]:
+        """Return the labels: every third token."""
+        return {"labels": np.where(np.arange(S) % 3 == 0, self.ids, -100)}
+
+    def torch_loss(self) -> Any:
+        torch = require_torch()
+        arrays = {name: torch.tensor(x).long() for name, x in self.training().items()}
+        return self.torch_model(**arrays).loss
+
+
+class BodySubject(EncoderSubject):
+    """An encoder without a head."""
+
+    checks = ("parity", "gradients", "saved")
     task = TaskType.BASE_MODULE
 
     def output(self, result: Any) -> Any:
         return result.last_hidden_state
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
-        (inputs,) = self.torch_inputs()
-        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-        with require_torch().no_grad():
-            return self.output(model(**inputs, position_ids=positions)).float().numpy()
+    def labels(self) -> dict[str, np.ndarray]:
+        return {}
 
     def torch_loss(self) -> Any:
-        torch = require_torch()
-        ids = torch.tensor(self.ids, dtype=torch.long)
+        ids = require_torch().tensor(self.ids).long()
         return self.output(self.torch_model(input_ids=ids)).square().mean()
+
+
+class TokenSubject(EncoderSubject):
+    """An encoder that classifies tokens."""
+
+    checks = ("parity", "gradients", "saved", "packed")
+    task = TaskType.TOKEN_CLASSIFICATION
+
+    def labels(self) -> dict[str, np.ndarray]:
+        return {"labels": np.where(np.arange(S) % 3 == 0, self.ids % 2, -100)}
+
+
+class AnswerSubject(EncoderSubject):
+    """An encoder that scores tokens as start and end of an answer."""
+
+    checks = ("parity", "gradients", "saved")
+    task = TaskType.QUESTION_ANSWERING
+    def output(self, result: Any) -> Any:
+        both = result.start_logits, result.end_logits
+        stack = jnp.stack if isinstance(both[0], jax.Array) else require_torch().stack
+        return stack(both, -1)
+
+    def labels(self) -> dict[str, np.ndarray]:
+        # The third row has no answer within the text.
+        return {"start_positions": np.array([3, 0, S, 5]), "end_positions": np.array([4, 9, S, 5])}
+
+
+class ClassifierSubject(EncoderSubject):
+    """An encoder that classifies texts."""
+
+    checks = ("parity", "gradients", "saved")
+    task = TaskType.SEQUENCE_CLASSIFICATION
+    saved_bound = 1e-6  # torch's product of one row depends on its place in memory
+
+    def labels(self) -> dict[str, np.ndarray]:
+        return {"labels": np.array([1, 0, 1, 1])}
+
+    @property
+    def real(self) -> np.ndarray:
+        return np.ones(B, bool)
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        with require_torch().no_grad():
+            rows = [self.output(model(**inputs)) for inputs in self.torch_inputs()]
+        return require_torch().cat(rows).float().numpy()
+
+
+class ChoiceSubject(ClassifierSubject):
+    """An encoder that scores two choices of a row."""
+
+    task = TaskType.MULTIPLE_CHOICE
+
+    def whole(self) -> dict[str, Any]:
+        return {"input_ids": self.ids.reshape(B // 2, 2, S)}
+
+    def padded(self) -> dict[str, Any]:
+        return {**self.whole(), "attention_mask": self.mask.reshape(B // 2, 2, S)}
+
+    def labels(self) -> dict[str, np.ndarray]:
+        return {"labels": np.array([1, 0])}
+
+    @property
+    def real(self) -> np.ndarray:
+        return np.ones((B // 2, 2), bool)
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        return [{n: x[:, None] for n, x in row.items()} for row in super().torch_inputs()]
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        return super().torch_outputs(model).reshape(B // 2, 2)
 
 
 #: Task -> the subject of a family with this task.
 SUBJECTS: Mapping[TaskType, type[Subject]] = {
-    kind.task: kind for kind in (Subject, ImageTextSubject, Seq2SeqSubject, EncoderSubject)
+    kind.task: kind
+    for kind in (
+        *(Subject, ImageTextSubject, Seq2SeqSubject, EncoderSubject, BodySubject),
+        *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject),
+    )
 }
 
 
@@ -462,9 +588,9 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
                 f"{model_type!r} has no tiny configuration: add one to its Cases, such as "
                 '{"special feature": {field: value}}'
             )
-        task = own.task or registry.tasks_of(model_type)[0]
-        module_class = registry.get_module(task, model_type)
-        found += [SUBJECTS[task](model_type, row, module_class, own) for row in own.rows]
+        for task in own.tasks or registry.tasks_of(model_type)[:1]:
+            module_class = registry.get_module(task, model_type)
+            found += [SUBJECTS[task](model_type, row, module_class, own) for row in own.rows]
     return found
 
 

@@ -21,7 +21,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import Rotary
-from ed_layers.attention.scoring import Alibi
+from ed_layers.attention.scoring import Alibi, alibi_slopes
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 
@@ -79,17 +79,9 @@ def norm_name(usual: str, of_branch: str) -> TensorLayout:
 
 
 def alibi_of(config: FalconConfig) -> Alibi:
-    """Return slopes of a geometric sequence.
-
-    Heads beyond a power of two use every other slope of the next power.
-
-    Slopes, and their products with positions, are rounded to bfloat16, as `transformers` does.
-    """
-    heads = config.num_attention_heads
-    power = 2 ** (heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
-    rounded = np.asarray(slopes, jnp.bfloat16).astype(float)
+    """Return the ALiBi of `transformers`, which rounds slopes and their products with positions
+    to bfloat16."""
+    rounded = np.asarray(alibi_slopes(config.num_attention_heads), jnp.bfloat16).astype(float)
     return Alibi(tuple(rounded.tolist()), factor=config.head_dim**-0.5, dtype="bfloat16")
 
 

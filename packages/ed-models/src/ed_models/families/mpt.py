@@ -18,7 +18,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import QKNorm, ScoreRule
-from ed_layers.attention.scoring import Alibi
+from ed_layers.attention.scoring import Alibi, alibi_slopes
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 
@@ -70,7 +70,7 @@ class MptDecoderLayer(DecoderLayer):
         own: Any = config.attn_config
         attention = SelfAttention(
             parts,
-            position=Alibi(slopes_of(config.num_attention_heads)),
+            position=Alibi(alibi_slopes(config.num_attention_heads)),
             norm=QKNorm(clip=own.clip_qkv or None),
             scores=ScoreRule(scale=own.softmax_scale),
         )
@@ -80,15 +80,6 @@ class MptDecoderLayer(DecoderLayer):
             mlp=MLP(parts, 4 * config.hidden_size, hidden_act="gelu", bias=False),
             dropout=own.attn_pdrop,
         )
-
-
-def slopes_of(heads: int) -> tuple[float, ...]:
-    """A geometric sequence down to 2^-8; every other first, where heads are no power of two."""
-    power = 2 ** (heads - 1).bit_length()
-    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
-    if power != heads:
-        slopes = slopes[1::2] + slopes[::2]
-    return tuple(slopes[:heads])
 
 
 class MptModel(Decoder):

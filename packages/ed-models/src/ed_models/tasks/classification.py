@@ -164,16 +164,11 @@ class SequenceClassifier(HeadModel[BodyT]):
 
     @classmethod
     def new_tensors(
-        cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
+        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
     ) -> Mapping[str, np.ndarray]:
-        """Return a random head for a checkpoint of another task, and log a warning.
-
-        Args:
-            config: configuration of the checkpoint; `architectures` names the saved class.
-            shapes: shapes of the tensors that the model loads.
-        """
+        """Return a random head for a checkpoint of another task, and log a warning."""
         saved = config.architectures or []
-        if any("SequenceClassification" in name for name in saved):
+        if SCORE.hf not in missing or any("SequenceClassification" in name for name in saved):
             return {}
         once(
             logger,
@@ -181,7 +176,7 @@ class SequenceClassifier(HeadModel[BodyT]):
             f"{SCORE.hf} of {cls.__name__} is randomly initialized and must be trained",
         )
         std = getattr(config, "initializer_range", 0.02)
-        values = np.random.default_rng(0).normal(0.0, std, shapes[SCORE.hf])
+        values = np.random.default_rng(0).normal(0.0, std, missing[SCORE.hf])
         return {SCORE.hf: values.astype(np.float32)}
 
 

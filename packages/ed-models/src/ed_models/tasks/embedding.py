@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 import jax
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import EmbeddingOutput
 from jaxtyping import Array, Float, Int
@@ -31,7 +32,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
     @classmethod
     def for_family(cls, family: type[HeadModel[BodyT]]) -> type[Embedder[BodyT]]:
         """Return the embedder whose base class is the body of a family."""
-        body = body_of(family)
+        body = family.DERIVED.get(TaskType.BASE_MODULE, body_of)(family)
         doc = f"{Embedder.__doc__}\n\nThe body is that of `{family.__name__}`."
         content = {"__doc__": doc, "architecture": body.__name__}  # files name the body
         metaclass: Any = type(Embedder)
@@ -104,7 +105,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
         """Write the settings of every module, plus the pooling method."""
         super().write_settings(directory)
         body: Any = self
-        self.pooling.write(directory, body.embed_tokens.embedding.shape[-1])
+        self.pooling.write(directory, body.features)
 
 
 def body_of(family: type[Any]) -> type[Any]:

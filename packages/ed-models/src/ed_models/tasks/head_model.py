@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import jax
@@ -25,6 +26,11 @@ class Body(Protocol):
     @property
     def embed_tokens(self) -> Embed:
         """The token embedding."""
+        ...
+
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
         ...
 
     def __call__(self, *args: Any, **inputs: Any) -> BaseModelOutput:
@@ -76,7 +82,9 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
         super().__init__(config, dtype, param_dtype, precision)
         body = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
         self.model = cast(BodyT, body)
-        self.add_head(Parts(config, rngs, self.dtype, self.param_dtype, precision))
+        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+        norm_of = getattr(self.body_class, "norm_of", None)
+        self.add_head(replace(parts, norm_of_family=norm_of and norm_of(parts)))
 
     def add_head(self, parts: Parts) -> None:
         """Create the parameters of the head, after those of the body."""
@@ -84,7 +92,7 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
     @property
     def features(self) -> int:
         """Size of the hidden states of the body, d."""
-        return self.model.embed_tokens.embedding.shape[-1]
+        return self.model.features
 
     def cache_specs(self) -> Sequence[LayerSpecs]:
         """Return the memory of each layer of the body."""

@@ -1,0 +1,66 @@
+"""RoBERTa (Liu et al. 2019): BERT with positions that start after the padding token's number.
+
+- token i of a text has position `pad_token_id + 1 + i`
+- the classifier is a linear layer, tanh and a linear layer, without a pooler
+
+Numbers and parameter names follow Hugging Face's `modeling_roberta.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+
+from ed_models.body.encoder import Encoder, only_encoder
+from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body, lm_head
+from ed_models.tasks.encoders import MaskedLM
+
+
+@register_config("roberta")
+class RobertaConfig(EasyDeLBaseConfig, transformers.RobertaConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "roberta"
+    attribute_map = {
+        **transformers.RobertaConfig.attribute_map,
+        "attention_dropout": "attention_probs_dropout_prob",
+    }
+
+    def validate(self):
+        """Raise ConfigError for decoders."""
+        super().validate()  # type: ignore[misc]
+        only_encoder(self)
+
+
+class RobertaModel(Encoder):
+    """Embeddings, bidirectional layers."""
+
+    config_class = RobertaConfig
+
+    @staticmethod
+    def first_position(config: Any) -> int:
+        return config.pad_token_id + 1
+
+
+@register_module(TaskType.MASKED_LM, config=RobertaConfig, model_type="roberta")
+class RobertaForMaskedLM(MaskedLM):
+    """RoBERTa with a head that predicts tokens."""
+
+    body_class = RobertaModel
+    names = EncoderNames(
+        body=bert_body("roberta"),
+        heads={
+            TaskType.MASKED_LM: lm_head("gelu"),
+            TaskType.BASE_MODULE: HeadNames("roberta.pooler.dense"),
+            TaskType.SEQUENCE_CLASSIFICATION: HeadNames(
+                "classifier.out_proj", "classifier.dense", drops_input=True
+            ),
+            TaskType.MULTIPLE_CHOICE: HeadNames("classifier", "roberta.pooler.dense"),
+            TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
+            TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
+        },
+    )
