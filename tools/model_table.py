@@ -47,9 +47,10 @@ def largest(results: Results, model_type: str, check: str) -> str:
 
 
 def table(results: Results | None = None) -> str:
-    """Return the table with one line for each causal language model, and a list of the others."""
+    """Return a line for each causal language model, the other families, and multimodal models."""
     from ed_infra import registry
     from ed_infra.enums import TaskType
+    from ed_models.checkpoints.text_halves import MODEL_TYPES
 
     from tools.conformance_results import checks
 
@@ -66,7 +67,12 @@ def table(results: Results | None = None) -> str:
         f"`{name}`: {_listed(of)}" for name, of in tasks.items() if name not in causal
     )
     summary = f"{len(causal)} families of causal language models, each with the tasks {shared}."
-    return "\n".join([summary, f"Other families and their tasks: {others}.", "", *lines]) + "\n"
+    halves = ", ".join(f"`{name}`" for name in sorted(MODEL_TYPES))
+    remarks = [
+        f"Other families and their tasks: {others}.",
+        f"Multimodal models whose text half is loaded: {halves}.",
+    ]
+    return "\n".join([summary, *remarks, "", *lines]) + "\n"
 
 
 def _listed(tasks: Iterable[TaskType]) -> str:
