@@ -16,6 +16,7 @@ class LayerCacheSpec:
         window: number of latest tokens that are stored; None = all.
         group: layers that are stored together and share page tables: "full", "window" or "cross"
             (keys and values of an encoder, written once). A window changes "full" to "window".
+            Layers of other sizes have a group of another name (OpenELM).
         values_in_keys: a value is the first `value_dim` numbers of its key, so only keys are
             stored. The compressed cache of multi-head latent attention (DeepSeek-V2, 2024) is
             `LayerCacheSpec(1, 512 + 64, value_dim=512, values_in_keys=True)`.

@@ -43,7 +43,8 @@ class SelfAttention(nnx.Module):
 
     Args:
         parts: creates the projections.
-        kv_heads, head_dim: g and k; None = the configuration's `num_key_value_heads`, `head_dim`.
+        heads, kv_heads, head_dim: h, g and k; None = the configuration's `num_attention_heads`,
+            `num_key_value_heads`, `head_dim`.
         bias: whether the projections of queries, keys and values have a bias.
         out_bias: whether the output projection has a bias; None = same as `bias`.
         position: the position encoding; None = none.
@@ -51,12 +52,14 @@ class SelfAttention(nnx.Module):
         norm: norms of queries and keys.
         scores: scale and limits of the scores.
         gated: multiply the outputs by the sigmoid of a projection `g_proj` (Qwen3-Next).
+        group: name of the cache group; layers of one group have equal g and k.
     """
 
     def __init__(
         self,
         parts: Parts,
         *,
+        heads: int | None = None,
         kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
@@ -66,9 +69,11 @@ class SelfAttention(nnx.Module):
         norm: QKNorm = QKNorm(),  # noqa: B008
         scores: ScoreRule = ScoreRule(),  # noqa: B008
         gated: bool = False,
+        group: str = "full",
     ):
         config = parts.config
-        d, h, g = config.hidden_size, config.num_attention_heads, kv_heads or kv_heads_of(config)
+        d, h = config.hidden_size, heads or config.num_attention_heads
+        g = kv_heads or kv_heads_of(config)
         self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
@@ -100,7 +105,7 @@ class SelfAttention(nnx.Module):
             features=frozenset(name for name, is_used in used.items() if is_used),
             dropout=getattr(config, "attention_dropout", 0.0),
         )
-        spec = LayerCacheSpec(g, k, window=mask.window)
+        spec = LayerCacheSpec(g, k, window=mask.window, group=group)
         self.cache_spec: LayerSpecs = spec if mask.causal else ()
         self.group = spec.group
 
