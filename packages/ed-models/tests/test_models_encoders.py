@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ed_infra import registry
 from ed_infra.errors import ConfigError
 from ed_models import (
     AutoEasyDeLModel,
@@ -17,12 +18,13 @@ from ed_models import (
     AutoEasyDeLModelForSequenceClassification,
 )
 from ed_models.conformance import ONE, Subject, forward
-from ed_models.families.bert import BertConfig, BertForSequenceClassification
+from ed_models.families.bert import BertConfig
 from ed_models.families.t5 import T5Config, T5ForConditionalGeneration
 from flax import nnx
 
 from tests.conformance.cases import cases, subjects
 
+BertForSequenceClassification: Any = registry.get_module("sequence-classification", "bert")
 BERT = cases("bert")["bert"].rows["encoder"]
 T5 = cases("t5")["t5"].rows["v1.0, tied"]
 IDS = np.random.default_rng(0).integers(3, 160, (3, 12)).astype(np.int32)
@@ -61,7 +63,8 @@ def test_bert_classifier_equals_transformers_in_logits_pooled_output_and_gradien
     expected = theirs(**tensors, labels=torch.tensor(labels))
     pooled = theirs.bert(**tensors).pooler_output.detach().numpy()
     np.testing.assert_allclose(model(**arrays).logits, expected.logits.detach(), atol=1e-4)
-    np.testing.assert_allclose(model.model(**arrays).pooler_output, pooled, atol=1e-4)
+    body = AutoEasyDeLModel.from_pretrained(tmp_path, sharding_axis_dims=ONE)
+    np.testing.assert_allclose(body(**arrays).pooler_output, pooled, atol=1e-4)
     expected.loss.backward()
     graphdef, params, other = model.split_module()
 
@@ -111,7 +114,7 @@ def test_bert_classifier_starts_from_a_masked_language_model(tmp_path: Path) -> 
     model = AutoEasyDeLModelForSequenceClassification.from_pretrained(
         tmp_path, sharding_axis_dims=ONE
     )
-    pooler, score = model.model.pooler.kernel[...], model.score.kernel[...]
+    pooler, score = model.transform.dense.kernel[...], model.score.kernel[...]
     assert float(jnp.std(pooler)) > 0.01 and float(jnp.std(score)) > 0.005
     assert not model.score.bias[...].any()
 

@@ -5,7 +5,12 @@ from ed_models.conformance import ENCODER_TASKS, TINY_ENCODER, Cases
 CASES = Cases(
     {
         "one layer": {**TINY_ENCODER, "embedding_size": 16},
-        "two layers, gelu": {**TINY_ENCODER, "embedding_size": 16, "inner_group_num": 2, "hidden_act": "gelu"},
+        "two layers, gelu": {
+            **TINY_ENCODER,
+            "embedding_size": 16,
+            "inner_group_num": 2,
+            "hidden_act": "gelu",
+        },
     },
     tasks=ENCODER_TASKS,
     tiny=False,

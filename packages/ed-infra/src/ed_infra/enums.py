@@ -26,7 +26,11 @@ class TaskType(StrEnum):
     SEQUENCE_TO_SEQUENCE = "sequence-to-sequence"
     SPEECH_SEQUENCE_TO_SEQUENCE = "speech-sequence-to-sequence"
     ZERO_SHOT_IMAGE_CLASSIFICATION = "zero-shot-image-classification"
+    MASKED_LM = "masked-language-model"
     SEQUENCE_CLASSIFICATION = "sequence-classification"
+    TOKEN_CLASSIFICATION = "token-classification"
+    QUESTION_ANSWERING = "question-answering"
+    MULTIPLE_CHOICE = "multiple-choice"
     AUDIO_CLASSIFICATION = "audio-classification"
     IMAGE_CLASSIFICATION = "image-classification"
     EMBEDDING = "embedding"
@@ -38,6 +42,7 @@ class TaskType(StrEnum):
 TASK_ALIASES: dict[str, str] = {
     "causal-lm": "causal-language-model",
     "lm": "causal-language-model",
+    "masked-lm": "masked-language-model",
     "vision-lm": "vision-language-model",
     "diffusion-lm": "diffusion-language-model",
     "base": "base-module",

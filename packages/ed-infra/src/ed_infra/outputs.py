@@ -189,6 +189,71 @@ class SequenceClassifierOutput(_Replaceable):
 
 
 @_pytree
+class MaskedLMOutput(_Replaceable):
+    """Output of a masked language model.
+
+    Attributes:
+        logits: float32 [b, s, v]; [n, v] where `logits_at` named n positions; None for `"none"`.
+        last_hidden_state: [b, s, d], the output of the encoder.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        losses, aux, updates: as in `CausalLMOutput`.
+        loss: scalar, where the call was given labels.
+    """
+
+    logits: jax.Array | None = None
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None
+
+
+@_pytree
+class TokenClassifierOutput(_Replaceable):
+    """Output of a model that classifies every token.
+
+    Attributes:
+        logits: float32 [b, s, c].
+        last_hidden_state: [b, s, d], the output of the encoder.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        losses, aux, updates: as in `CausalLMOutput`.
+        loss: scalar, where the call was given labels.
+    """
+
+    logits: jax.Array
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None
+
+
+@_pytree
+class QuestionAnsweringOutput(_Replaceable):
+    """Output of a model that finds the answer to a question in a text.
+
+    Attributes:
+        start_logits: float32 [b, s], scores of the first token of the answer.
+        end_logits: float32 [b, s], scores of the last token of the answer.
+        last_hidden_state: [b, s, d], the output of the encoder.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        losses, aux, updates: as in `CausalLMOutput`.
+        loss: scalar, where the call was given the positions of the answers.
+    """
+
+    start_logits: jax.Array
+    end_logits: jax.Array
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None
+
+
+@_pytree
 class EmbeddingOutput(_Replaceable):
     """Output of a model that turns sequences into vectors.
 

@@ -95,7 +95,8 @@ class Ctx:
         adapter_ids: LoRA adapter of each token, [b, s], or of each row, [b, 1]; 0 = none. None if
             no adapter is served.
         key: dropout key; None means deterministic.
-        buckets: trained bias of relative position buckets, [n, h] (T5); None without them.
+        buckets: table of relative position buckets: biases [n, h] (T5), or embeddings [n, d]
+            (DeBERTa); None without them.
         encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
             the cache contains its keys and values.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
@@ -108,7 +109,7 @@ class Ctx:
     ragged: RaggedBatch | None = None
     adapter_ids: Int[Array, "b s"] | Int[Array, "b 1"] | None = None
     key: jax.Array | None = None
-    buckets: Float[Array, "n h"] | None = None
+    buckets: Float[Array, "n _"] | None = None
     encoded: Encoded | None = None
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None

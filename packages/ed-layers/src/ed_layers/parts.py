@@ -110,6 +110,11 @@ class Parts:
             rngs=self.rngs,
         )
 
+    def table(self, *shape: int, axes: LogicalAxes) -> nnx.Param[jax.Array]:
+        """Create a trained table, such as that of relative position buckets."""
+        values = self.initializer(self.rngs.params(), shape, self.param_dtype)
+        return nnx.Param(values, axes=axes)
+
     def stack(
         self, make: MakePart, num_layers: int, *, kinds: Sequence[Hashable] | None = None
     ) -> Stack:

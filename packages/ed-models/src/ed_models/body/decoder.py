@@ -109,6 +109,11 @@ class Decoder(EasyDeLBaseModule):
         """Transform the hidden states after the last layer."""
         return self.norm(x)
 
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.embed_tokens.embedding.shape[-1]
+
     def rope_settings(self) -> Mapping[str, RopeSettings]:
         """Return rotary settings by kind of layer; empty without rotary positions."""
         return rope_settings(self.config)

@@ -66,14 +66,12 @@ class Encoder(Decoder):
     projection if `embedding_size` differs from `hidden_size`.
 
     Attributes:
-        has_positions: whether the embedding has a table of positions.
         pooler_activation: activation of the pooler, which `EncoderNames.pooled` sets; None = no
             pooler.
     """
 
     layer_class = EncoderLayer
     input_names = (*EasyDeLBaseModule.input_names, "token_type_ids")
-    has_positions: ClassVar[bool] = True
     pooler_activation: ClassVar[str | None] = None
 
     @staticmethod
@@ -89,6 +87,11 @@ class Encoder(Decoder):
         return parts.embed(parts.config.vocab_size, embedding_size(parts.config))
 
     @staticmethod
+    def has_position_table(config: Any) -> bool:
+        """Return whether the embedding has a table of positions."""
+        return True
+
+    @staticmethod
     def first_position(config: Any) -> int:
         """Return the row of the position table that belongs to the first token."""
         return 0
@@ -100,7 +103,7 @@ class Encoder(Decoder):
 
     def add_parts(self, parts):
         config, d, e = parts.config, parts.config.hidden_size, embedding_size(parts.config)
-        if self.has_positions:
+        if self.has_position_table(config):
             self.embed_positions = parts.embed(config.max_position_embeddings, e)
         if getattr(config, "type_vocab_size", 0):
             self.embed_types = parts.embed(config.type_vocab_size, e)
@@ -111,7 +114,7 @@ class Encoder(Decoder):
             self.pooler = parts.linear(d, d, axes=("embed", None), bias=True)
 
     def enter(self, x, ctx):
-        if self.has_positions:
+        if hasattr(self, "embed_positions"):
             x = x + self.embed_positions(ctx.position_ids + self.first_position(self.config))
         x = ctx.dropped(self.embed_norm(x), self.config.hidden_dropout_prob, "embeddings")
         return self.embed_proj(x, ctx) if hasattr(self, "embed_proj") else x

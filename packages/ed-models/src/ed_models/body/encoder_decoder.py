@@ -84,9 +84,9 @@ class LayerStack(nnx.Module):
         self.layers = parts.stack(layer, depth)
         self.norm = parts.own_norm(config.hidden_size)
         if buckets:
-            shape = (buckets, config.num_attention_heads)
-            table = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
-            self.relative_attention_bias = nnx.Param(table, axes=(None, "heads"))
+            self.relative_attention_bias = parts.table(
+                buckets, config.num_attention_heads, axes=(None, "heads")
+            )
         self.dropout = dropout
 
     def __call__(
@@ -126,6 +126,11 @@ class EncoderDecoder(EasyDeLBaseModule):
         encoder, decoder = type(self).encoder_layer, type(self).decoder_layer
         self.encoder = self.stack_of(parts, encoder, config.num_hidden_layers)
         self.decoder = self.stack_of(parts, decoder, config.num_decoder_layers)
+
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.config.hidden_size
 
     @staticmethod
     def norm_of(parts: Parts) -> Callable[..., nnx.Module]:

@@ -40,7 +40,11 @@ _COUNTS = (
 _TASKS: Mapping[str, TaskType] = {
     "ForCausalLM": TaskType.CAUSAL_LM,
     "LMHeadModel": TaskType.CAUSAL_LM,
+    "ForMaskedLM": TaskType.MASKED_LM,
     "ForSequenceClassification": TaskType.SEQUENCE_CLASSIFICATION,
+    "ForTokenClassification": TaskType.TOKEN_CLASSIFICATION,
+    "ForQuestionAnswering": TaskType.QUESTION_ANSWERING,
+    "ForMultipleChoice": TaskType.MULTIPLE_CHOICE,
     "Model": TaskType.BASE_MODULE,
 }
 #: Ending of the names of vision-language models and encoder-decoders.

@@ -128,7 +128,8 @@ def load(
     if hasattr(cls, "as_published"):
         files = cls.as_published(files, made.weights.hf_shapes)  # type: ignore[attr-defined]
     if hasattr(cls, "new_tensors"):
-        new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
+        missing = {n: shape for n, shape in made.weights.hf_shapes.items() if n not in files}
+        new = cls.new_tensors(config, missing)  # type: ignore[attr-defined]
         files = files.joined(arrays(files, new)) if new else files
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)

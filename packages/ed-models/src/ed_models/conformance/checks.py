@@ -39,7 +39,9 @@ def gradients(subject: Subject) -> float:
 
     model = subject.torch_model
     theirs = subject.torch_loss()
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # A tied matrix has several names.
+    named = model.named_parameters(remove_duplicate=False)
+    params = {name: p for name, p in named if p.requires_grad}
     found = torch.autograd.grad(theirs, list(params.values()), allow_unused=True)
     grads = {n: g for n, g in zip(params, found, strict=True) if g is not None}
     # A checkpoint has a tensor per expert, the module has one tensor for all experts.

@@ -507,6 +507,7 @@ class AnswerSubject(EncoderSubject):
 
     checks = ("parity", "gradients", "saved")
     task = TaskType.QUESTION_ANSWERING
+
     def output(self, result: Any) -> Any:
         both = result.start_logits, result.end_logits
         stack = jnp.stack if isinstance(both[0], jax.Array) else require_torch().stack

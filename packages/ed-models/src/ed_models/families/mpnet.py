@@ -78,9 +78,7 @@ class MPNetForMaskedLM(MaskedLM):
                 "classifier.dense",
                 drops_input=True,
             ),
-            TaskType.MULTIPLE_CHOICE: HeadNames(
-                "classifier", "mpnet.pooler.dense"
-            ),
+            TaskType.MULTIPLE_CHOICE: HeadNames("classifier", "mpnet.pooler.dense"),
             TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },

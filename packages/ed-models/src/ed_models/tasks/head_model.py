@@ -104,7 +104,7 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
 
 
 # Class attributes about checkpoints, which other tasks of a family share.
-_OF_CHECKPOINTS = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES")
+_OF_CHECKPOINTS = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES", "as_published")
 
 
 def task_class(made: type[Any], family: type[Any], task: str) -> type[Any]:

@@ -16,7 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers import attention
+from ed_layers.attention.blocks.disentangled import disentangled_bias, disentangled_scale
 from ed_layers.attention.blocks.settings import (
+    Disentangled,
     MaskRule,
     Position,
     QKNorm,
@@ -34,6 +36,9 @@ from ed_layers.rotary import apply_rotary
 if TYPE_CHECKING:
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.storage import Layer
+
+#: Term of disentangled attention -> the projection of the table of relative positions.
+OWN_PROJECTIONS = {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
 
 _CacheT = TypeVar("_CacheT", bound="Cache | None")
 
@@ -78,6 +83,10 @@ class SelfAttention(nnx.Module):
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
         self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
+        if isinstance(position, Disentangled) and not position.shared:
+            for term in position.terms:
+                name = OWN_PROJECTIONS[term]
+                setattr(self, name, parts.linear(d, h * k, axes=("embed", "heads"), bias=True))
         if gated:
             self.g_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         self.gated = gated
@@ -99,6 +108,7 @@ class SelfAttention(nnx.Module):
             "sinks": scores.sinks,
             "alibi": isinstance(position, Alibi),
             "relative": isinstance(position, RelativeBuckets),
+            "bias": isinstance(position, Disentangled),
         }
         self.mechanism = attention.Mechanism.resolve(
             config,
@@ -134,6 +144,12 @@ class SelfAttention(nnx.Module):
         scoring, mask_info = self.scoring(ctx), ctx.mask_info
         if not self.mask.causal:
             mask_info = bidirectional(mask_info, cache)
+        bias = None
+        if isinstance(self.position, Disentangled):
+            assert mask_info is not None
+            assert k is not None
+            tables, scale = self.positions_projected(ctx, self.position), scoring.scale
+            bias = disentangled_bias(q, k, *tables, mask_info, self.position, scale)
         return attention.attend(
             q,
             k,
@@ -148,22 +164,32 @@ class SelfAttention(nnx.Module):
             soft_cap=scoring.soft_cap,
             scale=scoring.scale,
             sinks=scoring.sinks,
+            bias=bias,
             alibi=scoring.alibi,
             relative=scoring.relative,
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )
 
+    def positions_projected(
+        self, ctx: Ctx, form: Disentangled
+    ) -> tuple[Float[Array, "n h k"] | None, Float[Array, "n h k"] | None]:
+        """Return queries and keys of the table of relative positions; None without their term."""
+        table = table_of(ctx)
+        made: dict[str, Float[Array, "n h k"]] = {}
+        for term in form.terms:
+            own = self.q_proj if term == "p2c" else self.k_proj
+            project_table = own if form.shared else getattr(self, OWN_PROJECTIONS[term])
+            made[term] = project_table(table).reshape(table.shape[0], -1, self.head_dim)
+        return made.get("p2c"), made.get("c2p")
+
     def scoring(self, ctx: Ctx) -> Scoring:
         """Return the settings of the score function, without dropout."""
         position, scale, relative = self.position, self.scores.scale, None
         if isinstance(position, RelativeBuckets):
-            if ctx.buckets is None:
-                raise ConfigError(
-                    "this layer has relative position buckets, but the context has no table of "
-                    "them: the body must set Ctx.buckets"
-                )
-            relative = RelativeBias(ctx.buckets, position.max_distance, causal=self.mask.causal)
+            relative = RelativeBias(table_of(ctx), position.max_distance, causal=self.mask.causal)
+        if isinstance(position, Disentangled):
+            scale = disentangled_scale(self.head_dim, position)
         return Scoring(
             scale=self.head_dim**-0.5 if scale is None else scale,
             window=self.mask.window,
@@ -202,6 +228,20 @@ class SelfAttention(nnx.Module):
         if self.norm_heads in ("each", "own") and not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, ctx.named(v, "attn_value")
+
+
+def table_of(ctx: Ctx) -> Float[Array, "n _"]:
+    """Return the table of relative position buckets.
+
+    Raises:
+        ConfigError: the body did not set the table.
+    """
+    if ctx.buckets is None:
+        raise ConfigError(
+            "this layer has relative position buckets, but the context has no table of them: the "
+            "body must set Ctx.buckets"
+        )
+    return ctx.buckets
 
 
 def bidirectional(mask_info: MaskInfo | None, cache: Cache | None) -> MaskInfo:

@@ -37,8 +37,31 @@ class RelativeBuckets:
     max_distance: int = 128
 
 
+@dataclass(frozen=True)
+class Disentangled:
+    """Scores between contents and relative positions (DeBERTa). `Ctx.buckets` is the table [n, d].
+
+    Attributes:
+        buckets: number of buckets of one direction; 0 or less = one per distance.
+        max_distance: the distance at which the last bucket starts.
+        terms: "c2p": the queries of tokens read the keys of positions; "p2c": the queries of
+            positions read the keys of tokens.
+        shared: whether the projections of tokens also project the table.
+    """
+
+    buckets: int
+    max_distance: int
+    terms: tuple[Literal["c2p", "p2c"], ...] = ("c2p", "p2c")
+    shared: bool = True
+
+    @property
+    def span(self) -> int:
+        """Half the number of rows of the table."""
+        return self.buckets if self.buckets > 0 else self.max_distance
+
+
 #: How a layer encodes positions; None = not at all, or in the embeddings.
-Position = Rotary | Alibi | RelativeBuckets | None
+Position = Rotary | Alibi | RelativeBuckets | Disentangled | None
 
 
 @dataclass(frozen=True)

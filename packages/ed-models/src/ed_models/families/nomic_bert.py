@@ -1,0 +1,90 @@
+"""NomicBERT (Nussbaum et al. 2024): BERT with rotary positions and a gated feed-forward layer.
+
+Numbers and parameter names follow Hugging Face's `modeling_nomic_bert.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import Rotary
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+
+from ed_models.body.context import rope_settings
+from ed_models.body.encoder import BIDIRECTIONAL, Encoder, EncoderLayer
+from ed_models.tasks.encoder_names import EncoderNames, HeadNames
+from ed_models.tasks.encoders import MaskedLM
+from ed_models.weights.rules import fused
+
+
+@register_config("nomic_bert")
+class NomicBertConfig(EasyDeLBaseConfig, transformers.NomicBertConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "nomic_bert"
+    attribute_map = {
+        **transformers.NomicBertConfig.attribute_map,
+        "attention_dropout": "attention_probs_dropout_prob",
+    }
+
+
+def layer(parts: Parts, index: int) -> EncoderLayer:
+    """Create a layer."""
+    attention = SelfAttention(parts, position=Rotary(), mask=BIDIRECTIONAL)
+    return EncoderLayer(parts, index, self_attn=attention, mlp=GatedMLP(parts))
+
+
+class NomicBertModel(Encoder):
+    """Embeddings, bidirectional layers with rotary positions."""
+
+    config_class = NomicBertConfig
+    layer_class = staticmethod(layer)
+
+    @staticmethod
+    def has_position_table(config: Any) -> bool:
+        return False
+
+    def rope_settings(self):
+        return rope_settings(self.config)
+
+
+@register_module(TaskType.MASKED_LM, config=NomicBertConfig, model_type="nomic_bert")
+class NomicBertForMaskedLM(MaskedLM):
+    """NomicBERT with a head that predicts tokens."""
+
+    body_class = NomicBertModel
+    names = EncoderNames(
+        body={
+            "model.embed_tokens": "nomic_bert.embeddings.word_embeddings",
+            "model.embed_types": "nomic_bert.embeddings.token_type_embeddings",
+            "model.embed_norm": "nomic_bert.emb_ln",
+            "model.layers": "nomic_bert.encoder.layers",
+            "model": "nomic_bert",
+            "self_attn.o_proj": "attn.out_proj",
+            "self_attn": "attn",
+            "input_layernorm": "norm1",
+            "mlp.up_proj": "mlp.fc11",
+            "mlp.gate_proj": "mlp.fc12",
+            "mlp.down_proj": "mlp.fc2",
+            "post_attention_layernorm": "norm2",
+        },
+        heads={
+            TaskType.MASKED_LM: HeadNames(
+                out="cls.predictions.decoder",
+                dense="cls.predictions.transform.dense",
+                norm="cls.predictions.transform.layer_norm",
+                bias="cls.predictions.bias",
+                activation="hidden_act",
+                dropout=None,
+            ),
+            TaskType.SEQUENCE_CLASSIFICATION: HeadNames("classifier", "nomic_bert.pooler.dense"),
+            TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
+        },
+        rules=fused(("q_proj", "k_proj", "v_proj"), "Wqkv"),
+    )
