@@ -12,10 +12,20 @@ if TYPE_CHECKING:
     from ed_models.auto import (
         AutoEasyDeLModelForImageTextToText as AutoEasyDeLModelForImageTextToText,
     )
+    from ed_models.auto import AutoEasyDeLModelForMaskedLM as AutoEasyDeLModelForMaskedLM
+    from ed_models.auto import (
+        AutoEasyDeLModelForMultipleChoice as AutoEasyDeLModelForMultipleChoice,
+    )
+    from ed_models.auto import (
+        AutoEasyDeLModelForQuestionAnswering as AutoEasyDeLModelForQuestionAnswering,
+    )
     from ed_models.auto import AutoEasyDeLModelForReward as AutoEasyDeLModelForReward
     from ed_models.auto import AutoEasyDeLModelForSeq2SeqLM as AutoEasyDeLModelForSeq2SeqLM
     from ed_models.auto import (
         AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
+    )
+    from ed_models.auto import (
+        AutoEasyDeLModelForTokenClassification as AutoEasyDeLModelForTokenClassification,
     )
     from ed_models.base.methods import EasyBridgeMixin as EasyBridgeMixin
     from ed_models.base.methods import EasyGenerationMixin as EasyGenerationMixin
@@ -31,6 +41,10 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModel": "ed_models.auto",
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
         "AutoEasyDeLModelForImageTextToText": "ed_models.auto",
+        "AutoEasyDeLModelForMaskedLM": "ed_models.auto",
+        "AutoEasyDeLModelForTokenClassification": "ed_models.auto",
+        "AutoEasyDeLModelForQuestionAnswering": "ed_models.auto",
+        "AutoEasyDeLModelForMultipleChoice": "ed_models.auto",
         "AutoEasyDeLModelForReward": "ed_models.auto",
         "AutoEasyDeLModelForSeq2SeqLM": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",

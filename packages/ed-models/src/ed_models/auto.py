@@ -20,6 +20,7 @@ from ed_models.checkpoints.checks import task_of
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
+from ed_models.tasks.encoders import MaskedLM, MultipleChoice, QuestionAnswerer, TokenClassifier
 from ed_models.tasks.image_text import ImageTextLM
 from ed_models.tasks.pooling import Pooling
 from ed_models.tasks.seq2seq import Seq2SeqLM
@@ -152,6 +153,30 @@ class AutoEasyDeLModelForSequenceClassification(_AutoModel[SequenceClassifier]):
     """Bodies with a head that classifies sequences; the configuration has `num_labels`."""
 
     task = TaskType.SEQUENCE_CLASSIFICATION
+
+
+class AutoEasyDeLModelForMaskedLM(_AutoModel[MaskedLM]):
+    """Encoders that predict masked tokens."""
+
+    task = TaskType.MASKED_LM
+
+
+class AutoEasyDeLModelForTokenClassification(_AutoModel[TokenClassifier]):
+    """Encoders that classify every token; the configuration has `num_labels`."""
+
+    task = TaskType.TOKEN_CLASSIFICATION
+
+
+class AutoEasyDeLModelForQuestionAnswering(_AutoModel[QuestionAnswerer]):
+    """Encoders that find the answer to a question in a text."""
+
+    task = TaskType.QUESTION_ANSWERING
+
+
+class AutoEasyDeLModelForMultipleChoice(_AutoModel[MultipleChoice]):
+    """Encoders that score several texts of a row."""
+
+    task = TaskType.MULTIPLE_CHOICE
 
 
 class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):

@@ -25,14 +25,14 @@ from ed_models.conformance.checks import FAST as FAST
 from ed_models.conformance.checks import MESHES as MESHES
 from ed_models.conformance.checks import OURS as OURS
 from ed_models.conformance.checks import Check as Check
-from ed_models.conformance.subjects import ENCODER_TASKS as ENCODER_TASKS
 from ed_models.conformance.subjects import ONE as ONE
 from ed_models.conformance.subjects import PAD as PAD
 from ed_models.conformance.subjects import TINY as TINY
-from ed_models.conformance.subjects import TINY_ENCODER as TINY_ENCODER
 from ed_models.conformance.subjects import B as B
 from ed_models.conformance.subjects import Cases as Cases
 from ed_models.conformance.subjects import S as S
 from ed_models.conformance.subjects import Subject as Subject
 from ed_models.conformance.subjects import forward as forward
-from ed_models.conformance.subjects import subjects as subjects
+from ed_models.conformance.task_subjects import ENCODER_TASKS as ENCODER_TASKS
+from ed_models.conformance.task_subjects import TINY_ENCODER as TINY_ENCODER
+from ed_models.conformance.task_subjects import subjects as subjects

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ed_infra import registry
 from ed_infra.enums import TaskType
-from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.testing import require_torch
 from flax import nnx
 
@@ -42,21 +40,6 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-
-#: Fields of a tiny encoder like BERT.
-TINY_ENCODER: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-ENCODER_TASKS = (
-    *(TaskType.MASKED_LM, TaskType.BASE_MODULE, TaskType.SEQUENCE_CLASSIFICATION),
-    *(TaskType.TOKEN_CLASSIFICATION, TaskType.QUESTION_ANSWERING, TaskType.MULTIPLE_CHOICE),
-)
 
 ONE = (1, 1, 1, 1, 1)
 B, S = 4, 24
@@ -91,7 +74,7 @@ class Subject:
 
     Attributes:
         model_type: model type of the family.
-        row: name of the configuration.
+        row: name of the configuration, and of the task if several tasks are checked.
         module_class: class of the model.
         ids: token ids, int32 [b, s]. mask: rows padded on the left, int32 [b, s].
         checks: names of the checks for the task.
@@ -111,7 +94,8 @@ class Subject:
     saved_bound: ClassVar[float] = 0.0
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
-        self.model_type, self.row, self.module_class = model_type, row, module_class
+        several = f"{row} ({self.task})" if len(cases.tasks) > 1 else row
+        self.model_type, self.row, self.module_class = model_type, several, module_class
         self.bound, self.cases = cases.logits, cases
         given = cases.rows[row]
         fields = {**TINY, **given} if cases.tiny else dict(given)
@@ -122,8 +106,7 @@ class Subject:
         self.mask = np.stack([np.arange(S) >= pad for pad in self.pad]).astype(np.int32)
 
     def __str__(self) -> str:
-        task = f" ({self.task})" if len(self.cases.tasks) > 1 else ""
-        return f"{self.model_type}: {self.row}{task}"
+        return f"{self.model_type}: {self.row}"
 
     @property
     def vocab_size(self) -> int:
@@ -303,296 +286,6 @@ class Subject:
         torch = require_torch()
         ids = torch.tensor(self.ids, dtype=torch.long)
         return self.torch_model(input_ids=ids, labels=ids, use_cache=False).loss
-
-
-class ImageTextSubject(Subject):
-    """A vision-language model: each row contains two images, after its padding."""
-
-    task = TaskType.IMAGE_TEXT_TO_TEXT
-    pad = (0, 5, 0, 3)
-
-    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
-        super().__init__(model_type, row, module_class, cases)
-        vision = self.fields["vision_config"]
-        patches = (vision["image_size"] // vision["patch_size"]) ** 2
-        self.image_token = self.fields["image_token_index"]
-        for image in range(2):
-            start = max(self.pad) + 1 + image * (patches + 1)
-            self.ids[:, start : start + patches] = self.image_token
-        shape = B, 2, 3, vision["image_size"], vision["image_size"]
-        pixels = np.random.default_rng(1).normal(size=shape)
-        self.pixel_values = pixels.astype(np.float32)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that are not image tokens."""
-        return self.fields["image_token_index"]
-
-    @functools.cached_property
-    def features(self) -> Features:
-        """The image features of all rows."""
-        encoded = self.model.encode(Inputs({"pixel_values": self.pixel_values}))
-        return Features.at(encoded.embeddings, jnp.asarray(self.ids == self.image_token))
-
-    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
-        features = Features(self.features.values[rows], self.features.index[rows, at])
-        return {**super().inputs(rows, at), "features": features}
-
-    def flat(self, at: np.ndarray) -> dict[str, Any]:
-        b, n, d = self.features.values.shape
-        index = np.asarray(self.features.index)
-        index = np.where(index < 0, -1, index + n * np.arange(b)[:, None]).reshape(-1)
-        index = np.where(at < 0, -1, index[at])
-        features = Features(self.features.values.reshape(1, b * n, d), jnp.asarray(index)[None])
-        return {**super().flat(at), "features": features}
-
-    def whole(self) -> dict[str, Any]:
-        return {"input_ids": self.ids, "pixel_values": self.pixel_values}
-
-    def prompts(self) -> dict[str, Any]:
-        return {**super().prompts(), "pixel_values": self.pixel_values}
-
-    def torch_inputs(self) -> list[dict[str, Any]]:
-        return [{**inputs, "pixel_values": self._images()} for inputs in super().torch_inputs()]
-
-    def torch_loss(self) -> Any:
-        torch = require_torch()
-        ids = torch.tensor(self.ids, dtype=torch.long)
-        images = self._images()
-        return self.torch_model(input_ids=ids, pixel_values=images, labels=ids).loss
-
-    def _images(self) -> Any:
-        shape = self.pixel_values.shape
-        return require_torch().tensor(self.pixel_values.reshape(-1, *shape[2:]))
-
-
-class Seq2SeqSubject(Subject):
-    """An encoder-decoder: the encoder reads the padded rows, the decoder other tokens."""
-
-    task = TaskType.SEQUENCE_TO_SEQUENCE
-
-    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
-        super().__init__(model_type, row, module_class, cases)
-        rng = np.random.default_rng(1)
-        self.answers = rng.integers(3, self.vocab_size, (B, S)).astype(np.int32)
-
-    @functools.cached_property
-    def encoded(self) -> Encoded:
-        """Outputs of the encoder for rows without padding."""
-        return self.model.encode(Inputs({"input_ids": jnp.asarray(self.ids)}))
-
-    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"input_ids": self.answers[rows, at]}
-        if not at.start:  # later steps read the cache
-            arguments["encoded"] = jax.tree.map(lambda x: x[rows], self.encoded)
-        return arguments
-
-    def step(self, at: np.ndarray) -> dict[str, Any]:
-        return {"input_ids": np.where(at < 0, 0, self.answers.reshape(-1)[at])[None]}
-
-    def paged_cache(self, num_pages: int, page_size: int) -> Any:
-        sizes = {"num_states": B, "encoder_length": S}
-        cache = self.model.init_paged_cache(num_pages, page_size, **sizes)
-        for row in range(B):
-            one = jax.tree.map(lambda x, row=row: x[row : row + 1], self.encoded)
-            cache = self.model.write_encoded(cache, one, row)
-        return cache
-
-    def whole(self) -> dict[str, Any]:
-        return {"input_ids": self.ids, "decoder_input_ids": self.answers}
-
-    def alone(self, row: int) -> dict[str, Any]:
-        rows = slice(row, row + 1)
-        return {
-            "input_ids": self.ids[rows, self.pad[row] :],
-            "decoder_input_ids": self.answers[rows],
-        }
-
-    def documents(self) -> tuple[dict[str, Any], list[tuple[np.ndarray, dict[str, Any]]]]:
-        packed, parts = super().documents()
-        answers = self.answers.reshape(1, -1)
-        packed |= {
-            "decoder_input_ids": answers[:, :48],
-            "decoder_segment_ids": packed["segment_ids"],
-        }
-        return packed, [
-            (at, {**inputs, "decoder_input_ids": answers[:, at]}) for at, inputs in parts
-        ]
-
-    def training(self) -> dict[str, Any]:
-        return {"input_ids": self.ids, "labels": self.answers}
-
-    @property
-    def real(self) -> np.ndarray:
-        return np.ones((B, S), bool)
-
-    def torch_outputs(self, model: Any) -> np.ndarray:
-        torch = require_torch()
-        answers = torch.tensor(self.answers, dtype=torch.long)
-        (inputs,) = self.torch_inputs()
-        with torch.no_grad():
-            result = model(**inputs, decoder_input_ids=answers, use_cache=False)
-        return self.output(result).float().numpy()
-
-    def torch_loss(self) -> Any:
-        torch = require_torch()
-        ids, answers = (torch.tensor(x, dtype=torch.long) for x in (self.ids, self.answers))
-        return self.torch_model(input_ids=ids, labels=answers, use_cache=False).loss
-
-
-class EncoderSubject(Subject):
-    """A bidirectional encoder with a head that predicts tokens."""
-
-    checks = ("parity", "gradients", "saved", "packed", "padding", "layouts", "meshes")
-    task = TaskType.MASKED_LM
-    # The gradient of a bias that all keys, or all scored tokens, share is zero.
-    zero_gradient = 16.0
-
-    def torch_outputs(self, model: Any) -> np.ndarray:
-        rows = []
-        for inputs in self.torch_inputs():
-            with require_torch().no_grad():
-                out = self.output(model(**inputs)).float().numpy()
-            rows.append(np.pad(out, ((0, 0), (S - out.shape[1], 0), (0, 0))))
-        return np.concatenate(rows)
-
-    def torch_inputs(self) -> list[dict[str, Any]]:
-        """Return each row without its padding: positions of encoders follow from the inputs."""
-        torch = require_torch()
-        ids = [row[pad:] for row, pad in zip(self.ids, self.pad, strict=True)]
-        return [{"input_ids": torch.tensor(row[None], dtype=torch.long)} for row in ids]
-
-    def training(self) -> dict[str, Any]:
-        return {**self.whole(), **self.labels()}
-
-    def labels(self) -> dict[str, np.ndarray]:
-        """Return the labels: every third token."""
-        return {"labels": np.where(np.arange(S) % 3 == 0, self.ids, -100)}
-
-    def torch_loss(self) -> Any:
-        torch = require_torch()
-        arrays = {name: torch.tensor(x).long() for name, x in self.training().items()}
-        return self.torch_model(**arrays).loss
-
-
-class BodySubject(EncoderSubject):
-    """An encoder without a head."""
-
-    checks = ("parity", "gradients", "saved")
-    task = TaskType.BASE_MODULE
-
-    def output(self, result: Any) -> Any:
-        return result.last_hidden_state
-
-    def labels(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def torch_loss(self) -> Any:
-        ids = require_torch().tensor(self.ids).long()
-        return self.output(self.torch_model(input_ids=ids)).square().mean()
-
-
-class TokenSubject(EncoderSubject):
-    """An encoder that classifies tokens."""
-
-    checks = ("parity", "gradients", "saved", "packed")
-    task = TaskType.TOKEN_CLASSIFICATION
-
-    def labels(self) -> dict[str, np.ndarray]:
-        return {"labels": np.where(np.arange(S) % 3 == 0, self.ids % 2, -100)}
-
-
-class AnswerSubject(EncoderSubject):
-    """An encoder that scores tokens as start and end of an answer."""
-
-    checks = ("parity", "gradients", "saved")
-    task = TaskType.QUESTION_ANSWERING
-
-    def output(self, result: Any) -> Any:
-        both = result.start_logits, result.end_logits
-        stack = jnp.stack if isinstance(both[0], jax.Array) else require_torch().stack
-        return stack(both, -1)
-
-    def labels(self) -> dict[str, np.ndarray]:
-        # The third row has no answer within the text.
-        return {"start_positions": np.array([3, 0, S, 5]), "end_positions": np.array([4, 9, S, 5])}
-
-
-class ClassifierSubject(EncoderSubject):
-    """An encoder that classifies texts."""
-
-    checks = ("parity", "gradients", "saved")
-    task = TaskType.SEQUENCE_CLASSIFICATION
-    saved_bound = 1e-6  # torch's product of one row depends on its place in memory
-
-    def labels(self) -> dict[str, np.ndarray]:
-        return {"labels": np.array([1, 0, 1, 1])}
-
-    @property
-    def real(self) -> np.ndarray:
-        return np.ones(B, bool)
-
-    def torch_outputs(self, model: Any) -> np.ndarray:
-        with require_torch().no_grad():
-            rows = [self.output(model(**inputs)) for inputs in self.torch_inputs()]
-        return require_torch().cat(rows).float().numpy()
-
-
-class ChoiceSubject(ClassifierSubject):
-    """An encoder that scores two choices of a row."""
-
-    task = TaskType.MULTIPLE_CHOICE
-
-    def whole(self) -> dict[str, Any]:
-        return {"input_ids": self.ids.reshape(B // 2, 2, S)}
-
-    def padded(self) -> dict[str, Any]:
-        return {**self.whole(), "attention_mask": self.mask.reshape(B // 2, 2, S)}
-
-    def labels(self) -> dict[str, np.ndarray]:
-        return {"labels": np.array([1, 0])}
-
-    @property
-    def real(self) -> np.ndarray:
-        return np.ones((B // 2, 2), bool)
-
-    def torch_inputs(self) -> list[dict[str, Any]]:
-        return [{n: x[:, None] for n, x in row.items()} for row in super().torch_inputs()]
-
-    def torch_outputs(self, model: Any) -> np.ndarray:
-        return super().torch_outputs(model).reshape(B // 2, 2)
-
-
-#: Task -> the subject of a family with this task.
-SUBJECTS: Mapping[TaskType, type[Subject]] = {
-    kind.task: kind
-    for kind in (
-        *(Subject, ImageTextSubject, Seq2SeqSubject, EncoderSubject, BodySubject),
-        *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject),
-    )
-}
-
-
-def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
-    """Return the subjects of families.
-
-    Args:
-        cases: model type -> the tiny configurations.
-
-    Raises:
-        ValueError: a family has no configuration.
-    """
-    found: list[Subject] = []
-    for model_type, own in cases.items():
-        if not own.rows:
-            raise ValueError(
-                f"{model_type!r} has no tiny configuration: add one to its Cases, such as "
-                '{"special feature": {field: value}}'
-            )
-        for task in own.tasks or registry.tasks_of(model_type)[:1]:
-            module_class = registry.get_module(task, model_type)
-            found += [SUBJECTS[task](model_type, row, module_class, own) for row in own.rows]
-    return found
 
 
 def is_tied(model: Any) -> bool:

@@ -216,6 +216,11 @@ class LlavaModel(EasyDeLBaseModule):
         )
 
     @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.language_model.features
+
+    @property
     def embed_tokens(self) -> Embed:
         """The token embedding."""
         return self.language_model.embed_tokens
