@@ -181,5 +181,5 @@ def test_reward_model_with_other_vocabulary_or_short_context_is_rejected(tmp_pat
     other = module.create(config(num_labels=1, vocab_size=64), seed=5)
     with pytest.raises(ConfigError, match="64 tokens, the learner 256"):
         trainer_class("grpo")(arguments_class("grpo")(), model, frozen={"reward": other})
-    with pytest.raises(ConfigError, match="take up to 9000 tokens"):
+    with pytest.raises(ConfigError, match="need up to 9000 tokens"):
         EngineRollout.of(model, None, EngineConfig(page_size=8), length=9000)
