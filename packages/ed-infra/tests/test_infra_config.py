@@ -280,3 +280,18 @@ def test_to_dict_holds_only_json_values():
     )
     data = json.loads(json.dumps(config.to_dict()))
     assert LlamaConfig.from_dict(data) == config
+
+
+def test_annotated_config_is_validated_with_all_its_fields():
+    class LimitedConfig(EasyDeLBaseConfig):
+        model_type = "limited"
+        size: int = 4
+
+        def validate(self):
+            super().validate()
+            if self.size > 8:
+                raise ConfigError(f"size={self.size} is more than 8")
+
+    assert LimitedConfig(size=8).size == 8
+    with pytest.raises(ConfigError, match="size=9"):
+        LimitedConfig(size=9)

@@ -7,12 +7,19 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.context import Ctx
 from ed_models.conformance import CHECKS, ONE, TINY, Cases, forward, subjects
-from ed_models.families import bamba, falcon, glm_moe_dsa, gpt2, mpt, opt, phi
+from ed_models.families import bamba, bloom, falcon, glm_moe_dsa, gpt2, mpt, openelm, opt, phi
 from flax import nnx
 
 from tests.conformance.cases import cases
 
 GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+OPENELM = {
+    "num_transformer_layers": 1,
+    "num_query_heads": [4],
+    "num_kv_heads": [2],
+    "ffn_multipliers": [1.0],
+}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +29,9 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
         (opt.OPTConfig, {"layerdrop": 0.1}, "layerdrop"),
         (mpt.MptConfig, {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
         (falcon.FalconConfig, {"new_decoder_architecture": True, "parallel_attn": False}, "paral"),
+        (bloom.BloomConfig, {"slow_but_exact": True, "pretraining_tp": 4}, "slow_but_exact"),
+        (openelm.OpenELMConfig, {"num_query_heads": [4, 4]}, "num_query_heads has 2 entries"),
+        (openelm.OpenELMConfig, {**OPENELM, "ffn_with_glu": False}, "ffn_with_glu"),
         (glm_moe_dsa.GlmMoeDsaConfig, {"indexer_types": ["full", "shared"] * 39}, "first is 1,"),
     ],
 )

@@ -37,11 +37,11 @@ from ed_infra.config.fields import (
 from ed_infra.config.files import StoredConfig, reading_file
 from ed_infra.config.frozen import MeshRecipe, Runtime, freeze, thaw
 from ed_infra.config.subclass import (
-    architecture_classes,
     architecture_value,
     as_config_error,
     check_keywords,
     inherit_architecture,
+    is_complete,
     known_names,
     outside,
     set_bare_fields,
@@ -97,7 +97,7 @@ class EasyDeLBaseConfig(StoredConfig):
         set_bare_fields(type(self), self.__dict__, kwargs)
         super().__post_init__(**kwargs)
         self._settle()
-        if architecture_classes(type(self)):  # a class that defines __init__ is not complete yet
+        if is_complete(type(self)):
             with as_config_error(type(self)):
                 self.validate()
 

@@ -68,6 +68,15 @@ def architecture_classes(cls: type) -> list[type]:
     ]
 
 
+def is_complete(cls: type) -> bool:
+    """Return whether the fields of a new object are set when `__post_init__` runs.
+
+    transformers wraps the constructor of a dataclass. An `__init__` that a class defines is not
+    wrapped, and may set fields after the call of the base class.
+    """
+    return bool(architecture_classes(cls)) or hasattr(cls.__init__, "__wrapped__")
+
+
 def inherit_architecture(cls: type) -> None:
     """Give the fields of the Hugging Face class precedence over those of the common base class.
 

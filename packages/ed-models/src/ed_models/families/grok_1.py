@@ -1,7 +1,9 @@
 """Grok-1 (xAI 2024): norms around attention and experts, and a factor on embeddings and logits.
 
 - scores of attention have a scale of their own and a soft cap
-- the weights of the chosen experts are their share in the softmax over all experts
+- the weights of the chosen experts are their shares in the softmax over all experts
+- GELU is the tanh approximation of xAI's code; `hidden_act="gelu"` is the exact function, which the
+  conversion to torch computes
 
 Numbers follow xAI's `model.py`, parameter names the conversion to torch (`modeling_grok1.py`).
 """
