@@ -28,16 +28,25 @@ BEGIN, END = "<!-- tools/model_table.py -->\n", "<!-- end -->\n"
 def special(model_type: str) -> str:
     """Return the first sentence of a family's module docstring."""
     from ed_infra import registry
-    from ed_infra.enums import TaskType
 
-    module = registry.get_module(TaskType.CAUSAL_LM, model_type).__module__
+    module = registry.get_config(model_type).__module__
     text = inspect.getsource(sys.modules[module])
     return text.split('"""')[1].strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
-def largest(results: Results, model_type: str, check: str) -> str:
-    """Return the largest error over a family's rows; `0` means equal tokens or equal bits."""
-    values = [of[check] for of in results.get(model_type, {}).values() if check in of]
+def largest(results: Results, model_type: str, check: str, task: str = "") -> str:
+    """Return the largest error over a family's rows; `0` means equal tokens or equal bits.
+
+    Args:
+        results: the stored results.
+        model_type: the family.
+        check: name of the check.
+        task: task of the rows; empty = all rows.
+    """
+    rows = results.get(model_type, {}).items()
+    values = [
+        of[check] for name, of in rows if check in of and name.endswith(f"({task})" * bool(task))
+    ]
     if not values:
         return ""
     if any(isinstance(value, str) for value in values):
@@ -47,7 +56,7 @@ def largest(results: Results, model_type: str, check: str) -> str:
 
 
 def table(results: Results | None = None) -> str:
-    """Return a line for each causal language model, the other families, and multimodal models."""
+    """Return a table of causal language models, and one of the other families by task."""
     from ed_infra import registry
     from ed_infra.enums import TaskType
     from ed_models.checkpoints.text_halves import MODEL_TYPES
@@ -63,16 +72,22 @@ def table(results: Results | None = None) -> str:
         errors = (largest(results, model_type, name) for name in names)
         lines.append(row(f"`{model_type}`", special(model_type), *errors))
     shared = _listed(set.intersection(*(tasks[name] for name in causal)))
-    others = "; ".join(
-        f"`{name}`: {_listed(of)}" for name, of in tasks.items() if name not in causal
-    )
+    others = heading("`model_type`", "task", "characteristics", *names[:-1])
+    for model_type in (name for name in tasks if name not in causal):
+        stored = " ".join(results.get(model_type, {}))
+        checked = [task for task in registry.tasks_of(model_type) if f"({task})" in stored]
+        for task in checked or [""]:
+            cells = (largest(results, model_type, name, task) for name in names[:-1])
+            shown = task or registry.tasks_of(model_type)[0]
+            others.append(row(f"`{model_type}`", f"`{shown}`", special(model_type), *cells))
     summary = f"{len(causal)} families of causal language models, each with the tasks {shared}."
     halves = ", ".join(f"`{name}`" for name in sorted(MODEL_TYPES))
-    remarks = [
-        f"Other families and their tasks: {others}.",
-        f"Multimodal models whose text half is loaded: {halves}.",
-    ]
-    return "\n".join([summary, *remarks, "", *lines]) + "\n"
+    half = f"Multimodal models whose text half is loaded: {halves}."
+    rest = (
+        f"{len(tasks) - len(causal)} families of other tasks. Every encoder also has the task "
+        "`embedding`, with the numbers of its `base-module`."
+    )
+    return "\n".join([summary, half, "", *lines, "", rest, "", *others]) + "\n"
 
 
 def _listed(tasks: Iterable[TaskType]) -> str:

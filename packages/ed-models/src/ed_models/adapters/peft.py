@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from ed_infra import parameter_names
+from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.specs import LoraSpec
 from flax import nnx
@@ -40,6 +41,13 @@ _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 _MAGNITUDE = "lora_magnitude_vector"
 _LISTED = 10
 
+#: PEFT's names of tasks whose classes of PEFT add no parameters.
+_TASK_TYPES: Mapping[TaskType | None, str] = {
+    TaskType.CAUSAL_LM: "CAUSAL_LM",
+    TaskType.SEQUENCE_TO_SEQUENCE: "SEQ_2_SEQ_LM",
+    TaskType.BASE_MODULE: "FEATURE_EXTRACTION",
+    TaskType.EMBEDDING: "FEATURE_EXTRACTION",
+}
 #: Settings of PEFT that change numbers and are not computed here: name -> the value that is.
 _UNUSED: dict[str, object] = {
     "bias": "none",
@@ -92,7 +100,8 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
-    settings = _settings(specs, touched, matrices, base)
+    task_type = _TASK_TYPES.get(getattr(type(model), "model_task", None))
+    settings = _settings(specs, touched, matrices, base, task_type)
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -159,6 +168,7 @@ def _settings(
     touched: Mapping[str, Matrix],
     matrices: Mapping[str, Matrix],
     base: str | None,
+    task_type: str | None,
 ) -> dict[str, object]:
     """The text of adapter_config.json."""
     first = next(iter(specs.values()))
@@ -178,7 +188,7 @@ def _settings(
 
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": first.rank,

@@ -1,0 +1,106 @@
+"""Adapters and quantized weights of encoders and encoder-decoders.
+
+Adapters are exchanged with PEFT. Quantized models compute the numbers of their decoded weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ed_infra import registry
+from ed_infra.enums import TaskType
+from ed_infra.specs import LoraSpec
+from ed_models.adapters.peft import load_adapter, save_adapter
+from ed_models.conformance import ONE, OURS, Subject, forward
+
+from tests.conformance.cases import subjects
+from tests.parity.peft_cases import trained
+
+TASKS = (TaskType.MASKED_LM, TaskType.SEQUENCE_CLASSIFICATION, TaskType.SEQUENCE_TO_SEQUENCE)
+#: All linear layers but heads; PEFT trains no embeddings.
+LAYERS = LoraSpec(
+    rank=2, alpha=3.0, targets=r"^(?!(lm_head|score|transform|pooler)\b)(?!.*(embed|rel_norm))"
+)
+
+
+#: transformers stores this family under other names than those of its modules, which PEFT reads.
+RENAMED = ("nomic_bert",)
+
+
+def rows(*, peft: bool) -> list[Any]:
+    """Return each configuration of a task; one of BERT runs by default."""
+    params = []
+    for row in subjects():
+        if row.task in TASKS and not (peft and row.model_type in RENAMED):
+            marks = [pytest.mark.xdist_group(f"peft {row.model_type}")]
+            fast = str(row) == "bert: encoder (masked-language-model)"
+            marks += [] if fast else [pytest.mark.nightly]
+            params.append(pytest.param(row, marks=marks, id=str(row)))
+    return params
+
+
+def small(subject: Subject) -> Subject:
+    """Return the subject with the initial weights of transformers, which have the usual size."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(subject.model_type, **subject.fields)
+    subject = copy.copy(subject)
+    made = subject.torch_class.from_config(config).float().eval()
+    subject.__dict__["torch_model"] = made  # replaces the cached model with larger weights
+    return subject
+
+
+def ours(model: Any, subject: Subject) -> np.ndarray:
+    return np.asarray(subject.output(forward(model, **subject.padded())))[subject.real]
+
+
+def near(got: np.ndarray, expected: np.ndarray) -> None:
+    """Compare up to 1e-5 of the largest number; T5's logits have no scale."""
+    bound = 1e-5 * max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("subject", rows(peft=True))
+def test_adapters_are_interchangeable_with_peft(subject: Subject, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import torch
+
+    subject = small(subject)
+    model = trained(subject.model, LAYERS)
+    assert np.abs(ours(model, subject) - ours(subject.model, subject)).max() > 1e-5
+    save_adapter(model, tmp_path / "ours")
+    base = copy.deepcopy(subject.torch_model)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    expected = subject.torch_outputs(theirs)[subject.real]
+    near(ours(model, subject), expected)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if "lora_" in name:
+                value.normal_(0, 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = load_adapter(subject.model, tmp_path / "theirs")
+    expected = subject.torch_outputs(theirs)[subject.real]
+    near(ours(model, subject), expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", rows(peft=False))
+def test_quantized_model_computes_the_numbers_of_its_decoded_weights(subject: Subject) -> None:
+    fields = registry.get_config(subject.model_type).from_dict(
+        subject.fields, sharding_axis_dims=ONE
+    )
+    plain = subject.module_class.create(fields, seed=0)
+    model = plain.quantize([("", {"dtype": "nf4"})])
+    assert model.is_quantized
+    expected = ours(model.dequantize(), subject)
+    bound = OURS * max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(ours(model, subject), expected, atol=bound, rtol=0)
+    assert np.abs(expected - ours(plain, subject)).max() > 1e-4
