@@ -59,7 +59,7 @@ class EncoderLayer(DecoderLayer):
         return self.post_attention_layernorm(x + out), cache, LayerReport()
 
 
-class Encoder(Decoder):
+class TextEncoder(Decoder):
     """Embeddings, bidirectional layers and, in a body of its own, a pooler.
 
     The configuration determines the parts: `type_vocab_size` token types (0 = none), and a

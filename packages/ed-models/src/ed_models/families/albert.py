@@ -17,7 +17,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import LayerReport
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.encoder import Encoder
+from ed_models.body.encoder import TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames
 from ed_models.tasks.encoders import MaskedLM
 
@@ -43,7 +43,7 @@ class AlbertConfig(EasyDeLBaseConfig, transformers.AlbertConfig):
             )
 
 
-class AlbertModel(Encoder):
+class AlbertModel(TextEncoder):
     """Embeddings, a projection, and a group of layers that is applied many times."""
 
     config_class = AlbertConfig

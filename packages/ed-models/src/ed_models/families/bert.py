@@ -13,7 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.encoder import Encoder, only_encoder
+from ed_models.body.encoder import TextEncoder, only_encoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body
 from ed_models.tasks.encoders import MaskedLM
 
@@ -34,7 +34,7 @@ class BertConfig(EasyDeLBaseConfig, transformers.BertConfig):
         only_encoder(self)
 
 
-class BertModel(Encoder):
+class BertModel(TextEncoder):
     """Embeddings, bidirectional layers."""
 
     config_class = BertConfig

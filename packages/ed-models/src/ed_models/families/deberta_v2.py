@@ -21,7 +21,7 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.settings import Disentangled
 from ed_layers.parts import Parts
 
-from ed_models.body.encoder import Encoder, EncoderLayer
+from ed_models.body.encoder import EncoderLayer, TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body
 from ed_models.tasks.encoders import MaskedLM
 
@@ -83,7 +83,7 @@ def layer(parts: Parts, index: int) -> EncoderLayer:
     return EncoderLayer(parts, index, position=parts.config.disentangled)
 
 
-class DebertaV2Model(Encoder):
+class DebertaV2Model(TextEncoder):
     """Embeddings, bidirectional layers with relative positions."""
 
     config_class = DebertaV2Config

@@ -12,7 +12,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.encoder import Encoder
+from ed_models.body.encoder import TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames
 from ed_models.tasks.encoders import MaskedLM
 
@@ -30,7 +30,7 @@ class DistilBertConfig(EasyDeLBaseConfig, transformers.DistilBertConfig):
     }
 
 
-class DistilBertModel(Encoder):
+class DistilBertModel(TextEncoder):
     """Embeddings, bidirectional layers."""
 
     config_class = DistilBertConfig

@@ -23,7 +23,7 @@ from ed_layers.parts import Parts
 
 from ed_models.body.context import rope_settings
 from ed_models.body.decoder import Decoder
-from ed_models.body.encoder import Encoder
+from ed_models.body.encoder import TextEncoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames
 from ed_models.tasks.encoders import MaskedLM
@@ -70,7 +70,7 @@ class ModernBertLayer(DecoderLayer):
         return x + out, cache, report
 
 
-class ModernBertModel(Encoder):
+class ModernBertModel(TextEncoder):
     """Embeddings, layers with global and local attention, final norm."""
 
     config_class = ModernBertConfig

@@ -18,7 +18,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.settings import RelativeBuckets
 
-from ed_models.body.encoder import Encoder, EncoderLayer
+from ed_models.body.encoder import EncoderLayer, TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body, lm_head
 from ed_models.tasks.encoders import MaskedLM
 
@@ -34,7 +34,7 @@ class MPNetConfig(EasyDeLBaseConfig, transformers.MPNetConfig):
     }
 
 
-class MPNetModel(Encoder):
+class MPNetModel(TextEncoder):
     """Embeddings, bidirectional layers with relative positions."""
 
     config_class = MPNetConfig

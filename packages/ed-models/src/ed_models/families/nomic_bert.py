@@ -17,7 +17,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.context import rope_settings
-from ed_models.body.encoder import BIDIRECTIONAL, Encoder, EncoderLayer
+from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer, TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames
 from ed_models.tasks.encoders import MaskedLM
 from ed_models.weights.rules import fused
@@ -40,7 +40,7 @@ def layer(parts: Parts, index: int) -> EncoderLayer:
     return EncoderLayer(parts, index, self_attn=attention, mlp=GatedMLP(parts))
 
 
-class NomicBertModel(Encoder):
+class NomicBertModel(TextEncoder):
     """Embeddings, bidirectional layers with rotary positions."""
 
     config_class = NomicBertConfig

@@ -15,7 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.encoder import Encoder, only_encoder
+from ed_models.body.encoder import TextEncoder, only_encoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body, lm_head
 from ed_models.tasks.encoders import MaskedLM
 
@@ -36,7 +36,7 @@ class RobertaConfig(EasyDeLBaseConfig, transformers.RobertaConfig):
         only_encoder(self)
 
 
-class RobertaModel(Encoder):
+class RobertaModel(TextEncoder):
     """Embeddings, bidirectional layers."""
 
     config_class = RobertaConfig

@@ -91,7 +91,7 @@ def bert_body(prefix: str) -> dict[str, str]:
     }
 
 
-class Transform(nnx.Module):
+class HeadTransform(nnx.Module):
     """The layers of a head in front of the last one: a linear layer, an activation, a norm.
 
     Args:

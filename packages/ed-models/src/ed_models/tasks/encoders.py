@@ -31,12 +31,12 @@ from ed_layers.projections.head import Head
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_models.body.encoder import Encoder, first_tokens
+from ed_models.body.encoder import TextEncoder, first_tokens
 from ed_models.checkpoints.task_rules import body_rules
 from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
-from ed_models.tasks.encoder_names import EncoderNames, HeadNames, Transform
+from ed_models.tasks.encoder_names import EncoderNames, HeadNames, HeadTransform
 from ed_models.tasks.head_model import HeadModel, task_class
 from ed_models.tasks.pooling import Pooling
 from ed_models.weights.blocks import Shape
@@ -45,7 +45,7 @@ from ed_models.weights.blocks import Shape
 IGNORED = -100
 
 
-class EncoderTask(HeadModel[Encoder]):
+class EncoderTask(HeadModel[TextEncoder]):
     """The shared part of the tasks: the head `transform` and `score` on the hidden states.
 
     Attributes:
@@ -83,7 +83,7 @@ class EncoderTask(HeadModel[Encoder]):
         count = self.config.num_labels if self.labels is None else self.labels
         if (count or 0) < 1:
             raise ConfigError(f"num_labels is {count}; it must be at least 1")
-        self.transform = Transform(parts, self.form)
+        self.transform = HeadTransform(parts, self.form)
         self.score = parts.linear(self.features, count, axes=("embed", None), bias=True)
 
     def scores(self, hidden: Float[Array, "*rows d"], key: jax.Array | None) -> Array:
@@ -98,7 +98,7 @@ class EncoderTask(HeadModel[Encoder]):
         return cls.names.new_tensors(cls.task, config, missing)
 
 
-class EncoderClassifier(EncoderTask, SequenceClassifier[Encoder]):
+class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
     """An encoder under `model`, and a head that maps the first token of a row to labels.
 
     With `classifier_pooling: mean` in the configuration, the head reads the mean of the tokens.
@@ -125,7 +125,7 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[Encoder]):
             logits_at: "last": one score per row [b, c]; "all" [b, s, c], of which a packed document
                 uses its first token.
             key: dropout key; None = deterministic.
-            inputs: further arguments of `Encoder`.
+            inputs: further arguments of `TextEncoder`.
 
         Raises:
             ConfigError: packed rows with `logits_at` "last", or "all" with the mean of the tokens.
@@ -162,7 +162,7 @@ class TokenClassifier(EncoderTask):
         Args:
             input_ids: token ids [b, s].
             key: dropout key; None = deterministic.
-            inputs: further arguments of `Encoder`.
+            inputs: further arguments of `TextEncoder`.
         """
         body = self.model(input_ids, key=key, **inputs)
         return TokenClassifierOutput(
@@ -243,7 +243,7 @@ class MultipleChoice(EncoderTask):
             input_ids: token ids [b, n, s].
             attention_mask: nonzero = a token.
             key: dropout key; None = deterministic.
-            inputs: further arrays of `Encoder`, each [b, n, s].
+            inputs: further arrays of `TextEncoder`, each [b, n, s].
         """
         b, n, s = input_ids.shape
         flat = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
@@ -289,7 +289,7 @@ class MaskedLM(VocabularyHead):
     def add_head(self, parts: Parts) -> None:
         """Create the layers of the head, and the matrix of an untied model."""
         v, e = self.model.embed_tokens.embedding.shape
-        self.transform = Transform(parts, self.form, e)
+        self.transform = HeadTransform(parts, self.form, e)
         self.head_bias = nnx.Param(jnp.zeros(v, parts.param_dtype), axes=("vocab",))
         if not self.is_tied:
             self.lm_head = parts.linear(e, v, axes=("embed", "vocab"))
@@ -315,7 +315,7 @@ class MaskedLM(VocabularyHead):
         Args:
             input_ids: token ids [b, s].
             logits_at: positions of the logits; see `CausalLM.__call__`.
-            inputs: further arguments of `Encoder`.
+            inputs: further arguments of `TextEncoder`.
         """
         body = self.model(input_ids, **inputs)
         logits, hidden = None, body.last_hidden_state
