@@ -500,4 +500,7 @@ class TestWhere:
         with pytest.raises(CheckpointError):
             load("org/name", subfolder="deep/inner", allow_pickle=True)
         patterns = [options["allow_patterns"] for _, options in asked[-2:]]
-        assert patterns == [["deep/inner/*_Pooling/config.json"], ["deep/inner/pytorch_model*.bin"]]
+        modules = ["_Pooling/config.json", "_Dense/config.json"]
+        modules += ["_Dense/*.safetensors", "_Dense/pytorch_model.bin"]
+        assert patterns[0] == [f"deep/inner/*{name}" for name in modules]
+        assert patterns[1] == ["deep/inner/pytorch_model*.bin"]

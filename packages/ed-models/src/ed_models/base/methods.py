@@ -189,8 +189,16 @@ class EasyBridgeMixin:
         return hub.from_pretrained(name_or_path, cls, **options)
 
     @classmethod
-    def read_settings(cls, directory: Path) -> dict[str, object]:
-        """Return attributes that come from files other than config.json and the weights."""
+    def read_settings(
+        cls, directory: Path, *, allow_pickle: bool = False, check_finite: bool = True
+    ) -> dict[str, object]:
+        """Return attributes that come from files other than config.json and the weights.
+
+        Args:
+            directory: the directory of the checkpoint.
+            allow_pickle, check_finite: see `from_pretrained`, for weights outside of the weight
+                files of the model.
+        """
         from ed_models.generation.options import read_settings
 
         return {"generation_json": read_settings(directory)}
@@ -212,6 +220,10 @@ class EasyBridgeMixin:
         from ed_models.generation.options import write_settings
 
         write_settings(directory, self.generation_json, self.config)
+
+    def separate_tensors(self) -> Mapping[str, Mapping[str, jax.Array]]:
+        """Return folder -> name -> array of the weights in further files; default: none."""
+        return {}
 
     def save_pretrained(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError, did_you_mean
+from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.quantization.model import QuantizationRules, spec_of
+from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -43,6 +45,8 @@ from ed_models.checkpoints.text_halves import MODEL_TYPES
 #: Files of a repository that are downloaded; other copies of the weights are not.
 SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 WEIGHTS = ("*.safetensors",)
+#: Settings of the modules of sentence-transformers.
+_MODULES = ("*_Pooling/config.json", "*_Dense/config.json")
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
 
 
@@ -52,7 +56,9 @@ class Loadable(Protocol):
     config: EasyDeLBaseConfig
 
     @classmethod
-    def read_settings(cls, directory: Path) -> dict[str, object]:
+    def read_settings(
+        cls, directory: Path, *, allow_pickle: bool = False, check_finite: bool = True
+    ) -> dict[str, object]:
         """The settings of a module in the files other than config.json and the weights."""
         ...
 
@@ -120,7 +126,9 @@ def resolve(
     try:
         folder = fetch([*SETTINGS, *(WEIGHTS if weights else ())], _NEVER)
         if (folder / MODULES_NAME).is_file():
-            fetch(["*_Pooling/config.json"], [])
+            pickled = (PICKLED,) if allow_pickle else ()
+            dense = [f"*_Dense/{name}" for name in (*WEIGHTS, *pickled)] if weights else []
+            fetch([*_MODULES, *dense], [])
         if weights and allow_pickle and not any(folder.glob("*.safetensors")):
             fetch([f"{Path(PICKLED).stem}*.bin"], ["*/*"])
     except (HFValidationError, RepositoryNotFoundError) as error:
@@ -204,6 +212,7 @@ def from_pretrained(
     quantization_config: QuantizationRules | None = None,
     apply_quantization: bool = False,
     check_finite: bool = True,
+    truncate_dim: int | None = None,
     **hub: Unpack[HubOptions],
 ) -> LoadableT:
     """Load a model in Hugging Face's layout straight onto its devices.
@@ -233,6 +242,8 @@ def from_pretrained(
             `model.quantize()`.
         check_finite: refuse weights with NaN or infinite numbers; the error names the tensor. False
             loads such weights unchanged.
+        truncate_dim: number of elements of the vectors of an embedding model (Matryoshka); None =
+            the number in the checkpoint, or all elements.
         hub: see `resolve`.
 
     Raises:
@@ -254,7 +265,12 @@ def from_pretrained(
     config = read_config(directory, **changes)
     check_tokenizer(directory, getattr(config, "vocab_size", None))
     cls = _class_for(module_class, task, config, directory)
-    settings = cls.read_settings(directory)
+    if truncate_dim is not None and not hasattr(cls, "truncate_embeddings"):
+        raise ConfigError(
+            f"truncate_dim={truncate_dim} has no effect on {cls.__name__}, which returns no "
+            "embeddings: omit truncate_dim"
+        )
+    settings = cls.read_settings(directory, allow_pickle=allow_pickle, check_finite=check_finite)
     files = open_tensors(directory, variant=variant, allow_pickle=allow_pickle)
     rules = quantization_config
     if rules is None and isinstance(config.quantization_config, EasyDeLQuantizationConfig):
@@ -279,8 +295,20 @@ def from_pretrained(
         own = spec_of(quantization_config)  # type: ignore[arg-type]
         settings = settings | {"config": module.config.replace(quantization_config=own)}
     for name, value in settings.items():
+        if isinstance(value, nnx.List):  # modules with weights in separate files
+            value = _placed(value, module.config, shard=auto_shard_model)
         setattr(module, name, value)
+    if truncate_dim is not None:
+        cast(Any, module).truncate_embeddings(truncate_dim)
     return module
+
+
+def _placed(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:
+    """Return layers with their arrays on the devices of the model."""
+    if shard:
+        return placement.shard(layers, config)
+    graphdef, state = nnx.split(layers)
+    return nnx.merge(graphdef, jax.device_put(state, config.mesh.devices.flat[0]))
 
 
 def _class_for(

@@ -34,6 +34,7 @@ from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.text_halves import text_tensors
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.rules import TIED, renamer
+from ed_models.weights.separate import SeparateParam
 
 _ModuleT = TypeVar("_ModuleT")
 
@@ -191,6 +192,8 @@ def weight_map(
 def _tensors(state: nnx.State, *, stored: bool) -> Iterator[tuple[str, Any, int]]:
     """Each layer's tensors: name, array, and how many dimensions in front are those of a stack."""
     for path, variable in nnx.to_flat_state(state):
+        if isinstance(variable, SeparateParam):
+            continue
         value = variable.get_value()
         at = int(parameter_names.is_stacked(path))
         for name in parameter_names.canonical(path):

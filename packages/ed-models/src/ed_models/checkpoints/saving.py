@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -28,7 +29,16 @@ from ed_models.checkpoints.quantized_tensors import parts_of, quantization_setti
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_order, write_tensors
 
 # Files of the model that was in the directory before.
-_REPLACED = ("model*.safetensors", "model.safetensors.index.json", "modules.json", "*_Pooling")
+_REPLACED = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "*_Pooling",
+    "*_Dense",
+    "*_Normalize",
+)
 
 
 class Saved(Protocol):
@@ -40,6 +50,10 @@ class Saved(Protocol):
 
     def write_settings(self, directory: Path) -> None:
         """Write the files other than config.json and the weights."""
+        ...
+
+    def separate_tensors(self) -> Mapping[str, Mapping[str, jax.Array]]:
+        """Return folder -> name -> array of the weights in further files."""
         ...
 
 
@@ -95,6 +109,10 @@ def save(
         value = weights.save(name, lambda ours, at: _at(*leaves[ours], at))
         return value.astype(specs[name].dtype, copy=False)
 
+    separate = {  # gathering is collective
+        folder: {name: on_host(array) for name, array in arrays.items()}
+        for folder, arrays in module.separate_tensors().items()
+    }
     if jax.process_index() != 0:
         for name in write_order(specs, max_shard_size):  # gathering is collective
             read(name)
@@ -105,6 +123,8 @@ def save(
             write_tensors(staging, specs, read, max_shard_size=max_shard_size)
             _write_config(module, staging, plain)
             module.write_settings(staging)
+            for folder, arrays in separate.items():
+                _write_separate(staging / folder, arrays, wanted)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staging)
             _publish(staging, directory)
@@ -161,6 +181,11 @@ def _write_config(module: Saved, directory: Path, dtypes: list[np.dtype]) -> Non
     if quantization is not None:
         changes |= {"quantization_config": quantization}
     module.config.replace(**changes).save_pretrained(directory)
+
+
+def _write_separate(folder: Path, arrays: Mapping[str, np.ndarray], dtype: np.dtype | None) -> None:
+    specs = {name: TensorSpec(x.shape, dtype or x.dtype) for name, x in arrays.items()}
+    write_tensors(folder, specs, lambda name: arrays[name].astype(specs[name].dtype, copy=False))
 
 
 def _publish(staging: Path, directory: Path) -> None:

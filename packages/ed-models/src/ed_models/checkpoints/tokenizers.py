@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import CheckpointError, ConfigError
+
+from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, EmbeddingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -20,6 +23,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory or a hub repository.
 
+    A checkpoint of sentence-transformers with `do_lower_case` has a tokenizer that converts texts
+    to lower case.
+
     Args:
         name: The directory or repository.
         revision: The branch, tag or commit of a repository.
@@ -33,9 +39,36 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     tokenizer = _load(AutoTokenizer, "tokenizer", name, revision, trust_remote_code)
+    _set_lower_case(tokenizer, name, revision)
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
+
+
+def _set_lower_case(tokenizer: PreTrainedTokenizerBase, name: str, revision: str | None) -> None:
+    """Add a normalizer for lower case if the settings of sentence-transformers require one."""
+    from tokenizers import normalizers
+    from transformers.utils.hub import cached_file
+
+    settings = cached_file(
+        name,
+        TRANSFORMER_NAME,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if settings is None:
+        return
+    if not EmbeddingSettings.read(Path(settings).parent).do_lower_case:
+        return
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise CheckpointError(
+            f"{settings} has do_lower_case, which requires a fast tokenizer: add a tokenizer.json"
+        )
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
 def load_processor(
