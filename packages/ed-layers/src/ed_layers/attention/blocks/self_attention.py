@@ -53,7 +53,9 @@ class SelfAttention(nnx.Module):
         bias: whether the projections of queries, keys and values have a bias.
         out_bias: whether the output projection has a bias; None = same as `bias`.
         position: the position encoding; None = none.
-        mask: which tokens a token attends to. A bidirectional layer has no cache.
+        mask: which tokens a token attends to. A bidirectional layer has no cache. A decoder whose
+            configuration has `is_causal: false` or `use_bidirectional_attention: true` is
+            bidirectional.
         norm: norms of queries and keys.
         scores: scale and limits of the scores.
         gated: multiply the outputs by the sigmoid of a projection `g_proj` (Qwen3-Next).
@@ -77,6 +79,8 @@ class SelfAttention(nnx.Module):
         group: str = "full",
     ):
         config = parts.config
+        if is_bidirectional(config):
+            mask = replace(mask, causal=False)
         d, h = config.hidden_size, heads or config.num_attention_heads
         g = kv_heads or kv_heads_of(config)
         self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
@@ -255,6 +259,12 @@ def bidirectional(mask_info: MaskInfo | None, cache: Cache | None) -> MaskInfo:
             "bidirectional attention needs all tokens in one call: call the encoder without a cache"
         )
     return replace(mask_info, causal=False)
+
+
+def is_bidirectional(config: Any) -> bool:
+    """Return whether a configuration makes an encoder of a decoder (GTE-Qwen, EmbeddingGemma)."""
+    both_ways = getattr(config, "use_bidirectional_attention", None) is True
+    return both_ways or not getattr(config, "is_causal", True)
 
 
 def kv_heads_of(config: Any) -> int:
