@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pickle
+from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
@@ -295,3 +296,16 @@ def test_annotated_config_is_validated_with_all_its_fields():
     assert LimitedConfig(size=8).size == 8
     with pytest.raises(ConfigError, match="size=9"):
         LimitedConfig(size=9)
+
+
+def test_annotated_config_maps_names_of_architecture_fields(tmp_path):
+    class MappedConfig(EasyDeLBaseConfig):
+        model_type = "mapped"
+        attribute_map: ClassVar = {"hidden_size": "model_dim"}
+        model_dim: int = 32
+
+    config = MappedConfig(hidden_size=48)
+    assert config.hidden_size == config.model_dim == 48
+    config.save_pretrained(tmp_path)
+    assert "hidden_size" not in json.loads((tmp_path / "config.json").read_text())
+    assert MappedConfig.from_pretrained(tmp_path).hidden_size == 48

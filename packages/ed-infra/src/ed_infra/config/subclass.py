@@ -160,6 +160,8 @@ def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any])
     if architecture_classes(cls):
         return
     for name, default in BARE_FIELDS.items():
+        if name in getattr(cls, "attribute_map", ()):
+            continue  # transformers assigns the keyword to the mapped field
         if name in keywords:
             values[name] = keywords.pop(name)
         elif name not in values and not hasattr(cls, name):
