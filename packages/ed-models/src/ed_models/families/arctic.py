@@ -1,8 +1,8 @@
-"""Arctic (Snowflake 2024): a dense transformer, and experts beside it.
+"""Arctic (Snowflake 2024): layers with a feed-forward layer and experts in parallel.
 
-- every `moe_layer_frequency`-th layer has experts, the others a feed-forward layer instead
-- with `parallel_attn_mlp_res`, a layer with experts has a feed-forward layer of the hidden size,
-  too; its experts read the input of the layer, so that they need not wait for the attention
+- every `moe_layer_frequency`-th layer has experts; the other layers have a feed-forward layer
+- with `parallel_attn_mlp_res`, a layer with experts also has a feed-forward layer of the hidden
+  size, and its experts read the input of the layer instead of the output of the attention
 
 Parameter names and numbers follow the authors' `modeling_arctic.py`.
 """
@@ -62,7 +62,7 @@ def has_experts(config: ArcticConfig, index: int) -> bool:
 
 
 class ArcticDecoderLayer(DecoderLayer):
-    """Attention, and experts or a feed-forward layer; or all three."""
+    """Attention, and experts or a feed-forward layer, or both."""
 
     def __init__(self, parts: Parts, index: int):
         config: ArcticConfig = parts.config

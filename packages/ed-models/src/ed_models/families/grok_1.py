@@ -1,6 +1,6 @@
 """Grok-1 (xAI 2024): norms around attention and experts, and a factor on embeddings and logits.
 
-- scores of attention have a scale of their own and a soft cap
+- attention scores have a separate scale (`attn_output_multiplier`) and a soft cap
 - the weights of the chosen experts are their shares in the softmax over all experts
 - GELU is the tanh approximation of xAI's code; `hidden_act="gelu"` is the exact function, which the
   conversion to torch computes
