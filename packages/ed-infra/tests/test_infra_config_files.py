@@ -43,6 +43,14 @@ def test_old_spellings_and_unknown_keys(folder):
     assert config.head_dim == 8
 
 
+@pytest.mark.parametrize("switch", [True, False])
+def test_gradient_checkpointing_switch_of_old_files_is_ignored(folder, switch):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gradient_checkpointing": switch}))
+    plain = LlamaConfig().gradient_checkpointing
+    assert LlamaConfig.from_pretrained(folder).gradient_checkpointing == plain
+
+
 def test_a_round_trip_keeps_everything(folder):
     config = LlamaConfig.from_pretrained(folder, attn_mechanism="splash", axis_dims=(1, 1, 1, 1, 1))
     config.attach_custom_arguments(mine=[1, 2])

@@ -71,8 +71,9 @@ class EasyDeLBaseConfig(StoredConfig):
     """
 
     model_type: ClassVar[str] = ""
-    #: Keywords that a family's `__post_init__` reads beyond its fields.
-    known_keywords: ClassVar[frozenset[str]] = frozenset()
+    #: Keywords beyond the fields: `is_causal: false` makes a decoder an encoder; a family lists
+    #: those that its `__post_init__` reads.
+    known_keywords: ClassVar[frozenset[str]] = frozenset({"is_causal"})
 
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
         inherit_architecture(cls)

@@ -133,6 +133,9 @@ def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: unknown key {name!r} in {SECTION!r}{hint}")
     data.update(section)
     data.pop("model_type", None)
+    # Files of transformers before 4.11 store a switch of the training run under this name.
+    if isinstance(data.get("gradient_checkpointing"), bool):
+        del data["gradient_checkpointing"]
     return data
 
 

@@ -153,7 +153,7 @@ class EncoderNames:
         if head is not None:
             parts = {"transform.dense": head.dense, "transform.norm": head.norm}
             out = "model.pooler" if task == TaskType.BASE_MODULE else "score"
-            parts |= {out: head.out, "lm_head": head.out, "head_bias": head.bias}
+            parts |= {out: head.out, "lm_head": head.out, "output_bias": head.bias}
             names = {ours: theirs for ours, theirs in parts.items() if theirs}
         used = set() if head is None else {*head.names()}
         heads = [name for each in self.heads.values() for name in each.names()]

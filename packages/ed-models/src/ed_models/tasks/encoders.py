@@ -290,7 +290,7 @@ class MaskedLM(VocabularyHead):
         """Create the layers of the head, and the matrix of an untied model."""
         v, e = self.model.embed_tokens.embedding.shape
         self.transform = HeadTransform(parts, self.form, e)
-        self.head_bias = nnx.Param(jnp.zeros(v, parts.param_dtype), axes=("vocab",))
+        self.output_bias = nnx.Param(jnp.zeros(v, parts.param_dtype), axes=("vocab",))
         if not self.is_tied:
             self.lm_head = parts.linear(e, v, axes=("embed", "vocab"))
 
@@ -301,7 +301,7 @@ class MaskedLM(VocabularyHead):
 
     def head(self) -> Head:
         """Return the last layer of the head; its input is the output of `transform`."""
-        return replace(super().head(), bias=self.head_bias.get_value())
+        return replace(super().head(), bias=self.output_bias.get_value())
 
     def __call__(
         self,
