@@ -33,6 +33,7 @@ LEARNED = {
     "distillation": ("eval_distillation_loss", 0, 0.15),
     "seq_kd": ("eval_loss", 0, 1.5),
     "embedding": ("eval_accuracy", 0.2, 1),
+    "mlm": ("eval_loss", 0, 5.1),
     "grpo": ("eval_reward", 0.9, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),

@@ -53,6 +53,12 @@ NEW, QUANTIZED = (
     "quantization: {model: {quantization_method: nf4, group_size: 32}}\n"
     "lora: {rank: 4, dropout: 0.1}\n",
 )
+#: The same data for an encoder, whose masks depend on the step.
+MASKED = (
+    RUN.replace("llama", "bert")
+    .replace(" num_key_value_heads: 2,", "")
+    .replace("trainer_type: sft", "trainer_type: mlm\n  whole_word_mask: true")
+)
 #: Online methods: some checkpoints are within a generation of six steps.
 GIVEN = RUN[RUN.index("mixture:") : RUN.index("  max_training_steps")]
 SAMPLED = """mixture:
@@ -139,7 +145,7 @@ def a_checkpoint_is_being_written(folder):
     )
 
 
-@pytest.fixture(scope="module", params=["new", "quantized", "grpo"])
+@pytest.fixture(scope="module", params=["new", "quantized", "masked", "grpo"])
 def run(request, tmp_path_factory):
     """Return a run file, and the record of an uninterrupted run."""
     folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN
@@ -148,6 +154,8 @@ def run(request, tmp_path_factory):
         finish(base, RUN.replace(f"max_training_steps: {STEPS}", "max_training_steps: 2"))
         text = RUN.replace(NEW, QUANTIZED.replace("BASE", str(base / "run" / "model")))
         assert text != RUN
+    if request.param == "masked":
+        text = MASKED
     if request.param in ONLINE:
         text = RUN.replace(GIVEN, ONLINE[request.param])
     finish(folder, text)

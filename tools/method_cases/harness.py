@@ -189,12 +189,20 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
     return Outcome(metrics["loss"], metrics, gradients)
 
 
-def trainer_of(method: str, model: Any, frozen: Any = None, **arguments: Any) -> Any:
+def trainer_of(
+    method: str,
+    model: Any,
+    frozen: Any = None,
+    processing_class: Any = None,
+    **arguments: Any,
+) -> Any:
     """Return a trainer without data."""
     from ed_trainers import arguments_class, trainer_class
 
     options = arguments_class(method)(total_batch_size=2, **arguments)
-    return trainer_class(method)(options, model, frozen=frozen or {})
+    return trainer_class(method)(
+        options, model, processing_class=processing_class, frozen=frozen or {}
+    )
 
 
 # TRL's side.

@@ -101,7 +101,7 @@ def apart(batch, leads=("chosen", "rejected")):
     return {name: np.stack(rows) for name, rows in out.items()}
 
 
-def one_step(method, model, batch, accumulation=1, frozen=None, **given):
+def one_step(method, model, batch, accumulation=1, frozen=None, tokenizer=None, **given):
     """Parameters by name after a step of plain gradient descent, and its report."""
     rows = next(iter(batch.values())).shape[0]
     arguments = arguments_class(method)(
@@ -109,7 +109,9 @@ def one_step(method, model, batch, accumulation=1, frozen=None, **given):
         gradient_accumulation_steps=accumulation,
         **{"optimizer": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, **given},
     )
-    trainer = trainer_class(method)(arguments, model, frozen=frozen or {})
+    trainer = trainer_class(method)(
+        arguments, model, processing_class=tokenizer, frozen=frozen or {}
+    )
     schedule = build_schedule(arguments, 10)
     state = EasyDeLState.create(
         model=model, tx=build_optimizer(arguments, schedule), init_opt_state=True

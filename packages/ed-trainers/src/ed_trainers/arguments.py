@@ -24,6 +24,7 @@ from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.gkd import GKDArguments
 from ed_trainers.options.groups import GRPOArguments, RLOOArguments, RLVRArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
+from ed_trainers.options.mlm import MLMArguments
 from ed_trainers.options.next_token import NextTokenArguments
 from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
@@ -146,6 +147,7 @@ _SHIPPED: dict[str, MethodEntry] = {
         "embedding",
         task=TaskType.EMBEDDING,
     ),
+    "mlm": MethodEntry(MLMArguments, "ed_trainers.methods.mlm:MLMTrainer", task=TaskType.MASKED_LM),
     "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
     "rloo": _online(RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD),
     "rlvr": _online(RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD),

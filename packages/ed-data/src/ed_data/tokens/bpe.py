@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ed_data")
 
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+BOS, EOS, PAD, MASK = "<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>"
 _BYTES = 256
 
 #: The role and the text are on separate lines. An answer ends with the end-of-text token and is
@@ -39,6 +39,7 @@ def train_bpe(
     *,
     min_frequency: int = 2,
     chat_template: str | None = CHAT_TEMPLATE,
+    mask_token: bool = False,
     model_max_length: int | None = None,
     save_directory: str | os.PathLike[str] | None = None,
 ) -> PreTrainedTokenizerFast:
@@ -49,10 +50,11 @@ def train_bpe(
 
     Args:
         texts: the training texts.
-        vocab_size: number of ids; at least 256 bytes and 3 special tokens. With little text the
+        vocab_size: number of ids; at least 256 bytes and the special tokens. With little text the
             tokenizer is smaller and logs a warning.
         min_frequency: minimum number of occurrences of a merged pair.
         chat_template: a Jinja template, or None.
+        mask_token: add `<|mask|>`, for masked language models.
         model_max_length: number of tokens above which the tokenizer logs a warning.
         save_directory: folder for the tokenizer, or None.
 
@@ -62,7 +64,7 @@ def train_bpe(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = [BOS, EOS, PAD]
+    special = [BOS, EOS, PAD, *([MASK] if mask_token else [])]
     if vocab_size < _BYTES + len(special):
         raise DataError(
             f"vocab_size={vocab_size} is too small: {_BYTES} bytes and {len(special)} special "
@@ -95,7 +97,9 @@ def train_bpe(
         pair=f"{BOS} $A {BOS}:1 $B:1",
         special_tokens=[(BOS, backend.token_to_id(BOS))],
     )
-    extra = {} if model_max_length is None else {"model_max_length": model_max_length}
+    extra: dict[str, int | str] = {"mask_token": MASK} if mask_token else {}
+    if model_max_length is not None:
+        extra["model_max_length"] = model_max_length
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,

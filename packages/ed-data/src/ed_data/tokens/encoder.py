@@ -130,7 +130,8 @@ class Encoder:
         Args:
             tokenizer: a tokenizer of transformers.
             options: the section `tokenization`.
-            eos: id that ends each document; None for the tokenizer's end-of-text token.
+            eos: id that ends each document; None for the tokenizer's end-of-text token, or its
+                separator.
             schema: the columns of a document.
             images: see `Encoder.images`.
             max_length: see `Encoder.max_length`.
@@ -139,13 +140,14 @@ class Encoder:
             DataError: there is no end-of-document id, `assistant_only_loss` needs a chat template,
                 or the schema does not support images.
         """
-        own = tokenizer.eos_token_id
-        if eos is None and isinstance(own, int):
-            eos = own
+        if eos is None:
+            # Tokenizers of encoders end a text with a separator.
+            own = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+            eos = next((token for token in own if isinstance(token, int)), None)
         if eos is None:
             raise DataError(
-                "the tokenizer has no end-of-text token: set mixture.pack_eos_token_id to the id "
-                "that ends a document",
+                "the tokenizer has neither an end-of-text token nor a separator: set "
+                "mixture.pack_eos_token_id to the id that ends a document",
                 ("pack_eos_token_id",),
             )
         if not 0 <= eos < len(tokenizer):

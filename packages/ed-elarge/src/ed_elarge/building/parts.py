@@ -58,7 +58,11 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
             made = elm.part("processor").tokenizer
         elif section.train is not None:
             made = tokenizer_training.load_or_train(
-                section.train, _mixture(run), run.directory / "tokenizer", run.schema
+                section.train,
+                _mixture(run),
+                run.directory / "tokenizer",
+                run.schema,
+                mask_token=run.task == TaskType.MASKED_LM,
             )
         else:
             made = load_tokenizer(**_tokenizer_source(run))
@@ -383,7 +387,7 @@ def trainer(elm: eLargeModel) -> Trainer:
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     run = elm.config
-    if run.method_entry.labels is None:
+    if run.tasks[0] in GENERATING:
         stop_after_answers(elm.part("model"), elm.part("tokenizer"))
     others = (*run.method_entry.needs, *run.method_entry.may_read)
     given = [name for name in others if run.sections.get(f"{name}_model") is not None]

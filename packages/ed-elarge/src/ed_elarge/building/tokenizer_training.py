@@ -22,17 +22,22 @@ _RECORD = "trained_on.json"
 
 
 def load_or_train(
-    options: TokenizerTraining, mixture: Mixture, directory: Path, schema: Schema = TEXT
+    options: TokenizerTraining,
+    mixture: Mixture,
+    directory: Path,
+    schema: Schema = TEXT,
+    *,
+    mask_token: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
     The tokenizer is stored in `directory` with a record of its options and data. If they change,
-    the tokenizer is trained again. Held-out texts are not read.
+    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask token.
 
     Raises:
         DataError: There is no text, or a source cannot be read.
     """
-    record = _record(options, mixture, schema)
+    record = _record(options, mixture, schema, mask_token)
     kept = directory / _RECORD
     if kept.is_file() and kept.read_text() == record:
         from transformers import PreTrainedTokenizerFast
@@ -46,12 +51,13 @@ def load_or_train(
         texts(mixture, "train", schema=schema),
         options.vocab_size,
         min_frequency=options.min_frequency,
+        mask_token=mask_token,
     )
     _publish(tokenizer, record, directory)
     return tokenizer
 
 
-def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema) -> str:
+def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema, mask_token: bool) -> str:
     """Return the options and data that determine the tokenizer, as text."""
     from ed_data.rows.documents import fingerprint
     from ed_data.sources import open_source
@@ -63,6 +69,7 @@ def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema) -> str
         "informs": of(mixture.informs),
         "held_out": [mixture.eval_fraction, of(mixture.eval_informs)],
         "options": options.model_dump(mode="json"),
+        **({"mask_token": True} if mask_token else {}),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})

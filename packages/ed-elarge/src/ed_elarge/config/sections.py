@@ -81,6 +81,8 @@ TASKS = (
     TaskType.CAUSAL_LM,
     TaskType.SEQUENCE_TO_SEQUENCE,
     TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.MASKED_LM,
+    TaskType.TOKEN_CLASSIFICATION,
     TaskType.SEQUENCE_CLASSIFICATION,
     TaskType.EMBEDDING,
     TaskType.AUTO_BIND,

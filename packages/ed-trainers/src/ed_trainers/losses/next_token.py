@@ -5,7 +5,7 @@ Legend: b rows, s positions, t positions of a decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from ed_infra.errors import ConfigError
@@ -50,22 +50,10 @@ def next_token_batch(batch: HostBatch, model: LanguageModel | None = None) -> In
     Raises:
         ConfigError: `input_ids` or the labels of a decoder are missing, or shapes differ.
     """
-    if "input_ids" not in batch:
-        raise ConfigError(f"a batch has no input_ids, only {', '.join(sorted(batch))}")
-    inputs = np.ascontiguousarray(batch["input_ids"], np.int32)
     has_decoder = model is not None and "decoder_input_ids" in model.input_names
     has_decoder |= "decoder_input_ids" in batch
-    _check_shapes(batch, "input_ids", _INPUTS if has_decoder else (*_INPUTS, *_LABELS))
-    segments = batch.get("segment_ids", batch.get("attention_mask"))
-    segments = np.ones_like(inputs) if segments is None else np.asarray(segments, np.int32)
-    positions = batch.get("position_ids")
-    if positions is None:
-        positions = np.where(segments > 0, places_in_segments(segments), 0)
-    made = {
-        "input_ids": inputs,
-        "segment_ids": segments,
-        "position_ids": np.asarray(positions, np.int32),
-    }
+    made = sequence_arrays(batch, () if has_decoder else _LABELS)
+    inputs, segments = made["input_ids"], made["segment_ids"]
     if has_decoder:
         made |= _decoder_arrays(batch, model)
     else:
@@ -76,11 +64,41 @@ def next_token_batch(batch: HostBatch, model: LanguageModel | None = None) -> In
             weights = np.where(weights > 0, following, np.float32(0))
         made |= {"targets": targets, "weights": weights}
     read = {*made, "labels", "attention_mask", "loss_weights", "decoder_attention_mask"}
+    return Inputs({**made, **further_arrays(batch, read)}, {"targets": TOKENS, "weights": TOKENS})
+
+
+def sequence_arrays(batch: HostBatch, like_inputs: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Return `input_ids`, `segment_ids` and `position_ids` int32 [b, s] of a batch.
+
+    Args:
+        batch: as for `next_token_batch`.
+        like_inputs: names of further arrays that must have the shape of `input_ids`, if present.
+
+    Raises:
+        ConfigError: `input_ids` is missing, or shapes differ.
+    """
+    if "input_ids" not in batch:
+        raise ConfigError(f"a batch has no input_ids, only {', '.join(sorted(batch))}")
+    inputs = np.ascontiguousarray(batch["input_ids"], np.int32)
+    _check_shapes(batch, "input_ids", (*_INPUTS, *like_inputs))
+    segments = batch.get("segment_ids", batch.get("attention_mask"))
+    segments = np.ones_like(inputs) if segments is None else np.asarray(segments, np.int32)
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = np.where(segments > 0, places_in_segments(segments), 0)
+    return {
+        "input_ids": inputs,
+        "segment_ids": segments,
+        "position_ids": np.asarray(positions, np.int32),
+    }
+
+
+def further_arrays(batch: HostBatch, read: Collection[str]) -> dict[str, np.ndarray]:
+    """Return the numeric arrays of a batch [b, ...] whose names are not in `read`."""
     kept = {name: np.asarray(array) for name, array in batch.items() if name not in read}
     # Text and values of the whole batch, which a loader may add, are no arrays of a model.
-    rows = inputs.shape[:1]
-    kept = {n: x for n, x in kept.items() if x.dtype.kind in "biuf" and x.shape[:1] == rows}
-    return Inputs({**made, **kept}, {"targets": TOKENS, "weights": TOKENS})
+    rows = np.shape(batch["input_ids"])[:1]
+    return {n: x for n, x in kept.items() if x.dtype.kind in "biuf" and x.shape[:1] == rows}
 
 
 def _decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, np.ndarray]:

@@ -1,0 +1,145 @@
+"""Masked language modeling: the cross-entropy of masked tokens, for pre-training and fine-tuning.
+
+Legend: b rows, s positions, k selected positions of a row at most, d hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
+from ed_layers.losses import TokenLoss
+from ed_models.protocol import LanguageModel
+
+from ed_trainers.arguments import METHODS
+from ed_trainers.batches import Dataset, Feed, HostBatch, Share
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.masking import MaskTokenizer, Vocabulary, masked_rows
+from ed_trainers.losses.next_token import further_arrays, sequence_arrays
+from ed_trainers.losses.scoring import forward
+from ed_trainers.losses.token_loss import token_cross_entropy
+from ed_trainers.options.mlm import MLMArguments
+from ed_trainers.trainer import Trainer
+
+#: Name of the number in a training batch from which its masks are drawn: the step, from 1.
+_STEP = "mask_step"
+#: The number of held-out batches, whose masks are always the same.
+_HELD_OUT = 0
+
+
+class Transforms(Protocol):
+    """A masked language model: its head reads the result of `transform`."""
+
+    def transform(self, hidden: jax.Array) -> jax.Array:
+        """Return the input of the head."""
+        ...
+
+
+class Masking:
+    """The vocabulary of the run's tokenizer."""
+
+    def __init__(self, run: MethodRun[MLMArguments], models: dict[str, LanguageModel]):
+        del models
+        if run.tokenizer is None:
+            raise ConfigError(
+                "masked language modeling needs a tokenizer, whose mask token and special tokens "
+                "it reads: pass processing_class"
+            )
+        tokenizer = cast(MaskTokenizer, run.tokenizer)
+        self.vocabulary = Vocabulary.of(tokenizer, whole_words=run.arguments.whole_word_mask)
+
+
+class MaskFeed(Feed):
+    """The training batches with the number of their step, from which masks are drawn."""
+
+    def batch(self, step: int) -> HostBatch:
+        batch = super().batch(step)
+        return {**batch, _STEP: np.asarray(step + 1)}
+
+
+def feed(run: MethodRun[MLMArguments], dataset: Dataset) -> Feed:
+    """Return the training batches of a dataset, by step."""
+    return MaskFeed(dataset, Share.of(dataset, run.placement, run.rows))
+
+
+def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
+    """Mask the tokens of a batch; see `masked_rows`.
+
+    Masks are drawn from `seed`, the step and the tokens of a row. An evaluation masks the same
+    tokens each time.
+
+    Args:
+        run: the run of the method.
+        batch: `input_ids` int [b, s]; optionally `segment_ids`, `position_ids`, `labels` (tokens
+            with the label -100 are not masked) and `loss_weights`.
+
+    Returns:
+        The arrays of the model, and `masked_positions`, `targets` and `weights` [b, k].
+    """
+    made = sequence_arrays(batch, ("labels", "loss_weights"))
+    weights = np.asarray(batch.get("loss_weights", np.ones(made["input_ids"].shape)), np.float32)
+    if "labels" in batch:
+        weights = np.where(np.asarray(batch["labels"]) >= 0, weights, np.float32(0))
+    options = run.arguments
+    rows = masked_rows(
+        made["input_ids"],
+        made["segment_ids"],
+        weights,
+        run.part(Masking).vocabulary,
+        probabilities=(
+            options.mlm_probability,
+            options.mask_replace_prob,
+            options.random_replace_prob,
+        ),
+        seed=(options.seed, int(batch.get(_STEP, _HELD_OUT))),
+    )
+    made |= {
+        "input_ids": rows.input_ids,
+        "masked_positions": rows.positions,
+        "targets": rows.targets,
+        "weights": rows.weights,
+    }
+    read = {*made, _STEP, "labels", "attention_mask", "loss_weights"}
+    axes = dict.fromkeys(("masked_positions", "targets", "weights"), ("batch", None))
+    return Inputs({**made, **further_arrays(batch, read)}, axes)
+
+
+def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the weighted sum of `-log p(target)` in nats over the masked positions.
+
+    The head computes logits of the selected positions only. Label smoothing and z-loss apply in
+    training only, when there is a key.
+    """
+    model, arguments = models.learner, run.arguments
+    output = forward(model, batch, key)
+    assert output.last_hidden_state is not None
+    chosen = jnp.take_along_axis(
+        output.last_hidden_state, batch["masked_positions"][..., None], axis=1
+    )
+    extra = TokenLoss()
+    if key is not None:
+        extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
+    total = token_cross_entropy(
+        cast(Transforms, model).transform(chosen),
+        model.head(),
+        batch["targets"],
+        batch["weights"],
+        sharding=run.placement.sharding(batch["targets"].shape, ("batch", None)),
+        chunk=arguments.lmhead_chunksize,
+        loss=extra,
+    )
+    return Loss.of(output, total, jnp.sum(batch["weights"]))
+
+
+MLM = Method[MLMArguments](prepare=prepare, loss=loss, feed=feed, parts=(Masking,))
+
+
+class MLMTrainer(Trainer):
+    """Trains a `MaskedLM` to predict masked tokens; `arguments` are `MLMArguments`."""
+
+    entry = METHODS["mlm"]
+    record = MLM
