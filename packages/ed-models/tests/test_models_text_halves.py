@@ -83,7 +83,7 @@ class Multimodal(NamedTuple):
 GEMMA3 = Multimodal("gemma3", "gemma3_text", "both kinds of layers", SIGLIP)
 GEMMA4 = Multimodal("gemma4", "gemma4_text", "shared keys, inputs of layers", None)
 MISTRAL3 = Multimodal("mistral3", "mistral", "window", PIXTRAL)
-QWEN3_5 = Multimodal("qwen3_5", "qwen3_5_text", "sections, biases, tied", QWEN_TOWER)
+QWEN3_5_MOE = Multimodal("qwen3_5_moe", "qwen3_5_moe_text", "two of four, biases", QWEN_TOWER)
 MODELS = (
     GEMMA3,
     GEMMA4,
@@ -91,8 +91,8 @@ MODELS = (
     Multimodal("llama4", "llama4_text", "dense layers, two experts", LLAMA4_TOWER),
     MISTRAL3,
     Multimodal("mistral3", "ministral3", "yarn, scaled queries", PIXTRAL),
-    QWEN3_5,
-    Multimodal("qwen3_5_moe", "qwen3_5_moe_text", "two of four, biases", QWEN_TOWER),
+    Multimodal("qwen3_5", "qwen3_5_text", "sections, biases, tied", QWEN_TOWER),
+    QWEN3_5_MOE,
 )
 OTHER_MODELS = (
     Multimodal("deepseek_vl", "llama", "tied", SIGLIP),
@@ -262,6 +262,21 @@ def test_unused_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
         tensors[stored.format(5)] = tensors[stored.format(2)].copy()
     save_file(tensors, path)
     assert_equal(load(tmp_path), before)
+
+
+def test_tensors_of_all_experts_load_like_tensors_of_each_expert(tmp_path: Path) -> None:
+    theirs = torch_model(QWEN3_5_MOE)
+    theirs.save_pretrained(tmp_path / "each")
+    joined = {name: value.numpy() for name, value in theirs.state_dict().items()}
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in joined
+    all_experts = rewrite(tmp_path / "each", tmp_path / "all")
+    save_file(joined, all_experts / "model.safetensors")
+    assert_equal(load(all_experts), load(tmp_path / "each"))
+    classifiers: list[Any] = [
+        AutoEasyDeLModelForSequenceClassification.from_pretrained(path, sharding_axis_dims=ONE)
+        for path in (all_experts, tmp_path / "each")
+    ]
+    assert_equal(*classifiers)
 
 
 def test_text_half_of_a_classifier_keeps_head_and_labels(tmp_path: Path) -> None:

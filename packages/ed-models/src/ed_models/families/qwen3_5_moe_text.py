@@ -10,6 +10,11 @@ predict further tokens are not loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -18,7 +23,9 @@ from ed_layers.parts import Parts
 
 from ed_models.body.experts import qwen_experts
 from ed_models.body.gated_delta import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
+from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
 from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.blocks import Shape
 from ed_models.weights.rules import EXPERTS, renamed
 
 
@@ -43,9 +50,39 @@ class Qwen3_5MoeTextModel(GatedHybrid):
     layer_class = Qwen3_5MoeDecoderLayer
 
 
+def separate_experts(files: TensorFiles, wanted: Mapping[str, Shape]) -> TensorFiles:
+    """Return the tensors of each expert, of a checkpoint with one tensor for all experts.
+
+    Published checkpoints have `experts.gate_up_proj` [e, 2 * f, d] and `experts.down_proj`
+    [e, d, f]; transformers writes `experts.7.gate_proj.weight` and so on.
+    """
+
+    def read(whole: str, expert: int, rows: slice, index: Index) -> np.ndarray:
+        return files.read(whole, (expert, rows))[index]
+
+    computed: dict[str, Computed] = {}
+    joined: set[str] = set()
+    for name in wanted:
+        stem, _, own = name.partition(".experts.")
+        expert, _, projection = own.removesuffix(".weight").partition(".")
+        is_half = projection in ("gate_proj", "up_proj")
+        whole = f"{stem}.experts.{'gate_up_proj' if is_half else projection}"
+        if name in files or whole not in files or int(expert) >= files[whole].shape[0]:
+            continue
+        _, size, inputs = files[whole].shape
+        size = size // 2 if is_half else size
+        start = size if projection == "up_proj" else 0
+        entry = replace(files[whole], shape=(size, inputs))
+        rows = slice(start, start + size)
+        computed[name] = Computed(entry, partial(read, whole, int(expert), rows))
+        joined.add(whole)
+    return files.renamed(dict.fromkeys(joined)).joined(computed) if computed else files
+
+
 @register_module(TaskType.CAUSAL_LM, config=Qwen3_5MoeTextConfig, model_type="qwen3_5_moe_text")
 class Qwen3_5MoeForCausalLM(CausalLM):
     """Qwen3.5 with experts and a language-model head."""
 
     body_class = Qwen3_5MoeTextModel
     WEIGHTS = renamed({"shared_experts": "shared_expert"}, EXPERTS, *SPLIT_DELTA)
+    as_published = staticmethod(separate_experts)
