@@ -30,7 +30,7 @@ class HeadNames:
     Attributes:
         out: name of the last linear layer in checkpoints.
         dense, norm: names of the linear layer and the norm in front of it; None = there is none.
-        bias: name of the bias of a language-model head.
+        bias: name of the bias of a tied language-model head.
         activation: name of the activation after `dense`, or of the field with its name.
         dropout: the field with the dropout rate, replaced by `hidden_dropout_prob` if the field is
             missing or None; None = no dropout.
@@ -48,6 +48,10 @@ class HeadNames:
     def names(self) -> list[str]:
         """Return the names in checkpoints."""
         return [name for name in (self.out, self.dense, self.norm, self.bias) if name]
+
+    def biases(self) -> tuple[str, ...]:
+        """Return the names of the bias of a language-model head in checkpoints."""
+        return (self.bias, f"{self.out}.bias") if self.bias else ()
 
     def activation_of(self, config: Any) -> str:
         """Return the name of the activation."""
@@ -158,11 +162,12 @@ class EncoderNames:
         used = set() if head is None else {*head.names()}
         heads = [name for each in self.heads.values() for name in each.names()]
         unused = dict.fromkeys(name for name in (*heads, *self.others) if name not in used)
-        # The bias of a language-model head is listed under two names.
+        # The bias of a language-model head has two names: a tied head uses `bias`, another one the
+        # bias of `out`.
         return (
             *renamed({**names, **self.body}, *self.rules, *STANDARD),
             *(rule for name in unused for rule in (ignore(name), ignore(f"{name}.{{path}}"))),
-            *([ignore(f"{head.out}.bias")] if head is not None and head.bias else []),
+            *(ignore(name) for name in (head.biases() if head is not None else ())),
             ignore("{path}.position_ids"),
         )
 

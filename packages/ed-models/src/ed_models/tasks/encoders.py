@@ -269,6 +269,7 @@ class MaskedLM(VocabularyHead):
     """
 
     names: ClassVar[EncoderNames]
+    head_bias = True
 
     @classmethod
     def derived(cls) -> Mapping[TaskType, Callable[[type[Any]], type[Any]]]:
@@ -290,9 +291,10 @@ class MaskedLM(VocabularyHead):
         """Create the layers of the head, and the matrix of an untied model."""
         v, e = self.model.embed_tokens.embedding.shape
         self.transform = HeadTransform(parts, self.form, e)
-        self.output_bias = nnx.Param(jnp.zeros(v, parts.param_dtype), axes=("vocab",))
-        if not self.is_tied:
-            self.lm_head = parts.linear(e, v, axes=("embed", "vocab"))
+        if self.is_tied:
+            self.output_bias = nnx.Param(jnp.zeros(v, parts.param_dtype), axes=("vocab",))
+        else:
+            self.lm_head = parts.linear(e, v, axes=("embed", "vocab"), bias=True)
 
     @property
     def form(self) -> HeadNames:
@@ -301,7 +303,8 @@ class MaskedLM(VocabularyHead):
 
     def head(self) -> Head:
         """Return the last layer of the head; its input is the output of `transform`."""
-        return replace(super().head(), bias=self.output_bias.get_value())
+        head = super().head()
+        return replace(head, bias=self.output_bias.get_value()) if self.is_tied else head
 
     def __call__(
         self,
