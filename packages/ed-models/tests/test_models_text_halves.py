@@ -305,6 +305,7 @@ def test_task_of_a_multimodal_checkpoint_is_that_of_its_text_half(gemma3: Path) 
         ({"text_config": None}, CheckpointError, "no text_config with a model_type"),
         ({"text_config": {"hidden_size": 32}}, CheckpointError, "no text_config with a model_type"),
         ({"text_config": {"model_type": "gema3_text"}}, RegistryError, "mean 'gemma3_text'"),
+        ({"model_type": ["gemma3"]}, CheckpointError, 'has no "model_type"'),
         ({"model_type": "paligemma"}, RegistryError, "multimodal model that is not registered"),
     ],
 )

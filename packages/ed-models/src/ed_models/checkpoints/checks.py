@@ -75,7 +75,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is not a JSON object ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object but a {type(content).__name__}")
-    return text_settings(content)
+    return text_settings(content, path)
 
 
 def task_of(directory: Path) -> TaskType:

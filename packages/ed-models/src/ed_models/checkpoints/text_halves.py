@@ -12,6 +12,7 @@ transformers, because run files are checked with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import CheckpointError
@@ -60,24 +61,25 @@ _PREFIXES: Mapping[str, str] = {
 _HEADS = ("lm_head.", "score.")
 
 
-def text_settings(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_settings(stored: Mapping[str, Any], path: str | Path = "config.json") -> Mapping[str, Any]:
     """Return the settings of the text half of a multimodal checkpoint; other settings unchanged.
 
     Args:
         stored: content of config.json.
+        path: path of the file, for error messages.
 
     Raises:
         CheckpointError: the settings have no `text_config`.
     """
     model_type = stored.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return stored
     text = stored.get("text_config")
     if not isinstance(text, Mapping) or not isinstance(text.get("model_type"), str):
         raise CheckpointError(
-            f"config.json has model_type={model_type!r}, a multimodal model of which the text "
-            "model is loaded, but no text_config with a model_type: restore the text_config of "
-            "the original checkpoint"
+            f"{path} has model_type={model_type!r}, a multimodal model of which the text model is "
+            "loaded, but no text_config with a model_type: restore the text_config of the original "
+            "checkpoint"
         )
     shared = {name: stored[name] for name in _SHARED if stored.get(name) is not None}
     return {**text, **shared}
