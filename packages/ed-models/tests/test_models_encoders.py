@@ -12,6 +12,7 @@ import pytest
 from ed_infra import registry
 from ed_infra.errors import ConfigError
 from ed_models import (
+    AutoEasyDeLConfig,
     AutoEasyDeLModel,
     AutoEasyDeLModelForEmbedding,
     AutoEasyDeLModelForSeq2SeqLM,
@@ -20,6 +21,7 @@ from ed_models import (
 from ed_models.conformance import ONE, Subject, forward
 from ed_models.families.bert import BertConfig
 from ed_models.families.t5 import T5Config, T5ForConditionalGeneration
+from ed_models.generation.prompts import longest_sequence
 from flax import nnx
 
 from tests.conformance.cases import cases, subjects
@@ -138,6 +140,18 @@ def test_encoder_has_no_cache_and_refuses_the_options_of_decoders() -> None:
         model.init_cache(1, 8)
     with pytest.raises(ConfigError, match="is_decoder=True is not supported"):
         BertConfig(**BERT, is_decoder=True)
+
+
+def test_text_longer_than_the_position_table_is_refused() -> None:
+    fields = {**cases("roberta")["roberta"].rows["encoder"], "max_position_embeddings": 14}
+    config = AutoEasyDeLConfig.for_model("roberta", **fields, sharding_axis_dims=ONE)
+    assert longest_sequence(config) == 12
+    model = AutoEasyDeLModel.from_config(config)
+    assert model(IDS).last_hidden_state.shape == (3, 12, 32)
+    with pytest.raises(
+        ConfigError, match="a row has 13 tokens, but .* for 12"
+    ):
+        model(np.pad(IDS, ((0, 0), (0, 1)), constant_values=5))
 
 
 @pytest.mark.nightly

@@ -91,11 +91,6 @@ class TextEncoder(Decoder):
         """Return whether the embedding has a table of positions."""
         return True
 
-    @staticmethod
-    def first_position(config: Any) -> int:
-        """Return the row of the position table that belongs to the first token."""
-        return 0
-
     @property
     def features(self) -> int:
         """Size of the hidden states, d."""
@@ -115,12 +110,21 @@ class TextEncoder(Decoder):
 
     def enter(self, x, ctx):
         if hasattr(self, "embed_positions"):
-            x = x + self.embed_positions(ctx.position_ids + self.first_position(self.config))
+            x = x + self.embed_positions(ctx.position_ids + first_position(self.config))
         x = ctx.dropped(self.embed_norm(x), self.config.hidden_dropout_prob, "embeddings")
         return self.embed_proj(x, ctx) if hasattr(self, "embed_proj") else x
 
     def leave(self, x, ctx):
         return x
+
+    def check_length(self, length: int) -> None:
+        """Raise ConfigError if a row of tokens is longer than the table of positions."""
+        rows = self.config.max_position_embeddings - first_position(self.config)
+        if hasattr(self, "embed_positions") and length > rows:
+            raise ConfigError(
+                f"a row has {length} tokens, but the model has positions for {rows}: truncate the "
+                "text, or pass segment_ids if the row contains several texts"
+            )
 
     def rope_settings(self):
         return {}
@@ -146,8 +150,13 @@ class TextEncoder(Decoder):
             attention_mask: nonzero = a token, [b, s].
             inputs: `segment_ids`, `position_ids`, `key` and `output_hidden_states`; see
                 `CausalLM.__call__`.
+
+        Raises:
+            ConfigError: a row is longer than the table of positions.
         """
         x = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        if inputs.get("segment_ids") is None and inputs.get("position_ids") is None:
+            self.check_length(x.shape[1])
         if hasattr(self, "embed_types"):
             types = jnp.zeros(x.shape[:2], jnp.int32) if token_type_ids is None else token_type_ids
             x = x + self.embed_types(types)
@@ -156,6 +165,11 @@ class TextEncoder(Decoder):
             return output
         first = first_tokens(output.last_hidden_state, attention_mask)
         return output.replace(pooler_output=activation(self.pooler_activation)(self.pooler(first)))
+
+
+def first_position(config: Any) -> int:
+    """Return the row of the position table that belongs to the first token."""
+    return getattr(config, "first_position", 0)
 
 
 def only_encoder(config: Any) -> None:

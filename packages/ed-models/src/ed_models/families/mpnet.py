@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -33,16 +32,17 @@ class MPNetConfig(EasyDeLBaseConfig, transformers.MPNetConfig):
         "attention_dropout": "attention_probs_dropout_prob",
     }
 
+    @property
+    def first_position(self) -> int:
+        """The row of the position table that belongs to the first token."""
+        return 2
+
 
 class MPNetModel(TextEncoder):
     """Embeddings, bidirectional layers with relative positions."""
 
     config_class = MPNetConfig
     layer_class = partial(EncoderLayer, position=RelativeBuckets(max_distance=128))
-
-    @staticmethod
-    def first_position(config: Any) -> int:
-        return 2
 
     def add_parts(self, parts):
         super().add_parts(parts)

@@ -8,8 +8,6 @@ Numbers and parameter names follow Hugging Face's `modeling_roberta.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -35,15 +33,16 @@ class RobertaConfig(EasyDeLBaseConfig, transformers.RobertaConfig):
         super().validate()  # type: ignore[misc]
         only_encoder(self)
 
+    @property
+    def first_position(self) -> int:
+        """The row of the position table that belongs to the first token."""
+        return self.pad_token_id + 1
+
 
 class RobertaModel(TextEncoder):
     """Embeddings, bidirectional layers."""
 
     config_class = RobertaConfig
-
-    @staticmethod
-    def first_position(config: Any) -> int:
-        return config.pad_token_id + 1
 
 
 @register_module(TaskType.MASKED_LM, config=RobertaConfig, model_type="roberta")

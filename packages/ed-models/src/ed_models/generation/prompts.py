@@ -156,11 +156,13 @@ def _kept(
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the maximum position of a model; None if its rotary factors adapt to any length."""
+    """Return the maximum length of a text; None if the rotary factors adapt to any length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "dynamic":
         return None
-    return getattr(config, "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    # RoBERTa's positions begin after the number of the padding token.
+    return None if longest is None else longest - getattr(config, "first_position", 0)
 
 
 def is_encoder_decoder(model: LanguageModel) -> bool:

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Protocol
 
+from ed_models.generation.prompts import longest_sequence
 from ed_models.protocol import LanguageModel
 
 # transformers writes 1e30 for an unknown length.
@@ -25,7 +26,7 @@ def with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
 
     A tokenizer without a length has the value 1e30, and truncation to that length does nothing.
     """
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = longest_sequence(model.config)
     if longest is None or getattr(tokenizer, "model_max_length", 0) < _UNLIMITED:
         return tokenizer
     told = copy.copy(tokenizer)
