@@ -246,10 +246,7 @@ class Gemma4TextForCausalLM(CausalLM):
         Rule("{path}.experts.down_proj.kernel", "{path}.experts.down_proj", transpose),
         *STANDARD,
         # Published checkpoints contain unused tensors of layers that reuse keys and values.
-        *(
-            ignore(f"model.layers.{{layer}}.self_attn.{name}.weight")
-            for name in ("k_proj", "v_proj", "k_norm")
-        ),
+        *(ignore(f"{{path}}.self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")),
     )
 
     def head(self):
