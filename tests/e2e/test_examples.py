@@ -34,6 +34,8 @@ LEARNED = {
     "seq_kd": ("eval_loss", 0, 1.5),
     "embedding": ("eval_accuracy", 0.2, 1),
     "mlm": ("eval_loss", 0, 5.1),
+    "sequence_classification": ("eval_accuracy", 0.9, 1),
+    "token_classification": ("eval_f1", 0.9, 1),
     "grpo": ("eval_reward", 0.9, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),

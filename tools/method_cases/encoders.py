@@ -18,7 +18,7 @@ from tools.method_cases import harness
 SIZES = {
     name: harness.SIZES[name]
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-} | {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3}
+} | {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.1}
 
 
 @cache
@@ -92,6 +92,45 @@ def mlm() -> dict[str, float]:
     )
 
 
+def token_classification() -> dict[str, float]:
+    """Compare `token_classification` with `BertForTokenClassification`."""
+    kind, labels = "BertForTokenClassification", 5
+    trainer = our_trainer("token_classification", kind, "token-classification", labels)
+    batch = dict(harness.packed([chosen for chosen, _ in harness.pairs()], 2))
+    # The answer has labels, the prompt has none.
+    batch["labels"] = np.where(batch["labels"] >= 0, batch["input_ids"] % labels, -100)
+    model = their_model(kind, labels)
+    tensors = documents_of(batch, labels=batch["labels"])
+    output = model(**tensors)
+    here = tensors["labels"] >= 0
+    right = (output.logits.argmax(-1) == tensors["labels"])[here].double().mean()
+    theirs = harness.their_outcome(model, output.loss, {"accuracy": right})
+    return harness.errors(harness.our_outcome(trainer, batch), theirs)
+
+
+def sequence_classification() -> dict[str, float]:
+    """Compare `sequence_classification` with `BertForSequenceClassification` on pairs of texts."""
+    import torch
+
+    kind, labels = "BertForSequenceClassification", 3
+    trainer = our_trainer("sequence_classification", kind, "sequence-classification", labels)
+    tensors = harness.answer_tensors([chosen for chosen, _ in harness.pairs()])
+    types = tensors.pop("completion_mask")
+    tensors |= {"token_type_ids": types, "labels": torch.arange(len(types)) % labels}
+    batch = {name: tensor.numpy().astype(np.int32) for name, tensor in tensors.items()}
+    model = their_model(kind, labels)
+    output = model(**tensors)
+    right = (output.logits.argmax(-1) == tensors["labels"]).double().mean()
+    theirs = harness.their_outcome(model, output.loss, {"accuracy": right})
+    return harness.errors(harness.our_outcome(trainer, batch), theirs)
+
+
 CASES = {
+    "sequence_classification": harness.Case(
+        "`BertForSequenceClassification` of transformers", sequence_classification
+    ),
+    "token_classification": harness.Case(
+        "`BertForTokenClassification` of transformers", token_classification
+    ),
     "mlm": harness.Case("`BertForMaskedLM` of transformers", mlm),
 }

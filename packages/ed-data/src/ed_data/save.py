@@ -178,7 +178,7 @@ def _document_rows(
                 if document.image is not None:
                     fields = {**fields, mixture.image_target_field: _saved(document.image)}
                 values = zip(schema.values, document.values, strict=True)
-                fields = {**fields, **{v.field: value for v, value in values}}
+                fields = {**fields, **{v.field: value for v, value in values if not v.token_types}}
                 shown = template_fields(document.template)
                 row = {**fields, **shown, **document.extra, "source": inform.label}
                 if encoder is not None:

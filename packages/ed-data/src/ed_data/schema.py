@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ed_data.errors import DataError
@@ -23,12 +23,14 @@ Message = dict[str, Any]
 #: Optional fields of a row: arguments of the chat template, and the images of a chat.
 TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image"
 OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE)
-#: A text, chat messages, token ids, or the steps of an answer.
+#: A text, chat messages, token ids, the steps of an answer, or the words of a text.
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
 Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray"
 #: The training target of a document: its tokens, a second sequence, or a class.
-Task = Literal["causal_lm", "seq2seq_lm", "sequence_classification"]
+Task = Literal["causal_lm", "seq2seq_lm", "sequence_classification", "token_classification"]
+#: Tasks whose documents have the numbers of classes as their target.
+CLASSIFYING = ("sequence_classification", "token_classification")
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,21 @@ class Column:
         context: field whose tokens come first, without loss; None if there is no such field.
         steps: whether the field is a list of texts, the steps of an answer, each followed by a line
             end.
+        words: whether the field is a list of words, of which the text consists.
+        second: field with the second text of a pair; the tokenizer joins both texts.
     """
 
     name: str
     field: str
     context: str | None = None
     steps: bool = False
+    words: bool = False
+    second: str | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the field is a list of texts, which may have one value each."""
+        return self.steps or self.words
 
 
 #: Value of tokens without a value, as in labels.
@@ -56,22 +67,30 @@ NO_VALUE = -100.0
 
 @dataclass(frozen=True)
 class Value:
-    """A number of each document, or of each step of an answer.
+    """A number of each document, of each step of an answer, or of each word.
 
-    In a batch it is a float32 array [b, s] with the number at each token of one column, or at the
-    last token of each step, and -100 elsewhere. It is therefore packed like the tokens.
+    In a batch it is a float32 array [b, s] with the number at each token of one column, at the
+    last token of each step, or at the first token of each word, and -100 elsewhere. It is therefore
+    packed like the tokens.
 
     Attributes:
         name: name of the array.
-        field: field with a number, true or false; for steps a list of them.
+        field: field with a number, true or false; for steps and words a list of them.
         column: name of the column whose tokens have the value.
         default: value of rows without the field; None raises an error for such rows.
+        other_field: field that is read if a row has no `field`.
+        classes: names of classes, which the field may contain instead of their numbers.
+        token_types: whether the numbers are the token types of a pair of texts (0 and 1), which the
+            tokenizer returns; then the field is not read.
     """
 
     name: str
     field: str
     column: str = ""
     default: float | None = None
+    other_field: str | None = None
+    classes: tuple[str, ...] = ()
+    token_types: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +106,9 @@ class Schema:
             held out together.
         values: numbers of the documents.
         task: `seq2seq_lm` has the columns `""` (encoder) and `decoder`, and the batch gets
-            `decoder_input_ids` and `labels` of the decoder. `sequence_classification` has one value
-            `label`, which becomes `labels` [b] instead of token labels.
+            `decoder_input_ids` and `labels` of the decoder. `sequence_classification` and
+            `token_classification` have the column `""` and the value `label`, which becomes
+            `labels` [b] or [b, s] instead of token labels.
 
     Raises:
         DataError: columns or values share a name, a value names an unknown column, no column reads
@@ -121,29 +141,42 @@ class Schema:
                 f"a schema of task seq2seq_lm has the columns ['', 'decoder'] and no values, got "
                 f"the columns {names} and the values {taken}"
             )
-        if self.task == "sequence_classification" and (names != [""] or taken != ["label"]):
+        labels = [value.name for value in self.values if not value.token_types]
+        if self.task in CLASSIFYING and (names != [""] or labels != ["label"]):
             raise DataError(
-                "a schema of task sequence_classification has the columns [''] and the values "
-                f"['label'], got the columns {names} and the values {taken}"
+                f"a schema of task {self.task} has the columns [''] and the values ['label'], got "
+                f"the columns {names} and the values {labels}"
             )
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values; unused attributes are omitted, so older caches stay valid."""
-        columns = [{k: v for k, v in asdict(c).items() if k != "steps" or v} for c in self.columns]
-        values = {"values": [asdict(v) for v in self.values]} if self.values else {}
+        columns = [_used(asdict(c), ("steps", "words", "second")) for c in self.columns]
+        later = ("other_field", "classes", "token_types")
+        values = {"values": [_used(asdict(v), later) for v in self.values]} if self.values else {}
         task = {} if self.task == "causal_lm" else {"task": self.task}
         return {"columns": columns, "content": self.content, **values, **task}
 
     @property
     def fields(self) -> tuple[str, ...]:
         """All fields that the columns read, the content first."""
-        read = [name for c in self.columns for name in (c.context, c.field) if name is not None]
+        every = [name for c in self.columns for name in (c.context, c.field, c.second)]
+        read = [name for name in every if name is not None]
         return tuple(dict.fromkeys([self.content, *read]))
 
     @property
     def learned(self) -> frozenset[str]:
         """The fields with loss. A row in which one of them is empty is dropped."""
         return frozenset(column.field for column in self.columns)
+
+    def with_classes(self, names: tuple[str, ...]) -> Schema:
+        """Return the schema whose labels may be names of classes."""
+        values = tuple(replace(v, classes=names) if v.name == "label" else v for v in self.values)
+        return replace(self, values=values)
+
+
+def _used(attributes: dict[str, Any], optional: tuple[str, ...]) -> dict[str, Any]:
+    """Return the attributes without unused optional ones."""
+    return {name: value for name, value in attributes.items() if name not in optional or value}
 
 
 _ANSWER = Column("", "completion", "prompt")
@@ -176,6 +209,20 @@ SEQ2SEQ = Schema(
 #: A text and the number of its class: `labels` [b].
 CLASSIFICATION = Schema(
     (Column("", "text"),), "text", (Value("label", "label"),), "sequence_classification"
+)
+#: Two texts and the number of their class: `labels` [b], `token_type_ids` [b, s].
+PAIR_CLASSIFICATION = Schema(
+    (Column("", "text", second="text_pair"),),
+    "text",
+    (Value("label", "label"), Value("token_type_ids", "text_pair", token_types=True)),
+    "sequence_classification",
+)
+#: Words and the numbers of their classes: `labels` [b, s] at the first token of each word.
+TOKEN_CLASSIFICATION = Schema(
+    (Column("", "tokens", words=True),),
+    "tokens",
+    (Value("label", "labels", other_field="ner_tags"),),
+    "token_classification",
 )
 
 

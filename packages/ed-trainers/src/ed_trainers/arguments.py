@@ -19,6 +19,10 @@ from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.options import Positive
 
 from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.classification import (
+    SequenceClassificationArguments,
+    TokenClassificationArguments,
+)
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.gkd import GKDArguments
@@ -148,6 +152,18 @@ _SHIPPED: dict[str, MethodEntry] = {
         task=TaskType.EMBEDDING,
     ),
     "mlm": MethodEntry(MLMArguments, "ed_trainers.methods.mlm:MLMTrainer", task=TaskType.MASKED_LM),
+    "sequence_classification": MethodEntry(
+        SequenceClassificationArguments,
+        "ed_trainers.methods.sequence_classification:SequenceClassificationTrainer",
+        "classification",
+        task=TaskType.SEQUENCE_CLASSIFICATION,
+    ),
+    "token_classification": MethodEntry(
+        TokenClassificationArguments,
+        "ed_trainers.methods.token_classification:TokenClassificationTrainer",
+        "token_classification",
+        task=TaskType.TOKEN_CLASSIFICATION,
+    ),
     "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
     "rloo": _online(RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD),
     "rlvr": _online(RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD),

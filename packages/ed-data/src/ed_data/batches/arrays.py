@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.order.windows import PlannedRows
-from ed_data.schema import NO_VALUE, Task, Value
+from ed_data.schema import CLASSIFYING, NO_VALUE, Task, Value
 from ed_data.storage.store import IntArray
 from ed_data.tokens.images import ImageEncoder
 
@@ -67,9 +67,10 @@ def make_batch(
         all columns of a document; `position_ids`, from 0 in each segment. Each value of the schema
         is a float32 array [b, s]. The task `seq2seq_lm` adds `decoder_input_ids` (the labels
         shifted right), `decoder_segment_ids`, `decoder_position_ids` and `labels` of the decoder.
-        The task `sequence_classification` has `labels` [b]. With images, `pixel_values` [b, i, c,
-        h, w] contains the images of each row, padded with zeros to the largest number i of images
-        in a row (at least 1).
+        The task `sequence_classification` has `labels` [b], and `token_classification` the classes
+        of words. Pairs of texts have `token_type_ids` int32 [b, s]. With images, `pixel_values`
+        [b, i, c, h, w] contains the images of each row, padded with zeros to the largest number i
+        of images in a row (at least 1).
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
     widths = [layout.seq_length] * len(counts)
@@ -96,8 +97,13 @@ def make_batch(
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
     if layout.task == "seq2seq_lm":
         _shift_decoder(batch, layout)
-    elif layout.task == "sequence_classification":
-        batch["labels"] = batch.pop("label")[:, 0].astype(np.int32)
+    elif layout.task in CLASSIFYING:
+        labels = batch.pop("label")
+        per_row = layout.task == "sequence_classification"
+        batch["labels"] = (labels[:, 0] if per_row else labels).astype(np.int32)
+    for value in layout.values:
+        if value.token_types:
+            batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)
     if layout.images is not None and images is not None:
         batch["pixel_values"] = _pixel_values(rows, layout, layout.images, images, size)
     return batch

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ed_data.errors import DataError
+from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Content, Message
 
 
@@ -54,13 +54,26 @@ def _is_message(value: dict[str, Any]) -> bool:
     return isinstance(value.get("role"), str) and ("content" in value or "tool_calls" in value)
 
 
-def checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    """Return the steps of an answer; None if the value is empty."""
+def checked_parts(
+    value: Any, field: str, where: str, is_content: bool, *, words: bool
+) -> Content | None:
+    """Return the steps of an answer, or the words of a text; None if the value is empty.
+
+    Args:
+        value: value of the field.
+        field: name of the field.
+        where: the row, for messages.
+        is_content: whether `content_field` names the field.
+        words: whether the value is a list of words, which may be empty texts.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
     if value is not None and not (
-        isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
+        isinstance(value, list | tuple)
+        and all(isinstance(v, str) and (words or v.strip()) for v in value)
     ):
+        kind = "the words of a text" if words else "the steps of an answer"
         raise DataError(
-            f"{where}: {field!r} must be a list of texts, the steps of an answer, got {value!r}; "
+            f"{where}: {field!r} must be a list of texts, {kind}, got {value!r}; "
             "correct the row, or drop it in format_callback"
         )
     for text in value or ():
@@ -82,18 +95,33 @@ def number(value: Any, field: str, where: str) -> float:
     return float(value)
 
 
-def class_number(value: Any, field: str, where: str) -> float:
+def class_number(value: Any, field: str, where: str, classes: tuple[str, ...] = ()) -> float:
     """Return the number of a class.
 
+    Args:
+        value: the number, or one of the names in `classes`.
+        field: name of the field.
+        where: the row, for messages.
+        classes: names of all classes; empty if only numbers are allowed.
+
     Raises:
-        DataError: the value is not an integer of at least 0.
+        DataError: the value is neither the number nor the name of a class.
     """
-    if not isinstance(value, int) or value < 0:
+    if isinstance(value, str) and value in classes:
+        return float(classes.index(value))
+    is_number = isinstance(value, int) and value >= 0
+    if is_number and (not classes or value < len(classes)):
+        return float(value)
+    if classes:
+        similar = did_you_mean(value, classes) if isinstance(value, str) else ""
         raise DataError(
-            f"{where}: {field!r} must be the number of a class, an integer of at least 0, got "
-            f"{value!r}; map the names of classes to numbers in format_callback"
+            f"{where}: {field!r} must be a class, got {value!r}{similar}; label_names has "
+            f"{len(classes)} classes: use their names or the numbers 0 to {len(classes) - 1}"
         )
-    return float(value)
+    raise DataError(
+        f"{where}: {field!r} must be the number of a class, an integer of at least 0, got "
+        f"{value!r}; set label_names to use the names of classes"
+    )
 
 
 def _texts(value: Any) -> Iterator[str]:

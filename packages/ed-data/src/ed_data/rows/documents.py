@@ -6,15 +6,25 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.rows.contents import checked, checked_steps, class_number, kind_of, number
+from ed_data.rows.contents import checked, checked_parts, class_number, kind_of, number
 from ed_data.rows.images import ImageReader
 from ed_data.rows.preferences import separated
 from ed_data.rows.template import template_arguments
-from ed_data.schema import OPTIONAL_FIELDS, TEXT, Content, Example, Row, RowImage, Schema
+from ed_data.schema import (
+    CLASSIFYING,
+    OPTIONAL_FIELDS,
+    TEXT,
+    Content,
+    Example,
+    Row,
+    RowImage,
+    Schema,
+)
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
 from ed_data.sources.files import FileSource
 from ed_data.sources.lines import START, LineRecord, Spot
@@ -108,18 +118,19 @@ class Documents:
             self._names[schema.content] = inform.text_field
             self._content_is_named = True
         self._images = ImageReader(inform)
-        self._steps = {column.field for column in schema.columns if column.steps}
+        self._parts = {column.field: column for column in schema.columns if column.in_parts}
         # The fields that follow the content as answers.
         self._answers = tuple(
             column.field
             for column in schema.columns
-            if column.context == schema.content and not column.steps
+            if column.context == schema.content and not column.in_parts
         )
         self._keys = {schema.content: "text_field" if inform.text_field else "content_field"}
         self._columns = None
         if self._callback is None and not inform.format_fields:
             wanted = [*self._names.values(), *inform.additional_fields]
             wanted += [value.field for value in schema.values]
+            wanted += [value.other_field for value in schema.values if value.other_field]
             wanted += [] if self._images.field is None else [self._images.field]
             wanted += OPTIONAL_FIELDS
             self._columns = list(dict.fromkeys(wanted))
@@ -243,8 +254,12 @@ class Documents:
             if self._prepare is not None and value is not None:
                 value = _call(self._prepare, value, "preprocessing_fn", where)
                 reason = "dropped by preprocessing_fn" if value is None else reason
-            check = checked_steps if name in self._steps else checked
-            content = check(value, from_field, where, name == self.schema.content)
+            is_content = name == self.schema.content
+            if name in self._parts:
+                words = self._parts[name].words
+                content = checked_parts(value, from_field, where, is_content, words=words)
+            else:
+                content = checked(value, from_field, where, is_content)
             if content is None and name in self.schema.learned:
                 self.tally.drop(reason, record.place)
                 return None
@@ -285,21 +300,28 @@ class Documents:
             if value.default is not None and row.get(value.field) is None:
                 result.append(value.default)
                 continue
-            found = _take(row, value.field, "format_fields", where)
-            column = columns[value.column]
-            if self.schema.task == "sequence_classification":
-                result.append(class_number(found, value.field, where))
+            if value.token_types:
+                result.append(0.0)
                 continue
-            if not column.steps:
-                result.append(number(found, value.field, where))
+            field = value.field
+            if value.other_field in row and field not in row:
+                field = value.other_field
+            found = _take(row, field, "format_fields", where)
+            column, convert = columns[value.column], number
+            if self.schema.task in CLASSIFYING:
+                convert = partial(class_number, classes=value.classes)
+            if not column.in_parts:
+                result.append(convert(found, field, where))
                 continue
-            steps = fields[column.field]
-            if not isinstance(found, list | tuple) or len(found) != len(steps):
+            found = found.tolist() if hasattr(found, "tolist") else found
+            parts = fields[column.field]
+            if not isinstance(found, list | tuple) or len(found) != len(parts):
+                kind = "words" if column.words else "steps"
                 raise DataError(
-                    f"{where}: {value.field!r} must have one number for each of the {len(steps)} "
-                    f"steps of {column.field!r}, got {found!r}; correct the row"
+                    f"{where}: {field!r} must have one number for each of the {len(parts)} "
+                    f"{kind} of {column.field!r}, got {found!r}; correct the row"
                 )
-            result.append(tuple(number(item, value.field, where) for item in found))
+            result.append(tuple(convert(item, field, where) for item in found))
         return tuple(result)
 
 

@@ -19,7 +19,8 @@ from ed_data.rows.contents import kind_of, of_one_kind
 from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
 from ed_data.tokens.chats import ChatEncoder
 from ed_data.tokens.images import ImageEncoder
-from ed_data.tokens.items import DocumentField, TokenSequence, with_blame
+from ed_data.tokens.items import DocumentField, TokenSequence, ended, with_blame
+from ed_data.tokens.parts import by_words, in_pairs
 from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ class Encoder:
         batch_size: documents per call of the tokenizer.
         schema: the columns of a document.
         images: encodes the images of documents; None refuses chats with images.
-        max_length: number of tokens at which documents are truncated, to check that truncation
-            removes no image.
+        max_length: number of tokens at which documents are truncated, to truncate the longer text
+            of a pair, and to check that truncation removes no image.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -161,8 +162,9 @@ class Encoder:
                 "assistant_only_loss requires a chat template, but the tokenizer has none",
                 ("tokenization", "assistant_only_loss"),
             )
-        steps = any(column.steps for column in schema.columns)
-        if images is not None and (len(schema.columns) > 1 or steps):
+        parts = any(column.in_parts for column in schema.columns)
+        pairs = any(column.second is not None for column in schema.columns)
+        if images is not None and (len(schema.columns) > 1 or parts or pairs):
             raise DataError(
                 "a processor is supported for documents with one sequence of tokens, such as "
                 "messages, or prompt and completion; this schema has the columns "
@@ -176,7 +178,7 @@ class Encoder:
             options.batch_size,
             schema,
             images,
-            max_length if images is not None else None,
+            max_length if images is not None or pairs else None,
         )
 
     @property
@@ -207,6 +209,8 @@ class Encoder:
             options.append(self.schema.as_json())
         if self.images is not None:
             options += [self.images.fingerprint, self.max_length]
+        elif self.max_length is not None:
+            options.append(self.max_length)
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
 
     def encode(
@@ -310,8 +314,11 @@ class Encoder:
     ) -> NDArray[np.float32]:
         result = np.full((len(tokens.ids), len(self.schema.values)), NO_VALUE, np.float32)
         for i, value in enumerate(self.schema.values):
-            if value.column == column.name and column.steps:
-                result[np.array(tokens.ends) - 1, i] = document.values[i]
+            if value.token_types:
+                result[:, i] = tokens.types
+            elif value.column == column.name and column.in_parts:
+                places = np.array(tokens.places)
+                result[places[places >= 0], i] = np.array(document.values[i])[places >= 0]
             elif value.column == column.name:
                 result[:, i] = document.values[i]
         return result
@@ -373,6 +380,11 @@ class Encoder:
         ]
         if column.steps:
             return self._step_by_step(documents, items, column)
+        if column.words:
+            return by_words(self.tokenizer, items, self.eos, special=self.add_special_tokens)
+        if column.second is not None:
+            seconds = [document.fields[column.second] for document in documents]
+            return in_pairs(self.tokenizer, items, seconds, self.eos, self.max_length)
         if column.context is None:
             return self._whole(items)
         heads, bodies = [], []
@@ -421,11 +433,11 @@ class Encoder:
             )
         result: list[TokenSequence] = []
         for item, head in zip(items, heads, strict=True):
-            ids, ends = list(head), []
+            ids, places = list(head), []
             for step in islice(steps, len(item.content)):
                 ids += step
-                ends.append(len(ids))
-            result.append(TokenSequence(self._ended(ids), None, len(head), tuple(ends)))
+                places.append(len(ids) - 1)
+            result.append(TokenSequence(ended(ids, self.eos), None, len(head), tuple(places)))
         return result
 
     def _prompts(self, items: list[DocumentField]) -> list[list[int]]:
@@ -447,15 +459,15 @@ class Encoder:
     def _whole(self, items: list[DocumentField]) -> list[TokenSequence]:
         """Encode documents of any kind, each with an end token."""
 
-        def ended(sequences: list[list[int]]) -> list[TokenSequence]:
-            return [TokenSequence(self._ended(ids)) for ids in sequences]
+        def whole(sequences: list[list[int]]) -> list[TokenSequence]:
+            return [TokenSequence(ended(ids, self.eos)) for ids in sequences]
 
         return self._by_kind(
             items,
             {
-                "text": lambda own: ended(self._texts(own, self.add_special_tokens)),
+                "text": lambda own: whole(self._texts(own, self.add_special_tokens)),
                 "chat": self._chats.whole,
-                "ids": lambda own: ended(self._ids(own)),
+                "ids": lambda own: whole(self._ids(own)),
             },
         )
 
@@ -504,9 +516,6 @@ class Encoder:
                 )
             result.append(tokens)
         return result
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
 
 def _arrays(tokens: TokenSequence, prompt: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

@@ -29,13 +29,15 @@ class TokenSequence(NamedTuple):
         ids: the tokens.
         mask: 1 for tokens with loss; None if every token has loss.
         prompt: number of tokens at the beginning that have no loss in any case.
-        ends: number of tokens up to the end of each step of an answer.
+        places: index of the token with the value of each step or word; -1: there is none.
+        types: token types of a pair of texts.
     """
 
     ids: list[int]
     mask: list[int] | None = None
     prompt: int = 0
-    ends: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    types: tuple[int, ...] = ()
 
     def with_images(self, token: int, counts: Sequence[int]) -> TokenSequence:
         """Repeat the placeholder of each image once per feature of the image; they have no loss.
@@ -51,7 +53,12 @@ class TokenSequence(NamedTuple):
         mask = np.repeat(np.ones(len(ids), np.int64) if self.mask is None else self.mask, repeats)
         mask[expanded == token] = 0
         prompt = int(repeats[: self.prompt].sum())
-        return TokenSequence(expanded.tolist(), mask.tolist(), prompt, self.ends)
+        return TokenSequence(expanded.tolist(), mask.tolist(), prompt, self.places)
+
+
+def ended(ids: list[int], eos: int) -> list[int]:
+    """Return the tokens of a document, which end with `eos`."""
+    return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def with_blame(

@@ -17,6 +17,7 @@ from ed_infra.config.fields import canonical_field
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_trainers.arguments import ROLES, Role
+from ed_trainers.options.classification import ClassifierArguments
 
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
@@ -132,7 +133,9 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
 
 
 def _labels(run: RunConfig) -> dict[str, Any]:
-    """Return the number of outputs of a classification head, as a field of the configuration."""
+    """Return the classes of a classification head, as fields of the configuration."""
+    if isinstance(run.trainer, ClassifierArguments):
+        return run.trainer.config_fields
     labels = run.method_entry.labels
     return {} if labels is None else {"num_labels": labels}
 

@@ -21,6 +21,7 @@ from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
 from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
+from ed_trainers.options.classification import ClassifierArguments
 
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
 from ed_elarge.config.sections import (
@@ -147,6 +148,9 @@ class RunConfig:
     def schema(self) -> schemas.Schema:
         """Schema of the mixture's rows for the method of the trainer."""
         rows = self.method_entry.rows
+        if isinstance(self.trainer, ClassifierArguments):
+            schema = getattr(schemas, self.trainer.rows.upper())
+            return schema.with_classes(self.trainer.label_names)
         if rows == "text" and self.task == TaskType.SEQUENCE_TO_SEQUENCE:
             return schemas.SEQ2SEQ
         return getattr(schemas, rows.upper())

@@ -1,0 +1,50 @@
+"""The loss and the accuracy of classes.
+
+Legend: b rows, c classes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import Metric
+from ed_models.protocol import LanguageModel
+from jaxtyping import Array, Float, Int
+
+from ed_trainers.batches import HostBatch
+
+
+def class_targets(batch: HostBatch, model: LanguageModel) -> dict[str, np.ndarray]:
+    """Return `targets` int32 and `weights` float32 with the shape of `labels`.
+
+    A label of -100 has the weight 0.
+
+    Raises:
+        ConfigError: the batch has no labels, or a label exceeds the classes of the model.
+    """
+    if "labels" not in batch:
+        raise ConfigError(
+            f"a batch of a classifier has labels, not only {', '.join(sorted(batch))}"
+        )
+    labels = np.asarray(batch["labels"], np.int32)
+    count = model.config.num_labels
+    if labels.size and labels.max() >= count:
+        raise ConfigError(
+            f"the label {labels.max()} is invalid: the model has {count} classes, 0 to "
+            f"{count - 1}; set label_names or num_labels"
+        )
+    here = labels >= 0
+    return {"targets": np.where(here, labels, 0), "weights": here.astype(np.float32)}
+
+
+def class_losses(
+    scores: Float[Array, "*rows c"], targets: Int[Array, "*rows"], weights: Float[Array, "*rows"]
+) -> tuple[Float[Array, ""], Float[Array, ""], Metric]:
+    """Return the summed cross-entropy in nats, the sum of the weights, and the accuracy."""
+    logps = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+    losses = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+    right = (jnp.argmax(scores, axis=-1) == targets).astype(jnp.float32)
+    count = jnp.sum(weights)
+    return jnp.sum(weights * losses), count, Metric.of(jnp.sum(weights * right), count)
