@@ -15,7 +15,7 @@ from ed_esurge.command.load import add_model_arguments, engine_of
 from ed_esurge.outputs import LabelSet
 from ed_esurge.server.launch import background
 from ed_esurge.server.openai.classification import ClassificationList
-from ed_esurge.server.openai.embeddings import Reranked, ScoreList
+from ed_esurge.server.openai.ranking import Reranked, ScoreList
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from ed_infra import registry
 from ed_infra.testing import require_torch

@@ -9,7 +9,7 @@ import pytest
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
-from ed_esurge.server.openai.embeddings import Reranked, ScoreList
+from ed_esurge.server.openai.ranking import Reranked, ScoreList
 from ed_esurge.testing import ScriptedEngine
 
 

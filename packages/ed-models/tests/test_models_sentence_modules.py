@@ -267,7 +267,8 @@ def test_dense_weights_that_are_not_finite_raise_an_error(dense: Any, tmp_path: 
 def test_prompts_are_found_by_name(dense: Any) -> None:
     settings = EmbeddingSettings.read(dense[0])
     assert settings.prompt() == "query: " and settings.prompt("passage") == "passage: "
-    assert settings.first_prompt("document", "passage") == "passage: "
+    assert settings.first_prompt("documents", "passage") == "passage: "
+    assert settings.prompt("document") == settings.prompt("") == ""
     assert settings.first_prompt("other") == "query: "
     assert (settings.similarity_fn_name, settings.max_seq_length) == ("dot", 8)
     with pytest.raises(ConfigError, match="'pasage'; did you mean 'passage'"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ed_infra.inputs import AXES, Inputs
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
+from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.classification import SequenceClassifier
@@ -106,7 +107,37 @@ def labels_of(model: LanguageModel) -> LabelSet | None:
     config: Any = model.config
     names = config.id2label or {}
     ordered = tuple(names.get(index) for index in range(config.num_labels))
-    return LabelSet(ordered, config.problem_type)
+    return LabelSet(ordered, config.problem_type, _score_activation(config))
+
+
+#: Class of torch -> activation of the score of a pair.
+_SCORE_ACTIVATIONS: dict[str, Literal["identity", "sigmoid"]] = {
+    "Identity": "identity",
+    "Sigmoid": "sigmoid",
+}
+
+
+def _score_activation(config: Any) -> Literal["identity", "sigmoid"]:
+    """Return the activation that a cross-encoder of sentence-transformers stores in its config."""
+    stored = getattr(config, "sentence_transformers", None) or {}
+    # Versions before 4.0 have another field.
+    older = getattr(config, "sbert_ce_default_activation_function", None)
+    named = stored.get("activation_fn", older)
+    if named is None:
+        return "sigmoid"
+    name = str(named).rpartition(".")[2]
+    if name not in _SCORE_ACTIVATIONS:
+        raise ConfigError(
+            f"the activation of the cross-encoder is {named!r}; supported activations are "
+            f"{', '.join(_SCORE_ACTIVATIONS)}: change sentence_transformers.activation_fn in "
+            "config.json"
+        )
+    return _SCORE_ACTIVATIONS[name]
+
+
+def embedding_settings_of(model: LanguageModel) -> EmbeddingSettings | None:
+    """Return the prompts and limits of an embedding model; None for other models."""
+    return model.embedding_settings if isinstance(model, Embedder) else None
 
 
 def is_encoder(model: LanguageModel) -> bool:

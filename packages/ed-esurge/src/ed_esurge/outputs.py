@@ -18,10 +18,12 @@ class LabelSet:
         names: name of each label; None = the checkpoint has no name for the label.
         problem_type: problem of the checkpoint, in Hugging Face's spelling: "regression",
             "single_label_classification", "multi_label_classification", or None.
+        score_activation: activation of the score of a pair of texts, for one label; see `scores`.
     """
 
     names: tuple[str | None, ...]
     problem_type: str | None = None
+    score_activation: Literal["identity", "sigmoid"] = "sigmoid"
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the probability of each label.
@@ -37,9 +39,26 @@ class LabelSet:
             return logits
         independent = self.problem_type == "multi_label_classification"
         if independent or (self.problem_type is None and len(self.names) == 1):
-            return np.exp(-np.logaddexp(0.0, -logits))
+            return sigmoid(logits)
         exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return exponents / exponents.sum(axis=-1, keepdims=True)
+
+    def scores(self, logits: np.ndarray) -> np.ndarray:
+        """Return the scores of pairs of texts, as `CrossEncoder` of sentence-transformers does.
+
+        Args:
+            logits: float [n, 1].
+
+        Returns:
+            float [n].
+        """
+        logits = logits[:, 0].astype(np.float64)
+        return logits if self.score_activation == "identity" else sigmoid(logits)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Return the sigmoid, without overflow."""
+    return np.exp(-np.logaddexp(0.0, -logits))
 
 
 @dataclass(slots=True)

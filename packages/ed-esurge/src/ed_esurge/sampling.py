@@ -173,3 +173,9 @@ class PoolingParams(Options):
     mean requires the hidden states of every token, so the request does not use the prefix cache."""
     normalize: bool = True
     """Scale the vector to unit length."""
+    prompt_length: Whole = 0
+    """Number of tokens of the prompt of an embedding model, such as `query: `, at the start. A
+    checkpoint with `include_prompt: false` does not pool these tokens."""
+    second_text_start: Whole | None = None
+    """Index of the first token with the token type 1, for a pair of texts that a classifier reads.
+    A classifier without token types, such as RoBERTa, does not use the index. None: one text."""

@@ -17,6 +17,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
 from ed_models.adapters.values import Adapter
+from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -145,6 +146,10 @@ class AsyncEngine:
     @property
     def labels(self) -> LabelSet | None:
         return self.engine.labels
+
+    @property
+    def embedding_settings(self) -> EmbeddingSettings | None:
+        return self.engine.embedding_settings
 
     @property
     def processor(self) -> Any:

@@ -12,7 +12,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.engine.setup import CPU_SEQS, TOKEN_BUDGET
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import platform_of
+from ed_esurge.model import embedding_settings_of, platform_of
 from ed_esurge.runner.encoder_runner import EncoderRunner
 from ed_esurge.runner.protocol import Runner
 
@@ -44,7 +44,9 @@ class EncoderSetup:
         for name in _UNSUPPORTED:
             if getattr(config, name):
                 raise ConfigError(f"{name} is not supported for an encoder: omit the option")
-        longest = min(config.max_model_len, longest_sequence(model.config) or config.max_model_len)
+        settings = embedding_settings_of(model)
+        stored = longest_sequence(model.config), settings and settings.max_seq_length
+        longest = min([config.max_model_len, *(limit for limit in stored if limit is not None)])
         platform = platform_of(model)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:

@@ -303,6 +303,13 @@ class Intake:
                     "or PoolingParams"
                 )
             self._check(sampling)
+        elif self._samples and isinstance(params, PoolingParams):
+            for name in ("prompt_length", "second_text_start"):
+                if getattr(params, name):
+                    raise ConfigError(
+                        f"{name}={getattr(params, name)} requires an embedding model or a "
+                        "classifier: omit the option"
+                    )
         checked = self.check_prompt(prompt, 0 if sampling is None else sampling.max_tokens)
         ids, max_tokens = checked.token_ids, checked.max_tokens
         self._check_encoder_inputs(encoder_inputs, checked)

@@ -29,6 +29,7 @@ from ed_esurge.engine.intake import (
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     decoder_start_token_id,
+    embedding_settings_of,
     encoder_names,
     eos_token_ids,
     is_encoder,
@@ -82,6 +83,7 @@ class eSurge(EngineControl):
         self.tokenizer, self.processor = tokenizer, processor
         self.input_names = tuple(model.input_names)
         self.task, self.labels = task_of(model), labels_of(model)
+        self.embedding_settings = embedding_settings_of(model)
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)
@@ -255,7 +257,7 @@ class eSurge(EngineControl):
     def embed(
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         lora_name: str | None = None,
         use_tqdm: bool = False,
@@ -264,12 +266,18 @@ class eSurge(EngineControl):
 
         Args:
             prompts: one prompt or a list of prompts, each text or token ids.
-            pooling_params: pooling options; default `PoolingParams()`.
+            pooling_params: options for all prompts, or for each prompt; default
+                `PoolingParams()`.
             lora_name: name of the loaded LoRA adapter for all prompts; None = no adapter.
             use_tqdm: whether to show a progress bar.
         """
         many = as_prompts(prompts)
-        params = [pooling_params or PoolingParams()] * len(many)
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            params = [pooling_params or PoolingParams()] * len(many)
+        else:
+            params = list(pooling_params)
+        if len(params) != len(many):
+            raise ConfigError(f"{len(many)} prompts but {len(params)} pooling parameters")
         return self._complete(many, params, [lora_name] * len(many), use_tqdm)
 
     def _complete(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ed_esurge.core.plan import NewSequence, StepPlan
 from ed_esurge.core.request import RequestError
-from ed_esurge.model import classifies, vocab_size_of
+from ed_esurge.model import classifies, embedding_settings_of, vocab_size_of
 from ed_esurge.runner.buckets import geometric
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import ServedWeights
@@ -48,6 +48,9 @@ class EncoderRunner:
         self.allocated = True
         self.num_traces = 0
         self._classifies = classifies(model)
+        settings = embedding_settings_of(model)
+        self._excludes_prompts = settings is not None and not settings.include_prompt
+        self._reads_types = self._classifies and "token_type_ids" in model.input_names
         self._num_slots = max_num_seqs
         self._seqs = geometric(1, max_num_seqs, 4)
         self._lengths = geometric(min(SHORTEST, max_model_len), max_model_len, 2)
@@ -89,28 +92,33 @@ class EncoderRunner:
         longest = max(len(row.token_ids) for row in plan.rows)
         seqs = next(size for size in self._seqs if size >= len(plan.rows))
         length = next(size for size in self._lengths if size >= longest)
-        ids, mask, slots, normalize = self._batch(seqs, length)
+        batch = ids, mask, types, prompts, slots, normalize = self._batch(seqs, length)
         for index, row in enumerate(plan.rows):
             new = self._started[row.slot]
             if not isinstance(new.params, PoolingParams):
                 raise RequestError(row.request_id) from ConfigError("an encoder samples no tokens")
             ids[index, : len(row.token_ids)] = row.token_ids
             mask[index, : len(row.token_ids)] = 1
+            if new.params.second_text_start is not None:
+                types[index, new.params.second_text_start : len(row.token_ids)] = 1
+            prompts[index] = new.params.prompt_length
             slots[index] = row.slot
             normalize[index] = new.params.normalize and not self._classifies
-        vectors = self._call(ids, mask, slots, normalize)
+        vectors = self._call(*batch)
         nothing = jnp.zeros((1, 3), jnp.int32)  # no row samples
         return StepResult(plan, nothing, (0,) * len(plan.rows), vectors=vectors)
 
-    def _batch(
-        self, seqs: int, length: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return empty token ids and mask [seqs, length], and slots and flags [seqs]."""
-        ids = np.zeros((seqs, length), np.int32)
-        mask = np.zeros((seqs, length), np.int32)
+    def _batch(self, seqs: int, length: int) -> tuple[np.ndarray, ...]:
+        """Return the empty arguments of `_vectors`.
+
+        Token ids, mask and token types have shape [seqs, length]; lengths of prompts, slots and
+        flags have shape [seqs].
+        """
+        ids, mask, types = (np.zeros((seqs, length), np.int32) for _ in range(3))
         mask[:, 0] = 1  # a row without tokens would divide by zero
         # Index `num_slots` is out of range, so that writes to it are dropped.
-        return ids, mask, np.full(seqs, self._num_slots, np.int32), np.zeros(seqs, bool)
+        slots = np.full(seqs, self._num_slots, np.int32)
+        return ids, mask, types, np.zeros(seqs, np.int32), slots, np.zeros(seqs, bool)
 
     def _call(self, *batch: np.ndarray) -> jax.Array:
         return self._step(self.weights.leaves, *batch)
@@ -120,12 +128,16 @@ class EncoderRunner:
         leaves: list[jax.Array],
         ids: jax.Array,
         mask: jax.Array,
+        types: jax.Array,
+        prompts: jax.Array,
         slots: jax.Array,
         normalize: jax.Array,
     ) -> jax.Array:
         """Return the vector of each slot, float32 [num_slots, d]."""
         self.num_traces += 1
-        output: Any = self.weights.merged(leaves)(ids, attention_mask=mask)
+        inputs: dict[str, Any] = {"token_type_ids": types} if self._reads_types else {}
+        inputs |= {"prompt_length": prompts} if self._excludes_prompts else {}
+        output: Any = self.weights.merged(leaves)(ids, attention_mask=mask, **inputs)
         vectors = output.logits if self._classifies else output.embeddings
         vectors = vectors.astype(jnp.float32)
         norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ed_esurge.server.batches import endpoints as batches
 from ed_esurge.server.messages import endpoint as messages
-from ed_esurge.server.openai import chat, classification, completions, embeddings, tokens
+from ed_esurge.server.openai import chat, classification, completions, embeddings, ranking, tokens
 from ed_esurge.server.operations import admin, health
 from ed_esurge.server.playground import ENDPOINTS as PLAYGROUND
 from ed_esurge.server.responses import endpoint as responses
@@ -16,6 +16,7 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *embeddings.ENDPOINTS,
+    *ranking.ENDPOINTS,
     *classification.ENDPOINTS,
     *batches.ENDPOINTS,
     *tokens.ENDPOINTS,

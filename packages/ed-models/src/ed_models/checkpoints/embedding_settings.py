@@ -41,9 +41,12 @@ class EmbeddingSettings:
 
     @property
     def prompts(self) -> Mapping[str, str]:
-        """Name -> text that precedes a text to embed, such as `query: `."""
+        """Name -> text that precedes a text to embed, such as `query: `.
+
+        The prompts `query` and `document` always exist; they are empty by default.
+        """
         stored = json.loads(self.model_json).get("prompts") or {}
-        return {name: text or "" for name, text in stored.items()}
+        return {"query": "", "document": ""} | {name: text or "" for name, text in stored.items()}
 
     @property
     def default_prompt_name(self) -> str | None:
@@ -70,14 +73,14 @@ class EmbeddingSettings:
         """Return the text of a prompt.
 
         Args:
-            name: name of the prompt; None = the default prompt of the checkpoint.
+            name: name of the prompt; None = the default prompt of the checkpoint, "" = no prompt.
 
         Raises:
             ConfigError: the checkpoint has no prompt with this name.
         """
         name = self.default_prompt_name if name is None else name
         prompts = self.prompts
-        if name is None:
+        if not name:
             return ""
         if name not in prompts:
             raise unknown_name("prompt_name", name, prompts)
@@ -127,10 +130,11 @@ class EmbeddingSettings:
             raise CheckpointError(
                 f"{directory / MODEL_NAME}: prompts must map names to texts, got {prompts!r}"
             )
-        if settings.default_prompt_name is not None and settings.default_prompt_name not in prompts:
+        if settings.default_prompt_name not in (None, *settings.prompts):
             raise CheckpointError(
                 f"{directory / MODEL_NAME}: default_prompt_name is "
-                f"{settings.default_prompt_name!r}, but the prompts are {', '.join(prompts)}"
+                f"{settings.default_prompt_name!r}, but the prompts are "
+                f"{', '.join(settings.prompts)}"
             )
         if size is not None and (not isinstance(size, int) or size < 1):
             raise CheckpointError(

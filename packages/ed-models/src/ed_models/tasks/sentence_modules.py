@@ -118,10 +118,11 @@ class Dense(nnx.Module):
                 f"{path} has activation_function={torch_class!r}; supported classes: "
                 f"{', '.join(_ACTIVATIONS.values())}"
             )
-        d, e = settings.get("in_features"), settings.get("out_features")
-        if d != inputs or not isinstance(e, int) or e < 1:
+        d, e = inputs, settings.get("out_features")
+        if settings.get("in_features") != d or not isinstance(e, int) or e < 1:
             raise CheckpointError(
-                f"{path} maps {d} to {e} features, but its input has {inputs} features"
+                f"{path} maps {settings.get('in_features')} to {e} features, but its input has "
+                f"{inputs} features"
             )
         use_residual = bool(settings.get("use_residual", False))
         shapes: dict[str, tuple[int, ...]] = {"linear.weight": (e, d)}
@@ -223,8 +224,9 @@ class SentenceModules:
                 transforms.append(Normalize())
                 continue
             options = {"allow_pickle": allow_pickle, "check_finite": check_finite}
-            transforms.append(Dense.read(directory / name, features, **options))
-            features = transforms[-1].features
+            layer = Dense.read(directory / name, features, **options)
+            transforms.append(layer)
+            features = layer.features
         normalize = bool(transforms) and isinstance(transforms[-1], Normalize)
         while transforms and isinstance(transforms[-1], Normalize):
             transforms.pop()

@@ -48,7 +48,8 @@ class ServedEngine(Protocol):
     keyword argument `encoder_inputs`.
 
     The engine of a model that generates no tokens also has `task`, the `TaskType` of the model. The
-    engine of a classifier also has `labels`, a `LabelSet`, and its `embed` returns the logits.
+    engine of a classifier also has `labels`, a `LabelSet`, and its `embed` returns the logits. The
+    engine of an embedding model also has `embedding_settings`, an `EmbeddingSettings`.
     """
 
     @property

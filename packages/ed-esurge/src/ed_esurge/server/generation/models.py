@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
+from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from fastapi import Request
 
 from ed_esurge.config import ServerLimits
@@ -138,6 +139,11 @@ class ServedModel:
     def labels(self) -> LabelSet | None:
         """The labels of a classifier; None for other models."""
         return getattr(self.engine, "labels", None)
+
+    @property
+    def embedding_settings(self) -> EmbeddingSettings:
+        """The prompts of an embedding model; no prompts for other models."""
+        return getattr(self.engine, "embedding_settings", None) or EmbeddingSettings()
 
     def unsupported_task(self, constraint: str) -> APIError:
         """Return the error for a request that the task of the model does not support.
@@ -346,15 +352,22 @@ class ServedModel:
                 message = output.error or "the engine failed on this request"
                 raise APIError(message, status=500, code="internal_error")
 
-    async def vectors(self, prompts: Sequence[CheckedPrompt], params: PoolingParams) -> np.ndarray:
+    async def vectors(
+        self, prompts: Sequence[CheckedPrompt], params: PoolingParams | Sequence[PoolingParams]
+    ) -> np.ndarray:
         """Return the pooled vectors of prompts, [n, d] float32.
+
+        Args:
+            params: options for all prompts, or for each prompt.
 
         Raises:
             APIError: see `generate`.
         """
         name = new_id("embd", None)
 
-        async def one(place: int, prompt: CheckedPrompt) -> np.ndarray:
+        each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+
+        async def one(place: int, prompt: CheckedPrompt, params: PoolingParams) -> np.ndarray:
             span = self._span(f"{name}-{place}", prompt, params)
             timer = self.metrics.request(len(prompt), span=span)
             with self._translated(timer):
@@ -369,7 +382,8 @@ class ServedModel:
         self._check_running()
         try:
             async with asyncio.TaskGroup() as group:
-                jobs = [group.create_task(one(*item)) for item in enumerate(prompts)]
+                items = zip(range(len(prompts)), prompts, each, strict=True)
+                jobs = [group.create_task(one(*item)) for item in items]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return np.stack([job.result() for job in jobs])

@@ -23,6 +23,7 @@ from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
+from ed_esurge.server.generation.text_pairs import encode_pair, first_tokens
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate, texts_in
 
@@ -42,6 +43,19 @@ class EncodedPrompt:
 
     tokens: list[int]
     encoder_inputs: tuple[EncoderInput, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """A pair of texts as one prompt.
+
+    Attributes:
+        prompt: the prompt; `removed` counts the tokens that truncation has removed.
+        second_start: index of the first token with the token type 1; None = all have type 0.
+    """
+
+    prompt: CheckedPrompt
+    second_start: int | None
 
 
 class PromptEncoder:
@@ -93,14 +107,7 @@ class PromptEncoder:
         Raises:
             APIError: 400, a text is not valid Unicode, or too long for the context.
         """
-        for text in texts:
-            self._check_length(len(text), param)
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise APIError(
-                    f"the text is not valid Unicode: {error.reason} (character {error.start})"
-                ) from error
+        self._check_texts(texts, param)
 
         def work() -> list[list[int]]:
             return [
@@ -137,6 +144,58 @@ class PromptEncoder:
             result.append(checked)
         return result, truncated
 
+    async def pairs_of(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        longest: int | None = None,
+        most: int | None = None,
+        param: str,
+    ) -> list[EncodedPair]:
+        """Return checked pairs of texts, with the special tokens between the texts.
+
+        Args:
+            pairs: the texts.
+            longest: maximum number of tokens of a pair; -1 = as many as fit. The longer text loses
+                tokens at its end, as in `CrossEncoder` of sentence-transformers. None: a pair that
+                is too long is an error, unless the engine truncates prompts.
+            most: maximum number of tokens of the second text; None = all.
+            param: the field of the texts, for errors.
+
+        Raises:
+            APIError: 400, a text is not valid Unicode, or a pair is too long.
+        """
+        self._check_texts([text for pair in pairs for text in pair], param)
+        limit = None
+        if longest is not None:
+            limit = min(longest, self.max_model_len) if longest > 0 else self.max_model_len
+        elif self.config.auto_truncate_prompt and not self.config.strict_context:
+            limit = self.max_model_len
+
+        def work() -> list[tuple[list[int], int | None, int]]:
+            return [encode_pair(self.tokenizer, *pair, limit, most) for pair in pairs]
+
+        size = sum(len(first) + len(second) for first, second in pairs)
+        encoded = await self._aside(work, size + len(pairs))
+        return [
+            EncodedPair(replace(self.check(tokens, 0, param=param), removed=removed), start)
+            for tokens, start, removed in encoded
+        ]
+
+    async def first_tokens(self, texts: Sequence[str], count: int) -> list[str]:
+        """Return the beginning of each text, up to a number of tokens."""
+
+        def work() -> list[str]:
+            return [first_tokens(self.tokenizer, text, count) for text in texts]
+
+        return await self._aside(work, sum(map(len, texts)) + len(texts))
+
+    async def prefix_length(self, prompt: str) -> int:
+        """Return the number of tokens of a prompt in front of a text, with special tokens."""
+        (tokens,) = await self.encode([prompt], add_special_tokens=True)
+        special = getattr(self.tokenizer, "all_special_ids", ())
+        return len(tokens) - (bool(tokens) and tokens[-1] in special)
+
     async def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens."""
         return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))
@@ -149,6 +208,16 @@ class PromptEncoder:
         if size < LONG_TEXT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_texts(self, texts: Sequence[str], param: str) -> None:
+        for text in texts:
+            self._check_length(len(text), param)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise APIError(
+                    f"the text is not valid Unicode: {error.reason} (character {error.start})"
+                ) from error
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self.most_characters:

@@ -1,0 +1,89 @@
+"""Tokens of pairs of texts, and of the beginning of a text.
+
+Tokens are removed after tokenization, because the truncation of a tokenizer is a state that other
+threads share. The result equals that of the truncation of `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ed_esurge.server.http.errors import APIError
+
+
+def encode_pair(
+    tokenizer: Any, first: str, second: str, limit: int | None, most: int | None
+) -> tuple[list[int], int | None, int]:
+    """Return the token ids of a pair, the index of the first token of type 1, and what was removed.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        first, second: the texts.
+        limit: maximum number of tokens of the pair; the longer text is truncated. None = unlimited.
+        most: maximum number of tokens of the second text; None = unlimited.
+
+    Returns:
+        token ids; index, or None if all tokens have type 0; number of removed tokens.
+
+    Raises:
+        APIError: 400, the tokenizer does not support truncation, or the special tokens alone exceed
+            the limit.
+    """
+    encoded = tokenizer(first, second)
+    ids, types = encoded["input_ids"], encoded.get("token_type_ids") or []
+    kept = list(range(len(ids)))
+    if most is not None or (limit is not None and len(ids) > limit):
+        texts = [_places(encoded, text) for text in (0, 1)]
+        counts = [len(texts[0]), min(len(texts[1]), len(ids) if most is None else most)]
+        if limit is not None:
+            special = len(ids) - len(texts[0]) - len(texts[1])
+            counts = _longest_first(counts[0], counts[1], limit - special)
+        removed = {*texts[0][counts[0] :], *texts[1][counts[1] :]}
+        kept = [place for place in kept if place not in removed]
+    start = next((new for new, old in enumerate(kept) if types and types[old]), None)
+    return [ids[place] for place in kept], start, len(ids) - len(kept)
+
+
+def first_tokens(tokenizer: Any, text: str, count: int) -> str:
+    """Return the beginning of a text, up to `count` tokens.
+
+    Raises:
+        APIError: 400, the tokenizer does not support truncation.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise _unsupported()
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+    return text if len(offsets) <= count else text[: offsets[count - 1][1]]
+
+
+def _places(encoded: Any, text: int) -> list[int]:
+    """Return the indices of the tokens of the first (0) or the second (1) text."""
+    if not getattr(encoded, "is_fast", False):
+        raise _unsupported()
+    return [place for place, owner in enumerate(encoded.sequence_ids(0)) if owner == text]
+
+
+def _longest_first(first: int, second: int, limit: int) -> list[int]:
+    """Return the numbers of kept tokens, as the strategy `longest_first` of `tokenizers` does."""
+    if limit < 1:
+        raise APIError(
+            "the special tokens of a pair of texts leave no room for the texts: choose a larger "
+            "truncate_prompt_tokens",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    if first + second <= limit:
+        return [first, second]
+    short, long = sorted((first, second))
+    long = max(short, limit - short)
+    if short + long > limit:
+        short, long = limit // 2, limit - limit // 2
+    return [long, short] if first > second else [short, long]
+
+
+def _unsupported() -> APIError:
+    return APIError(
+        "the tokenizer of this model cannot truncate texts: send shorter texts",
+        code="unsupported_value",
+    )

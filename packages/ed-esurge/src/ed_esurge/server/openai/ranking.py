@@ -1,0 +1,388 @@
+"""`POST /v1/score` and `/v1/rerank`: the similarity of texts.
+
+A classifier with one label scores pairs of texts as a cross-encoder. For other models, a score is
+the similarity of two vectors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+
+from ed_esurge.engine.intake import CheckedPrompt
+from ed_esurge.outputs import LabelSet
+from ed_esurge.sampling import PoolingParams
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.models import ServedModel, new_id
+from ed_esurge.server.generation.pipeline import answer_headers
+from ed_esurge.server.generation.requests import MAX_PROMPTS
+from ed_esurge.server.http.errors import APIError, InvalidField
+from ed_esurge.server.http.fields import RequestBody, few, unsupported
+from ed_esurge.server.openai.embeddings import (
+    EmbeddingUsage,
+    PoolingName,
+    check_embeds,
+    prompt_lengths,
+    token_counts,
+)
+from ed_esurge.server.routing import post
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _document(value: object) -> str | dict[str, Any]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
+        return dict(value)
+    raise InvalidField("must be a string, or an object with a string `text`")
+
+
+Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)]
+Document = Annotated[
+    str | dict[str, Any],
+    PlainValidator(_document, json_schema_input_type=str | dict[str, Any]),
+]
+Documents = Annotated[
+    list[Document], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)
+]
+
+
+class ScoreRequest(RequestBody):
+    """Body of `POST /v1/score` in vLLM's format: pairs of texts, or one text and several texts."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("queries", "data_1"), "text_1"),
+        **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
+    }
+
+    text_1: Texts
+    text_2: Texts
+    model: str | None = None
+    user: str | None = None
+    pooling: PoolingName = "last"
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+
+
+class RerankRequest(RequestBody):
+    """Body of `POST /v1/rerank` in the formats of Jina and Cohere (v1 and v2)."""
+
+    query: str
+    documents: Documents
+    model: str | None = None
+    user: str | None = None
+    top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    """Number of documents to return, best first; 0 or null = all."""
+    return_documents: bool = True
+    max_tokens_per_doc: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    """Number of tokens of each document that are read; null = all."""
+    rank_fields: Annotated[Any, unsupported("only the field `text` is read", ["text"])] = None
+    max_chunks_per_doc: Annotated[
+        Any, unsupported("a document is one chunk, use max_tokens_per_doc", 1)
+    ] = None
+    pooling: PoolingName = "last"
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+
+
+class Score(AnswerBody):
+    """The score of a pair of texts."""
+
+    index: int
+    object: str
+    score: float
+
+
+class ScoreList(AnswerBody):
+    """Answer of `POST /v1/score`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedDocument(AnswerBody):
+    """A document of the request, with all of its fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+
+
+class Ranked(AnswerBody):
+    """A document with its index in the request and its score."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class APIVersion(AnswerBody):
+    """The version of Cohere's format."""
+
+    version: str
+
+
+class InputTokens(AnswerBody):
+    """Token counts in Cohere's format."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class RerankMeta(AnswerBody):
+    """Details of an answer in Cohere's format."""
+
+    api_version: APIVersion
+    tokens: InputTokens
+
+
+class Reranked(AnswerBody):
+    """Answer of `POST /v1/rerank`, best first. `usage` is Jina's, and `meta` is Cohere's."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+    meta: RerankMeta
+
+
+async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Response:
+    """Answer a score request.
+
+    Raises:
+        APIError: 400, the model is a classifier with several labels, the numbers of texts do not
+            match, or a text is too long.
+    """
+    first, second = body.text_1, body.text_2
+    if len(first) not in (1, len(second)):
+        raise APIError(
+            f"has {len(first)} texts, and text_2 has {len(second)}: send one text, or as many as "
+            "text_2 has",
+            param="text_1",
+        )
+    default = model.embedding_settings.prompt()
+    texts = _Texts(first, second, (default, default), body.pooling, body.truncate_prompt_tokens)
+    scorer = await _scorer(model, texts)
+    request_id = new_id("score", None)
+
+    async def whole() -> dict[str, Any]:
+        scores = await scorer.scores()
+        return {
+            "id": request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": model.name,
+            "data": [
+                {"index": index, "object": "score", "score": float(value)}
+                for index, value in enumerate(scores)
+            ],
+            "usage": token_counts(scorer.prompts, scorer.truncated),
+        }
+
+    headers = answer_headers(request_id, scorer.truncated)
+    return await model.lifetime(request).answer(whole(), headers)
+
+
+async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
+    """Answer a rerank request.
+
+    Raises:
+        APIError: 400, the model is a classifier with several labels, or a text is too long.
+    """
+    documents = [each if isinstance(each, str) else each["text"] for each in body.documents]
+    settings = model.embedding_settings
+    prompts = (
+        settings.first_prompt("query"),
+        settings.first_prompt("document", "passage", "corpus"),
+    )
+    texts = _Texts(
+        [body.query],
+        documents,
+        prompts,
+        body.pooling,
+        body.truncate_prompt_tokens,
+        body.max_tokens_per_doc,
+    )
+    scorer = await _scorer(model, texts)
+    request_id = new_id("rerank", None)
+
+    async def whole() -> dict[str, Any]:
+        scores = await scorer.scores()
+        order = np.argsort(-scores, kind="stable").tolist()
+        results: list[dict[str, Any]] = []
+        for index in order[: body.top_n or len(order)]:
+            result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+            if body.return_documents:
+                each = body.documents[index]
+                result["document"] = {"text": each} if isinstance(each, str) else each
+            results.append(result)
+        usage = token_counts(scorer.prompts, scorer.truncated)
+        return {
+            "id": request_id,
+            "model": model.name,
+            "results": results,
+            "usage": usage,
+            "meta": {
+                "api_version": {"version": "2"},
+                "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0},
+            },
+        }
+
+    headers = answer_headers(request_id, scorer.truncated)
+    return await model.lifetime(request).answer(whole(), headers)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a request.
+
+    Attributes:
+        first, second: texts to compare: one by one, or the only first text with each second text.
+        prefixes: prompts of an embedding model for the first and the second texts.
+        pooling: pooling of a language model.
+        last: maximum number of tokens of a prompt; see `PromptEncoder.tokens_of` and `pairs_of`.
+        most: number of tokens of each second text that are read; None = all.
+    """
+
+    first: list[str]
+    second: list[str]
+    prefixes: tuple[str, str]
+    pooling: PoolingName
+    last: int | None = None
+    most: int | None = None
+
+
+class _Scorer(Protocol):
+    """Encoded texts.
+
+    Attributes:
+        prompts: the prompts.
+        truncated: number of tokens that were removed.
+    """
+
+    prompts: list[CheckedPrompt]
+    truncated: int
+
+    async def scores(self) -> np.ndarray:
+        """Return the score of each pair, float64."""
+        ...
+
+
+async def _scorer(model: ServedModel, texts: _Texts) -> _Scorer:
+    """Encode texts for the task of the model.
+
+    Raises:
+        APIError: 400, the model is a classifier with several labels, or a text is too long.
+    """
+    labels = model.labels
+    if labels is not None and len(labels.names) == 1:
+        return await _CrossEncoder.of(model, labels, texts)
+    check_embeds(model)
+    return await _BiEncoder.of(model, texts)
+
+
+@dataclass
+class _CrossEncoder:
+    """A classifier with one label, which reads both texts of a pair at once."""
+
+    model: ServedModel
+    labels: LabelSet
+    prompts: list[CheckedPrompt]
+    truncated: int
+    params: list[PoolingParams]
+
+    @classmethod
+    async def of(cls, model: ServedModel, labels: LabelSet, texts: _Texts) -> _CrossEncoder:
+        first = texts.first * len(texts.second) if len(texts.first) == 1 else texts.first
+        pairs = list(zip(first, texts.second, strict=True))
+        encoded = await model.prompts.pairs_of(
+            pairs, longest=texts.last, most=texts.most, param="the texts"
+        )
+        params = [
+            PoolingParams(normalize=False, second_text_start=pair.second_start) for pair in encoded
+        ]
+        prompts = [pair.prompt for pair in encoded]
+        return cls(model, labels, prompts, sum(prompt.removed for prompt in prompts), params)
+
+    async def scores(self) -> np.ndarray:
+        return self.labels.scores(await self.model.vectors(self.prompts, self.params))
+
+
+@dataclass
+class _BiEncoder:
+    """A model whose vectors of texts are compared. The first prompts are the first texts."""
+
+    model: ServedModel
+    prompts: list[CheckedPrompt]
+    truncated: int
+    params: list[PoolingParams]
+    count: int
+
+    @classmethod
+    async def of(cls, model: ServedModel, texts: _Texts) -> _BiEncoder:
+        second = texts.second
+        if texts.most is not None:
+            second = await model.prompts.first_tokens(second, texts.most)
+        normalize = model.embedding_settings.similarity_fn_name == "cosine"
+        base = PoolingParams(pooling=texts.pooling, normalize=normalize)
+        prompts: list[CheckedPrompt] = []
+        params: list[PoolingParams] = []
+        truncated = 0
+        for prefix, some in zip(texts.prefixes, (texts.first, second), strict=True):
+            encoded, removed = await model.prompts.tokens_of(
+                [prefix + text for text in some], last=texts.last, param="the texts"
+            )
+            lengths = await prompt_lengths(model, prefix, encoded, [True] * len(encoded))
+            prompts += encoded
+            params += [base.replace(prompt_length=length) if length else base for length in lengths]
+            truncated += removed
+        return cls(model, prompts, truncated, params, len(texts.first))
+
+    async def scores(self) -> np.ndarray:
+        vectors = (await self.model.vectors(self.prompts, self.params)).astype(np.float64)
+        left, right = vectors[: self.count], vectors[self.count :]
+        match self.model.embedding_settings.similarity_fn_name:
+            case "euclidean":
+                return -np.linalg.norm(left - right, axis=1)
+            case "manhattan":
+                return -np.abs(left - right).sum(axis=1)
+            case _:  # cosine or dot
+                return (left * right).sum(axis=1)
+
+
+ENDPOINTS = (
+    *(
+        post(
+            path,
+            "Score the similarity of texts.",
+            score,
+            ScoreRequest,
+            ScoreList,
+            batched=path == "/v1/score",
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        post(
+            path,
+            "Rank documents by their similarity to a query.",
+            rerank,
+            RerankRequest,
+            Reranked,
+            batched=path == "/v1/rerank",
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+)
