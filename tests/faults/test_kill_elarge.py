@@ -16,8 +16,10 @@ import sys
 import time
 
 import pytest
+import yaml
 from ed_trainers.figures.metrics import CLOCKED
 
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 ELARGE = pathlib.Path(sys.executable).with_name("elarge")
 STEPS, SAVE_EVERY = 40, 8
 RUN = f"""
@@ -59,6 +61,22 @@ MASKED = (
     .replace(" num_key_value_heads: 2,", "")
     .replace("trainer_type: sft", "trainer_type: mlm\n  whole_word_mask: true")
 )
+#: Classifiers of words and of texts: the data and the method of an example.
+CLASSIFIERS = ("token_classification", "sequence_classification")
+
+
+def classifier(method):
+    """Return a run file that trains a classifier on the data of its example."""
+    example = yaml.safe_load((EXAMPLES / f"{method}.yaml").read_text())
+    for inform in example["mixture"]["informs"]:
+        inform["data_files"] = str(EXAMPLES.parent / inform["data_files"])
+    run = yaml.safe_load(RUN)
+    changes = {name: run["trainer"][name] for name in run["trainer"] if name != "trainer_type"}
+    trainer = {**example["trainer"], **changes}
+    sections = {"loader": run["loader"], "sharding": run["sharding"], "actions": run["actions"]}
+    return yaml.safe_dump({**example, **sections, "trainer": trainer}, sort_keys=False)
+
+
 #: Online methods: some checkpoints are within a generation of six steps.
 GIVEN = RUN[RUN.index("mixture:") : RUN.index("  max_training_steps")]
 SAMPLED = """mixture:
@@ -145,7 +163,7 @@ def a_checkpoint_is_being_written(folder):
     )
 
 
-@pytest.fixture(scope="module", params=["new", "quantized", "masked", "grpo"])
+@pytest.fixture(scope="module", params=["new", "quantized", "masked", *CLASSIFIERS, "grpo"])
 def run(request, tmp_path_factory):
     """Return a run file, and the record of an uninterrupted run."""
     folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN
@@ -156,6 +174,8 @@ def run(request, tmp_path_factory):
         assert text != RUN
     if request.param == "masked":
         text = MASKED
+    if request.param in CLASSIFIERS:
+        text = classifier(request.param)
     if request.param in ONLINE:
         text = RUN.replace(GIVEN, ONLINE[request.param])
     finish(folder, text)

@@ -249,7 +249,7 @@ def test_encoder_decoder_trains_on_pairs_of_texts(t5: Path, tmp_path: Path, pack
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with its tokenizer."""
     path = tmp_path_factory.mktemp("bert")
-    tokens = tokenizer(path)
+    tokens = tokenizer(path, mask_token="<mask>")
     config = registry.get_config("bert")(
         vocab_size=len(tokens), **SIZES, max_position_embeddings=64, pad_token_id=0
     )
@@ -278,4 +278,57 @@ def test_encoder_trains_embeddings_on_pairs_of_texts(bert: Path, tmp_path: Path)
     ids = np.random.default_rng(0).integers(5, 200, (2, 12))
     theirs = torch_output(saved, "BertModel", input_ids=ids).last_hidden_state.mean(1)
     ours = output(saved, "embedding", input_ids=ids).embeddings
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
+
+
+#: Task -> the class of transformers, rows, and options of the trainer.
+ENCODERS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "masked-language-model": (
+        "BertForMaskedLM",
+        [{"content": f"a cat {n} sat on the dog"} for n in range(32)],
+        {"trainer_type": "mlm", "whole_word_mask": True},
+    ),
+    "token-classification": (
+        "BertForTokenClassification",
+        [{"tokens": ["a", "cat", str(n)], "ner_tags": ["O", "B-PET", "O"]} for n in range(32)],
+        {"trainer_type": "token_classification", "label_names": ["O", "B-PET", "I-PET"]},
+    ),
+    "sequence-classification": (
+        "BertForSequenceClassification",
+        [{"text": "a cat", "text_pair": f"dog {n}", "label": f"c{n % 3}"} for n in range(32)],
+        {
+            "trainer_type": "sequence_classification",
+            "label_names": ["c0", "c1", "c2"],
+            "text_pairs": True,
+        },
+    ),
+}
+
+
+@pytest.mark.daily("token-classification")
+@pytest.mark.parametrize("task", ENCODERS)
+def test_encoder_trains_and_is_loaded_by_transformers(
+    bert: Path, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, rows, trainer = ENCODERS[task]
+    lengths: dict[str, Any] = {"pack_tokens": True, "pack_seq_length": 32}
+    if task == "sequence-classification":
+        lengths = {"pack_tokens": False, "tokenization": {"max_length": 32}}
+    data = save_rows(tmp_path / "rows.jsonl", rows)
+    sections = {
+        "model": {"name_or_path": str(bert), "task": task},
+        "mixture": {"informs": [{"data_files": data}], **lengths},
+        "trainer": trainer,
+    }
+    assert train(tmp_path, sections, ["train"]) == 0
+    saved = tmp_path / "run" / "model"
+    assert ("serve it" in capsys.readouterr().out) == (task == "sequence-classification")
+    config = json.loads((saved / "config.json").read_text())
+    assert config["architectures"] == [kind]
+    if names := trainer.get("label_names"):
+        assert config["id2label"] == {str(i): name for i, name in enumerate(names)}
+        assert config["label2id"] == {name: i for i, name in enumerate(names)}
+    ids = np.random.default_rng(0).integers(5, 200, (2, 12))
+    theirs = torch_output(saved, kind, input_ids=ids).logits
+    ours = output(saved, task, input_ids=ids, attention_mask=np.ones_like(ids)).logits
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)

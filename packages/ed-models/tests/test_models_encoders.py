@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra import registry
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_models import (
     AutoEasyDeLConfig,
@@ -121,6 +122,19 @@ def test_bert_classifier_starts_from_a_masked_language_model(tmp_path: Path) -> 
     assert not model.score.bias[...].any()
 
 
+@pytest.mark.parametrize("task", [TaskType.MASKED_LM, TaskType.TOKEN_CLASSIFICATION])
+def test_tasks_without_a_pooler_start_from_a_body_with_a_pooler(
+    tmp_path: Path, task: TaskType
+) -> None:
+    config = registry.get_config("bert")(**BERT, sharding_axis_dims=ONE)
+    body = registry.get_module(TaskType.BASE_MODULE, "bert").create(config, seed=0)
+    body.save_pretrained(tmp_path)
+    model = registry.get_module(task, "bert").from_pretrained(tmp_path, sharding_axis_dims=ONE)
+    np.testing.assert_array_equal(
+        model.model.embed_tokens.embedding[...], body.embed_tokens.embedding[...]
+    )
+
+
 @pytest.mark.nightly
 def test_bert_scores_packed_documents_as_it_scores_them_alone() -> None:
     config = BertConfig(**BERT, num_labels=3, sharding_axis_dims=ONE)
@@ -148,9 +162,7 @@ def test_text_longer_than_the_position_table_is_refused() -> None:
     assert longest_sequence(config) == 12
     model = AutoEasyDeLModel.from_config(config)
     assert model(IDS).last_hidden_state.shape == (3, 12, 32)
-    with pytest.raises(
-        ConfigError, match="a row has 13 tokens, but .* for 12"
-    ):
+    with pytest.raises(ConfigError, match="a row has 13 tokens, but .* for 12"):
         model(np.pad(IDS, ((0, 0), (0, 1)), constant_values=5))
 
 

@@ -109,8 +109,7 @@ def class_number(value: Any, field: str, where: str, classes: tuple[str, ...] = 
     """
     if isinstance(value, str) and value in classes:
         return float(classes.index(value))
-    is_number = isinstance(value, int) and value >= 0
-    if is_number and (not classes or value < len(classes)):
+    if isinstance(value, int) and value >= 0 and (not classes or value < len(classes)):
         return float(value)
     if classes:
         similar = did_you_mean(value, classes) if isinstance(value, str) else ""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from ed_infra.chats import Prompt
+from ed_infra.enums import TaskType
 
+from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.evaluation import harness
 from ed_elarge.evaluation.prompts import trains_on_chats
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
     from ed_elarge.config.run_config import RunConfig
     from ed_elarge.evaluation.heldout_metrics import HeldoutMetrics
+
+
+#: Tasks of models that the engine does not serve.
+_NOT_SERVED = (TaskType.MASKED_LM, TaskType.TOKEN_CLASSIFICATION)
 
 
 class Summary:
@@ -33,6 +39,7 @@ class Summary:
         self.results: Path | None = None
         self.samples: list[tuple[Prompt, str]] = []
         self.chats = False
+        self.task = TaskType.CAUSAL_LM
         self._shown = False
 
     @property
@@ -53,6 +60,7 @@ class Summary:
         self.base = {k: run.written[k] for k in ("model", "quantization") if run.written.get(k)}
         self.metrics = dict(output.metrics)
         self.chats = trains_on_chats(run)
+        self.task = run.task
 
     def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
         """Record the metrics of an evaluation and the file with its results."""
@@ -140,7 +148,9 @@ class Summary:
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
 
     def _served(self) -> dict[str, Any]:
-        """Return the sections that serve the trained model."""
+        """Return the sections that serve the trained model; empty if the engine cannot."""
+        if self.task in _NOT_SERVED:
+            return {}
         if self.model is not None:
             return {"model": {"name_or_path": str(self.model)}}
         return {**self.base, "lora": {"name_or_path": str(self.adapter)}} if self.adapter else {}
@@ -164,13 +174,13 @@ class Summary:
             lines.append(f"  {'evaluation':<29}{self.results}")
         if self._served():
             uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
-            route, request = self._suggestion()
-            lines += [
-                "Next commands",
-                f"  serve it:  {uv}elarge {directory / 'serve.yaml'}",
-                f"  ask it:    curl -s http://127.0.0.1:11556/v1/{route} "
-                f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'",
-            ]
+            lines += ["Next commands", f"  serve it:  {uv}elarge {directory / 'serve.yaml'}"]
+            if self.task in (*GENERATING, TaskType.AUTO_BIND):
+                route, request = self._suggestion()
+                lines.append(
+                    f"  ask it:    curl -s http://127.0.0.1:11556/v1/{route} "
+                    f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+                )
         return "\n".join(lines)
 
     def _suggestion(self) -> tuple[str, dict[str, Any]]:

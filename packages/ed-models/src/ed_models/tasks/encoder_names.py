@@ -162,6 +162,10 @@ class EncoderNames:
         used = set() if head is None else {*head.names()}
         heads = [name for each in self.heads.values() for name in each.names()]
         unused = dict.fromkeys(name for name in (*heads, *self.others) if name not in used)
+        pooler = self.heads.get(TaskType.BASE_MODULE)
+        if pooler is not None and pooler.out in unused:
+            # A checkpoint of the body has names without their first part.
+            unused[pooler.out.partition(".")[2]] = None
         # The bias of a language-model head has two names: a tied head uses `bias`, another one the
         # bias of `out`.
         return (

@@ -29,7 +29,7 @@ def class_targets(batch: HostBatch, model: LanguageModel) -> dict[str, np.ndarra
             f"a batch of a classifier has labels, not only {', '.join(sorted(batch))}"
         )
     labels = np.asarray(batch["labels"], np.int32)
-    count = model.config.num_labels
+    count = model.config.num_labels or 0
     if labels.size and labels.max() >= count:
         raise ConfigError(
             f"the label {labels.max()} is invalid: the model has {count} classes, 0 to "

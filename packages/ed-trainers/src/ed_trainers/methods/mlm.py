@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
+from ed_infra.sharding.axes import LogicalAxes
 from ed_layers.losses import TokenLoss
 from ed_models.protocol import LanguageModel
 
@@ -27,6 +28,8 @@ from ed_trainers.trainer import Trainer
 
 #: Name of the number in a training batch from which its masks are drawn: the step, from 1.
 _STEP = "mask_step"
+#: Logical axes of an array with one value for each selected position.
+_SELECTED: LogicalAxes = ("batch", None)
 #: The number of held-out batches, whose masks are always the same.
 _HELD_OUT = 0
 
@@ -104,8 +107,8 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
         "weights": rows.weights,
     }
     read = {*made, _STEP, "labels", "attention_mask", "loss_weights"}
-    axes = dict.fromkeys(("masked_positions", "targets", "weights"), ("batch", None))
-    return Inputs({**made, **further_arrays(batch, read)}, axes)
+    selected = ("masked_positions", "targets", "weights")
+    return Inputs({**made, **further_arrays(batch, read)}, dict.fromkeys(selected, _SELECTED))
 
 
 def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
@@ -128,7 +131,7 @@ def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Ar
         model.head(),
         batch["targets"],
         batch["weights"],
-        sharding=run.placement.sharding(batch["targets"].shape, ("batch", None)),
+        sharding=run.placement.sharding(batch["targets"].shape, _SELECTED),
         chunk=arguments.lmhead_chunksize,
         loss=extra,
     )

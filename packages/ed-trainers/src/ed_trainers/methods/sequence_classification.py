@@ -11,6 +11,7 @@ from typing import cast
 import jax
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import SequenceClassifierOutput
+from ed_infra.sharding.axes import LogicalAxes
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
@@ -31,7 +32,7 @@ def prepare(run: MethodRun[SequenceClassificationArguments], batch: HostBatch) -
     """
     made = {**sequence_arrays(batch), **class_targets(batch, run.learner)}
     read = {*made, "labels", "attention_mask"}
-    axes = dict.fromkeys(("targets", "weights"), ("batch",))
+    axes: dict[str, LogicalAxes] = {"targets": ("batch",), "weights": ("batch",)}
     return Inputs({**made, **further_arrays(batch, read)}, axes)
 
 

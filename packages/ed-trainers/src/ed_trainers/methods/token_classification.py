@@ -5,7 +5,7 @@ Legend: b rows, s positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -53,7 +53,7 @@ def loss(
     targets, weights = batch["targets"], batch["weights"]
     total, words, accuracy = class_losses(output.logits, targets, weights)
     metrics = {"accuracy": accuracy}
-    names: Mapping[int | str, str] = run.learner.config.id2label
+    names = run.learner.config.id2label or {}
     tags = EntityTags.of({int(number): name for number, name in names.items()})
     if tags is not None:
         predicted = jnp.argmax(output.logits, axis=-1)
