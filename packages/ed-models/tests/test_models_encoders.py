@@ -162,7 +162,7 @@ def test_text_longer_than_the_position_table_is_refused() -> None:
     assert longest_sequence(config) == 12
     model = AutoEasyDeLModel.from_config(config)
     assert model(IDS).last_hidden_state.shape == (3, 12, 32)
-    with pytest.raises(ConfigError, match="a row has 13 tokens, but .* for 12"):
+    with pytest.raises(ConfigError, match=r"a row has 13 tokens, but .* for 12"):
         model(np.pad(IDS, ((0, 0), (0, 1)), constant_values=5))
 
 
