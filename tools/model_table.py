@@ -76,10 +76,11 @@ def table(results: Results | None = None) -> str:
     for model_type in (name for name in tasks if name not in causal):
         stored = " ".join(results.get(model_type, {}))
         checked = [task for task in registry.tasks_of(model_type) if f"({task})" in stored]
-        for task in checked or [""]:
+        for number, task in enumerate(checked or [""]):
+            text = "" if number else special(model_type)
             cells = (largest(results, model_type, name, task) for name in names[:-1])
             shown = task or registry.tasks_of(model_type)[0]
-            others.append(row(f"`{model_type}`", f"`{shown}`", special(model_type), *cells))
+            others.append(row(f"`{model_type}`", f"`{shown}`", text, *cells))
     summary = f"{len(causal)} families of causal language models, each with the tasks {shared}."
     halves = ", ".join(f"`{name}`" for name in sorted(MODEL_TYPES))
     half = f"Multimodal models whose text half is loaded: {halves}."

@@ -165,7 +165,8 @@ def save_random(directory: Path, shape: str) -> None:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=VOCAB, **SHAPES[shape])
+    fields: dict[str, Any] = SHAPES[shape]
+    config = BertConfig(vocab_size=VOCAB, **fields)
     BertModel(config, add_pooling_layer=False).save_pretrained(directory)
 
 

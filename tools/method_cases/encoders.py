@@ -29,7 +29,7 @@ def folder(kind: str, labels: int = 2) -> Path:
 
     torch.manual_seed(0)
     path = Path(tempfile.mkdtemp(prefix="encoders-"))
-    config = transformers.BertConfig(**SIZES, num_labels=labels)
+    config = transformers.BertConfig.from_dict({**SIZES, "num_labels": labels})
     getattr(transformers, kind)(config).save_pretrained(path)
     return path
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import hashlib, sys, time
 from transformers import AutoTokenizer

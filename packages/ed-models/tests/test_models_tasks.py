@@ -323,9 +323,9 @@ class TestAutoBind:
     def test_a_task_that_is_not_here(self, saved, tmp_path):
         directory = shutil.copytree(saved, tmp_path / "m")
         (directory / "config.json").write_text(
-            '{"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}'
+            '{"model_type": "llama", "architectures": ["LlamaForObjectDetection"]}'
         )
-        with pytest.raises(CheckpointError, match="its class is LlamaForTokenClassific"):
+        with pytest.raises(CheckpointError, match="its class is LlamaForObjectDetect"):
             hub.from_pretrained(directory, task="auto-bind")
 
 

@@ -1,6 +1,6 @@
 """Conformance cases of DistilBERT."""
 
-from ed_models.conformance import ENCODER_TASKS, TINY_ENCODER, Cases
+from ed_models.conformance import ENCODER_TASKS, Cases
 
 CASES = Cases(
     {

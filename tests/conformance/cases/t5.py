@@ -26,5 +26,6 @@ CASES = Cases(
             "num_decoder_layers": 2,
         },
     },
+    ours=2e-4,  # scores have no scale: one device differs from float64 by 8e-5, too
     tiny=False,
 )

@@ -82,8 +82,8 @@ class Decoder(EasyDeLBaseModule):
         return parts.norm
 
     @staticmethod
-    def final_norm(parts: Parts) -> nnx.Module:
-        """Create the norm after the last layer."""
+    def final_norm(parts: Parts) -> nnx.Module | None:
+        """Create the norm after the last layer; None = no norm."""
         return parts.own_norm(parts.config.hidden_size)
 
     def add_parts(self, parts: Parts) -> None:
@@ -107,7 +107,7 @@ class Decoder(EasyDeLBaseModule):
 
     def leave(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Transform the hidden states after the last layer."""
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     @property
     def features(self) -> int:

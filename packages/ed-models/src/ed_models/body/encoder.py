@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
-from ed_infra.outputs import BaseModelOutput, LayerReport
+from ed_infra.outputs import BaseModelOutput
 from ed_layers.activations import activation
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule, Position
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
@@ -55,8 +56,9 @@ class EncoderLayer(DecoderLayer):
         attended, cache = self.self_attn(x, ctx, cache, layer)
         x = self.input_layernorm(x + ctx.dropped(attended, self.dropout, "attention"))
         x = ctx.named(x, "residual")
-        out = ctx.dropped(self.mlp(x, ctx), self.dropout, "mlp")
-        return self.post_attention_layernorm(x + out), cache, LayerReport()
+        out, report = self.feed_forward(x, ctx)
+        x = x + ctx.dropped(out, self.dropout, "mlp")
+        return self.post_attention_layernorm(x), cache, report
 
 
 class TextEncoder(Decoder):
@@ -79,7 +81,7 @@ class TextEncoder(Decoder):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     @staticmethod
-    def final_norm(parts):
+    def final_norm(parts: Parts) -> nnx.Module | None:
         return None
 
     @staticmethod
@@ -113,9 +115,6 @@ class TextEncoder(Decoder):
             x = x + self.embed_positions(ctx.position_ids + first_position(self.config))
         x = ctx.dropped(self.embed_norm(x), self.config.hidden_dropout_prob, "embeddings")
         return self.embed_proj(x, ctx) if hasattr(self, "embed_proj") else x
-
-    def leave(self, x, ctx):
-        return x
 
     def check_length(self, length: int) -> None:
         """Raise ConfigError if a row of tokens is longer than the table of positions."""

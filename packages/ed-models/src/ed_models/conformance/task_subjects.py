@@ -189,8 +189,10 @@ class EncoderSubject(Subject):
     def torch_inputs(self) -> list[dict[str, Any]]:
         """Return each row without its padding: positions of encoders follow from the inputs."""
         torch = require_torch()
-        ids = [row[pad:] for row, pad in zip(self.ids, self.pad, strict=True)]
-        return [{"input_ids": torch.tensor(row[None], dtype=torch.long)} for row in ids]
+        ids = [
+            torch.tensor(row[None, p:]).long() for row, p in zip(self.ids, self.pad, strict=True)
+        ]
+        return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
 
     def training(self) -> dict[str, Any]:
         return {**self.whole(), **self.labels()}
@@ -202,7 +204,8 @@ class EncoderSubject(Subject):
     def torch_loss(self) -> Any:
         torch = require_torch()
         arrays = {name: torch.tensor(x).long() for name, x in self.training().items()}
-        return self.torch_model(**arrays).loss
+        mask = torch.ones_like(arrays["input_ids"])
+        return self.torch_model(**arrays, attention_mask=mask).loss
 
 
 class BodySubject(EncoderSubject):

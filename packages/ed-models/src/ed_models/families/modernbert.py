@@ -82,7 +82,6 @@ class ModernBertModel(TextEncoder):
         return partial(parts.layer_norm, eps=config.norm_eps, bias=config.norm_bias)
 
     final_norm = staticmethod(Decoder.final_norm)
-    leave = Decoder.leave
 
     @staticmethod
     def layer_kinds(config):

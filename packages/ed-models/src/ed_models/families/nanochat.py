@@ -21,6 +21,7 @@ from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.context import ALL_LAYERS
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
+from flax import nnx
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
@@ -58,6 +59,7 @@ class NanoChatModel(Decoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = NanoChatConfig
+    norm: nnx.Module
     layer_class = NanoChatDecoderLayer
 
     @staticmethod

@@ -36,7 +36,7 @@ class RobertaConfig(EasyDeLBaseConfig, transformers.RobertaConfig):
     @property
     def first_position(self) -> int:
         """The row of the position table that belongs to the first token."""
-        return self.pad_token_id + 1
+        return 1 + (self.pad_token_id or 0)
 
 
 class RobertaModel(TextEncoder):

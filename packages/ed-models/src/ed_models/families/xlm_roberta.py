@@ -34,7 +34,7 @@ class XLMRobertaConfig(EasyDeLBaseConfig, transformers.XLMRobertaConfig):
     @property
     def first_position(self) -> int:
         """The row of the position table that belongs to the first token."""
-        return self.pad_token_id + 1
+        return 1 + (self.pad_token_id or 0)
 
 
 class XLMRobertaModel(TextEncoder):

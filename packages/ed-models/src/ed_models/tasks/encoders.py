@@ -80,8 +80,8 @@ class EncoderTask(HeadModel[TextEncoder]):
 
     def add_head(self, parts: Parts) -> None:
         """Create the layers of the head."""
-        count = self.config.num_labels if self.labels is None else self.labels
-        if (count or 0) < 1:
+        count = (self.config.num_labels if self.labels is None else self.labels) or 0
+        if count < 1:
             raise ConfigError(f"num_labels is {count}; it must be at least 1")
         self.transform = HeadTransform(parts, self.form)
         self.score = parts.linear(self.features, count, axes=("embed", None), bias=True)
@@ -89,6 +89,19 @@ class EncoderTask(HeadModel[TextEncoder]):
     def scores(self, hidden: Float[Array, "*rows d"], key: jax.Array | None) -> Array:
         """Return the scores of the labels, [..., c] float32; `key` is the dropout key."""
         return self.score(self.transform(hidden, key)).astype(jnp.float32)
+
+    @property
+    def reads_mean(self) -> bool:
+        """Whether a head for texts reads the mean of the tokens instead of the first token."""
+        return getattr(self.config, "classifier_pooling", "cls") == "mean"
+
+    def pooled(
+        self, hidden: Float[Array, "b s d"], mask: Int[Array, "b s"] | None
+    ) -> Float[Array, "b d"]:
+        """Return the features of each text; `mask` is nonzero for tokens."""
+        if self.reads_mean:
+            return Pooling()(hidden, mask).astype(hidden.dtype)
+        return first_tokens(hidden, mask)
 
     @classmethod
     def new_tensors(
@@ -132,8 +145,7 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
         """
         if segment_ids is not None and logits_at == "last":
             raise ConfigError('a packed row has several first tokens: set logits_at="all"')
-        is_mean = getattr(self.config, "classifier_pooling", "cls") == "mean"
-        if is_mean and logits_at == "all":
+        if self.reads_mean and logits_at == "all":
             raise ConfigError(
                 "the classifier reads the mean of a text (classifier_pooling: mean), and a packed "
                 "row has several texts: pass each text in a row"
@@ -142,10 +154,7 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
             input_ids, attention_mask=attention_mask, segment_ids=segment_ids, key=key, **inputs
         )
         hidden = body.last_hidden_state
-        if is_mean:
-            features = Pooling()(hidden, attention_mask).astype(hidden.dtype)
-        else:
-            features = first_tokens(hidden, attention_mask) if logits_at == "last" else hidden
+        features = self.pooled(hidden, attention_mask) if logits_at == "last" else hidden
         return SequenceClassifierOutput(logits=self.scores(features, key), **common(body))
 
 
@@ -249,7 +258,7 @@ class MultipleChoice(EncoderTask):
         flat = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
         arrays = {name: x.reshape(b * n, s) for name, x in flat.items() if x is not None}
         body = self.model(**arrays, key=key)
-        features = first_tokens(body.last_hidden_state, arrays.get("attention_mask"))
+        features = self.pooled(body.last_hidden_state, arrays.get("attention_mask"))
         scores = self.scores(features, key).reshape(b, n)
         return SequenceClassifierOutput(logits=scores, **common(body))
 
