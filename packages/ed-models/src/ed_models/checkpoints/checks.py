@@ -47,8 +47,16 @@ _TASKS: Mapping[str, TaskType] = {
     "ForMultipleChoice": TaskType.MULTIPLE_CHOICE,
     "Model": TaskType.BASE_MODULE,
 }
+#: Numbers that JSON lacks; `transformers` writes them as `{"__float__": "Infinity"}`.
+_NOT_FINITE = ("Infinity", "-Infinity", "NaN")
 #: Ending of the names of vision-language models and encoder-decoders.
 _CONDITIONAL = "ForConditionalGeneration"
+
+
+def _number(item: dict[str, Any]) -> Any:
+    """Return the number that `transformers` writes as an object, such as an infinite time step."""
+    is_number = item.keys() == {"__float__"} and item["__float__"] in _NOT_FINITE
+    return float(item["__float__"]) if is_number else item
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:
@@ -70,7 +78,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
             f"{path} is larger than {_MAX_CONFIG} bytes; that is no settings file"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON object ({error})") from error
     if not isinstance(content, dict):
