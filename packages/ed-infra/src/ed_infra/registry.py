@@ -201,11 +201,11 @@ def get_module(task_type: TaskType | str, model_type: str) -> Any:
 
 
 def tasks_of(model_type: str) -> list[TaskType]:
-    """Return the tasks of a model type: registered tasks, then derived tasks."""
+    """Return the tasks of a model type: registered tasks, then derived tasks, in a fixed order."""
     _load(model_type)
     registered = {task: r.module for (task, name), r in _modules.items() if name == model_type}
-    derived = [task for module in registered.values() for task in _derivable(module)]
-    return list(dict.fromkeys([*registered, *derived]))
+    derived = dict.fromkeys(task for module in registered.values() for task in _derivable(module))
+    return [*(task for task in registered if task not in derived), *derived]
 
 
 def partition_rules(
