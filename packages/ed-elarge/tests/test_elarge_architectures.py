@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from ed_elarge.config.checks import architectures
-from ed_elarge.config.checks.config_source import config_fields
+from ed_elarge.config import architectures
+from ed_elarge.config.config_source import config_fields
 from ed_infra.enums import ACTIVATION_NAMES
 from ed_layers import activations
 

@@ -49,6 +49,8 @@ UNUSED: list[tuple[dict[str, Any], str]] = [
         "trainer.evaluation_steps",
     ),
     ({"mixture__eval_fraction": ..., "trainer__eval_batch_size": 3}, "trainer.eval_batch_size"),
+    ({"trainer__beta": 0.1}, "trainer.beta"),
+    ({"trainer__kl_coef": 0.1}, "trainer.kl_coef"),
     ({"model__extra_kwargs": {"revision": "main"}}, "model.extra_kwargs.revision"),
     (
         {"esurge": {"strict_context": True, "truncate_mode": "right"}},

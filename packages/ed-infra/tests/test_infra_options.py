@@ -131,6 +131,22 @@ def test_capitals_do_not_hide_the_nearest_name(key: str):
     assert errors.did_you_mean("trainn", ["TRAIN"]) == "; did you mean 'TRAIN'?"
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "count"),
+    [("", "", 0), ("", "ab", 2), ("stf", "sft", 1), ("kitten", "sitting", 3), ("ab", "ba", 1)],
+)
+def test_edits_are_replaced_inserted_removed_and_swapped_characters(a: str, b: str, count: int):
+    assert errors.edits(a, b) == errors.edits(b, a) == count
+
+
+def test_only_near_names_are_suggested():
+    known = ["use_ema", "learning_rate", "save_steps", "num_decay_steps", "pack_tokens", "logits"]
+    for name in ("use_wandb", "packing_strategy", "max_steps", "lm"):
+        assert errors.did_you_mean(name, known) == ""
+    for name, near in [("decay_steps", "num_decay_steps"), ("laerning_raet", "learning_rate")]:
+        assert errors.did_you_mean(name, known) == f"; did you mean {near!r}?"
+
+
 def test_a_dtype_of_weights_is_a_float():
     with pytest.raises(pydantic.ValidationError, match="'int8' is not a floating-point dtype"):
         Inner(dtype="int8")

@@ -16,6 +16,7 @@ from ed_models import (
     AutoEasyDeLConfig,
     AutoEasyDeLModel,
     AutoEasyDeLModelForEmbedding,
+    AutoEasyDeLModelForMaskedLM,
     AutoEasyDeLModelForSeq2SeqLM,
     AutoEasyDeLModelForSequenceClassification,
 )
@@ -135,7 +136,26 @@ def test_tasks_without_a_pooler_start_from_a_body_with_a_pooler(
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.torch
+def test_deberta_head_of_the_original_release_has_equal_logits(tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    fields = {**cases("deberta-v2")["deberta-v2"].rows["v3"], "legacy": False}
+    torch.manual_seed(0)
+    theirs = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**fields)).eval()
+    with torch.no_grad():
+        theirs.lm_predictions.lm_head.bias.normal_()
+    theirs.save_pretrained(tmp_path)
+    model = AutoEasyDeLModelForMaskedLM.from_pretrained(tmp_path, sharding_axis_dims=ONE)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(IDS).long()).logits.numpy()
+    np.testing.assert_allclose(forward(model, input_ids=IDS).logits, expected, atol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.DebertaV2ForMaskedLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        logits = again(torch.tensor(IDS).long()).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
 def test_bert_scores_packed_documents_as_it_scores_them_alone() -> None:
     config = BertConfig(**BERT, num_labels=3, sharding_axis_dims=ONE)
     model = BertForSequenceClassification.create(config, seed=0)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.testing import require_torch
-from ed_models.generation.processors import PROCESSORS, GeneratedRows
+from ed_models.generation.generated_rows import GeneratedRows
+from ed_models.generation.processors import PROCESSORS
 from ed_models.generation.token_choice import TokenChoice, process
 
 B, T, V, NEW, LIMIT = 4, 24, 37, 5, 9

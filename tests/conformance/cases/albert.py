@@ -7,7 +7,7 @@ CASES = Cases(
         "one layer": {**TINY_ENCODER, "embedding_size": 16},
         "two layers, gelu": {
             **TINY_ENCODER,
-            "embedding_size": 16,
+            "embedding_size": 32,
             "inner_group_num": 2,
             "hidden_act": "gelu",
         },

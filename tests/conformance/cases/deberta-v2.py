@@ -26,6 +26,17 @@ CASES = Cases(
             "max_relative_positions": 16,
             "norm_rel_ebd": "none",
         },
+        "a convolution in groups (v2-xlarge)": {
+            **_V3,
+            "conv_kernel_size": 3,
+            "conv_act": "gelu",
+            "conv_groups": 2,
+        },
+        "no relative positions": {
+            **_V3,
+            "relative_attention": False,
+            "position_biased_input": True,
+        },
     },
     tasks=ENCODER_TASKS,
     tiny=False,

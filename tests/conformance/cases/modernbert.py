@@ -17,6 +17,7 @@ CASES = Cases(
             "attention_bias": True,
             "mlp_bias": True,
             "classifier_bias": True,
+            "decoder_bias": False,
             "classifier_pooling": "mean",
         },
     },

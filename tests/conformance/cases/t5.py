@@ -2,7 +2,7 @@
 
 from ed_models.conformance import Cases
 
-_TINY = {
+TINY_T5 = {
     "vocab_size": 160,
     "d_model": 32,
     "d_kv": 12,
@@ -18,9 +18,9 @@ _TINY = {
 
 CASES = Cases(
     {
-        "v1.0, tied": _TINY,
+        "v1.0, tied": TINY_T5,
         "v1.1, gated, separate head, two decoder layers": {
-            **_TINY,
+            **TINY_T5,
             "feed_forward_proj": "gated-gelu",
             "tie_word_embeddings": False,
             "num_decoder_layers": 2,

@@ -25,6 +25,7 @@ class TaskType(StrEnum):
     BASE_VISION = "vision-module"
     SEQUENCE_TO_SEQUENCE = "sequence-to-sequence"
     SPEECH_SEQUENCE_TO_SEQUENCE = "speech-sequence-to-sequence"
+    CTC = "ctc"
     ZERO_SHOT_IMAGE_CLASSIFICATION = "zero-shot-image-classification"
     MASKED_LM = "masked-language-model"
     SEQUENCE_CLASSIFICATION = "sequence-classification"

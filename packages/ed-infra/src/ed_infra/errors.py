@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from functools import partial
 
 
 class EasyDeLError(Exception):
@@ -41,13 +43,48 @@ MAX_COMPARED = 64
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
 
-    The comparison ignores case.
+    A name is near if it differs by at most two edits (more in long names), or if its words are
+    among the words of the known name, or the reverse: `decay_steps` and `num_decay_steps`,
+    `packing` and `pack_tokens`. The comparison ignores case.
     """
     if len(name) > MAX_COMPARED:
         return ""
     spelling = {str(k).lower(): str(k) for k in known}
-    near = difflib.get_close_matches(str(name).lower(), spelling, n=1, cutoff=0.6)
+    wanted = str(name).lower()
+    similar = difflib.get_close_matches(wanted, spelling, n=8, cutoff=0.5)
+    near = [k for k in similar if _is_near(wanted, k)]
+    near.sort(key=partial(edits, wanted))  # a stable sort: the most similar of equals stays first
     return f"; did you mean {spelling[near[0]]!r}?" if near else ""
+
+
+def edits(a: str, b: str) -> int:
+    """Return the least number of edits from `a` to `b`.
+
+    An edit replaces, inserts or removes a character, or swaps two neighbors.
+    """
+    before, row = list[int](), list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, last, row = row, before, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
+
+
+def _is_near(a: str, b: str) -> bool:
+    if 2 * edits(a, b) <= min(max(4, len(a) // 4), len(a)):
+        return True
+    few, many = sorted((_WORD.findall(a), _WORD.findall(b)), key=len)
+    return bool(few) and all(any(_same_word(x, y) for y in many) for x in few)
+
+
+_WORD = re.compile(r"[a-z0-9]+")
+
+
+def _same_word(x: str, y: str) -> bool:
+    shorter, longer = sorted((x, y), key=len)
+    return shorter == longer or (len(shorter) > 2 and longer.startswith(shorter))
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:

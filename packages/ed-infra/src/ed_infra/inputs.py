@@ -6,7 +6,8 @@ by its name and ignores the others.
 
 Every array has the axis `batch` first, so a batch can be split into microbatches and sharded over
 devices without knowledge of its content. Images of a row are therefore `[b, i, c, h, w]`, padded to
-the largest number of images of a row.
+the largest number of images of a row. A spectrogram is `input_features`, [b, mel bins, frames];
+samples of sound are `input_values`, [b, samples].
 
 Legend: b rows, s positions, t encoder positions, i images of a row, n features of a row, d hidden.
 """
@@ -40,6 +41,9 @@ AXES: Mapping[str, LogicalAxes] = {
     "decoder_attention_mask": _TOKENS,
     "decoder_segment_ids": _TOKENS,
     "decoder_position_ids": _TOKENS,
+    "input_features": ("batch", None, None),
+    "input_values": ("batch", None),
+    "encoder_outputs": ("batch", None, "embed"),
     "inputs_embeds": ("batch", "sequence", "embed"),
     "pixel_values": ("batch", None, None, None, None),
 }

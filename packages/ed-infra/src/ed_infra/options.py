@@ -94,9 +94,11 @@ class Options(BaseModel):
     """Base class of options: immutable, without unknown keys, with aliases.
 
     A subclass sets `ALIASES = {"other spelling": "canonical field"}`. A field and its alias
-    together are an error, even with equal values. Booleans are not valid numbers, and numbers must
-    be finite (unless a field has `Field(allow_inf_nan=True)`). `Seed`, `Count`, `Whole`,
-    `Positive`, `NotNegative`, `Fraction` and `Dropout` of this module are numbers with bounds.
+    together are an error, even with equal values. `EQUIVALENT = {"name elsewhere": "what to use
+    instead"}` explains names of other programs; a value may also be `"omit it: "` and the reason.
+    Booleans are not valid numbers, and numbers must be finite (unless a field has
+    `Field(allow_inf_nan=True)`). `Seed`, `Count`, `Whole`, `Positive`, `NotNegative`, `Fraction`
+    and `Dropout` of this module are numbers with bounds.
 
     Raises:
         pydantic.ValidationError: Each problem with the path of its key, so that the YAML runner can
@@ -112,6 +114,7 @@ class Options(BaseModel):
     )
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
+    EQUIVALENT: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -132,8 +135,7 @@ class Options(BaseModel):
             if len(problems) == MAX_PROBLEMS:
                 break
             if name not in cls.model_fields:
-                hint = did_you_mean(str(key), [*cls.model_fields, *cls.ALIASES])
-                message = f"unknown key {_shortened(key)!r}{hint}"
+                message = f"unknown key {_shortened(key)!r}{cls._hint(str(key))}"
                 problems.append(_problem(key, value, "unknown_key", message))
             elif name in result:
                 message = f"{spelling[name]!r} and {key!r} are two names of one option: keep one"
@@ -144,6 +146,14 @@ class Options(BaseModel):
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return result
+
+    @classmethod
+    def _hint(cls, key: str) -> str:
+        """Return what to write instead of an unknown key, as the end of a sentence."""
+        if key in cls.EQUIVALENT:
+            instead = cls.EQUIVALENT[key]
+            return f"; {instead}" if instead.startswith("omit it") else f"; use {instead}"
+        return did_you_mean(key, [*cls.model_fields, *cls.ALIASES])
 
     def replace(self, **changes: object) -> Self:
         """Return a validated copy with some changed fields."""

@@ -80,7 +80,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
         *("position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key"),
         *("buckets", "encoded"),
     ],
-    meta_fields=["mode", "config"],
+    meta_fields=["layerdrop", "mode", "config"],
 )
 @dataclass(frozen=True)
 class Ctx:
@@ -99,6 +99,7 @@ class Ctx:
             (DeBERTa); None without them.
         encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
             the cache contains its keys and values.
+        layerdrop: probability that training skips a layer (Fan et al. 2019); static.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
     """
@@ -111,6 +112,7 @@ class Ctx:
     key: jax.Array | None = None
     buckets: Float[Array, "n _"] | None = None
     encoded: Encoded | None = None
+    layerdrop: float = field(default=0.0)
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
 
@@ -124,6 +126,13 @@ class Ctx:
             return x
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
         return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+    def layer_dropped(self, x: Float[Array, "b s d"], out: Float[Array, "b s d"]) -> jax.Array:
+        """Return the output of a layer, or its input x if training skips the layer."""
+        if self.key is None or not self.layerdrop:
+            return out
+        key = jax.random.fold_in(self.key, zlib.crc32(b"layer"))
+        return jnp.where(jax.random.bernoulli(key, self.layerdrop), x, out)
 
     @property
     def real(self) -> Bool[Array, "b s"] | None:

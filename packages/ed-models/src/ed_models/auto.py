@@ -19,6 +19,7 @@ from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
+from ed_models.tasks.ctc import CTCModel
 from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.encoders import MaskedLM, MultipleChoice, QuestionAnswerer, TokenClassifier
 from ed_models.tasks.image_text import ImageTextLM
@@ -135,6 +136,18 @@ class AutoEasyDeLModelForSeq2SeqLM(_AutoModel[Seq2SeqLM]):
     """Encoder-decoder language models."""
 
     task = TaskType.SEQUENCE_TO_SEQUENCE
+
+
+class AutoEasyDeLModelForSpeechSeq2Seq(_AutoModel[Seq2SeqLM]):
+    """Encoder-decoders that read speech and write text."""
+
+    task = TaskType.SPEECH_SEQUENCE_TO_SEQUENCE
+
+
+class AutoEasyDeLModelForCTC(_AutoModel[CTCModel]):
+    """Encoders of speech that score the labels of every time step."""
+
+    task = TaskType.CTC
 
 
 class AutoEasyDeLModelForImageTextToText(_AutoModel[ImageTextLM]):

@@ -8,6 +8,7 @@ from pathlib import Path
 from ed_data import data_report
 from ed_infra.errors import ConfigError
 
+from ed_elarge.building.parts import sequence_length
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel
@@ -36,7 +37,7 @@ def show(path: str, output: Path | None, near: bool, samples: int) -> int:
             run.mixture,
             eLargeModel.from_run(run).build_tokenizer(),
             batch_size=run.batch_size,
-            seq_length=run.sequence_length[0],
+            seq_length=sequence_length(run),
             seed=run.mixture.seed or 0,
             schema=run.schema,
             near=near,

@@ -16,6 +16,7 @@ from ed_data.config import Mixture
 from ed_infra.config.fields import canonical_field
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
+from ed_infra.logging import get_logger
 from ed_trainers.arguments import ROLES, Role
 from ed_trainers.options.classification import ClassifierArguments
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     from ed_elarge.engine.rollout import EngineRollout
 
+
+logger = get_logger(__name__)
 
 #: Tasks whose inputs are more than one sequence of tokens.
 _WITH_OTHER_INPUTS = (TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT)
@@ -331,7 +334,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
     if run.takes_prompts:
         build: Any = build_prompts
     else:
-        build, options["seq_length"] = build_loader, run.sequence_length[0]
+        build, options["seq_length"] = build_loader, sequence_length(run)
         if run.has_images:
             options["processor"] = elm.part("processor")
         if run.schema.task == "seq2seq_lm":
@@ -342,6 +345,24 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         return train, None
     size = (trainer.eval_batch_size if trainer is not None else None) or size
     return train, build(mixture, tokens, batch_size=size, split="eval", **options)
+
+
+def sequence_length(run: RunConfig) -> int | None:
+    """Return the tokens of one sequence; log a default, which the model's positions limit."""
+    length, key = run.sequence_length
+    if key or length is None or run.trainer is None:
+        return length
+    model = _model_section(run)
+    if run.known_positions is None and model.config is None:
+        from ed_models import AutoEasyDeLConfig
+
+        with run.blame("model"):
+            name, revision = str(model.name_or_path), model.extra_kwargs.revision
+            config: Any = AutoEasyDeLConfig.from_pretrained(name, revision=revision)
+        text = getattr(config, "text_config", None) or config
+        length = run.trainer.default_length(getattr(text, "max_position_embeddings", None))
+    logger.info("sequences have %d tokens, the default of %s: set max_length", length, run.method)
+    return length
 
 
 def _decoder_start(elm: eLargeModel) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ed_elarge.config.checks.config_source import config_fields
+from ed_elarge.config.config_source import config_fields
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS
 
@@ -63,11 +63,13 @@ def _data(run: RunConfig) -> str:
     if run.mixture is None:
         return ""
     count = len(run.mixture.informs)
-    length, _ = run.sequence_length
+    sources = f"{count} source{'s' if count != 1 else ''}"
     if run.takes_prompts:
-        return f"data: {count} source{'s' if count != 1 else ''}, prompts"
+        return f"data: {sources}, prompts"
     packed = "packed " if run.mixture.pack_tokens else ""
-    return f"data: {count} source{'s' if count != 1 else ''}, {packed}sequences of {length} tokens"
+    length, key = run.sequence_length
+    default = "" if key or length is None else f" (the default of {run.method})"
+    return f"data: {sources}, {packed}sequences of {length} tokens{default}"
 
 
 def _trainer(run: RunConfig) -> str:

@@ -94,7 +94,8 @@ def _needs(run: RunConfig) -> list[Problem]:
 
 def _warnings(run: RunConfig) -> list[Problem]:
     """Return warnings about keys without effect."""
-    out = [run.place(problem) for problem in unused.without_effect(run)]
+    found = (*unused.without_effect(run), *unused.of_other_methods(run))
+    out = [run.place(problem) for problem in found]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
             for problem in unused.warnings(options, section.unused, run):

@@ -23,6 +23,7 @@ from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 from ed_trainers.options.classification import ClassifierArguments
 
+from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
 from ed_elarge.config.sections import (
     BaseConfigSection,
@@ -175,7 +176,8 @@ class RunConfig:
         """Tokens of one sequence, and the key that sets the number.
 
         `mixture.pack_seq_length` with packing, then `trainer.max_length`, then
-        `mixture.tokenization.max_length`.
+        `mixture.tokenization.max_length`, then the default of the method, at most
+        `max_position_embeddings`. The key of a default is empty.
         """
         mixture, trainer = self.mixture, self.trainer
         packed = mixture.pack_seq_length if mixture is not None and mixture.pack_tokens else None
@@ -187,7 +189,19 @@ class RunConfig:
                 "mixture.tokenization.max_length",
             ),
         )
-        return next((c for c in candidates if c[0] is not None), (None, ""))
+        default = None if trainer is None else trainer.default_length(self.known_positions)
+        return next((c for c in candidates if c[0] is not None), (default, ""))
+
+    @property
+    def known_positions(self) -> int | None:
+        """The model's `max_position_embeddings`, or None if unknown without a download."""
+        values = self.base_config.values if self.base_config is not None else {}
+        config = {**(self.known_model or {}), **values}
+        if isinstance(config.get("text_config"), Mapping):
+            config = config["text_config"]
+        name = "max_position_embeddings"
+        limit = config.get(name, architectures.default(config.get("model_type"), name))
+        return limit if type(limit) is int and limit > 0 else None
 
     @property
     def has_held_out(self) -> bool:

@@ -256,7 +256,9 @@ def apply_layer(
     index: Any = static.layer if layer is None else layer
     # The input is named here, so a policy that offloads it keeps no second copy on the device.
     x = named(x, BETWEEN)
-    x, cache, report = nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
+    ctx = ctx.at_layer(index)
+    out, cache, report = nnx.merge(static.graphdef, state)(x, ctx, cache, index)
+    x = ctx.layer_dropped(x, out)
     # The stream has a fixed placement between layers; inside a layer the compiler may choose.
     x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
     return x, cache, report

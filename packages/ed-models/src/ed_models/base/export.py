@@ -31,6 +31,8 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.QUESTION_ANSWERING: "AutoModelForQuestionAnswering",
     TaskType.MULTIPLE_CHOICE: "AutoModelForMultipleChoice",
     TaskType.SEQUENCE_TO_SEQUENCE: "AutoModelForSeq2SeqLM",
+    TaskType.SPEECH_SEQUENCE_TO_SEQUENCE: "AutoModelForSpeechSeq2Seq",
+    TaskType.CTC: "AutoModelForCTC",
     TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
     TaskType.BASE_MODULE: "AutoModel",
     TaskType.EMBEDDING: "AutoModel",

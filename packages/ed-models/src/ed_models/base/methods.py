@@ -49,7 +49,7 @@ class EasyGenerationMixin:
 
     def generate(
         self,
-        input_ids: TokenRows,
+        input_ids: TokenRows | None = None,
         generation_config: GenerationConfig | Mapping[str, object] | None = None,
         *,
         attention_mask: TokenRows | None = None,
@@ -64,7 +64,8 @@ class EasyGenerationMixin:
 
         Args:
             input_ids: token ids [b, s]; shorter rows are padded on the left. For an
-                encoder-decoder, the tokens of the encoder, padded on either side.
+                encoder-decoder, the tokens of the encoder, padded on either side. A model for
+                speech reads `input_features` or `input_values` instead.
             generation_config: a `transformers.GenerationConfig`, or a mapping with its names;
                 arguments of this call override it. The checkpoint's generation_config.json
                 supplies only the special tokens, not the sampling options.
@@ -73,6 +74,7 @@ class EasyGenerationMixin:
                 end-of-sequence token.
             inputs: further arrays of the prompts by name, such as `pixel_values`; the model
                 reads them once. Arrays named in `input_names` can also be passed as arguments.
+                `encoder_outputs` [b, t, d] replaces the inputs of an encoder.
             seed: 0 to 2**32 - 1; each draw depends on the seed, the row index and the position.
             tokenizer: tokenizer for `stop_strings`; any object with `decode(ids) -> str`.
             assistant_model: a smaller model with the same vocabulary, which drafts

@@ -93,6 +93,11 @@ class TextEncoder(Decoder):
         """Return whether the embedding has a table of positions."""
         return True
 
+    @staticmethod
+    def projects_embeddings(config: Any) -> bool:
+        """Return whether a linear layer maps the embeddings to the hidden states."""
+        return embedding_size(config) != config.hidden_size
+
     @property
     def features(self) -> int:
         """Size of the hidden states, d."""
@@ -105,7 +110,7 @@ class TextEncoder(Decoder):
         if getattr(config, "type_vocab_size", 0):
             self.embed_types = parts.embed(config.type_vocab_size, e)
         self.embed_norm = parts.own_norm(e)
-        if e != d:
+        if self.projects_embeddings(config):
             self.embed_proj = parts.linear(e, d, axes=(None, "embed"), bias=True)
         if self.pooler_activation is not None:
             self.pooler = parts.linear(d, d, axes=("embed", None), bias=True)

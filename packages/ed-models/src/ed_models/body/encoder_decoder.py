@@ -1,4 +1,4 @@
-"""The body of encoder-decoders: one token embedding, a stack of encoder layers, and a stack of
+"""The body of encoder-decoders: a token embedding, a stack of encoder layers, and a stack of
 decoder layers that read the encoder output by cross-attention.
 
 Legend: b batch, t encoder positions, s decoder positions, d hidden, n buckets, h heads.
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.inputs import Encoded, Inputs
 from ed_infra.outputs import BaseModelOutput, LayerReport
+from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
 from ed_layers.attention.blocks.cross_attention import CrossAttention
 from ed_layers.cache import HybridCache
@@ -32,13 +33,14 @@ from ed_models.body.layers import Attention, DecoderLayer, FeedForward
 
 
 class CrossAttentionLayer(DecoderLayer):
-    """A pre-norm decoder layer: self-attention, cross-attention, feed-forward.
+    """A decoder layer: self-attention, cross-attention, feed-forward.
 
     Args:
         parts: creates the norms.
         self_attn, cross_attn: attention to the decoder's and to the encoder's positions.
         mlp: the feed-forward layer.
         dropout: dropout rate of the three outputs in training.
+        post_norm: whether the norms follow the three additions, instead of preceding the parts.
     """
 
     def __init__(
@@ -49,18 +51,32 @@ class CrossAttentionLayer(DecoderLayer):
         cross_attn: CrossAttention,
         mlp: FeedForward,
         dropout: float = 0.0,
+        post_norm: bool = False,
     ):
         super().__init__(parts, self_attn=self_attn, mlp=mlp, dropout=dropout)
-        self.cross_attn = cross_attn
+        self.cross_attn, self.post_norm = cross_attn, post_norm
         self.cross_attention_layernorm = parts.own_norm(parts.config.hidden_size)
 
     def __call__(self, x, ctx, cache, layer):
-        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        attended, cache = self.self_attn(self.before(self.input_layernorm, x), ctx, cache, layer)
         x = x + ctx.dropped(attended, self.dropout, "attention")
-        read, cache = self.cross_attn(self.cross_attention_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + ctx.dropped(read, self.dropout, "cross_attention"), "residual")
-        out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
-        return x + ctx.dropped(out, self.dropout, "mlp"), cache, report
+        x = self.after(self.input_layernorm, x)
+        read, cache = self.cross_attn(
+            self.before(self.cross_attention_layernorm, x), ctx, cache, layer
+        )
+        x = x + ctx.dropped(read, self.dropout, "cross_attention")
+        x = ctx.named(self.after(self.cross_attention_layernorm, x), "residual")
+        out, report = self.feed_forward(self.before(self.post_attention_layernorm, x), ctx)
+        x = x + ctx.dropped(out, self.dropout, "mlp")
+        return self.after(self.post_attention_layernorm, x), cache, report
+
+    def before(self, norm: Any, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """Return the input of a part."""
+        return x if self.post_norm else norm(x)
+
+    def after(self, norm: Any, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """Return the stream after an addition."""
+        return norm(x) if self.post_norm else x
 
     def cache_specs(self):
         return self.self_attn.cache_spec, self.cross_attn.cache_spec
@@ -105,7 +121,12 @@ class EncoderDecoder(EasyDeLBaseModule):
 
     Attributes:
         encoder_layer, decoder_layer: create the layers.
+        embed_tokens: the embedding of the decoder.
+        encoder_embed_tokens: the embedding of the encoder if it is separate.
+        ropes: the rotary settings, see `layer_context`; None = those of the configuration.
     """
+
+    ropes: ClassVar[dict[str, RopeSettings] | None] = {}
 
     encoder_layer: ClassVar[MakePart]
     decoder_layer: ClassVar[MakePart]
@@ -122,37 +143,76 @@ class EncoderDecoder(EasyDeLBaseModule):
         super().__init__(config, dtype, param_dtype, precision)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         parts = replace(parts, norm_of_family=self.norm_of(parts))
-        self.embed_tokens = parts.embed(config.vocab_size, config.hidden_size)
-        encoder, decoder = type(self).encoder_layer, type(self).decoder_layer
-        self.encoder = self.stack_of(parts, encoder, config.num_hidden_layers)
-        self.decoder = self.stack_of(parts, decoder, config.num_decoder_layers)
+        self.add_embeddings(parts)
+        self.encoder = self.encoder_stack(parts)
+        self.decoder = self.decoder_stack(parts)
 
     @property
     def features(self) -> int:
         """Size of the hidden states, d."""
         return self.config.hidden_size
 
+    def add_embeddings(self, parts: Parts) -> None:
+        """Create `embed_tokens`, and `encoder_embed_tokens` if the encoder has its own."""
+        self.embed_tokens = parts.embed(parts.config.vocab_size, parts.config.hidden_size)
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor on the embeddings of tokens."""
+        return 1.0
+
     @staticmethod
     def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
         """Return the function that creates the family's norms from the shape of the weights."""
         return parts.norm
 
+    @classmethod
+    def encoder_stack(cls, parts: Parts) -> Any:
+        """Create the layers of the encoder."""
+        return cls.stack_of(parts, cls.encoder_layer, parts.config.num_hidden_layers)
+
+    @classmethod
+    def decoder_stack(cls, parts: Parts) -> Any:
+        """Create the layers of the decoder."""
+        return cls.stack_of(parts, cls.decoder_layer, parts.config.num_decoder_layers)
+
     @staticmethod
-    def stack_of(parts: Parts, layer: MakePart, depth: int) -> LayerStack:
-        """Create the layers of the encoder or of the decoder."""
+    def stack_of(parts: Parts, layer: MakePart, depth: int) -> Any:
+        """Create layers, and the parts before and after them."""
         return LayerStack(parts, layer, depth)
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
-        """Run the encoder on `input_ids`, `attention_mask` and `segment_ids` of a batch."""
-        ids = inputs["input_ids"]
+        """Run the encoder.
+
+        Args:
+            inputs: the arrays of `encoder_inputs`; or `encoder_outputs`, [b, t, d], which are
+                returned as they are.
+            key: dropout key; None = deterministic.
+        """
+        if "encoder_outputs" in inputs:
+            x = inputs["encoder_outputs"]
+            return Encoded(x, jnp.ones(x.shape[:2], jnp.int32))
         if key is not None:
             key = jax.random.fold_in(key, zlib.crc32(b"encoder"))
-        masks = {name: inputs.get(name) for name in ("attention_mask", "segment_ids")}
-        ctx, _ = layer_context(self.config, ids.shape, key=key, ropes={}, **masks)
         with native.allowed(self.config.native_kernels):
-            x, *_ = self.encoder(self.embed_tokens(ids), ctx, None)
+            x, masks = self.encoder_inputs(inputs, key)
+            b, t, _ = x.shape
+            ctx, _ = layer_context(self.config, (b, t), key=key, ropes=self.ropes, **masks)
+            x, *_ = self.encoder(x, ctx, None)
         assert ctx.mask_info is not None
         return Encoded(x, ctx.mask_info.q_segment_ids)
+
+    def encoder_inputs(
+        self, inputs: Inputs, key: jax.Array | None
+    ) -> tuple[Float[Array, "b t d"], dict[str, Any]]:
+        """Return the inputs of the encoder's first layer, and the masks of `layer_context`.
+
+        The default embeds `input_ids`, and reads `attention_mask` and `segment_ids`. `key` is the
+        key of random masks in training.
+        """
+        embed = getattr(self, "encoder_embed_tokens", self.embed_tokens)
+        masks = {name: inputs.get(name) for name in ("attention_mask", "segment_ids")}
+        return embed(inputs["input_ids"]) * self.embed_scale, masks
 
     def __call__(
         self,
@@ -175,8 +235,11 @@ class EncoderDecoder(EasyDeLBaseModule):
                 `key`; see `CausalLM.__call__`.
         """
         x = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        x = x * self.embed_scale if inputs_embeds is None else x
         b, s, _ = x.shape
-        ctx, cache = layer_context(self.config, (b, s), cache=past_key_values, ropes={}, **inputs)
+        ctx, cache = layer_context(
+            self.config, (b, s), cache=past_key_values, ropes=self.ropes, **inputs
+        )
         ctx = replace(ctx, encoded=encoded)
         with native.allowed(self.config.native_kernels):
             x, cache, report, hidden = self.decoder(x, ctx, cache, keep_hidden=output_hidden_states)

@@ -45,6 +45,7 @@ _TASKS: Mapping[str, TaskType] = {
     "ForTokenClassification": TaskType.TOKEN_CLASSIFICATION,
     "ForQuestionAnswering": TaskType.QUESTION_ANSWERING,
     "ForMultipleChoice": TaskType.MULTIPLE_CHOICE,
+    "ForCTC": TaskType.CTC,
     "Model": TaskType.BASE_MODULE,
 }
 #: Numbers that JSON lacks; `transformers` writes them as `{"__float__": "Infinity"}`.

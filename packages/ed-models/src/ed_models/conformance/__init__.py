@@ -34,5 +34,6 @@ from ed_models.conformance.subjects import S as S
 from ed_models.conformance.subjects import Subject as Subject
 from ed_models.conformance.subjects import forward as forward
 from ed_models.conformance.task_subjects import ENCODER_TASKS as ENCODER_TASKS
+from ed_models.conformance.task_subjects import TINY_BART as TINY_BART
 from ed_models.conformance.task_subjects import TINY_ENCODER as TINY_ENCODER
 from ed_models.conformance.task_subjects import subjects as subjects

@@ -89,7 +89,7 @@ def generation(subject: Subject) -> float:
 def cache(subject: Subject) -> float:
     """Compare a contiguous cache, filled in steps, with a forward pass without a cache."""
     model, at, parts = subject.model, 0, []
-    length = {"encoder_length": S} if "decoder_input_ids" in model.input_names else {}
+    length = encoder_length(subject)
     filled: Any = model.init_cache(B, 32, **length)
     for n in (11, 1, 1, 11):  # the first and the last call share a program
         inputs = subject.inputs(at=slice(at, at + n))
@@ -97,6 +97,12 @@ def cache(subject: Subject) -> float:
         filled, at = out.past_key_values, at + n
         parts.append(np.asarray(out.logits))
     return _near(np.concatenate(parts, axis=1), subject.logits, subject.cases.ours, "logits")
+
+
+def encoder_length(subject: Subject) -> dict[str, int]:
+    """Return the argument of `init_cache` for the positions of an encoder."""
+    length = subject.encoder_length
+    return {} if length is None else {"encoder_length": length}
 
 
 def pages(subject: Subject) -> float:
@@ -156,7 +162,7 @@ def padding(subject: Subject) -> float:
     alone = np.asarray(subject.output(forward(model, **subject.alone(row))))[0]
     caches: list[dict[str, Any]] = [{}]
     if "cache" in subject.checks:
-        length = {"encoder_length": S} if "decoder_input_ids" in model.input_names else {}
+        length = encoder_length(subject)
         caches.append({"past_key_values": model.init_cache(B, 32, **length)})
     for filled in caches:
         out = np.asarray(subject.output(forward(model, **subject.padded(), **filled)))

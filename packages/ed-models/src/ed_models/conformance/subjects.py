@@ -132,6 +132,8 @@ class Subject:
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         with torch.no_grad():
             for name, value in model.named_parameters():
+                if not value.requires_grad:  # computed positions
+                    continue
                 own = ".".join(name.split(".")[-2:])
                 # The factors of norms stay near their initial value: 1, or 0 if the norm adds one.
                 # Factors twice as large would amplify rounding errors.
@@ -208,6 +210,11 @@ class Subject:
     def paged_cache(self, num_pages: int, page_size: int) -> Any:
         """Return a cache of pages, in which row i has state slot i."""
         return self.model.init_paged_cache(num_pages, page_size, num_states=B)
+
+    @property
+    def encoder_length(self) -> int | None:
+        """Number of encoder positions; None without cross-attention."""
+        return None
 
     def whole(self) -> dict[str, Any]:
         """Return the arguments of a call with rows without padding."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,23 @@ TINY_ENCODER: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+}
+#: Fields of a tiny encoder-decoder like BART.
+TINY_BART: dict[str, Any] = {
+    "vocab_size": 160,
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
 }
 ENCODER_TASKS = (
     *(TaskType.MASKED_LM, TaskType.BASE_MODULE, TaskType.SEQUENCE_CLASSIFICATION),
@@ -106,6 +124,10 @@ class Seq2SeqSubject(Subject):
         rng = np.random.default_rng(1)
         self.answers = rng.integers(3, self.vocab_size, (B, S)).astype(np.int32)
 
+    @property
+    def encoder_length(self) -> int:
+        return self.encoded.segment_ids.shape[1]
+
     @functools.cached_property
     def encoded(self) -> Encoded:
         """Outputs of the encoder for rows without padding."""
@@ -121,7 +143,7 @@ class Seq2SeqSubject(Subject):
         return {"input_ids": np.where(at < 0, 0, self.answers.reshape(-1)[at])[None]}
 
     def paged_cache(self, num_pages: int, page_size: int) -> Any:
-        sizes = {"num_states": B, "encoder_length": S}
+        sizes = {"num_states": B, "encoder_length": self.encoder_length}
         cache = self.model.init_paged_cache(num_pages, page_size, **sizes)
         for row in range(B):
             one = jax.tree.map(lambda x, row=row: x[row : row + 1], self.encoded)
@@ -159,15 +181,105 @@ class Seq2SeqSubject(Subject):
     def torch_outputs(self, model: Any) -> np.ndarray:
         torch = require_torch()
         answers = torch.tensor(self.answers, dtype=torch.long)
-        (inputs,) = self.torch_inputs()
-        with torch.no_grad():
-            result = model(**inputs, decoder_input_ids=answers, use_cache=False)
-        return self.output(result).float().numpy()
+        found, row = [], 0
+        for inputs in self.torch_inputs():
+            rows = answers[row : row + len(next(iter(inputs.values())))]
+            with torch.no_grad():
+                result = model(**inputs, decoder_input_ids=rows, use_cache=False)
+            found.append(self.output(result).float().numpy())
+            row += len(rows)
+        return np.concatenate(found)
 
     def torch_loss(self) -> Any:
         torch = require_torch()
         ids, answers = (torch.tensor(x, dtype=torch.long) for x in (self.ids, self.answers))
         return self.torch_model(input_ids=ids, labels=answers, use_cache=False).loss
+
+
+class SpeechSubject(Seq2SeqSubject):
+    """An encoder-decoder that reads a spectrogram, or padded samples of sound."""
+
+    checks = tuple(name for name in Subject.checks if name != "packed")
+    task = TaskType.SPEECH_SEQUENCE_TO_SEQUENCE
+    zero_gradient = 16.0  # that of the bias that all keys share
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
+        super().__init__(model_type, row, module_class, cases)
+        self.sounds = Sounds.of(module_class, self.fields)
+
+    @functools.cached_property
+    def encoded(self) -> Encoded:
+        return self.model.encode(Inputs(self.sounds.whole))
+
+    def whole(self) -> dict[str, Any]:
+        return {**self.sounds.whole, "decoder_input_ids": self.answers}
+
+    def padded(self) -> dict[str, Any]:
+        return {**self.sounds.padded, "decoder_input_ids": self.answers}
+
+    def alone(self, row: int) -> dict[str, Any]:
+        return {**self.sounds.alone(row), "decoder_input_ids": self.answers[row : row + 1]}
+
+    def prompts(self) -> dict[str, Any]:
+        return self.sounds.padded
+
+    def training(self) -> dict[str, Any]:
+        return {**self.sounds.whole, "labels": self.answers}
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        return [self.sounds.torch(row) for row in range(B)]
+
+    def torch_loss(self) -> Any:
+        torch = require_torch()
+        answers = torch.tensor(self.answers, dtype=torch.long)
+        return self.torch_model(**self.sounds.torch(), labels=answers, use_cache=False).loss
+
+
+@dataclass(frozen=True)
+class Sounds:
+    """The inputs of a model for speech.
+
+    Attributes:
+        name: name of the array.
+        values: [b, mel bins, frames], or samples [b, n].
+        lengths: number of real samples of each row; None if rows have no padding.
+    """
+
+    name: str
+    values: np.ndarray
+    lengths: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, module_class: type[Any], fields: Mapping[str, Any]) -> Self:
+        """Create random inputs for a model."""
+        name, rng = module_class.input_names[0], np.random.default_rng(2)
+        if name == "input_features":
+            shape = B, fields["num_mel_bins"], 2 * fields["max_source_positions"]
+            return cls(name, rng.normal(size=shape).astype(np.float32), None)
+        return cls(name, rng.normal(size=(B, 7000)).astype(np.float32), (7000, 6200, 7000, 4100))
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The arguments of rows without padding."""
+        return {self.name: jnp.asarray(self.values)}
+
+    @property
+    def padded(self) -> dict[str, Any]:
+        """The arguments of rows with padding at their end."""
+        if self.lengths is None:
+            return self.whole
+        mask = (np.arange(self.values.shape[1]) < np.array(self.lengths)[:, None]).astype(np.int32)
+        return {self.name: jnp.asarray(self.values * mask), "attention_mask": jnp.asarray(mask)}
+
+    def alone(self, row: int) -> dict[str, Any]:
+        """Return the arguments of one row without its padding."""
+        end = None if self.lengths is None else self.lengths[row]
+        return {self.name: jnp.asarray(self.values[row : row + 1, ..., :end])}
+
+    def torch(self, row: int | None = None) -> dict[str, Any]:
+        """Return the arguments of all rows, or of one row without its padding, for torch."""
+        arguments = self.whole if row is None else self.alone(row)
+        return {name: require_torch().tensor(np.asarray(x)) for name, x in arguments.items()}
 
 
 class EncoderSubject(Subject):
@@ -296,12 +408,54 @@ class ChoiceSubject(ClassifierSubject):
         return super().torch_outputs(model).reshape(B // 2, 2)
 
 
+class CTCSubject(Subject):
+    """An encoder of speech with a head for every time step."""
+
+    checks = ("parity", "gradients", "saved", "padding", "layouts", "meshes")
+    task = TaskType.CTC
+    zero_gradient = 16.0  # that of the bias that all keys share
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
+        super().__init__(model_type, row, module_class, cases)
+        self.sounds = Sounds.of(module_class, self.fields)
+
+    def whole(self) -> dict[str, Any]:
+        return self.sounds.whole
+
+    def padded(self) -> dict[str, Any]:
+        return self.sounds.padded
+
+    def alone(self, row: int) -> dict[str, Any]:
+        return self.sounds.alone(row)
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Number of time steps of each row."""
+        assert self.sounds.lengths is not None
+        return np.asarray(self.model.output_lengths(jnp.asarray(self.sounds.lengths)))
+
+    @property
+    def real(self) -> np.ndarray:
+        return np.arange(max(self.lengths)) < self.lengths[:, None]
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        with require_torch().no_grad():
+            rows = [self.output(model(**self.sounds.torch(row))).numpy() for row in range(B)]
+        steps = max(row.shape[1] for row in rows)
+        return np.concatenate(
+            [np.pad(row, ((0, 0), (0, steps - row.shape[1]), (0, 0))) for row in rows]
+        )
+
+    def torch_loss(self) -> Any:
+        return self.output(self.torch_model(**self.sounds.torch())).square().mean()
+
+
 #: Task -> the subject of a family with this task.
 SUBJECTS: Mapping[TaskType, type[Subject]] = {
     kind.task: kind
     for kind in (
-        *(Subject, ImageTextSubject, Seq2SeqSubject, EncoderSubject, BodySubject),
-        *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject),
+        *(Subject, ImageTextSubject, Seq2SeqSubject, SpeechSubject, EncoderSubject, BodySubject),
+        *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject, CTCSubject),
     )
 }
 

@@ -49,6 +49,10 @@ class AlbertModel(TextEncoder):
     config_class = AlbertConfig
 
     @staticmethod
+    def projects_embeddings(config: Any) -> bool:
+        return True
+
+    @staticmethod
     def depth(config: Any) -> int:
         return config.inner_group_num
 

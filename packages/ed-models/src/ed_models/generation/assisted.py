@@ -24,7 +24,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_models.generation.decoding import Draws, Finished, Split
-from ed_models.generation.processors import GeneratedRows
+from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.settings import Drafts
 from ed_models.generation.token_choice import TokenChoice, process
 from ed_models.protocol import LanguageModel

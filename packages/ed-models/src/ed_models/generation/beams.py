@@ -20,7 +20,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ed_models.generation.decoding import Kept, Split, empty, measured, record
-from ed_models.generation.processors import GeneratedRows
+from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.settings import Beams
 from ed_models.generation.token_choice import TokenChoice, process
 

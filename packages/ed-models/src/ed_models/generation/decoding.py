@@ -20,7 +20,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ed_models.generation.processors import GeneratedRows
+from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.token_choice import Candidates, TokenChoice, process
 from ed_models.protocol import LanguageModel
 
@@ -111,21 +111,16 @@ def measured(
     outputs: frozenset[str],
     logits: jax.Array,
     scores: jax.Array,
-    tokens: jax.Array | None = None,
-    done: jax.Array | bool = False,
 ) -> Kept:
-    """Return the recorded values of a step: logits and scores [b, v], and log-probabilities [b] of
-    the tokens, 0 for rows that were done before.
-
-    The log-probabilities are those of the logits or, with "processed_logprobs", of the scores.
-    """
+    """Return the logits and scores [b, v] of a step that are recorded."""
     logits = logits.astype(jnp.float32)
-    kept = {name: x for name, x in (("logits", logits), ("scores", scores)) if name in outputs}
-    if "logprobs" in outputs and tokens is not None:
-        of = scores if "processed_logprobs" in outputs else logits
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(of), tokens[:, None], axis=1)[:, 0]
-        kept["logprobs"] = jnp.where(done, 0.0, logprobs)
-    return kept
+    return {name: x for name, x in (("logits", logits), ("scores", scores)) if name in outputs}
+
+
+def logprob_of(scores: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
+    """Return the log-probabilities of tokens."""
+    logprobs = jax.nn.log_softmax(scores.astype(jnp.float32))
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
 
 
 def empty(kept: Kept, steps: int) -> Kept:
@@ -171,7 +166,14 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
         ) -> tuple[GeneratedRows, Bool[Array, " b"], Kept]:
             candidates = process(logits, choice, rows)
             token = jnp.where(done, pad, draws.choose(candidates, choice, rows))
-            kept = measured(outputs, logits, candidates.spread(), token, done)
+            scores = of = candidates.spread()
+            if "raw_logprobs" in outputs:
+                of = logits
+            elif "constrained_logprobs" in outputs:
+                of = process(logits, choice.without_draw(), rows).spread()
+            kept = measured(outputs, logits, scores)
+            if "logprobs" in outputs:
+                kept["logprobs"] = jnp.where(done, 0.0, logprob_of(of, token))
             rows = rows.push(token)
             return rows, done | rows.ended(), kept
 

@@ -32,8 +32,8 @@ from ed_models.generation.decoding import (
     repeated,
     token_program,
 )
+from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.options import GenerationOptions
-from ed_models.generation.processors import GeneratedRows
 from ed_models.generation.prompts import (
     PromptBatch,
     TokenRows,
@@ -84,7 +84,7 @@ class GenerateOutput:
 
 def generate(
     model: LanguageModel,
-    input_ids: TokenRows,
+    input_ids: TokenRows | None,
     generation_config: GenerationConfig | Mapping[str, object] | None,
     *,
     attention_mask: TokenRows | None,
@@ -101,15 +101,18 @@ def generate(
         options: options of a GenerationConfig, and arrays that `model.input_names` contains.
         checkpoint: text of the checkpoint's generation_config.json.
     """
-    ids, config = token_ids(input_ids), model.config
+    config = model.config
     given = {name: options[name] for name in model.input_names if options.get(name) is not None}
     options = {name: value for name, value in options.items() if name not in model.input_names}
-    arrays = prompt_inputs(model, {**(inputs or {}), **given}, len(ids))
-    attention_mask = arrays.get("attention_mask", attention_mask)
+    if attention_mask is not None:
+        given["attention_mask"] = attention_mask
+    arrays = prompt_inputs(model, input_ids, {**(inputs or {}), **given})
+    attention_mask = arrays.get("attention_mask")
     reads_encoder = is_encoder_decoder(model)
-    length = ids.shape[1]
     if reads_encoder:
         length = arrays["decoder_input_ids"].shape[1] if "decoder_input_ids" in arrays else 1
+    else:
+        length = arrays["input_ids"].shape[1]
     chosen = GenerationOptions.resolve(
         arguments=options,
         generation_config=generation_config,
@@ -123,20 +126,23 @@ def generate(
         raise ConfigError(f"seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
     padded = chosen.pad_is_known and chosen.pad_token_id not in chosen.eos_token_id
     padding = chosen.pad_token_id if padded else None
-    prompts = PromptBatch.read(ids, attention_mask, padding, config)
-    if reads_encoder:
-        first, mask = decoder_start(
-            model, chosen.decoder_start_token_id, arrays.replace(input_ids=ids)
-        )
-        encoder = encoder_inputs(prompts)
-        prompts = replace(PromptBatch.read(token_ids(first), mask, None, config), inputs=encoder)
-    elif options.get("decoder_start_token_id") is not None:
-        raise ConfigError(
-            f"decoder_start_token_id has no effect: {type(model).__name__} has no encoder"
-        )
-    else:
+    if not reads_encoder:
+        if options.get("decoder_start_token_id") is not None:
+            raise ConfigError(
+                f"decoder_start_token_id has no effect: {type(model).__name__} has no encoder"
+            )
+        prompts = PromptBatch.read(arrays["input_ids"], attention_mask, padding, config)
         own = [name for name in arrays if name not in ("input_ids", "attention_mask")]
         prompts = replace(prompts, inputs=arrays.select(own))
+    else:
+        if "input_ids" in arrays:
+            ids = arrays["input_ids"]
+            encoder = encoder_inputs(PromptBatch.read(ids, attention_mask, padding, config))
+        else:
+            own = [name for name in arrays if not name.startswith("decoder_")]
+            encoder = arrays.select(own)
+        first, mask = decoder_start(model, chosen.decoder_start_token_id, arrays)
+        prompts = replace(PromptBatch.read(token_ids(first), mask, None, config), inputs=encoder)
     for each in (model, assistant_model):
         if each is not None:
             prompts.check_room(each.config, chosen.max_new_tokens)

@@ -19,7 +19,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
 from ed_models.generation.processors import PROCESSORS
-from ed_models.generation.settings import SETTINGS, SPECIAL, Beams, Drafts
+from ed_models.generation.settings import LOGPROBS_MODES, SETTINGS, SPECIAL, Beams, Drafts
 from ed_models.generation.stop_strings import StopStrings, TokenDecoder
 from ed_models.generation.token_choice import TokenChoice
 from ed_models.generation.values import token_ids
@@ -50,8 +50,8 @@ class GenerationOptions:
         num_return_sequences: number of output rows per prompt.
         beams: settings of beam search; None = no beam search.
         drafts: settings of assisted generation; None = no drafting.
-        outputs: values kept of each step: a subset of "scores", "logits" and "logprobs". With
-            "processed_logprobs", the log-probabilities are computed from the scores.
+        outputs: values kept of each step: a subset of "scores", "logits" and "logprobs"; with
+            "logprobs", also the name of their mode (`settings.LOGPROBS_MODES`).
     """
 
     max_new_tokens: int
@@ -133,8 +133,8 @@ class GenerationOptions:
         choice = TokenChoice(do_sample=do_sample, **values)
         _check_choice(choice, new_tokens, model_config)
         outputs = frozenset(n for n in ("scores", "logits", "logprobs") if f"output_{n}" in on)
-        if "logprobs" in outputs and settings.get("logprobs_mode") == "processed_logprobs":
-            outputs |= {"processed_logprobs"}
+        if "logprobs" in outputs:
+            outputs |= {settings.get("logprobs_mode", LOGPROBS_MODES[0])}
         resolved = cls(
             max_new_tokens=new_tokens,
             eos_token_id=eos,

@@ -9,15 +9,15 @@ Legend: b rows, t tokens of a row, v vocabulary, c candidates, m sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
 from ed_models.generation import sampling
-from ed_models.generation.stop_strings import StopStrings
+from ed_models.generation.generated_rows import GeneratedRows
+from ed_models.generation.timestamps import apply_rules, read_rules
 from ed_models.generation.values import (
     Bans,
     Biases,
@@ -28,45 +28,6 @@ from ed_models.generation.values import (
     token_list,
     whole,
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GeneratedRows:
-    """The tokens of the rows so far, and the tokens that end a row.
-
-    Attributes:
-        ids: [b, t], right-aligned; -1 to the left of a row's first token.
-        new: number of generated tokens, [b].
-        limit: tokens that a row can get.
-        eos: tokens that end a row; -1 for none. [m]
-        stops: strings that end a row.
-    """
-
-    ids: Int[Array, "b t"]
-    new: Int[Array, " b"]
-    limit: Int[Array, ""] | int
-    eos: Int[Array, " m"]
-    stops: StopStrings | None = field(default=None, metadata={"static": True})
-
-    def push(self, tokens: Int[Array, " b"]) -> GeneratedRows:
-        """One token more for each row; the leftmost place is lost."""
-        ids = jnp.concatenate([self.ids[:, 1:], tokens[:, None]], axis=1)
-        return replace(self, ids=ids, new=self.new + 1)
-
-    def take(self, rows: Int[Array, " n"]) -> GeneratedRows:
-        """Some of the rows, in this order."""
-        return replace(self, ids=self.ids[rows], new=self.new[rows])
-
-    def ended(self) -> Bool[Array, " b"]:
-        """Which rows end with their latest token."""
-        ends = jnp.isin(self.ids[:, -1], self.eos)
-        return ends if self.stops is None else ends | self.stops.reached(self.ids)
-
-    def generated(self) -> Int[Array, "b t"]:
-        """The tokens that were generated; -1 instead of others."""
-        place = jnp.arange(self.ids.shape[1])
-        return jnp.where(place >= self.ids.shape[1] - self.new[:, None], self.ids, -1)
 
 
 class Apply(Protocol):
@@ -226,6 +187,7 @@ _SHARE = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
 _CUTOFF = number(lambda x: 0 <= x < 1, "at least 0 and below 1; 0 drops nothing")
 
 #: name -> processor; in the order of `transformers` (`_get_logits_processor`).
+# `timestamp_rules` is an option of this project.
 PROCESSORS: Mapping[str, Processor] = {
     "sequence_bias": Processor(add_bias, Biases.read, token_ids=True),
     "repetition_penalty": Processor(penalize_repetition, _ABOVE_ZERO, off=1.0),
@@ -240,6 +202,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "exponential_decay_length_penalty": Processor(hasten_end, decay, needs_end=True),
     "suppress_tokens": Processor(suppress, token_list(), token_ids=True),
     "begin_suppress_tokens": Processor(suppress_first, token_list(), token_ids=True),
+    "timestamp_rules": Processor(apply_rules, read_rules, static=True),
     "logits_processor": Processor(call, callables, off=(), static=True),
     "temperature": Processor(
         divide,

@@ -20,6 +20,8 @@ from jaxtyping import Bool, Int
 from ed_models.protocol import LanguageModel
 
 _SMALLEST_BUCKET = 16
+#: Output of an encoder [b, t, d], which callers may pass instead of the encoder's inputs.
+ENCODER_OUTPUTS = "encoder_outputs"
 TokenRows = jax.Array | np.ndarray | Sequence[Sequence[int]]
 
 
@@ -166,30 +168,38 @@ def longest_sequence(config: Any) -> int | None:
 
 
 def is_encoder_decoder(model: LanguageModel) -> bool:
-    """Return whether a model has an encoder for tokens, and a separate decoder."""
+    """Return whether a model has an encoder, and a separate decoder."""
     return "decoder_input_ids" in model.input_names
 
 
-def prompt_inputs(model: LanguageModel, arrays: Mapping[str, Any], rows: int) -> Inputs:
-    """Validate the further arrays of prompts.
+def prompt_inputs(
+    model: LanguageModel, input_ids: TokenRows | None, arrays: Mapping[str, Any]
+) -> Inputs:
+    """Validate the arrays of prompts.
 
     Args:
         model: the model that reads the arrays.
-        arrays: arrays by name, each with one entry per row.
-        rows: number of prompts.
+        input_ids: token ids; None if the encoder reads another array.
+        arrays: further arrays by name, each with one entry per row.
 
     Raises:
-        ConfigError: the model does not read an array, or an array has another number of rows.
+        ConfigError: the model does not read an array, an array has another number of rows, or the
+            array that the model reads first is missing.
     """
     inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
+    if input_ids is not None:
+        inputs = Inputs({"input_ids": token_ids(input_ids), **inputs}, inputs.declared)
+    known, encoded = model.input_names, (ENCODER_OUTPUTS,) if is_encoder_decoder(model) else ()
+    main = next((name for name in (known[0], *encoded) if name in inputs), None)
+    if main is None:
+        raise ConfigError(f"{type(model).__name__} reads {known[0]}: pass this array")
     for name, array in inputs.items():
-        if name not in model.input_names:
+        if name not in (*known, *encoded):
             raise ConfigError(
-                f"{type(model).__name__} does not read {name}; its inputs are "
-                f"{', '.join(model.input_names)}"
+                f"{type(model).__name__} does not read {name}; its inputs are {', '.join(known)}"
             )
-        if len(array) != rows:
-            raise ConfigError(f"{name} has {len(array)} rows, but input_ids has {rows}")
+        if len(array) != len(inputs[main]):
+            raise ConfigError(f"{name} has {len(array)} rows, but {main} has {len(inputs[main])}")
     return inputs
 
 
@@ -199,7 +209,7 @@ def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tu
     Args:
         model: an encoder-decoder.
         start: `decoder_start_token_id`; used without `decoder_input_ids`.
-        inputs: arrays of the call, with `input_ids`.
+        inputs: arrays of the call.
 
     Raises:
         ConfigError: there are neither `decoder_input_ids` nor a start token.
@@ -211,7 +221,8 @@ def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tu
             f"{type(model).__name__} has no decoder_start_token_id: pass decoder_start_token_id "
             "or decoder_input_ids"
         )
-    return np.full((len(inputs["input_ids"]), 1), start, np.int32), None
+    rows = len(next(iter(inputs.values())))
+    return np.full((rows, 1), start, np.int32), None
 
 
 def encoder_inputs(prompts: PromptBatch) -> Inputs:
@@ -243,7 +254,8 @@ def decoder_arguments(
     if not is_encoder_decoder(model):
         return {**arguments, **(inputs or {}), "past_key_values": model.init_cache(*size)}
     if inputs is None:
-        raise ConfigError(f"{type(model).__name__} reads an encoder: pass inputs with input_ids")
+        name = model.input_names[0]
+        raise ConfigError(f"{type(model).__name__} reads an encoder: pass inputs with {name}")
     encoded = model.encode(inputs)
     cache = model.init_cache(*size, encoder_length=encoded.segment_ids.shape[1])
     return {**arguments, "encoded": encoded, "past_key_values": cache}

@@ -17,8 +17,9 @@ from ed_models.generation.values import flag, number, whole
 EarlyStopping = Literal["never"] | bool
 #: Special tokens: of the call, else of the checkpoint.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-#: Log-probabilities of the model, or of the distribution that tokens are drawn from; vLLM's names.
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+#: Log-probabilities of the model, or of the distribution that tokens are drawn from (vLLM's names);
+#: or of the scores before temperature and filters of draws.
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "constrained_logprobs")
 _STATIC = {"static": True}
 
 

@@ -18,7 +18,8 @@ import numpy as np
 from ed_infra.errors import ConfigError, did_you_mean
 from jaxtyping import Array, Float, Int, Key
 
-from ed_models.generation.processors import PROCESSORS, GeneratedRows
+from ed_models.generation.generated_rows import GeneratedRows
+from ed_models.generation.processors import PROCESSORS
 from ed_models.generation.sampling import among_largest, first_argmax
 
 
@@ -62,6 +63,14 @@ class TokenChoice:
                 values[name] = value
         object.__setattr__(self, "do_sample", do_sample)
         object.__setattr__(self, "values", values)
+
+    def without_draw(self) -> TokenChoice:
+        """Return the choice without draws: without temperature and filters of draws."""
+        kept = {n: v for n, v in self.values.items() if not PROCESSORS[n].drawing}
+        choice = object.__new__(TokenChoice)
+        object.__setattr__(choice, "do_sample", False)
+        object.__setattr__(choice, "values", kept)
+        return choice
 
     def __getattr__(self, name: str) -> Any:
         if name in PROCESSORS:

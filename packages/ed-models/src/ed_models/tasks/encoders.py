@@ -278,7 +278,6 @@ class MaskedLM(VocabularyHead):
     """
 
     names: ClassVar[EncoderNames]
-    head_bias = True
 
     @classmethod
     def derived(cls) -> Mapping[TaskType, Callable[[type[Any]], type[Any]]]:
@@ -296,14 +295,18 @@ class MaskedLM(VocabularyHead):
         cls.WEIGHTS = cls.names.weights(TaskType.MASKED_LM)
         cls.DERIVED = cls.derived()
 
+    @property
+    def head_bias(self):
+        return getattr(self.config, "decoder_bias", True)
+
     def add_head(self, parts: Parts) -> None:
         """Create the layers of the head, and the matrix of an untied model."""
         v, e = self.model.embed_tokens.embedding.shape
         self.transform = HeadTransform(parts, self.form, e)
-        if self.is_tied:
+        if self.is_tied and self.head_bias:
             self.output_bias = nnx.Param(jnp.zeros(v, parts.param_dtype), axes=("vocab",))
-        else:
-            self.lm_head = parts.linear(e, v, axes=("embed", "vocab"), bias=True)
+        elif not self.is_tied:
+            self.lm_head = parts.linear(e, v, axes=("embed", "vocab"), bias=self.head_bias)
 
     @property
     def form(self) -> HeadNames:
@@ -313,7 +316,9 @@ class MaskedLM(VocabularyHead):
     def head(self) -> Head:
         """Return the last layer of the head; its input is the output of `transform`."""
         head = super().head()
-        return replace(head, bias=self.output_bias.get_value()) if self.is_tied else head
+        if hasattr(self, "output_bias"):
+            return replace(head, bias=self.output_bias.get_value())
+        return head
 
     def __call__(
         self,

@@ -5,19 +5,29 @@ Legend: b batch, t encoder positions, s decoder positions, d hidden, v vocabular
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
+from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded, Inputs
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache.hybrid import HybridCache
 from ed_layers.cache.protocol import Cache
 from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.updated import Updated
 from jaxtyping import Array, Float, Int
 
 from ed_models.body.encoder_decoder import EncoderDecoder
 from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead
+
+DECODER_INPUTS = (
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "decoder_segment_ids",
+    "decoder_position_ids",
+)
 
 
 class Seq2SeqLM(VocabularyHead):
@@ -29,18 +39,25 @@ class Seq2SeqLM(VocabularyHead):
     omit `encoded`.
     """
 
-    input_names = (
-        "input_ids",
-        "attention_mask",
-        "segment_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "decoder_segment_ids",
-        "decoder_position_ids",
-    )
+    input_names = ("input_ids", "attention_mask", "segment_ids", *DECODER_INPUTS)
+
+    #: Whether the logits have a bias, which is not trained.
+    logits_bias: ClassVar[bool] = False
+
+    def add_head(self, parts):
+        super().add_head(parts)
+        if self.logits_bias:
+            zeros = jnp.zeros((1, self.model.embed_tokens.embedding.shape[0]), parts.param_dtype)
+            self.final_logits_bias = Updated(zeros, axes=(None, "vocab"))
+
+    def head(self):
+        head = super().head()
+        if self.logits_bias:
+            head = replace(head, bias=self.final_logits_bias.get_value()[0])
+        return head
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
-        """Run the encoder on `input_ids`, `attention_mask` and `segment_ids` of a batch."""
+        """Run the encoder; see `ed_models.body.encoder_decoder.EncoderDecoder`."""
         return cast(EncoderDecoder, self.model).encode(inputs, key=key)
 
     def write_encoded(
@@ -81,8 +98,6 @@ class Seq2SeqLM(VocabularyHead):
         self,
         input_ids: Int[Array, "b t"] | None = None,
         *,
-        attention_mask: Int[Array, "b t"] | None = None,
-        segment_ids: Int[Array, "b t"] | None = None,
         decoder_input_ids: Int[Array, "b s"] | None = None,
         decoder_attention_mask: Int[Array, "b s"] | None = None,
         decoder_segment_ids: Int[Array, "b s"] | None = None,
@@ -93,28 +108,36 @@ class Seq2SeqLM(VocabularyHead):
         logits_at: LogitsAt = "all",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        **encoder_inputs: Array | None,
     ) -> CausalLMOutput:
         """Run the encoder, unless `encoded` or the cache contains its output, and the decoder.
 
         Args:
             input_ids: token ids of the encoder, [b, t].
-            attention_mask: nonzero = a token of the encoder, [b, t].
-            segment_ids: packed documents 1, 2, ... of the encoder; 0 = padding.
             decoder_input_ids: token ids of the decoder, [b, s].
-            decoder_attention_mask, decoder_segment_ids, decoder_position_ids: the same arrays for
-                the decoder. Segments of encoder and decoder with the same number belong together.
+            decoder_attention_mask, decoder_segment_ids, decoder_position_ids: as
+                `attention_mask`, `segment_ids` and `position_ids` of a decoder. Segments of encoder
+                and decoder with the same number belong together.
             encoded: the output of `encode`, instead of `input_ids`.
             past_key_values: a cache; None in training.
             ragged: the flat batch of a serving step (then b = 1).
             logits_at, key, output_hidden_states: see `CausalLM.__call__`.
+            encoder_inputs: further arrays of the encoder, which `input_names` lists:
+                `attention_mask` (nonzero = a token) and `segment_ids` (packed documents 1, 2, ...;
+                0 = padding), [b, t]. A model for speech reads `input_features` or `input_values`
+                instead of `input_ids`.
+
+        Raises:
+            ConfigError: the encoder does not read one of these arrays.
         """
-        if encoded is None and input_ids is not None:
-            arrays = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "segment_ids": segment_ids,
-            }
-            given = {name: array for name, array in arrays.items() if array is not None}
+        given = {"input_ids": input_ids, **encoder_inputs}
+        given = {name: array for name, array in given.items() if array is not None}
+        for name in given.keys() - {*self.input_names}:
+            raise ConfigError(
+                f"{type(self).__name__} does not read {name}; its inputs are "
+                f"{', '.join(self.input_names)}"
+            )
+        if encoded is None and given:
             encoded = self.encode(Inputs(given), key=key)
         return self.decode(
             decoder_input_ids,
@@ -130,7 +153,11 @@ class Seq2SeqLM(VocabularyHead):
         )
 
     def compute_loss(
-        self, input_ids: Int[Array, "b t"], labels: Int[Array, "b s"], **inputs: Any
+        self,
+        input_ids: Int[Array, "b t"] | None = None,
+        *,
+        labels: Int[Array, "b s"],
+        **inputs: Any,
     ) -> tuple[CausalLMOutput, Float[Array, ""]]:
         """Compute the mean cross-entropy of the labels in nats, without materializing the logits.
 
@@ -146,10 +173,9 @@ class Seq2SeqLM(VocabularyHead):
         """
         from ed_layers.losses import cross_entropy_sum
 
-        config: Any = self.config
         if "decoder_input_ids" not in inputs:
-            tokens = jnp.where(labels == -100, config.pad_token_id, labels)
-            start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
+            tokens = jnp.where(labels == -100, self.config.pad_token_id, labels)
+            start = self.first_tokens(tokens)
             inputs["decoder_input_ids"] = jnp.concatenate([start, tokens[:, :-1]], axis=1)
         output = self(input_ids, logits_at="none", **inputs)
         hidden = output.last_hidden_state
@@ -163,3 +189,7 @@ class Seq2SeqLM(VocabularyHead):
         )
         count = jnp.sum(weights)
         return output.replace(loss=total / jnp.maximum(count, 1)), count
+
+    def first_tokens(self, tokens: Int[Array, "b s"]) -> Int[Array, "b 1"]:
+        """Return the first token that the decoder reads; `tokens` are the labels, padded."""
+        return jnp.full_like(tokens[:, :1], self.config.decoder_start_token_id)

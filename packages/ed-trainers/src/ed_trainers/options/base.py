@@ -7,6 +7,7 @@ Names and defaults are EasyDeL's if EasyDeL has the option. Every option changes
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,6 +39,7 @@ from ed_trainers.options.optimizers import (
     conflict,
     problem,
 )
+from ed_trainers.options.other_names import EQUIVALENT, SAME
 
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
 Decisions = tuple[tuple[str, Flag], ...]
@@ -79,10 +81,15 @@ def _names(value: object) -> object:
 class TrainingArguments(Options):
     """The options of every method."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
+    ALIASES: ClassVar[Mapping[str, str]] = {
         "extra_optimizer_kwargs": "optimizer_kwargs",
         "lr_scheduler_kwargs": "scheduler_kwargs",
+        **SAME,
     }
+    EQUIVALENT: ClassVar[Mapping[str, str]] = EQUIVALENT
+
+    #: Tokens of a sequence for run files that set no length.
+    DEFAULT_LENGTH: ClassVar[int] = 4096
 
     learning_rate: Positive = 5e-5
     """Highest learning rate."""
@@ -183,9 +190,11 @@ class TrainingArguments(Options):
     use_ema: Flag = True
     """With `ema_decay`: use the mean for evaluation and for the final model. False: only store it
     in the checkpoints."""
-    progress_bar_type: Annotated[str, choice("progress bar", ("rich", "json", "none"))] = "rich"
-    """`rich` shows a bar, or prints plain lines if standard output is not a terminal; `json` prints
-    each row of metrics."""
+    progress_bar_type: Annotated[
+        str, choice("progress bar", ("rich", "json", "none"), {"tqdm": "rich"})
+    ] = "rich"
+    """`rich` (or `tqdm`) shows a bar, or prints plain lines if standard output is not a terminal;
+    `json` prints each row of metrics."""
     use_tensorboard: bool = True
     """Also write the metrics for TensorBoard, under `<save_directory>/tensorboard`."""
     report_to: Annotated[
@@ -230,6 +239,15 @@ class TrainingArguments(Options):
     def loader_batch_size(self) -> int:
         """Number of rows of a batch of the loader."""
         return self.total_batch_size
+
+    def default_length(self, positions: int | None) -> int:
+        """Return the length of a sequence if no option sets it.
+
+        Args:
+            positions: maximum length of the model; None = unknown.
+        """
+        default = self.DEFAULT_LENGTH
+        return default if positions is None else min(default, positions)
 
     def idle(self) -> list[tuple[str, str]]:
         """Return the options without effect because of other options of the method, each with the

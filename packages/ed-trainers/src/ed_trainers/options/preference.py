@@ -42,6 +42,7 @@ Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 class AnswerArguments(TrainingArguments):
     """Options of methods that compute log-probabilities of answers."""
 
+    DEFAULT_LENGTH = 1024
     learning_rate: Positive = 1e-6
     lmhead_chunksize: Count | None = None
     """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
@@ -81,6 +82,7 @@ class ReferenceArguments(TrainingArguments):
 class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArguments):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and related losses."""
 
+    DEFAULT_LENGTH = 512
     trainer_type: Literal["dpo"] = "dpo"
     loss_type: Annotated[str, choice("loss_type", DPO_LOSSES, DPO_ALIASES)] = "sigmoid"
     """The loss of a pair. `sigmoid_norm` is `sigmoid` with log-ratios per token."""

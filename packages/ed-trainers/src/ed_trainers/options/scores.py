@@ -15,6 +15,7 @@ class RewardArguments(NoiseArguments):
     The field `margin` of a row may contain the minimum difference of the scores.
     """
 
+    DEFAULT_LENGTH = 1024
     trainer_type: Literal["reward"] = "reward"
     center_rewards_coefficient: NotNegative | None = 0.1
     """Weight of the squared sum of both scores, which keeps their mean near 0; null: none."""

@@ -24,7 +24,7 @@ from ed_trainers.options.self_play import SelfPlayArguments
 from ed_trainers.rewards import check_name, user_code, wrong_settings
 from ed_trainers.rewards.rules import RULES
 
-from ed_elarge.config.checks import architectures
+from ed_elarge.config import architectures
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import OtherModelSection
 from ed_elarge.errors import Problem, ValuePath

@@ -15,7 +15,7 @@ from ed_infra.config.fields import normalize as normalize_field
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.sharding.axes import AXIS_NAMES
 
-from ed_elarge.config.checks import architectures
+from ed_elarge.config import architectures
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import SetsConfig
 from ed_elarge.errors import Problem, ValuePath

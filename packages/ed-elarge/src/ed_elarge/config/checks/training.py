@@ -8,7 +8,7 @@ parameters.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ed_data.checks import without_tokens
 from ed_infra.enums import TaskType
@@ -16,7 +16,6 @@ from ed_infra.errors import did_you_mean
 from ed_trainers.arguments import ROLES
 
 from ed_elarge import heldout_tasks
-from ed_elarge.config.checks import architectures
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection
 from ed_elarge.errors import Problem, ValuePath
@@ -61,15 +60,7 @@ def sequence_length(run: RunConfig) -> Iterator[Problem]:
             yield Problem(("mixture", "pack_tokens"), message)
         return
     length, source = run.sequence_length
-    if length is None:
-        if trainer is not None:
-            key = "pack_seq_length" if mixture.pack_tokens else "pack_tokens"
-            yield Problem(
-                ("mixture", key) if key in run.written["mixture"] else ("mixture",),
-                "the sequence length is missing: set mixture.pack_seq_length (with pack_tokens: "
-                "true), trainer.max_length or mixture.tokenization.max_length",
-                True,
-            )
+    if not source:
         return
     of_trainer = trainer.max_length if trainer is not None else None
     of_texts = mixture.tokenization.max_length
@@ -79,29 +70,18 @@ def sequence_length(run: RunConfig) -> Iterator[Problem]:
             f"{of_trainer} differs from {source} ({length}), which sets the sequence length of "
             "packed rows: keep one of them",
         )
-    if of_texts is not None and of_texts > length:
+    if of_texts is not None and length is not None and of_texts > length:
         yield Problem(
             ("mixture", "tokenization", "max_length"),
             f"{of_texts} is more than {source} ({length}): a text cannot be longer than a "
             "sequence; lower it, or omit it",
         )
-    limit = _positions(run)
-    if limit is not None and length > limit:
+    limit = run.known_positions
+    if length is not None and limit is not None and length > limit:
         yield Problem(
             tuple(source.split(".")),
             f"{length} is more than the model's max_position_embeddings ({limit})",
         )
-
-
-def _positions(run: RunConfig) -> int | None:
-    """Return the model's `max_position_embeddings`, or None if it is unknown before loading."""
-    values = run.base_config.values if run.base_config is not None else {}
-    config = {**(run.known_model or {}), **values}
-    if isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
-    default = architectures.default(config.get("model_type"), "max_position_embeddings")
-    limit = config.get("max_position_embeddings", default)
-    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
 
 
 def fixed_reference(run: RunConfig) -> Iterator[Problem]:

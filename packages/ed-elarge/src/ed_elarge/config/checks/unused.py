@@ -6,7 +6,7 @@ and the reason. Only keys that the user set to a value other than the default ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pydantic
@@ -15,7 +15,7 @@ from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
 from ed_infra.enums import TaskType
-from ed_trainers.arguments import TrainingArguments, idle_options
+from ed_trainers.arguments import ARGUMENTS, TrainingArguments, idle_options
 
 from ed_elarge.config.action_options import GenerateOptions
 from ed_elarge.config.adaptation import QuantizationSection
@@ -101,6 +101,28 @@ def _is_set(options: pydantic.BaseModel, path: ValuePath) -> bool:
     return bool(rest) or value != type(options).model_fields[name].get_default(
         call_default_factory=True
     )
+
+
+def of_other_kinds(
+    value: Mapping[str, Any], kind: str, classes: Mapping[str, type[pydantic.BaseModel]]
+) -> dict[str, list[str]]:
+    """Return key -> kinds that have the key, for the keys that the chosen kind lacks."""
+
+    def has(cls: type[pydantic.BaseModel], key: str) -> bool:
+        return key in cls.model_fields or key in getattr(cls, "ALIASES", {})
+
+    lacking = (key for key in value if not has(classes[kind], key))
+    found = {key: [name for name, cls in classes.items() if has(cls, key)] for key in lacking}
+    return {key: names for key, names in found.items() if names}
+
+
+def of_other_methods(run: RunConfig) -> Iterator[Problem]:
+    """Yield the keys of the trainer that only other methods read."""
+    written = run.written.get("trainer")
+    if run.trainer is not None and isinstance(written, Mapping):
+        for key, methods in of_other_kinds(written, run.method, ARGUMENTS).items():
+            listed = ", ".join(methods)
+            yield _warning(("trainer", key), f"{run.method} does not read the key ({listed} do)")
 
 
 def without_effect(run: RunConfig) -> Iterator[Problem]:

@@ -33,9 +33,12 @@ class CrossAttention(nnx.Module):
 
     Args:
         parts: creates the projections `q_proj`, `k_proj`, `v_proj` and `o_proj`.
-        head_dim: k; None = the configuration's `head_dim`.
+        heads, head_dim: h = g, and k; None = the configuration's `num_attention_heads` and
+            `num_key_value_heads`, `head_dim`.
         encoder_size: size of the encoder's hidden states; None = the configuration's `hidden_size`.
         bias: whether the projections have a bias.
+        key_bias, out_bias: whether the projection of the keys, and that of the outputs, has a bias;
+            None = same as `bias`.
         scores: scale and limits of the scores.
     """
 
@@ -46,18 +49,25 @@ class CrossAttention(nnx.Module):
         self,
         parts: Parts,
         *,
+        heads: int | None = None,
         head_dim: int | None = None,
         encoder_size: int | None = None,
         bias: bool = False,
+        key_bias: bool | None = None,
+        out_bias: bool | None = None,
         scores: ScoreRule = ScoreRule(),  # noqa: B008
     ):
         config = parts.config
-        d, h, g = config.hidden_size, config.num_attention_heads, kv_heads_of(config)
+        d, h = config.hidden_size, heads or config.num_attention_heads
+        g = heads or kv_heads_of(config)
         self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
-        self.k_proj = parts.linear(encoder_size or d, g * k, axes=("embed", "kv_heads"), bias=bias)
-        self.v_proj = parts.linear(encoder_size or d, g * k, axes=("embed", "kv_heads"), bias=bias)
-        self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=bias)
+        t, axes = encoder_size or d, ("embed", "kv_heads")
+        key_bias = bias if key_bias is None else key_bias
+        self.k_proj = parts.linear(t, g * k, axes=axes, bias=key_bias)
+        self.v_proj = parts.linear(t, g * k, axes=axes, bias=bias)
+        out_bias = bias if out_bias is None else out_bias
+        self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=out_bias)
         self.scores = scores
         features = {"cross"} if scores.soft_cap is None else {"cross", "soft_cap"}
         self.mechanism = Mechanism.resolve(

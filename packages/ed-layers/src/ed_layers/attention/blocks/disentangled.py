@@ -5,7 +5,6 @@ Legend: b batch, s query positions, t key positions, h heads, k head dim, n rows
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import jax.numpy as jnp
@@ -70,8 +69,3 @@ def _buckets(count: int, max_distance: int) -> np.ndarray:
     last = np.log(np.float32((max_distance - 1) / (count // 2)), dtype=np.float32)
     large = np.ceil(growth / last * (half - 1)) + half
     return np.where(distance <= half, distance, large).astype(np.int32)
-
-
-def disentangled_scale(head_dim: int, form: Disentangled) -> float:
-    """Return the factor on the scores: one over the square root of their summed variances."""
-    return 1 / math.sqrt(head_dim * (1 + len(form.terms)))

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers import attention
-from ed_layers.attention.blocks.disentangled import disentangled_bias, disentangled_scale
+from ed_layers.attention.blocks.disentangled import disentangled_bias
 from ed_layers.attention.blocks.settings import (
     Disentangled,
     MaskRule,
@@ -51,7 +51,8 @@ class SelfAttention(nnx.Module):
         heads, kv_heads, head_dim: h, g and k; None = the configuration's `num_attention_heads`,
             `num_key_value_heads`, `head_dim`.
         bias: whether the projections of queries, keys and values have a bias.
-        out_bias: whether the output projection has a bias; None = same as `bias`.
+        key_bias, out_bias: whether the projection of the keys, and that of the outputs, has a bias;
+            None = same as `bias`.
         position: the position encoding; None = none.
         mask: which tokens a token attends to. A bidirectional layer has no cache. A decoder whose
             configuration has `is_causal: false` or `use_bidirectional_attention: true` is
@@ -70,6 +71,7 @@ class SelfAttention(nnx.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
+        key_bias: bool | None = None,
         out_bias: bool | None = None,
         position: Position = Rotary(),  # noqa: B008
         mask: MaskRule = MaskRule(),  # noqa: B008
@@ -85,7 +87,8 @@ class SelfAttention(nnx.Module):
         g = kv_heads or kv_heads_of(config)
         self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
-        self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
+        key_bias = bias if key_bias is None else key_bias
+        self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=key_bias)
         self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
         if isinstance(position, Disentangled) and not position.shared:
             for term in position.terms:
@@ -192,8 +195,6 @@ class SelfAttention(nnx.Module):
         position, scale, relative = self.position, self.scores.scale, None
         if isinstance(position, RelativeBuckets):
             relative = RelativeBias(table_of(ctx), position.max_distance, causal=self.mask.causal)
-        if isinstance(position, Disentangled):
-            scale = disentangled_scale(self.head_dim, position)
         return Scoring(
             scale=self.head_dim**-0.5 if scale is None else scale,
             window=self.mask.window,

@@ -41,6 +41,8 @@ class RelativeBuckets:
 class Disentangled:
     """Scores between contents and relative positions (DeBERTa). `Ctx.buckets` is the table [n, d].
 
+    `ScoreRule.scale` also multiplies the scores of the terms.
+
     Attributes:
         buckets: number of buckets of one direction; 0 or less = one per distance.
         max_distance: the distance at which the last bucket starts.

@@ -16,7 +16,7 @@ from ed_infra.dtypes import canonical_dtype
 from ed_infra.enums import ACTIVATION_NAMES
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
-from ed_elarge.config.checks.config_source import ConfigField, config_fields
+from ed_elarge.config.config_source import ConfigField, config_fields
 from ed_elarge.errors import Problem, ValuePath
 
 #: Keys of older `config.json` files that transformers still reads.

@@ -38,7 +38,7 @@ class ConfigField(NamedTuple):
     """A field of a configuration class.
 
     Attributes:
-        types: JSON types of its values (keys of `ed_elarge.config.checks.architectures`).
+        types: JSON types of its values (keys of `ed_elarge.config.architectures`).
         default: the default value; None if it is computed.
     """
 

@@ -1,0 +1,273 @@
+"""Wav2Vec2 (Baevski et al. 2020) with a CTC head: speech to characters.
+
+- convolutions over samples of sound; the first, or all of them, with a norm
+- positions are a convolution over the features of neighbouring time steps
+- bidirectional layers, with norms after the additions, or before the parts
+  (`do_stable_layer_norm`)
+
+Numbers and parameter names follow Hugging Face's `modeling_wav2vec2.py`. A padded row has the
+numbers of the row alone; Hugging Face's norm of the first convolution includes the padding.
+
+Legend: b batch, n samples, t time steps, c features of a convolution, d hidden.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import BaseModelOutput
+from ed_infra.registry import register_config, register_module
+from ed_layers.activations import activation
+from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.context import Ctx
+from ed_layers.convolution import Convolution, GroupNorm, real_steps
+from ed_layers.mlp import MLP
+from ed_layers.parts import Parts
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.context import layer_context
+from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer
+from ed_models.body.layers import DecoderLayer
+from ed_models.body.spec_augment import SpecAugment
+from ed_models.tasks.ctc import CTCModel
+from ed_models.weights.rules import STANDARD, Rule, equal, permute, renamed
+
+
+@register_config("wav2vec2")
+class Wav2Vec2Config(EasyDeLBaseConfig, transformers.Wav2Vec2Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "wav2vec2"
+    attribute_map = {
+        **transformers.Wav2Vec2Config.attribute_map,
+        "hidden_dropout_prob": "hidden_dropout",
+    }
+    # `transformers` computes this field, and writes it to config.json.
+    known_keywords = frozenset({"num_feat_extract_layers"})
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.add_adapter or self.adapter_attn_dim is not None:
+            raise ConfigError(
+                "wav2vec2: add_adapter and adapter_attn_dim are not supported, only models without "
+                "adapters"
+            )
+
+
+class Wav2Vec2Convolution(nnx.Module):
+    """One convolution of the front end, its norm and its activation."""
+
+    def __init__(self, parts: Parts, index: int):
+        config = parts.config
+        inputs = config.conv_dim[index - 1] if index else 1
+        outputs = config.conv_dim[index]
+        self.conv = Convolution(
+            parts,
+            inputs,
+            outputs,
+            taps=config.conv_kernel[index],
+            stride=config.conv_stride[index],
+            bias=config.conv_bias,
+        )
+        self.by_time = config.feat_extract_norm == "group"
+        if self.by_time and not index:
+            self.layer_norm = GroupNorm(parts, outputs, groups=outputs)
+        elif not self.by_time:
+            self.layer_norm = parts.layer_norm(outputs, eps=1e-5)
+        self.hidden_act = config.feat_extract_activation
+
+    def __call__(
+        self, x: Float[Array, "b t i"], lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b u o"], Int[Array, " b"]]:
+        x, lengths = self.conv(x), self.conv.lengths(lengths)
+        if hasattr(self, "layer_norm"):
+            real = (real_steps(lengths, x.shape[1]),) if self.by_time else ()
+            x = self.layer_norm(x, *real)
+        return activation(self.hidden_act)(x), lengths
+
+
+class Wav2Vec2FrontEnd(nnx.Module):
+    """The convolutions, and a projection to the hidden size."""
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        count, c = len(config.conv_dim), config.conv_dim[-1]
+        self.conv_layers = nnx.List([Wav2Vec2Convolution(parts, i) for i in range(count)])
+        self.layer_norm = parts.own_norm(c)
+        self.projection = parts.linear(c, config.hidden_size, axes=(None, "embed"), bias=True)
+
+    def __call__(
+        self, samples: Float[Array, "b n"], lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b t d"], Int[Array, " b"]]:
+        x = samples[..., None]
+        for layer in self.conv_layers:
+            x, lengths = layer(x, lengths)
+        return self.projection(self.layer_norm(x)), lengths
+
+
+def encoder_layer(parts: Parts, index: int) -> DecoderLayer:
+    """Create a layer of the encoder."""
+    config = parts.config
+    own = SelfAttention(parts, bias=True, position=None, mask=BIDIRECTIONAL)
+    mlp = MLP(parts, dropout=config.activation_dropout)
+    if config.do_stable_layer_norm:
+        return DecoderLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
+    return EncoderLayer(parts, index, self_attn=own, mlp=mlp)
+
+
+class Wav2Vec2Encoder(nnx.Module):
+    """Positions, layers, and a norm before or after the layers."""
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        d, taps = config.hidden_size, config.num_conv_pos_embeddings
+        self.pos_conv_embed = Convolution(
+            parts,
+            d,
+            d,
+            taps=taps,
+            padding=taps // 2,
+            groups=config.num_conv_pos_embedding_groups,
+            weight_norm=True,
+        )
+        self.norm = parts.own_norm(d)
+        self.layers = parts.stack(encoder_layer, config.num_hidden_layers)
+        self.config = config
+
+    def __call__(self, x: Float[Array, "b t d"], ctx: Ctx, *, keep_hidden: bool = False):
+        """Run the encoder; see `ed_layers.depth.stack.Stack`."""
+        config, stable = self.config, self.config.do_stable_layer_norm
+        x = x if ctx.real is None else jnp.where(ctx.real[..., None], x, 0)
+        positions = self.pos_conv_embed(x)[:, : x.shape[1]]  # an even number of taps gives one more
+        x = x + activation(config.feat_extract_activation)(positions)
+        x = ctx.dropped(x if stable else self.norm(x), config.hidden_dropout, "embeddings")
+        ctx = replace(ctx, layerdrop=config.layerdrop)
+        x, _, report, hidden = self.layers(x, ctx, keep_hidden=keep_hidden)
+        return self.norm(x) if stable else x, report, hidden
+
+
+class Wav2Vec2Model(EasyDeLBaseModule):
+    """Front end and encoder."""
+
+    config_class = Wav2Vec2Config
+    input_names = ("input_values", "attention_mask")
+
+    def __init__(
+        self,
+        config: Wav2Vec2Config,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+        norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
+        parts = replace(parts, norm_of_family=norm)
+        self.front_end = Wav2Vec2FrontEnd(parts)
+        if config.mask_time_prob > 0 or config.mask_feature_prob > 0:
+            self.masked_spec_embed = nnx.Param(
+                jax.random.uniform(rngs.params(), (config.hidden_size,), self.param_dtype),
+                axes=("embed",),
+            )
+        self.encoder = Wav2Vec2Encoder(parts)
+
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.config.hidden_size
+
+    def output_lengths(self, lengths: Int[Array, " b"]) -> Int[Array, " b"]:
+        """Return the number of time steps t of rows with these numbers of samples."""
+        for layer in self.front_end.conv_layers:
+            lengths = layer.conv.lengths(lengths)
+        return lengths
+
+    def __call__(
+        self,
+        input_values: Float[Array, "b n"],
+        *,
+        attention_mask: Int[Array, "b n"] | None = None,
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+    ) -> BaseModelOutput:
+        """Run the encoder.
+
+        Args:
+            input_values: samples of sound.
+            attention_mask: nonzero = a sample, zero = padding at the end of a row.
+            key: key of dropout, skipped layers and SpecAugment; None = deterministic.
+            output_hidden_states: also return the input of every layer and the last hidden state.
+        """
+        config = self.config
+        b, n = input_values.shape
+        mask = attention_mask
+        lengths = jnp.full((b,), n) if mask is None else jnp.sum(mask != 0, axis=1)
+        x, lengths = self.front_end(input_values, lengths)
+        real = real_steps(lengths, x.shape[1]).astype(jnp.int32)
+        shape = b, x.shape[1]
+        ctx, _ = layer_context(config, shape, attention_mask=real, key=key, ropes={})
+        x = ctx.dropped(x, config.feat_proj_dropout, "features")
+        if ctx.key is not None and config.apply_spec_augment:
+            key = jax.random.fold_in(ctx.key, zlib.crc32(b"spec_augment"))
+            masks = SpecAugment.of(config).masks(key, x.shape, lengths)
+            if config.mask_time_prob > 0:
+                x = jnp.where(masks.time, self.masked_spec_embed.get_value().astype(x.dtype), x)
+            x = jnp.where(masks.feature, 0, x)
+        x, report, hidden = self.encoder(x, ctx, keep_hidden=output_hidden_states)
+        x = ctx.dropped(x, config.final_dropout, "output")
+        return BaseModelOutput(x, hidden_states=hidden, losses=report.losses, aux=report.metrics)
+
+
+@register_module(TaskType.CTC, config=Wav2Vec2Config, model_type="wav2vec2")
+class Wav2Vec2ForCTC(CTCModel):
+    """Wav2Vec2 with a CTC head."""
+
+    body_class = Wav2Vec2Model
+    # Names of checkpoints that torch wrote before its version 2.1.
+    OTHER_NAMES = {
+        "weight_g": "parametrizations.weight.original0",
+        "weight_v": "parametrizations.weight.original1",
+    }
+    WEIGHTS = (
+        Rule("model.masked_spec_embed", "wav2vec2.masked_spec_embed", equal),
+        Rule(
+            "model.encoder.pos_conv_embed.scale",
+            "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original0",
+            permute(2, 1, 0),
+        ),
+        Rule(
+            "model.encoder.pos_conv_embed.kernel",
+            "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1",
+            permute(2, 1, 0),
+        ),
+        *renamed(
+            {
+                "model.front_end.conv_layers": "wav2vec2.feature_extractor.conv_layers",
+                "model.front_end": "wav2vec2.feature_projection",
+                "model.encoder.pos_conv_embed": "wav2vec2.encoder.pos_conv_embed.conv",
+                "model.encoder.norm": "wav2vec2.encoder.layer_norm",
+                "model": "wav2vec2",
+                "self_attn.o_proj": "attention.out_proj",
+                "self_attn": "attention",
+                "input_layernorm": "layer_norm",
+                "post_attention_layernorm": "final_layer_norm",
+                "mlp.up_proj": "feed_forward.intermediate_dense",
+                "mlp.down_proj": "feed_forward.output_dense",
+            },
+            Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),
+            *STANDARD,
+        ),
+    )

@@ -1,0 +1,53 @@
+"""The tokens that `generate` has written so far.
+
+Legend: b rows, t tokens of a row, n selected rows, m end tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ed_models.generation.stop_strings import StopStrings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GeneratedRows:
+    """The tokens of the rows so far, and the tokens that end a row.
+
+    Attributes:
+        ids: [b, t], right-aligned; -1 to the left of a row's first token.
+        new: number of generated tokens, [b].
+        limit: tokens that a row can get.
+        eos: tokens that end a row; -1 for none. [m]
+        stops: strings that end a row.
+    """
+
+    ids: Int[Array, "b t"]
+    new: Int[Array, " b"]
+    limit: Int[Array, ""] | int
+    eos: Int[Array, " m"]
+    stops: StopStrings | None = field(default=None, metadata={"static": True})
+
+    def push(self, tokens: Int[Array, " b"]) -> GeneratedRows:
+        """One token more for each row; the leftmost place is lost."""
+        ids = jnp.concatenate([self.ids[:, 1:], tokens[:, None]], axis=1)
+        return replace(self, ids=ids, new=self.new + 1)
+
+    def take(self, rows: Int[Array, " n"]) -> GeneratedRows:
+        """Some of the rows, in this order."""
+        return replace(self, ids=self.ids[rows], new=self.new[rows])
+
+    def ended(self) -> Bool[Array, " b"]:
+        """Which rows end with their latest token."""
+        ends = jnp.isin(self.ids[:, -1], self.eos)
+        return ends if self.stops is None else ends | self.stops.reached(self.ids)
+
+    def generated(self) -> Int[Array, "b t"]:
+        """The tokens that were generated; -1 instead of others."""
+        place = jnp.arange(self.ids.shape[1])
+        return jnp.where(place >= self.ids.shape[1] - self.new[:, None], self.ids, -1)

@@ -1,0 +1,6 @@
+"""Speech to text: transcripts of audio of any length."""
+
+from ed_models.speech.transcriber import Segment as Segment
+from ed_models.speech.transcriber import Transcriber as Transcriber
+from ed_models.speech.transcriber import Transcript as Transcript
+from ed_models.speech.transcriber import load_transcriber as load_transcriber

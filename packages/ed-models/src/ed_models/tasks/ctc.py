@@ -1,0 +1,58 @@
+"""Models that score the labels of every time step of speech, and a blank (Graves et al. 2006).
+
+Legend: b batch, n samples, t time steps, v labels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.outputs import TokenClassifierOutput
+from ed_layers.parts import Parts
+from jaxtyping import Array, Float, Int
+
+from ed_models.tasks.encoders import common
+from ed_models.tasks.head_model import HeadModel
+
+
+class CTCModel(HeadModel):
+    """An encoder of speech under `model`, and a head `lm_head` for the labels.
+
+    The encoder has `output_lengths(lengths)`: the time steps of rows with these numbers of samples.
+    """
+
+    input_names = ("input_values", "attention_mask")
+
+    def add_head(self, parts: Parts) -> None:
+        """Create the head."""
+        self.lm_head = parts.linear(
+            self.features, parts.config.vocab_size, axes=("embed", "vocab"), bias=True
+        )
+
+    def output_lengths(self, lengths: Int[Array, " b"]) -> Int[Array, " b"]:
+        """Return the number of time steps of rows with these numbers of samples."""
+        return self.model.output_lengths(lengths)
+
+    def __call__(
+        self, input_values: Float[Array, "b n"], *, key: jax.Array | None = None, **inputs: Any
+    ) -> TokenClassifierOutput:
+        """Score the labels of every time step.
+
+        Args:
+            input_values: samples of sound.
+            key: dropout key; None = deterministic.
+            inputs: `attention_mask` [b, n] and `output_hidden_states` of the encoder.
+        """
+        body = self.model(input_values, key=key, **inputs)
+        logits = self.lm_head(body.last_hidden_state).astype(jnp.float32)
+        return TokenClassifierOutput(logits=logits, **common(body))
+
+
+def best_labels(logits: Float[np.ndarray, "t v"], blank: int) -> list[int]:
+    """Return the labels of the best path: the best label of each step, merged, without blanks."""
+    path = np.argmax(logits, axis=-1)
+    changes = np.flatnonzero(np.diff(path, prepend=-1))
+    return [int(label) for label in path[changes] if label != blank]

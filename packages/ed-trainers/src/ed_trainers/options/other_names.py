@@ -1,0 +1,161 @@
+"""The names that other trainers use: Hugging Face `TrainingArguments`, TRL and Axolotl.
+
+A name with the same meaning is an alias (`SAME`). Every other name is an error that states the
+equivalent (`EQUIVALENT`).
+"""
+
+from __future__ import annotations
+
+#: Name elsewhere -> the option with the same meaning.
+SAME: dict[str, str] = {
+    "output_dir": "save_directory",
+    "max_steps": "max_training_steps",
+    "logging_steps": "log_steps",
+    "eval_steps": "evaluation_steps",
+    "lr_scheduler_type": "scheduler",
+    "lr_scheduler": "scheduler",
+    "max_grad_norm": "clip_grad",
+    "num_epochs": "num_train_epochs",
+    "max_seq_length": "max_length",
+    "sequence_len": "max_length",
+    "merge_lora_before_save": "merge_adapters",
+}
+
+_DTYPE = "the section loader: {dtype: bf16}"
+_MESH = "the section sharding: {axis_dims: [dp, fsdp, ep, tp, sp]}"
+_ENGINE = "the section esurge, which configures the engine that samples completions"
+_WORKERS = "mixture.prefetch_workers and mixture.prefetch_buffer_size"
+_CHECKPOINTING = "base_config: {values: {gradient_checkpointing: nothing_saveable}}"
+_ADAM = "optimizer_kwargs: {b1: 0.9, b2: 0.95, eps: 1.0e-8}"
+_HUB = "`hf upload ORG/NAME <save_directory>/model` after training"
+_TOKENIZER = "model.tokenizer: the folder or id of a tokenizer with these tokens"
+_ACTIONS = "the list of actions, such as [train, eval]"
+_COMPILED = "omit it: every step is one compiled program"
+_ONE_PROCESS = "omit it: one process for each host runs all of its devices"
+
+#: Name elsewhere -> what to use instead, or "omit it: " and the reason.
+EQUIVALENT: dict[str, str] = {
+    "per_device_train_batch_size": "total_batch_size: sequences of an optimizer step, over all "
+    "devices and microbatches",
+    "micro_batch_size": "total_batch_size and gradient_accumulation_steps: a microbatch has "
+    "total_batch_size / gradient_accumulation_steps sequences over all devices",
+    "batch_size": "total_batch_size: sequences of an optimizer step, over all devices and "
+    "microbatches",
+    "per_device_eval_batch_size": "eval_batch_size: sequences over all devices",
+    "auto_find_batch_size": "total_batch_size, with more gradient_accumulation_steps if memory is "
+    "short",
+    "warmup_ratio": "warmup_steps: the ratio times the number of optimizer steps",
+    "optim": "optimizer, such as adamw, adamw_8bit, lion or adafactor",
+    "optim_args": "optimizer_kwargs, a mapping",
+    "optim_target_modules": "learning_rate_rules and weight_decay_rules, pairs of a pattern and a "
+    "number",
+    "adam_beta1": _ADAM,
+    "adam_beta2": _ADAM,
+    "adam_epsilon": _ADAM,
+    "eval_strategy": "evaluation_steps; without it, the run evaluates at the end",
+    "evaluation_strategy": "evaluation_steps; without it, the run evaluates at the end",
+    "save_strategy": "save_steps; without it, the run saves at the end",
+    "logging_strategy": "log_steps",
+    "logging_first_step": "omit it: the first step always has a row of metrics",
+    "logging_dir": "save_directory: TensorBoard files are in its folder tensorboard",
+    "disable_tqdm": "progress_bar_type: none",
+    "do_train": _ACTIONS,
+    "do_eval": _ACTIONS,
+    "do_predict": _ACTIONS,
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "tf32": _DTYPE,
+    "bf16_full_eval": _DTYPE,
+    "fp16_full_eval": _DTYPE,
+    "gradient_checkpointing": _CHECKPOINTING,
+    "gradient_checkpointing_kwargs": _CHECKPOINTING,
+    "activation_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing_kwargs": _CHECKPOINTING,
+    "activation_offloading": "base_config: {values: {gradient_checkpointing: ...}} with a policy "
+    "that offloads",
+    "deepspeed": _MESH,
+    "fsdp": _MESH,
+    "fsdp_config": _MESH,
+    "parallelism_config": _MESH,
+    "accelerator_config": _MESH,
+    "local_rank": _ONE_PROCESS,
+    "ddp_backend": _ONE_PROCESS,
+    "ddp_find_unused_parameters": _ONE_PROCESS,
+    "torch_compile": _COMPILED,
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
+    "use_liger_kernel": _COMPILED,
+    "liger_kernel_config": _COMPILED,
+    "use_cpu": "the section platform: {backend: cpu}",
+    "dataloader_num_workers": _WORKERS,
+    "dataloader_prefetch_factor": _WORKERS,
+    "dataloader_drop_last": "omit it: a run file counts steps, and every step has "
+    "total_batch_size sequences",
+    "data_seed": "mixture.seed",
+    "group_by_length": "mixture: {pack_tokens: true}, which leaves no padding",
+    "train_sampling_strategy": "mixture: {pack_tokens: true}, which leaves no padding",
+    "remove_unused_columns": "omit it: only the named fields of a row are read",
+    "resume_from_checkpoint": "resume_if_possible: true, which continues from the newest "
+    "checkpoint in save_directory",
+    "overwrite_output_dir": "resume_if_possible: false, which moves existing files aside",
+    "ignore_data_skip": "omit it: a resumed run continues with the next row",
+    "save_only_model": "save_total_limit: 1; the trained model without optimizer is in "
+    "<save_directory>/model",
+    "save_safetensors": "omit it: models are always saved as safetensors",
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "wandb_project": "project and report_to: wandb",
+    "wandb_name": "run_name and report_to: wandb",
+    "wandb_run_id": "run_name and report_to: wandb",
+    # TRL
+    "packing_strategy": "mixture.pack_strategy",
+    "padding_free": "mixture: {pack_tokens: true}, which leaves no padding",
+    "eval_packing": "mixture.pack_tokens, which also packs held-out texts",
+    "pad_to_multiple_of": "max_length: all rows have this length",
+    "completion_only_loss": "rows with a prompt and a completion: only the completion is learned",
+    "train_on_inputs": "rows with a prompt and a completion: only the completion is learned",
+    "chat_template_path": "model.tokenizer: a folder with the chat template",
+    "eos_token": _TOKENIZER,
+    "pad_token": _TOKENIZER,
+    "special_tokens": _TOKENIZER,
+    "dataset_num_proc": "mixture.tokenization: {num_proc: 4}",
+    "dataset_kwargs": "the keys of the section mixture",
+    "shuffle_dataset": "mixture.shuffle_buffer_size",
+    "model_init_kwargs": "the sections model and loader",
+    "trust_remote_code": "loader.trust_remote_code",
+    "disable_dropout": "base_config: {values: {attention_dropout: 0.0}}, and the other rates",
+    "use_vllm": _ENGINE,
+    "vllm_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": "esurge.hbm_utilization",
+    "vllm_max_model_length": "esurge.max_model_len",
+    "vllm_tensor_parallel_size": _MESH,
+    "use_transformers_paged": _ENGINE,
+    "generation_batch_size": "total_batch_size and num_generations",
+    "num_generations_eval": "num_generations",
+    "peft_config": "the section lora: {rank: 16, alpha: 32}",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_linear": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "load_in_4bit": "quantization: {model: {quantization_method: nf4}}",
+    "load_in_8bit": "quantization: {model: {quantization_method: 8bit}}",
+    # Axolotl
+    "sample_packing": "mixture: {pack_tokens: true, pack_seq_length: ...}",
+    "pad_to_sequence_len": "mixture.tokenization: {padding: max_length}",
+    "evals_per_epoch": "evaluation_steps",
+    "saves_per_epoch": "save_steps",
+    "val_set_size": "mixture.eval_fraction",
+    "cosine_min_lr_ratio": "learning_rate_end",
+    "flash_attention": "base_config: {values: {attn_mechanism: flash_attn2}}",
+    "early_stopping_patience": "save_best_k and load_best_model_at_end",
+    # EasyDeL
+    "save_optimizer_state": "omit it: a checkpoint contains the optimizer, so that a run continues "
+    "bit for bit; <save_directory>/model has the weights alone",
+    "step_partition_spec": _MESH,
+    "use_grain": "omit it: the loader of the mixture is the only one",
+    "shuffle_train_dataset": "mixture.shuffle_buffer_size",
+}
