@@ -10,8 +10,8 @@ from ed_infra.logging import get_logger
 from ed_esurge.core.commands import Add
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.scheduler import Scheduler
+from ed_esurge.engine.deltas import OpenRequest
 from ed_esurge.engine.intake import seed_of, seeds_of
-from ed_esurge.engine.transcript import OpenRequest
 from ed_esurge.outputs import CompletionOutput, FinishReason, RequestOutput
 from ed_esurge.runner.result import NotFinite, StepResult
 from ed_esurge.sampling import SamplingParams
@@ -132,11 +132,11 @@ class Ledger:
             return None
         if not isinstance(params, SamplingParams):
             return opened.pooled(result.pooled(index))
-        transcript = opened.transcripts[row.request_id]
-        if transcript.finish_reason is not None:
+        writer = opened.writers[row.request_id]
+        if writer.finish_reason is not None:
             return None
         scores = result.sampled(index, count, params.logprobs) if count else []
-        out = transcript.take(scores)
+        out = writer.take(scores)
         if out.finish_reason is not None:
             self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
         return out

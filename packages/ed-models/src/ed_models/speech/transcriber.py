@@ -18,7 +18,7 @@ from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
 from ed_models.speech.pieces import LabelDecoder, PieceReader, SampleDecoder
 from ed_models.speech.transcript import Segment, Transcript
-from ed_models.speech.whisper import Request, Thresholds, WhisperDecoder
+from ed_models.speech.whisper import SpeechRequest, Thresholds, WhisperDecoder
 from ed_models.tasks.ctc import CTCModel
 
 #: Temperatures of the attempts to decode a window, if the caller gives none.
@@ -193,7 +193,7 @@ class Transcriber:
         prompt: str | None,
         timestamps: bool,
         **options: Any,
-    ) -> tuple[str | None, Request]:
+    ) -> tuple[str | None, SpeechRequest]:
         """Return the language of a recording, and what is wanted of the recording."""
         own = decoder.tokens
         initial, task_token = [own.start], own.task_token(task)
@@ -207,7 +207,7 @@ class Transcriber:
         initial += [] if task_token is None else [task_token]
         timestamps = timestamps or features.shape[1] > decoder.window
         initial += [] if timestamps else [own.no_timestamps]
-        request = Request(
+        request = SpeechRequest(
             initial=tuple(initial),
             prompt=self.prompt_tokens(decoder, prompt) if prompt else (),
             timestamps=timestamps,

@@ -165,7 +165,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Request:
+class SpeechRequest:
     """What is wanted of a recording; see `Transcriber.transcribe`.
 
     Attributes:
@@ -242,7 +242,9 @@ class WhisperDecoder:
         found = self.next_probabilities(outputs, [self.tokens.start])
         return max(self.tokens.languages, key=lambda code: found[self.tokens.languages[code]])
 
-    def segments(self, features: Float[np.ndarray, "m f"], request: Request) -> Iterator[Segment]:
+    def segments(
+        self, features: Float[np.ndarray, "m f"], request: SpeechRequest
+    ) -> Iterator[Segment]:
         """Yield the segments of a recording.
 
         Args:
@@ -283,7 +285,7 @@ class WhisperDecoder:
         """Return the tokens that are text."""
         return [int(token) for token in tokens if token < self.tokens.end]
 
-    def prefix(self, request: Request, history: Sequence[np.ndarray]) -> list[int]:
+    def prefix(self, request: SpeechRequest, history: Sequence[np.ndarray]) -> list[int]:
         """Return the tokens before the text of a window: earlier text, and the initial tokens."""
         own = self.tokens
         if history and own.previous is not None:
@@ -293,7 +295,9 @@ class WhisperDecoder:
             return [own.previous, *map(int, earlier), *request.initial]
         return [*request.prompt, *request.initial]
 
-    def attempt(self, outputs: jax.Array, prefix: list[int], request: Request) -> Attempt | None:
+    def attempt(
+        self, outputs: jax.Array, prefix: list[int], request: SpeechRequest
+    ) -> Attempt | None:
         """Decode a window, with higher temperatures if necessary; None = no speech."""
         own, limits = self.tokens, request.thresholds
         no_speech = 0.0
@@ -319,7 +323,7 @@ class WhisperDecoder:
         self,
         outputs: jax.Array,
         prefix: list[int],
-        request: Request,
+        request: SpeechRequest,
         temperature: float,
         number: int,
     ) -> tuple[np.ndarray, np.ndarray]:

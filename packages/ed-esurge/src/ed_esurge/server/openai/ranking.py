@@ -48,12 +48,12 @@ def _document(value: object) -> str | dict[str, Any]:
 
 
 Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)]
-Document = Annotated[
+RankedInput = Annotated[
     str | dict[str, Any],
     PlainValidator(_document, json_schema_input_type=str | dict[str, Any]),
 ]
-Documents = Annotated[
-    list[Document], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)
+RankedInputs = Annotated[
+    list[RankedInput], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)
 ]
 
 
@@ -77,7 +77,7 @@ class RerankRequest(RequestBody):
     """Body of `POST /v1/rerank` in the formats of Jina and Cohere (v1 and v2)."""
 
     query: str
-    documents: Documents
+    documents: RankedInputs
     model: str | None = None
     user: str | None = None
     top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None

@@ -24,7 +24,7 @@ from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Detokenizer, StopStringSearch, Tokenizer
 
 
-class Transcript:
+class DeltaWriter:
     """Creates the deltas of one sampling sequence.
 
     Args:
@@ -109,12 +109,12 @@ class Transcript:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """An unfinished user request: `n` transcripts of one prompt, or one pooled sequence.
+    """An unfinished user request: `n` writers of one prompt, or one pooled sequence.
 
     Attributes:
         add: the command that queued the request.
         sequences: sequences of the request by id.
-        transcripts: transcripts by sequence id; empty for a pooled request.
+        writers: writers by sequence id; empty for a pooled request.
         prompt_logprobs: log-probabilities of the prompt, filled by position and delivered with the
             first delta. None when not requested.
         held: object to keep alive while the request is open.
@@ -122,7 +122,7 @@ class OpenRequest:
 
     add: Add
     sequences: dict[str, Request]
-    transcripts: dict[str, Transcript]
+    writers: dict[str, DeltaWriter]
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     prompt_tokenizer: Tokenizer | None = None
@@ -144,7 +144,7 @@ class OpenRequest:
             tokenizer: tokenizer of the output; None produces no text.
         """
         sequences: dict[str, Request] = {}
-        transcripts: dict[str, Transcript] = {}
+        writers: dict[str, DeltaWriter] = {}
         for index, seed in enumerate(seeds):
             params = add.params
             if index and isinstance(params, SamplingParams):
@@ -166,9 +166,9 @@ class OpenRequest:
             )
             sequences[request.request_id] = request
             if isinstance(params, SamplingParams):
-                transcript = Transcript(request, params, index, tokenizer, add.stops)
-                transcripts[request.request_id] = transcript
-        opened = cls(add, sequences, transcripts, RequestMetrics(add.arrival_time))
+                writer = DeltaWriter(request, params, index, tokenizer, add.stops)
+                writers[request.request_id] = writer
+        opened = cls(add, sequences, writers, RequestMetrics(add.arrival_time))
         params = add.params
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             opened.prompt_logprobs = [None for _ in add.token_ids]
@@ -179,8 +179,8 @@ class OpenRequest:
     def finished(self) -> bool:
         if self.closed:
             return True
-        transcripts = self.transcripts.values()
-        return bool(transcripts) and all(t.finish_reason is not None for t in transcripts)
+        writers = self.writers.values()
+        return bool(writers) and all(writer.finish_reason is not None for writer in writers)
 
     def mark_scheduled(self) -> None:
         """Record the time of the first step with a sequence of this request."""
@@ -202,9 +202,9 @@ class OpenRequest:
             reason: "abort" or "error".
             error: error message.
         """
-        running = [t for t in self.transcripts.values() if t.finish_reason is None]
-        ended = [transcript.end(reason) for transcript in running]
-        if not self.transcripts:
+        running = [writer for writer in self.writers.values() if writer.finish_reason is None]
+        ended = [writer.end(reason) for writer in running]
+        if not self.writers:
             ended = [CompletionOutput(0, finish_reason=reason)]
         self.closed = True
         output = self.delta(ended)
