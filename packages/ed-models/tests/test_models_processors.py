@@ -8,6 +8,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.testing import require_torch
 from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.processors import PROCESSORS
+from ed_models.generation.timestamps import TimestampRules
 from ed_models.generation.token_choice import TokenChoice, process
 
 B, T, V, NEW, LIMIT = 4, 24, 37, 5, 9
@@ -111,8 +112,8 @@ def test_logits_processors_match_transformers(name, value, kind, arguments, shap
 
 
 def test_every_processor_option_has_a_comparison():
-    """Options that transformers lacks have separate tests below."""
-    own = {"presence_penalty", "frequency_penalty", "logits_processor"}
+    """The other options have separate tests below."""
+    own = {"presence_penalty", "frequency_penalty", "logits_processor", "timestamp_rules"}
     assert {case[0] for case in CASES} | own == set(PROCESSORS)
 
 
@@ -244,3 +245,26 @@ def test_an_unknown_option_gets_a_suggestion():
         TokenChoice(top_pp=3)
     with pytest.raises(AttributeError, match="did you mean 'top_p'"):
         _ = TokenChoice().top_pp
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("new", [0, 1, 2, 5])
+def test_rules_of_timestamps_match_transformers(new: int) -> None:
+    torch = require_torch()
+    from transformers import GenerationConfig
+    from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+    first, end, rows = 24, 20, 64
+    rng = np.random.default_rng(new)
+    # Text, or times that increase: the rules expect times in this order.
+    ids = rng.integers(0, end, (rows, T))
+    times = np.sort(rng.integers(first, V, (rows, T)), axis=1)
+    ids = np.where(rng.random((rows, T)) < 0.4, times, ids)
+    logits = rng.standard_normal((rows, V)).astype(np.float32) * 2.5
+    settings = GenerationConfig(eos_token_id=end, bos_token_id=end)
+    settings.no_timestamps_token_id, settings.max_initial_timestamp_index = first - 1, 4
+    reference = WhisperTimeStampLogitsProcessor(settings, begin_index=T - new)
+    expected = reference(torch.tensor(ids), torch.tensor(logits)).numpy()
+    rules = TimestampRules(first=first, end=end, without=first - 1, most_initial=4)
+    got = processed(logits, rows_of(ids, new), timestamp_rules=rules)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.body.spec_augment import Spans
-from ed_models.speech import Segment, Transcriber, load_transcriber
+from ed_models.speech import Segment, Transcriber, load_transcriber, pieces
 from ed_models.speech.pieces import pause
 from ed_models.speech.whisper import Thresholds
 
@@ -51,6 +51,7 @@ def ours(segments: tuple[Segment, ...]) -> list[tuple[float, float, list[int]]]:
 
 
 @pytest.mark.torch
+@pytest.mark.daily("True-True-thresholds1-ab cd-1.7")
 @pytest.mark.parametrize("seconds", [0.7, 1.7])
 @pytest.mark.parametrize(
     ("timestamps", "conditioned", "thresholds", "prompt"),
@@ -121,6 +122,7 @@ def test_whisper_obeys_language_and_task(
     assert found.text == text.strip()
 
 
+@pytest.mark.nightly
 def test_whisper_draws_with_higher_temperatures_after_failed_attempts(
     whisper: tuple[Transcriber, Any],
 ) -> None:
@@ -179,19 +181,25 @@ def test_ctc_text_equals_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_ctc_text_of_a_long_recording_equals_the_pipeline_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.daily("3")
+@pytest.mark.parametrize("seconds", [3, 30])
+def test_ctc_text_of_a_long_recording_equals_the_pipeline_of_transformers(
+    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import pipeline
 
+    monkeypatch.setattr(pieces, "PIECE_SECONDS", seconds)
+    monkeypatch.setattr(pieces, "OVERLAP_SECONDS", seconds / 6)
     model = write_wav2vec2(tmp_path)
     transcriber = load_transcriber(tmp_path, **FLOAT32)
-    samples = np.concatenate([recording(17, seed) for seed in range(4)])
+    samples = np.concatenate([recording(seconds * 17 / 30, seed) for seed in range(4)])
     recognize = pipeline(
         "automatic-speech-recognition",
         model=model,
         tokenizer=transcriber.processor.tokenizer,
         feature_extractor=transcriber.processor.feature_extractor,
-        chunk_length_s=30,
-        stride_length_s=5,
+        chunk_length_s=seconds,
+        stride_length_s=seconds / 6,
     )
     assert transcriber.transcribe(samples).text == recognize(samples)["text"]
 
@@ -219,6 +227,7 @@ def test_long_recordings_are_cut_at_the_quietest_moment() -> None:
     assert pause(samples[: 20 * RATE], RATE) == 20 * RATE
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_masked_spans_have_the_statistics_of_transformers() -> None:
     from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices

@@ -70,14 +70,14 @@ class LabelDecoder:
         """Yield one segment, the whole recording."""
         rate, n = self.reader.rate, len(samples)
         piece, overlap = int(PIECE_SECONDS * rate), int(OVERLAP_SECONDS * rate)
+        stride = self.samples_per_step(piece)
         parts, begin = [], 0
         while True:
             end = min(begin + piece, n)
-            scores = self.scores(samples[begin:end])
-            share = len(scores) / (end - begin)  # time steps of a sample
-            left = round(overlap * share) if begin else 0
-            right = round(overlap * share) if end < n else 0
-            parts.append(scores[left : len(scores) - right])
+            # A step belongs to the piece that has `overlap` samples on both sides of the step.
+            first = overlap // stride if begin else 0
+            last = (piece - overlap) // stride if end < n else None
+            parts.append(self.scores(samples[begin:end])[first:last])
             if end == n:
                 break
             begin += piece - 2 * overlap
@@ -87,6 +87,16 @@ class LabelDecoder:
         best = -np.log(np.exp(moved).sum(axis=-1))
         text = self.text_of(labels)
         yield Segment(0, 0.0, n / rate, text, tuple(labels), avg_logprob=float(best.mean()))
+
+    def samples_per_step(self, piece: int) -> int:
+        """Return the number of samples between two time steps.
+
+        Args:
+            piece: samples of a piece. The first samples of a row fill the convolutions, so the
+                steps of a second piece are counted.
+        """
+        one, two = np.asarray(self.model.output_lengths(jnp.array([piece, 2 * piece])))
+        return round(piece / (two - one))
 
     def scores(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "t v"]:
         """Return the scores of the labels of each time step of a piece."""
