@@ -179,7 +179,7 @@ def test_a_chunk_is_a_loop(name: str) -> None:
     near(np.concatenate(got), np.concatenate(expected), 2e-5)
 
 
-@pytest.mark.daily("short_conv", "rwkv")
+@pytest.mark.daily("short_conv")
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
     """Packed rows, rows of a cache and sequences of a server are sequences alone."""

@@ -216,6 +216,7 @@ def run(tokenizer, directory, **options):
     return trainer
 
 
+@pytest.mark.nightly
 def test_resumed_run_draws_the_same_masks_and_has_equal_losses(tokenizer, tmp_path):
     whole = run(tokenizer, tmp_path / "whole")
     run(tokenizer, tmp_path / "parts", callbacks=[StopAt(4)])
