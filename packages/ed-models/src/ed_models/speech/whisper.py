@@ -289,9 +289,16 @@ class WhisperDecoder:
         """Return the tokens before the text of a window: earlier text, and the initial tokens."""
         own = self.tokens
         if history and own.previous is not None:
-            # A segment that ends with two times repeats the last one in the next segment.
-            parts = [x[:-1] if len(x) > 2 and x[-2] >= own.first_time else x for x in history]
-            earlier = np.concatenate(parts)[-(self.positions // 2 - 1) :]
+            parts, missing = [], self.positions // 2 - 1
+            for tokens in reversed(history):
+                if missing <= 0:
+                    break
+                # A segment that ends with two times repeats the last one in the next segment.
+                repeated = len(tokens) > 2 and tokens[-2] >= own.first_time
+                part = (tokens[:-1] if repeated else tokens)[-missing:]
+                parts.append(part)
+                missing -= len(part)
+            earlier = np.concatenate(parts[::-1])
             return [own.previous, *map(int, earlier), *request.initial]
         return [*request.prompt, *request.initial]
 
