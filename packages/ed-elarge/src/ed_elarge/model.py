@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ed_infra.chats import Chat, Prompt
+from ed_infra.errors import ConfigError
 from ed_infra.options import Options
 from ed_trainers.arguments import TrainingArguments
 
@@ -202,8 +203,20 @@ class eLargeModel(Setters):
         return self.part("trainer")
 
     def build_esurge(self) -> eSurge:
-        """Create the serving engine of the model."""
-        return self.part("engine")
+        """Create the engine of a model of texts.
+
+        Raises:
+            ConfigError: the model transcribes audio, which only `serve` supports.
+        """
+        from ed_esurge.speech.engine import SpeechEngine
+
+        engine = self.part("engine")
+        if isinstance(engine, SpeechEngine):
+            raise ConfigError(
+                f"the model {self.config.model and self.config.model.name_or_path} transcribes "
+                "audio: use the action serve, and send files to /v1/audio/transcriptions"
+            )
+        return engine
 
     def held_out_texts(self) -> list[str]:
         """Return the texts that are held out from training."""
@@ -305,7 +318,7 @@ class eLargeModel(Setters):
         values["admin_api_key"] = None if admin is None else admin.get_secret_value()
         values["api_key"] += read_keys(file) if file is not None else []
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
-        serve(self.build_esurge(), values.pop("host"), values.pop("port"), **values)
+        serve(self.part("engine"), values.pop("host"), values.pop("port"), **values)
 
 
 def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:

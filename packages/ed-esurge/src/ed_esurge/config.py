@@ -22,7 +22,7 @@ class ServerLimits(Options):
     max_bytes_in_flight: Annotated[int, Field(ge=1024, lt=2**53)] = 2**29
     """Maximum total size of the bodies and uploads of all requests in flight, in bytes (status 503,
     with `Retry-After`). A client with another request in flight may use half. At least
-    `max_body_bytes` and `max_file_bytes`."""
+    `max_body_bytes`, `max_file_bytes` and `max_audio_bytes`."""
     max_concurrent_requests: PositiveInt = 1024
     """Maximum number of running and queued requests (status 429, with `Retry-After`)."""
     max_connections: PositiveInt = 4096
@@ -36,6 +36,13 @@ class ServerLimits(Options):
     dropped first."""
     max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
     """Maximum size of a `/v1/files` file, in bytes (status 413)."""
+    max_audio_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 25 * 2**20
+    """Maximum size of an audio file of a request, in bytes (status 413)."""
+    max_audio_seconds: Annotated[float, Field(gt=0, le=86400)] = 3600.0
+    """Maximum length of a recording, in seconds (status 413)."""
+    max_concurrent_transcriptions: PositiveInt = 32
+    """Maximum number of running and waiting transcriptions of a model (status 429, with
+    `Retry-After`). A client with another transcription may use half."""
     max_files: PositiveInt = 1024
     """Maximum number of stored files for each API key (status 429)."""
     max_stored_bytes: Annotated[int, Field(ge=1024, lt=2**53)] = 2**33
@@ -53,12 +60,12 @@ class ServerLimits(Options):
 
     @model_validator(mode="after")
     def _bodies_fit(self) -> ServerLimits:
-        longest = max(self.max_body_bytes, self.max_file_bytes)
+        longest = max(self.max_body_bytes, self.max_file_bytes, self.max_audio_bytes)
         if longest > self.max_bytes_in_flight:
             raise ValueError(
                 f"max_bytes_in_flight {self.max_bytes_in_flight} is below {longest}, the longest "
-                "body or file: raise max_bytes_in_flight, or lower max_body_bytes and "
-                "max_file_bytes"
+                "body or file: raise max_bytes_in_flight, or lower max_body_bytes, "
+                "max_file_bytes and max_audio_bytes"
             )
         return self
 

@@ -12,10 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from ed_infra.errors import CheckpointError
+from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable, LoadedAdapter
@@ -330,3 +332,48 @@ class NamedReplies(ScriptedEngine):
         text = self.tokenizer.decode(prompt)
         self.prompts.append(text)
         return next(TOOL_REPLIES[name] for name in TOOL_REPLIES if f"reply {name}" in text)
+
+
+class ScriptedTranscriber:
+    """A model for speech without weights: each second of a recording has one word.
+
+    Args:
+        delay: seconds of each attempt, one for each second of the recording.
+
+    Attributes:
+        attempts: number of attempts so far.
+    """
+
+    sampling_rate = 16000
+    task = TaskType.CTC
+    options: frozenset[str] = frozenset()
+    languages: tuple[str, ...] = ()
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.processor = SimpleNamespace(tokenizer=byte_tokenizer(None))
+        self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=258))
+        self.attempts, self._delay = 0, delay
+
+    def transcribe(
+        self,
+        samples: np.ndarray,
+        *,
+        seed: int = 0,
+        on_segment: Callable[[Any], object] = lambda segment: None,
+        on_attempt: Callable[[], object] = lambda: None,
+        **options: Any,
+    ) -> Any:
+        """Return one segment for each second."""
+        from ed_models.speech import Segment, Transcript
+
+        for name, value in options.items():
+            raise ConfigError(f"{name}={value!r} has no effect")
+        segments = []
+        for second in range(math.ceil(len(samples) / self.sampling_rate)):
+            on_attempt()
+            self.attempts += 1
+            time.sleep(self._delay)
+            segments.append(Segment(second, second, second + 1, f"word{second}", (second % 256,)))
+            on_segment(segments[-1])
+        text = " ".join(segment.text for segment in segments)
+        return Transcript(text, None, len(samples) / self.sampling_rate, tuple(segments))

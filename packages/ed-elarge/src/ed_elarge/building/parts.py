@@ -20,6 +20,7 @@ from ed_infra.logging import get_logger
 from ed_trainers.arguments import ROLES, Role
 from ed_trainers.options.classification import ClassifierArguments
 
+from ed_elarge.building.engines import served_task
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.config.run_config import RunConfig
@@ -30,7 +31,6 @@ from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
-    from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
     from ed_infra.specs import EasyDeLQuantizationConfig
     from ed_models.tasks.causal_lm import CausalLM
@@ -184,6 +184,8 @@ def _load(run: RunConfig) -> CausalLM:
     with run.blame("model", "name_or_path"):
         local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
         task = task_of(local) if run.task == TaskType.AUTO_BIND else run.task
+        if run.trainer is None and section.task is None:
+            task = served_task(local, task)
         if run.trainer is not None and task not in run.tasks:
             known = ", ".join(repr(task.value) for task in run.tasks)
             raise ConfigError(
@@ -444,15 +446,3 @@ def rollout(elm: eLargeModel) -> EngineRollout:
 
     with elm.config.blame("trainer", "max_completion_length"):
         return EngineRollout(engine_of_run(elm, elm.part("model")))
-
-
-# Serving.
-
-
-def engine(elm: eLargeModel) -> eSurge:
-    """Create the engine of the section `esurge` for the model."""
-    from ed_esurge.engine import eSurge
-
-    run = elm.config
-    processor = elm.part("processor") if run.has_images else None
-    return eSurge(elm.part("model"), elm.part("tokenizer"), run.esurge, processor=processor)

@@ -169,7 +169,7 @@ SECTIONS: dict[str, Section] = {
         EngineConfig,
         unused=unused.engine,
         builds={
-            "engine": "ed_elarge.building.parts:engine",
+            "engine": "ed_elarge.building.engines:engine",
             "rollout": "ed_elarge.building.parts:rollout",
         },
     ),

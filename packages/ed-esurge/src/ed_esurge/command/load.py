@@ -19,6 +19,7 @@ from ed_infra.specs import (
 
 from ed_esurge.command.flags import add_options, mapping_of, options_of
 from ed_esurge.config import EngineConfig
+from ed_esurge.speech.engine import SPEECH_TASKS, SpeechEngine, unused_options
 
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
@@ -85,7 +86,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_of(values: argparse.Namespace) -> eSurge:
-    """Create the engine of the arguments. Options are validated before the model is loaded.
+    """Create the engine of a model of texts. Options are validated before the model is loaded.
+
+    Raises:
+        EasyDeLError: an option is invalid, or the model cannot be loaded, or reads audio.
+    """
+    engine = served_engine(values)
+    if isinstance(engine, SpeechEngine):
+        raise ConfigError(
+            f"{values.model} transcribes audio, and this command needs a model of texts: use "
+            "`esurge serve` and send files to /v1/audio/transcriptions"
+        )
+    return engine
+
+
+def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
+    """Create the engine of the arguments. The checkpoint decides between texts and speech.
 
     Raises:
         EasyDeLError: an option is invalid, or the model cannot be loaded.
@@ -115,17 +131,18 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     task = task_of(settings)
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
         task = TaskType.EMBEDDING
-    model: Any = hub.from_pretrained(
-        values.model,
-        task=task,
-        dtype=dtype,
-        param_dtype=dtype,
-        sharding_axis_dims=dims,
-        config_kwargs=fields,
-        quantization_config=rules,
-        apply_quantization=rules is not None,
-        revision=values.revision,
-    )
+    loading: dict[str, Any] = {
+        "dtype": dtype,
+        "param_dtype": dtype,
+        "sharding_axis_dims": dims,
+        "config_kwargs": fields,
+        "quantization_config": rules,
+        "apply_quantization": rules is not None,
+        "revision": values.revision,
+    }
+    if task in SPEECH_TASKS:
+        return _speech_engine(values, options, loading)
+    model: Any = hub.from_pretrained(values.model, task=task, **loading)
     reads_images = "pixel_values" in model.input_names
     return eSurge(
         model,
@@ -134,6 +151,34 @@ def engine_of(values: argparse.Namespace) -> eSurge:
         model_name=name_of(values.model),
         processor=_processor_of(values) if reads_images else None,
     )
+
+
+#: Flags of the model without an effect on a model for speech.
+_TEXT_FLAGS = ("tokenizer", "chat_template", "trust_remote_code")
+
+
+def _speech_engine(
+    values: argparse.Namespace, options: EngineConfig, loading: dict[str, Any]
+) -> SpeechEngine:
+    """Load a model that transcribes audio.
+
+    Raises:
+        ConfigError: an option has no effect on the model. With `--also`, the options are those of
+            all models, so they are not checked.
+    """
+    from ed_models.speech import load_transcriber
+
+    if not getattr(values, "also", None):
+        flags = [name for name in _TEXT_FLAGS if getattr(values, name, None)]
+        for name in [*unused_options(options), *flags]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect on {values.model}, which transcribes "
+                "audio: omit the option"
+            )
+    engine = SpeechEngine(load_transcriber(values.model, **loading), name_of(values.model))
+    if options.compile_runner:
+        engine.warm_up()
+    return engine
 
 
 def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

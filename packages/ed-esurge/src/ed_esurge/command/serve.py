@@ -9,7 +9,7 @@ from typing import Any, get_args
 from ed_infra.errors import ConfigError
 
 from ed_esurge.command.flags import mapping_of, options_of
-from ed_esurge.command.load import add_model_arguments, engine_of, name_of
+from ed_esurge.command.load import add_model_arguments, name_of, served_engine
 from ed_esurge.config import EngineConfig, ServerLimits, UnknownFields
 
 #: Environment variables with API keys. A command line is readable by every user of the machine.
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="+",
         default=[],
-        help="more models for the same server, with the same options; each gets an equal share "
-        "of the memory for pages",
+        help="more models for the same server, such as an embedding model or Whisper, with the "
+        "same options; each gets an equal share of the memory for pages",
     )
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     group.add_argument(
@@ -78,11 +78,11 @@ def engines_of(values: argparse.Namespace) -> Any:
     """Create the engine of the arguments; with `--also`, several engines by name.
 
     Raises:
-        EasyDeLError: see `engine_of`; or two models have the same name.
+        EasyDeLError: see `served_engine`; or two models have the same name.
     """
     models = [values.model, *values.also]
     if len(models) == 1:
-        return engine_of(values)
+        return served_engine(values)
     names = [name_of(model) for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
@@ -99,7 +99,7 @@ def engines_of(values: argparse.Namespace) -> Any:
             own["kv_offloading_size"] = str(options.kv_offloading_size / len(models))
         if place > 1:
             own |= {"tokenizer": None, "revision": None}
-        engines[name] = engine_of(argparse.Namespace(**{**vars(values), **own}))
+        engines[name] = served_engine(argparse.Namespace(**{**vars(values), **own}))
     return engines
 
 

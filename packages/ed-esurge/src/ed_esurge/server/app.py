@@ -27,6 +27,7 @@ from ed_esurge.server.http.admission import Admission
 from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
 from ed_esurge.server.http.body import read
 from ed_esurge.server.http.fields import HEADER
+from ed_esurge.server.http.forms import read_audio
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import Endpoint, dispatch
@@ -272,7 +273,8 @@ def _register(app: FastAPI, server: ModelServer, endpoint: Endpoint) -> None:
             return await dispatch(server, endpoint, None, request)
         unknown = server.state.unknown_fields
         ignored = unknown.request()
-        body = await read(request, endpoint.accepts, server.state.limits, ignored)
+        reads = read_audio if endpoint.form else read
+        body = await reads(request, endpoint.accepts, server.state.limits, ignored)
         unknown.log(ignored, endpoint.path)
         response = await dispatch(server, endpoint, body, request)
         if ignored.header is not None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ed_esurge.server.batches import endpoints as batches
 from ed_esurge.server.messages import endpoint as messages
-from ed_esurge.server.openai import chat, classification, completions, embeddings, ranking, tokens
+from ed_esurge.server.openai import (
+    chat,
+    classification,
+    completions,
+    embeddings,
+    ranking,
+    tokens,
+    transcriptions,
+)
 from ed_esurge.server.operations import admin, health
 from ed_esurge.server.playground import ENDPOINTS as PLAYGROUND
 from ed_esurge.server.responses import endpoint as responses
@@ -18,6 +26,7 @@ ENDPOINTS = (
     *embeddings.ENDPOINTS,
     *ranking.ENDPOINTS,
     *classification.ENDPOINTS,
+    *transcriptions.ENDPOINTS,
     *batches.ENDPOINTS,
     *tokens.ENDPOINTS,
     *admin.ENDPOINTS,

@@ -71,6 +71,9 @@ class ServerMetrics:
 
         model = "model_name"
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.", model)
+        self.audio_seconds = counter(
+            "esurge:audio_seconds", "Seconds of transcribed recordings.", model
+        )
         self.success = counter(
             "vllm:request_success", "Completions by how they ended.", model, "finished_reason"
         )
@@ -133,6 +136,7 @@ class ModelMetrics:
 
     def __init__(self, server: ServerMetrics, model_name: str) -> None:
         self.prompt_tokens = server.prompt_tokens.labels(model_name)
+        self.audio_seconds = server.audio_seconds.labels(model_name)
         self.tokens = server.tokens.setdefault(model_name, TokenCounts())
         self.success = {
             reason: server.success.labels(model_name, reason)

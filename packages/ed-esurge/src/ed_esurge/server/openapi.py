@@ -69,6 +69,7 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
     if endpoint.access != "open":
         operation["security"] = [{}, {"bearer": []}]
     if endpoint.accepts is not None:
-        body = {"application/json": {"schema": names[str(endpoint.accepts)]}}
+        kind = "multipart/form-data" if endpoint.form else "application/json"
+        body = {kind: {"schema": names[str(endpoint.accepts)]}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation

@@ -47,6 +47,7 @@ class Endpoint:
         whole_server: whether a handler with a body receives the `ModelServer` instead of a model.
         access: who may call the endpoint of a server with keys.
         batched: whether the lines of a batch may call the endpoint.
+        form: whether the body is a form with a file (multipart/form-data), instead of JSON.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Endpoint:
     whole_server: bool = False
     access: Access = "key"
     batched: bool = False
+    form: bool = False
 
 
 def post(
@@ -72,6 +74,7 @@ def post(
     streams: bool = False,
     access: Access = "key",
     batched: bool = False,
+    form: bool = False,
 ) -> Endpoint:
     """Return an endpoint that answers a body for one model."""
     return Endpoint(
@@ -85,6 +88,7 @@ def post(
         "POST",
         access=access,
         batched=batched,
+        form=form,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import CheckpointError, ConfigError
@@ -72,12 +72,17 @@ def _set_lower_case(tokenizer: PreTrainedTokenizerBase, name: str, revision: str
 
 
 def load_processor(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    part: Literal["image_processor", "feature_extractor"] = "image_processor",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ProcessorMixin:
-    """Load the processor of a vision-language model: its tokenizer and its image processor.
+    """Load the processor of a model: its tokenizer, and its processor of images or audio.
 
     Args:
         name: The directory or repository.
+        part: The part that the processor must have; audio has a feature extractor.
         revision: The branch, tag or commit of a repository.
         trust_remote_code: Whether the repository may run its own Python code.
 
@@ -87,9 +92,9 @@ def load_processor(
     from transformers import AutoProcessor
 
     processor = _load(AutoProcessor, "processor", name, revision, trust_remote_code)
-    if not hasattr(processor, "image_processor"):
+    if not hasattr(processor, part):
         raise CheckpointError(
-            f"{name!r} has a tokenizer, but no image processor: add the files that "
+            f"{name!r} has a tokenizer, but no {part.replace('_', ' ')}: add the files that "
             "`AutoProcessor.save_pretrained` writes"
         )
     return processor

@@ -66,7 +66,9 @@ class LabelDecoder:
 
         self._score = score
 
-    def segments(self, samples: Float[np.ndarray, " n"]) -> Iterator[Segment]:
+    def segments(
+        self, samples: Float[np.ndarray, " n"], on_attempt: Callable[[], object] | None = None
+    ) -> Iterator[Segment]:
         """Yield one segment, the whole recording."""
         rate, n = self.reader.rate, len(samples)
         piece, overlap = int(PIECE_SECONDS * rate), int(OVERLAP_SECONDS * rate)
@@ -74,6 +76,8 @@ class LabelDecoder:
         parts, begin = [], 0
         while True:
             end = min(begin + piece, n)
+            if on_attempt is not None:
+                on_attempt()
             # A step belongs to the piece that has `overlap` samples on both sides of the step.
             first = overlap // stride if begin else 0
             last = (piece - overlap) // stride if end < n else None
@@ -119,7 +123,11 @@ class SampleDecoder:
         self.model, self.reader, self.text_of = model, reader, decode
 
     def segments(
-        self, samples: Float[np.ndarray, " n"], temperature: float, seed: int
+        self,
+        samples: Float[np.ndarray, " n"],
+        temperature: float,
+        seed: int,
+        on_attempt: Callable[[], object] | None = None,
     ) -> Iterator[Segment]:
         """Yield a segment of each piece."""
         rate, begin, number = self.reader.rate, 0, 0
@@ -127,6 +135,8 @@ class SampleDecoder:
         while begin < len(samples):
             end = begin + pause(samples[begin:], rate)
             seconds = (end - begin) / rate
+            if on_attempt is not None:
+                on_attempt()
             found = self.model.generate(
                 inputs=self.reader.arrays(samples[begin:end]),
                 max_new_tokens=max(int(seconds * TOKENS_PER_SECOND), 1),

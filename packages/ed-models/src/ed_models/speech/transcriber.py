@@ -61,6 +61,20 @@ class Transcriber:
         return int(self.extract.sampling_rate)
 
     @property
+    def task(self) -> TaskType:
+        """The task of the model."""
+        if isinstance(self.decoder, LabelDecoder):
+            return TaskType.CTC
+        return TaskType.SPEECH_SEQUENCE_TO_SEQUENCE
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Names of the arguments of `transcribe` that depend on the model."""
+        if isinstance(self.decoder, WhisperDecoder):
+            return frozenset({"language", "task", "prompt", "timestamps", "max_new_tokens"})
+        return frozenset()
+
+    @property
     def languages(self) -> tuple[str, ...]:
         """Codes of the languages that callers may name; empty without a choice."""
         if isinstance(self.decoder, WhisperDecoder):
@@ -95,6 +109,7 @@ class Transcriber:
         max_new_tokens: int | None = None,
         seed: int = 0,
         on_segment: Callable[[Segment], object] | None = None,
+        on_attempt: Callable[[], object] | None = None,
     ) -> Transcript:
         """Return the text of a recording of any length.
 
@@ -112,6 +127,8 @@ class Transcriber:
             seed: seed of the draws.
             on_segment: gets each segment as soon as it is complete. An exception that this function
                 raises ends the transcription.
+            on_attempt: is called before each attempt to decode a window or a piece. An exception
+                that this function raises ends the transcription.
 
         Raises:
             ConfigError: the samples are not one-dimensional, or the model does not support an
@@ -135,6 +152,7 @@ class Transcriber:
                 temperatures=temperatures or TEMPERATURES,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
+                on_attempt=on_attempt,
             )
             found = self.decoder.segments(features, request)
         else:
@@ -147,7 +165,7 @@ class Transcriber:
                         f"{name}={value!r} has no effect: {type(self.model).__name__} only "
                         "transcribes, in the language of its training"
                     )
-            found = self.pieces(samples, temperatures, seed)
+            found = self.pieces(samples, temperatures, seed, on_attempt)
         segments = []
         for segment in found:
             segments.append(segment)
@@ -157,7 +175,11 @@ class Transcriber:
         return Transcript(self.whole_text(segments), language, duration, tuple(segments))
 
     def pieces(
-        self, samples: Float[np.ndarray, " n"], temperatures: Sequence[float], seed: int
+        self,
+        samples: Float[np.ndarray, " n"],
+        temperatures: Sequence[float],
+        seed: int,
+        on_attempt: Callable[[], object] | None,
     ) -> Iterator[Segment]:
         """Return the segments of a model that reads samples."""
         if len(temperatures) > 1:
@@ -167,14 +189,14 @@ class Transcriber:
             )
         temperature = temperatures[0] if temperatures else 0.0
         if isinstance(self.decoder, SampleDecoder):
-            return self.decoder.segments(samples, temperature, seed)
+            return self.decoder.segments(samples, temperature, seed, on_attempt)
         if temperature > 0:
             raise ConfigError(
                 f"temperature={temperature} has no effect: {type(self.model).__name__} does not "
                 "draw tokens"
             )
         assert isinstance(self.decoder, LabelDecoder)
-        return self.decoder.segments(samples)
+        return self.decoder.segments(samples, on_attempt)
 
     def features(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "m f"]:
         """Return the spectrogram; a short recording is padded to one window."""
@@ -238,11 +260,14 @@ class Transcriber:
         return " ".join(s.text.strip() for s in segments).strip()
 
 
-def load_transcriber(path: str | Path, **options: Any) -> Transcriber:
+def load_transcriber(
+    path: str | Path, *, revision: str | None = None, **options: Any
+) -> Transcriber:
     """Load a model for speech and its processor.
 
     Args:
         path: a directory or a hub repository.
+        revision: branch, tag or commit of the repository.
         options: options of `from_pretrained`.
 
     Raises:
@@ -253,7 +278,7 @@ def load_transcriber(path: str | Path, **options: Any) -> Transcriber:
 
     from ed_models.auto import AutoEasyDeLModelForCTC, AutoEasyDeLModelForSpeechSeq2Seq
 
-    directory = hub.resolve(path, weights=True)
+    directory = hub.resolve(path, weights=True, revision=revision)
     auto = {
         TaskType.CTC: AutoEasyDeLModelForCTC,
         TaskType.SPEECH_SEQUENCE_TO_SEQUENCE: AutoEasyDeLModelForSpeechSeq2Seq,

@@ -177,6 +177,7 @@ class SpeechRequest:
         thresholds: see `Thresholds`.
         max_new_tokens: most tokens of a window; None = all that the model has positions for.
         seed: seed of draws.
+        on_attempt: see `Transcriber.transcribe`.
     """
 
     initial: tuple[int, ...]
@@ -187,6 +188,7 @@ class SpeechRequest:
     thresholds: Thresholds
     max_new_tokens: int | None
     seed: int
+    on_attempt: Callable[[], object] | None = None
 
 
 class WhisperDecoder:
@@ -313,6 +315,8 @@ class WhisperDecoder:
             no_speech = float(self.next_probabilities(outputs, start)[own.no_timestamps - 1])
         attempt = None
         for number, temperature in enumerate(request.temperatures):
+            if request.on_attempt is not None:
+                request.on_attempt()
             tokens, logprobs = self.decoded(outputs, prefix, request, temperature, number)
             average = float(np.mean(logprobs))
             ratio = compression_ratio(tokens, self.model.config.vocab_size)

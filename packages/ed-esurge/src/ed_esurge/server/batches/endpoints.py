@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field
 
-from ed_esurge.server.batches.uploads import receive
+from ed_esurge.server.batches.uploads import check_form, receive
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ModelServer
 from ed_esurge.server.http.auth import owner_of
@@ -126,21 +126,18 @@ async def upload(server: ModelServer, request: Request) -> JSONResponse:
             429, the key has too many files; 503, the file cannot be written.
     """
     store, owner, limits = _store(server), owner_of(request.scope), server.state.limits
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
-        raise APIError("send a file as multipart/form-data with the fields purpose and file")
+    check_form(request)
     store.check_room(owner)
     with refused_when_full():
         path = store.part()
         try:
             form = await receive(request, limits, path)
-            purpose = form.fields["purpose"]
-            if purpose != "batch":
+            if form.purpose != "batch":
                 raise APIError(
-                    f"the purpose {purpose!r:.50} is not supported: use batch", param="purpose"
+                    f"the purpose {form.purpose!r:.50} is not supported: use batch", param="purpose"
                 )
             store.check_room(owner, path.stat().st_size)
-            fields = store.add_file(form.filename or "file", purpose, path, owner)
+            fields = store.add_file(form.filename, form.purpose, path, owner)
             return JSONResponse(public(fields))
         finally:
             path.unlink(missing_ok=True)

@@ -50,6 +50,9 @@ class ServedEngine(Protocol):
     The engine of a model that generates no tokens also has `task`, the `TaskType` of the model. The
     engine of a classifier also has `labels`, a `LabelSet`, and its `embed` returns the logits. The
     engine of an embedding model also has `embedding_settings`, an `EmbeddingSettings`.
+
+    The engine of a model for speech also has `transcribe` and `check`, see
+    `ed_esurge.speech.SpeechEngine`.
     """
 
     @property

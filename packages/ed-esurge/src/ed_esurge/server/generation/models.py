@@ -46,6 +46,8 @@ ROUTES_OF_ENCODERS = {
     TaskType.EMBEDDING: "/v1/embeddings",
     TaskType.SEQUENCE_CLASSIFICATION: "/classify",
 }
+#: Tasks of models that read audio.
+SPEECH_TASKS = (TaskType.SPEECH_SEQUENCE_TO_SEQUENCE, TaskType.CTC)
 
 
 class ServerState:
@@ -156,6 +158,11 @@ class ServedModel:
             param="model",
             code="unsupported_task",
         )
+
+    def check_reads_text(self) -> None:
+        """Raise APIError if the model reads audio."""
+        if self.task in SPEECH_TASKS:
+            raise self.unsupported_task("it reads audio, send files to /v1/audio/transcriptions")
 
     def adapters(self, owner: str) -> dict[str, LoadedAdapter]:
         """Return the loaded adapters that a key may use, by name."""
@@ -292,7 +299,8 @@ class ServedModel:
         route = ROUTES_OF_ENCODERS.get(self.task)
         if route is not None:
             raise self.unsupported_task(f"it generates no tokens, send the texts to {route}")
-        self._check_running()
+        self.check_reads_text()
+        self.check_running()
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
         request_id = f"{label}-{uuid.uuid4().hex}"
@@ -308,7 +316,8 @@ class ServedModel:
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Raise APIError: 503, the engine does not run, or sleeps."""
         if not self.engine.is_healthy:
             raise engine_unavailable()
         if self.engine.is_sleeping:
@@ -363,6 +372,7 @@ class ServedModel:
         Raises:
             APIError: see `generate`.
         """
+        self.check_reads_text()
         name = new_id("embd", None)
 
         each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
@@ -379,7 +389,7 @@ class ServedModel:
             assert output.pooled is not None, "the last output of a pooled request has the vector"
             return output.pooled
 
-        self._check_running()
+        self.check_running()
         try:
             async with asyncio.TaskGroup() as group:
                 items = zip(range(len(prompts)), prompts, each, strict=True)

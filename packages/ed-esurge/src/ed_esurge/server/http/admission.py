@@ -70,7 +70,7 @@ class Reservation:
             APIError: see `Budget.reserve`.
         """
         if size > self._bytes:
-            self._client = self._client or _client_of(scope)
+            self._client = self._client or client_of(scope)
             self._budget.reserve(self._client, self._bytes, size - self._bytes)
             self._bytes = size
 
@@ -81,7 +81,8 @@ class Reservation:
             self._bytes = 0
 
 
-def _client_of(scope: Scope) -> str:
+def client_of(scope: Scope) -> str:
+    """Return the client of a request: the digest of its key, or its address without a key."""
     address = scope.get("client") or ("",)
     return owner_of(scope) or str(address[0])
 

@@ -2,7 +2,8 @@
 
 `live` fails if the server needs a restart, because the engine's thread is dead or stuck in a step.
 `ready` and `/health` also fail while the server drains and while a model sleeps. `decode` fails if
-the model does not generate a token (a model that generates no tokens: a vector).
+the model does not generate a token (a model that generates no tokens: a vector; a model for speech:
+a transcript).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 from contextlib import aclosing
 from functools import partial
 
+from ed_infra.errors import EasyDeLError
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,7 +21,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.answers import HealthState, Load, Version
-from ed_esurge.server.generation.models import ROUTES_OF_ENCODERS, ModelServer, ServedModel, new_id
+from ed_esurge.server.generation.models import (
+    ROUTES_OF_ENCODERS,
+    SPEECH_TASKS,
+    ModelServer,
+    ServedModel,
+    new_id,
+)
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import Endpoint
 
@@ -78,6 +86,9 @@ async def _decode(model: ServedModel) -> str | None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         async with asyncio.timeout(DECODE_SECONDS):
+            if model.task in SPEECH_TASKS:
+                await model.engine.check()
+                return None
             if model.task in ROUTES_OF_ENCODERS:
                 await model.vectors([prompt], PoolingParams())
                 return None
@@ -89,6 +100,8 @@ async def _decode(model: ServedModel) -> str | None:
         return f"the model generated no token within {DECODE_SECONDS:g} seconds"
     except APIError as error:
         return error.message
+    except (EasyDeLError, RuntimeError) as error:
+        return str(error)
 
 
 async def metrics(server: ModelServer, request: Request) -> Response:

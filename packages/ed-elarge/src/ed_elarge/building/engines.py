@@ -1,0 +1,72 @@
+"""Builders of the serving engine: the checkpoint decides between a model of texts and of speech."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+
+from ed_elarge.model import eLargeModel
+
+if TYPE_CHECKING:
+    from ed_esurge.engine import eSurge
+    from ed_esurge.speech.engine import SpeechEngine
+    from ed_models.tasks.causal_lm import CausalLM
+    from transformers import ProcessorMixin
+
+
+def served_task(directory: Path, default: TaskType) -> TaskType:
+    """Return the task of a checkpoint that is not trained, from its config.json."""
+    from ed_infra import registry
+    from ed_models.checkpoints import hub
+    from ed_models.checkpoints.checks import task_of
+
+    task = task_of(directory)
+    if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
+        task = TaskType.EMBEDDING
+    tasks = registry.tasks_of(hub.read_config(directory).model_type)
+    return task if task in tasks else default
+
+
+def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
+    """Create the engine of the section `esurge` for the model."""
+    from ed_esurge.engine import eSurge
+    from ed_esurge.speech.engine import SPEECH_TASKS
+
+    run, model = elm.config, elm.part("model")
+    if type(model).model_task in SPEECH_TASKS:
+        return _speech_engine(elm, model)
+    reads_images = "pixel_values" in model.input_names
+    processor = elm.part("processor") if reads_images else None
+    return eSurge(model, elm.part("tokenizer"), run.esurge, processor=processor)
+
+
+def _speech_engine(elm: eLargeModel, model: CausalLM) -> SpeechEngine:
+    from ed_esurge.speech.engine import SpeechEngine, unused_options
+    from ed_models.speech import Transcriber
+
+    options = elm.config.esurge
+    for name in unused_options(options):
+        with elm.config.blame("esurge", name):
+            raise ConfigError(
+                "the option has no effect on a model that transcribes audio: omit the option"
+            )
+    made = SpeechEngine(Transcriber(model, _processor(elm)))
+    if options.compile_runner:
+        made.warm_up()
+    return made
+
+
+def _processor(elm: eLargeModel) -> ProcessorMixin:
+    """Load the feature extractor and the tokenizer of the checkpoint."""
+    from ed_models.checkpoints.tokenizers import load_processor
+
+    section = elm.config.model
+    assert section is not None, "only a loaded model transcribes audio"
+    assert section.name_or_path is not None
+    with elm.config.blame("model", "name_or_path"):
+        return load_processor(
+            section.name_or_path, part="feature_extractor", revision=section.extra_kwargs.revision
+        )

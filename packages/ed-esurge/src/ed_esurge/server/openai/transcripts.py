@@ -1,0 +1,56 @@
+"""Formats of transcripts: verbose JSON, and subtitles (SubRip, WebVTT)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+
+def verbose(transcript: Any, task: str) -> dict[str, Any]:
+    """Return the fields of OpenAI's `verbose_json` in addition to the text.
+
+    Args:
+        transcript: a `Transcript` of ed-models.
+        task: "transcribe" or "translate".
+    """
+    return {
+        "task": task,
+        "language": "english" if task == "translate" else language_name(transcript.language),
+        "duration": transcript.duration,
+        "segments": [_segment(segment) for segment in transcript.segments],
+    }
+
+
+def language_name(code: str | None) -> str:
+    """Return the English name of a language, as OpenAI's API does."""
+    if code is None:
+        return "unknown"
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    return LANGUAGES.get(code, code)
+
+
+def _segment(segment: Any) -> dict[str, Any]:
+    times = {name: round(getattr(segment, name), 3) for name in ("start", "end")}
+    return {**asdict(segment), **times, "tokens": list(segment.tokens)}
+
+
+def subtitles(segments: Sequence[Any], form: Literal["srt", "vtt"]) -> str:
+    """Return segments as subtitles."""
+    mark = "," if form == "srt" else "."
+    blocks = ["WEBVTT"] if form == "vtt" else []
+    for number, segment in enumerate(segments, 1):
+        # An empty line ends a block, and `-->` separates its times.
+        text = " ".join(segment.text.split()).replace("-->", "->")
+        times = f"{clock(segment.start, mark)} --> {clock(segment.end, mark)}"
+        blocks.append(f"{number}\n{times}\n{text}" if form == "srt" else f"{times}\n{text}")
+    return "\n\n".join(blocks) + "\n\n" if blocks else ""
+
+
+def clock(seconds: float, mark: str) -> str:
+    """Return a time as `hours:minutes:seconds` and milliseconds."""
+    milliseconds = round(seconds * 1000)
+    minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{mark}{rest % 1000:03}"

@@ -1,0 +1,1 @@
+"""Speech to text: audio files to samples, and an engine for models that transcribe."""
