@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.batches import uploads
+from ed_esurge.server.http import forms
 from ed_esurge.server.http.admission import Budget, Reservation
 from ed_esurge.server.http.body import MAX_ITEMS, MAX_KEYS, parsed_json
 from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PARAM, MAX_PROBLEMS, APIError
@@ -156,7 +156,7 @@ MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
     [
         (form(b"X: " + b"a" * 10**6 + b"\r\n" + FILE), "header size"),
         (form(b"X: a\r\n" * 10**5 + FILE), "header count"),
-        (form(*[PURPOSE] * (uploads.MAX_PARTS + 1), FILE), "parts"),
+        (form(*[PURPOSE] * (forms.MAX_PARTS + 1), FILE), "parts"),
         (form(PURPOSE + b"x" * 2000, FILE), "bytes"),
         (form(PURPOSE, FILE, FILE), "one part"),
         (form(PURPOSE, FILE)[:-6], "last boundary"),
@@ -213,7 +213,9 @@ def test_one_client_gets_at_most_half_of_the_byte_budget():
 
 
 def test_bodies_beyond_the_byte_budget_are_rejected_until_others_end():
-    limits = ServerLimits(max_body_bytes=4096, max_file_bytes=4096, max_bytes_in_flight=4096)
+    limits = ServerLimits(
+        max_body_bytes=4096, max_file_bytes=4096, max_audio_bytes=4096, max_bytes_in_flight=4096
+    )
     engine = ScriptedEngine(lambda prompt, choice: "x" * 99, delay=0.02)
     long = {"prompt": "a", "max_tokens": 99, "stream": True, "user": "u" * 3000}
     with background(engine, limits=limits) as url:
