@@ -1,6 +1,17 @@
 """Comparisons of every loss of ed-trainers with a reference, on a tiny model and one batch."""
 
-from tools.method_cases import encoders, groups, labelled, policies, preference, scores, supervised
+from tools.method_cases import (
+    answers,
+    encoder_decoders,
+    encoders,
+    groups,
+    labelled,
+    policies,
+    preference,
+    scores,
+    similarity,
+    supervised,
+)
 from tools.method_cases.harness import Case
 
 #: Comparison by name: the method and its options.
@@ -10,6 +21,9 @@ CASES: dict[str, Case] = {
     **labelled.CASES,
     **scores.CASES,
     **encoders.CASES,
+    **similarity.CASES,
+    **answers.CASES,
+    **encoder_decoders.CASES,
     **groups.CASES,
     **policies.CASES,
 }

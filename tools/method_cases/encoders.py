@@ -27,7 +27,7 @@ def folder(kind: str, labels: int = 2) -> Path:
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(labels)
     path = Path(tempfile.mkdtemp(prefix="encoders-"))
     config = transformers.BertConfig.from_dict({**SIZES, "num_labels": labels})
     getattr(transformers, kind)(config).save_pretrained(path)
@@ -41,13 +41,18 @@ def their_model(kind: str, labels: int = 2) -> Any:
     return getattr(transformers, kind).from_pretrained(folder(kind, labels)).eval().double()
 
 
-def our_trainer(method: str, kind: str, task: str, labels: int = 2, **options: Any) -> Any:
-    """Return the trainer of a method for the model, with a tokenizer that has a mask token."""
+def our_model(kind: str, task: str, labels: int = 2) -> Any:
+    """Load the model in float32."""
     from ed_infra import registry
     from ed_infra.enums import TaskType
 
     module = registry.get_module(TaskType(task), "bert")
-    model = module.from_pretrained(folder(kind, labels), sharding_axis_dims=(1, 1, 1, 1, 1))
+    return module.from_pretrained(folder(kind, labels), sharding_axis_dims=(1, 1, 1, 1, 1))
+
+
+def our_trainer(method: str, kind: str, task: str, labels: int = 2, **options: Any) -> Any:
+    """Return the trainer of a method for the model, with a tokenizer that has a mask token."""
+    model = our_model(kind, task, labels)
     tokenizer = harness.tokenizer()
     tokenizer.mask_token = f"t{harness.VOCAB - 1}"
     return harness.trainer_of(method, model, processing_class=tokenizer, **options)

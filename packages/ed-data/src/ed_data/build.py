@@ -19,7 +19,7 @@ from ed_data.order.windows import RowOptions
 from ed_data.rows.documents import Documents
 from ed_data.rows.splits import check_split, default_cache_dir, file_cache, in_split, named
 from ed_data.save import save_mixture
-from ed_data.schema import TEXT, Schema
+from ed_data.schema import ONE_PER_ROW, TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.storage.prepare import prepare
 from ed_data.tokens.encoder import Encoder
@@ -143,8 +143,11 @@ def _indexed(
 ) -> Loader:
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     try:
-        # Saving reads all tokens, so it waits for the stores.
-        parts = prepare(mixture, encoding, split, folder, wait=mixture.save is not None)
+        # Saving reads all tokens, and the number of windows is known at the end of a source, so
+        # both wait for the stores.
+        windows = any(column.stride is not None for column in encoder.schema.columns)
+        wait = mixture.save is not None or windows
+        parts = prepare(mixture, encoding, split, folder, wait=wait)
     except BaseException:
         encoding.close()
         raise
@@ -250,12 +253,23 @@ def _order_details(
 
 
 def _check_task(mixture: Mixture, schema: Schema, decoder_start_token_id: int | None) -> None:
-    if schema.task == "sequence_classification" and mixture.pack_tokens:
+    if schema.task in ONE_PER_ROW and mixture.pack_tokens:
         raise DataError(
-            "sequence classification has one label per row, so rows cannot be packed: set "
+            f"{schema.task.replace('_', ' ')} has one label per row, so rows cannot be packed: set "
             "pack_tokens: false",
             ("pack_tokens",),
         )
+    if any(column.stride is not None for column in schema.columns):
+        # The number of windows of a row is known after the row is encoded.
+        for name in ("streaming", "pack_on_the_fly"):
+            if getattr(mixture, name):
+                raise DataError(
+                    f"{name} is not available for questions about a context, whose windows are "
+                    f"read from the cache: set {name}: false",
+                    (name,),
+                )
+        if mixture.save is not None:
+            raise DataError("windows of a context cannot be saved: omit save", ("save",))
     if (schema.task == "seq2seq_lm") != (decoder_start_token_id is not None):
         raise DataError(
             "a schema of task seq2seq_lm requires decoder_start_token_id, and other schemas do not "

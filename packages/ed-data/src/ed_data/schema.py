@@ -27,10 +27,35 @@ OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE)
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
 Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray"
-#: The training target of a document: its tokens, a second sequence, or a class.
-Task = Literal["causal_lm", "seq2seq_lm", "sequence_classification", "token_classification"]
+#: The training target of a document: its tokens, a second sequence, a class, a score, a choice, or
+#: the position of an answer.
+Task = Literal[
+    "causal_lm",
+    "seq2seq_lm",
+    "sequence_classification",
+    "token_classification",
+    "sequence_scoring",
+    "sequence_ranking",
+    "multiple_choice",
+    "question_answering",
+]
 #: Tasks whose documents have the numbers of classes as their target.
-CLASSIFYING = ("sequence_classification", "token_classification")
+CLASSIFYING = ("sequence_classification", "token_classification", "multiple_choice")
+#: Tasks with one target for each row, which therefore contains one document.
+ONE_PER_ROW = (
+    "sequence_classification",
+    "sequence_scoring",
+    "sequence_ranking",
+    "multiple_choice",
+    "question_answering",
+)
+#: Tasks with one column.
+_ONE_COLUMN = (
+    "sequence_classification",
+    "token_classification",
+    "sequence_scoring",
+    "question_answering",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +71,11 @@ class Column:
             end.
         words: whether the field is a list of words, of which the text consists.
         second: field with the second text of a pair; the tokenizer joins both texts.
+        item: number of the text that the column reads, from 0, if its last field (`second`, or
+            `field`) is a list of texts.
+        stride: number of tokens that consecutive windows share. A pair that is longer than a row
+            becomes several documents, which differ in the window of the second text. None: one
+            document, which is truncated.
     """
 
     name: str
@@ -54,6 +84,13 @@ class Column:
     steps: bool = False
     words: bool = False
     second: str | None = None
+    item: int | None = None
+    stride: int | None = None
+
+    @property
+    def listed(self) -> str | None:
+        """The field with a list of texts, of which the column reads one."""
+        return None if self.item is None else self.second or self.field
 
     @property
     def in_parts(self) -> bool:
@@ -82,6 +119,8 @@ class Value:
         classes: names of classes, which the field may contain instead of their numbers.
         token_types: whether the numbers are the token types of a pair of texts (0 and 1), which the
             tokenizer returns; then the field is not read.
+        margin: number of the negative text, from 0, whose margin the value is; see
+            `ed_data.rows.contents.margins`. None: the value is no margin.
     """
 
     name: str
@@ -91,6 +130,7 @@ class Value:
     other_field: str | None = None
     classes: tuple[str, ...] = ()
     token_types: bool = False
+    margin: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +148,10 @@ class Schema:
         task: `seq2seq_lm` has the columns `""` (encoder) and `decoder`, and the batch gets
             `decoder_input_ids` and `labels` of the decoder. `sequence_classification` and
             `token_classification` have the column `""` and the value `label`, which becomes
-            `labels` [b] or [b, s] instead of token labels.
+            `labels` [b] or [b, s] instead of token labels. `sequence_scoring` has a float32 value
+            `label`, and `multiple_choice` one column for each choice; both get `labels` [b].
+            `sequence_ranking` has one column for each document, and no labels.
+            `question_answering` has the values `start_positions` and `end_positions`, int32 [b].
 
     Raises:
         DataError: columns or values share a name, a value names an unknown column, no column reads
@@ -142,16 +185,19 @@ class Schema:
                 f"the columns {names} and the values {taken}"
             )
         labels = [value.name for value in self.values if not value.token_types]
-        if self.task in CLASSIFYING and (names != [""] or labels != ["label"]):
+        wanted = ["start_positions", "end_positions"] if self.has_spans else ["label"]
+        columns = [""] if self.task in _ONE_COLUMN else names
+        if self.task in {*_ONE_COLUMN, *CLASSIFYING} and (names != columns or labels != wanted):
             raise DataError(
-                f"a schema of task {self.task} has the columns [''] and the values ['label'], got "
-                f"the columns {names} and the values {labels}"
+                f"a schema of task {self.task} has the columns {columns} and the values {wanted}, "
+                f"got the columns {names} and the values {labels}"
             )
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values; unused attributes are omitted, so older caches stay valid."""
-        columns = [_used(asdict(c), ("steps", "words", "second")) for c in self.columns]
-        later = ("other_field", "classes", "token_types")
+        own = ("steps", "words", "second", "item", "stride")
+        columns = [_used(asdict(c), own) for c in self.columns]
+        later = ("other_field", "classes", "token_types", "margin")
         values = {"values": [_used(asdict(v), later) for v in self.values]} if self.values else {}
         task = {} if self.task == "causal_lm" else {"task": self.task}
         return {"columns": columns, "content": self.content, **values, **task}
@@ -168,6 +214,20 @@ class Schema:
         """The fields with loss. A row in which one of them is empty is dropped."""
         return frozenset(column.field for column in self.columns)
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether the target is the span of an answer."""
+        return self.task == "question_answering"
+
+    @property
+    def lists(self) -> dict[str, int]:
+        """Fields with lists of texts, and the number of texts that the columns read."""
+        counts: dict[str, int] = {}
+        for column in self.columns:
+            if column.listed is not None and column.item is not None:
+                counts[column.listed] = max(counts.get(column.listed, 0), column.item + 1)
+        return counts
+
     def with_classes(self, names: tuple[str, ...]) -> Schema:
         """Return the schema whose labels may be names of classes."""
         values = tuple(replace(v, classes=names) if v.name == "label" else v for v in self.values)
@@ -176,7 +236,11 @@ class Schema:
 
 def _used(attributes: dict[str, Any], optional: tuple[str, ...]) -> dict[str, Any]:
     """Return the attributes without unused optional ones."""
-    return {name: value for name, value in attributes.items() if name not in optional or value}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in optional or not (value is None or value is False or value == ())
+    }
 
 
 _ANSWER = Column("", "completion", "prompt")
@@ -202,6 +266,12 @@ STEPS = Schema(
 )
 #: Two texts with the same meaning, for embeddings: `anchor_input_ids`, …, `positive_input_ids`, ….
 EMBEDDING = Schema((Column("anchor", "anchor"), Column("positive", "positive")), "anchor")
+#: Two texts and the `score` of their similarity: `sentence1_input_ids`, ….
+SCORED_PAIR = Schema(
+    (Column("sentence1", "sentence1"), Column("sentence2", "sentence2")),
+    "sentence1",
+    (Value("score", "score", "sentence1", other_field="label"),),
+)
 #: A source text and a target text for encoder-decoder models.
 SEQ2SEQ = Schema(
     (Column("", "prompt"), Column("decoder", "completion")), "prompt", (), "seq2seq_lm"
@@ -224,6 +294,94 @@ TOKEN_CLASSIFICATION = Schema(
     (Value("label", "labels", other_field="ner_tags"),),
     "token_classification",
 )
+#: A query, a document and the `label` of the pair, a number: `labels` float32 [b].
+RELEVANCE = Schema(
+    (Column("", "query", second="document"),),
+    "query",
+    (
+        Value("label", "label", other_field="score"),
+        Value("token_type_ids", "document", token_types=True),
+    ),
+    "sequence_scoring",
+)
+#: A prompt with a better and a worse answer for encoder-decoders: the encoder reads the prompt.
+SEQ2SEQ_PREFERENCE = Schema(
+    (Column("", "prompt"), Column("chosen", "chosen"), Column("rejected", "rejected")), "prompt"
+)
+#: Default number of tokens that consecutive windows of a context share.
+STRIDE = 128
+
+
+def embedding_schema(negatives: int = 0, *, margins: bool = False) -> Schema:
+    """Return the schema of pairs of texts with negative texts.
+
+    Args:
+        negatives: number of negative texts of a row: `negative`, a text or a list of texts, or
+            `negative_1`, `negative_2`, ….
+        margins: whether rows have `score`: the margin by which a teacher prefers the positive text
+            to each negative text, or the scores of the positive and of all negative texts.
+    """
+    columns = [
+        Column(f"negative_{number + 1}", "negative", item=number) for number in range(negatives)
+    ]
+    values = [
+        Value(f"margin_{number + 1}", "score", "anchor", other_field="label", margin=number)
+        for number in range(negatives if margins else 0)
+    ]
+    return Schema((*EMBEDDING.columns, *columns), "anchor", tuple(values))
+
+
+def choice_schema(choices: int) -> Schema:
+    """Return the schema of a question with a number of choices, and the number of the right choice.
+
+    Rows have `question`, `choices` (a list of texts, or `choice_1`, `choice_2`, …), and `label` or
+    `answer`. Batches have `choice_<n>_input_ids`, …, from 1, and `labels` [b].
+    """
+    names = [f"choice_{number + 1}" for number in range(choices)]
+    columns = [
+        Column(name, "question", second="choices", item=number) for number, name in enumerate(names)
+    ]
+    types = [Value(f"{name}_token_type_ids", "", name, token_types=True) for name in names]
+    label = Value("label", "label", names[0], other_field="answer")
+    return Schema(tuple(columns), "question", (label, *types), "multiple_choice")
+
+
+def candidate_schema(negatives: int) -> Schema:
+    """Return the schema of a query with a positive document and negative documents.
+
+    Rows have `query`, `positive`, and `negative`, a text or a list of texts, or `negative_1`,
+    `negative_2`, …. Batches have `positive_input_ids`, … and `negative_<n>_input_ids`, … of the
+    pairs with the query.
+    """
+    columns = [Column("positive", "query", second="positive")]
+    columns += [
+        Column(f"negative_{number + 1}", "query", second="negative", item=number)
+        for number in range(negatives)
+    ]
+    types = [Value(f"{c.name}_token_type_ids", "", c.name, token_types=True) for c in columns]
+    return Schema(tuple(columns), "query", tuple(types), "sequence_ranking")
+
+
+def answer_schema(stride: int = STRIDE) -> Schema:
+    """Return the schema of questions about a context, as in SQuAD.
+
+    Rows have `question`, `context` and `answers`: `{"text": [...], "answer_start": [...]}`, empty
+    lists if there is no answer. A long context becomes several documents.
+
+    Args:
+        stride: number of tokens of the context that consecutive windows share.
+    """
+    values = (
+        Value("start_positions", "answers"),
+        Value("end_positions", "answers"),
+        Value("token_type_ids", "context", token_types=True),
+    )
+    column = Column("", "question", second="context", stride=stride)
+    return Schema((column,), "question", values, "question_answering")
+
+
+#: A question, its context and its answers: `start_positions` and `end_positions` [b].
+QUESTION_ANSWERING = answer_schema()
 
 
 class RowImage(NamedTuple):

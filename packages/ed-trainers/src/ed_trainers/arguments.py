@@ -18,11 +18,13 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.options import Positive
 
+from ed_trainers.options.answers import MultipleChoiceArguments, QuestionAnsweringArguments
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.classification import (
     SequenceClassificationArguments,
     TokenClassificationArguments,
 )
+from ed_trainers.options.cross_encoder import CrossEncoderArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.gkd import GKDArguments
@@ -37,6 +39,7 @@ from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArgum
 from ed_trainers.options.roles import REFERENCE, REWARD, ROLES, TEACHER, Role
 from ed_trainers.options.scores import PRMArguments, RewardArguments
 from ed_trainers.options.self_play import NashMDArguments, XPOArguments
+from ed_trainers.options.span_corruption import SpanCorruptionArguments
 
 __all__ = [
     "ARGUMENTS",
@@ -119,7 +122,11 @@ _SHIPPED: dict[str, MethodEntry] = {
         other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
     ),
     "dpo": MethodEntry(
-        DPOArguments, "ed_trainers.methods.dpo:DPOTrainer", "preference", (REFERENCE,)
+        DPOArguments,
+        "ed_trainers.methods.dpo:DPOTrainer",
+        "preference",
+        (REFERENCE,),
+        other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE,),
     ),
     "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", "preference"),
     "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", "preference"),
@@ -149,9 +156,34 @@ _SHIPPED: dict[str, MethodEntry] = {
         EmbeddingArguments,
         "ed_trainers.methods.embedding:EmbeddingTrainer",
         "embedding",
+        (Role("teacher", task=TaskType.EMBEDDING),),
         task=TaskType.EMBEDDING,
     ),
     "mlm": MethodEntry(MLMArguments, "ed_trainers.methods.mlm:MLMTrainer", task=TaskType.MASKED_LM),
+    "span_corruption": MethodEntry(
+        SpanCorruptionArguments,
+        "ed_trainers.methods.span_corruption:SpanCorruptionTrainer",
+        task=TaskType.SEQUENCE_TO_SEQUENCE,
+    ),
+    "cross_encoder": MethodEntry(
+        CrossEncoderArguments,
+        "ed_trainers.methods.cross_encoder:CrossEncoderTrainer",
+        "relevance",
+        task=TaskType.SEQUENCE_CLASSIFICATION,
+        labels=1,
+    ),
+    "question_answering": MethodEntry(
+        QuestionAnsweringArguments,
+        "ed_trainers.methods.question_answering:QuestionAnsweringTrainer",
+        "question_answering",
+        task=TaskType.QUESTION_ANSWERING,
+    ),
+    "multiple_choice": MethodEntry(
+        MultipleChoiceArguments,
+        "ed_trainers.methods.multiple_choice:MultipleChoiceTrainer",
+        "choice",
+        task=TaskType.MULTIPLE_CHOICE,
+    ),
     "sequence_classification": MethodEntry(
         SequenceClassificationArguments,
         "ed_trainers.methods.sequence_classification:SequenceClassificationTrainer",

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.order.windows import PlannedRows
-from ed_data.schema import CLASSIFYING, NO_VALUE, Task, Value
+from ed_data.schema import CLASSIFYING, NO_VALUE, ONE_PER_ROW, Task, Value
 from ed_data.storage.store import IntArray
 from ed_data.tokens.images import ImageEncoder
 
 NumpyBatch = dict[str, NDArray[Any]]
 IGNORED = -100
+#: Names of the positions of the first and the last token of an answer.
+SPAN = ("start_positions", "end_positions")
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ def make_batch(
         all columns of a document; `position_ids`, from 0 in each segment. Each value of the schema
         is a float32 array [b, s]. The task `seq2seq_lm` adds `decoder_input_ids` (the labels
         shifted right), `decoder_segment_ids`, `decoder_position_ids` and `labels` of the decoder.
-        The task `sequence_classification` has `labels` [b], and `token_classification` the classes
-        of words. Pairs of texts have `token_type_ids` int32 [b, s]. With images, `pixel_values`
-        [b, i, c, h, w] contains the images of each row, padded with zeros to the largest number i
+        The tasks with one target for each row have `labels` [b], or `start_positions` and
+        `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
+        `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the images of each row, padded with zeros to the largest number i
         of images in a row (at least 1).
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
@@ -97,10 +99,14 @@ def make_batch(
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
     if layout.task == "seq2seq_lm":
         _shift_decoder(batch, layout)
-    elif layout.task in CLASSIFYING:
+    elif layout.task == "question_answering":
+        del batch["labels"]
+        for name in SPAN:
+            batch[name] = np.maximum(batch[name][:, 0], 0).astype(np.int32)
+    elif layout.task in (*CLASSIFYING, "sequence_scoring"):
         labels = batch.pop("label")
-        per_row = layout.task == "sequence_classification"
-        batch["labels"] = (labels[:, 0] if per_row else labels).astype(np.int32)
+        labels = labels[:, 0] if layout.task in ONE_PER_ROW else labels
+        batch["labels"] = labels if layout.task == "sequence_scoring" else labels.astype(np.int32)
     for value in layout.values:
         if value.token_types:
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)

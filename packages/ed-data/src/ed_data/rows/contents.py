@@ -123,6 +123,113 @@ def class_number(value: Any, field: str, where: str, classes: tuple[str, ...] = 
     )
 
 
+def listed(row: dict[str, Any], field: str, count: int, where: str, *, exact: bool) -> list[str]:
+    """Return the texts of a list of texts.
+
+    The row has the list, or a single text if `count` is 1, or the fields `<field>_1`, `<field>_2`,
+    … (the singular of `choices` is `choice`).
+
+    Args:
+        row: the row.
+        field: name of the list.
+        count: number of texts that are read, the first ones.
+        where: the row, for messages.
+        exact: whether the list may not have more texts.
+
+    Raises:
+        DataError: there are fewer than `count` texts, or one of them is no text.
+    """
+    found = row.get(field)
+    found = found.tolist() if hasattr(found, "tolist") else found
+    names = numbered(field, count + 1)
+    if found is None and names[0] in row:
+        found = [row[name] for name in names if row.get(name) is not None]
+    if isinstance(found, str):
+        found = [found]
+    texts = list(found) if isinstance(found, list | tuple) else []
+    if len(texts) < count or (exact and len(texts) > count):
+        raise DataError(
+            f"{where}: {field!r} must be a list of {count} texts, or the row has the fields "
+            f"{names[0]} to {names[count - 1]}, got {found!r}; correct the row, or the number"
+        )
+    for text in texts[:count]:
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(
+                f"{where}: {field!r} must contain texts that are not empty, got {text!r}; correct "
+                "the row, or drop it in format_callback"
+            )
+        _check_text(text, field, where, False)
+    return texts[:count]
+
+
+def numbered(field: str, count: int) -> list[str]:
+    """Return the names of single fields of a list: `negative_1`, `negative_2`, …."""
+    stem = field.removesuffix("s")
+    return [f"{stem}_{number + 1}" for number in range(count)]
+
+
+def margins(value: Any, count: int, field: str, where: str) -> list[float]:
+    """Return the margin by which a teacher prefers a positive text to each negative text.
+
+    Args:
+        value: the margin of one negative text, a list of margins, or the scores of the positive and
+            of all negative texts.
+        count: number of negative texts.
+        field: name of the field.
+        where: the row, for messages.
+
+    Raises:
+        DataError: the number of values differs.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if len(values) not in (count, count + 1):
+        raise DataError(
+            f"{where}: {field!r} must have {count} margins, or {count + 1} scores (of the positive "
+            f"text, then of each negative text), got {value!r}; correct the row"
+        )
+    numbers = [number(item, field, where) for item in values]
+    if len(numbers) == count:
+        return numbers
+    return [numbers[0] - other for other in numbers[1:]]
+
+
+def span(value: Any, context: Content, field: str, where: str) -> tuple[float, float]:
+    """Return the first character of the first answer and the character after it; -1 without answer.
+
+    Args:
+        value: `{"text": [...], "answer_start": [...]}`, as in SQuAD.
+        context: the text that contains the answer.
+        field: name of the field.
+        where: the row, for messages.
+
+    Raises:
+        DataError: the value has another form, or the context does not contain the answer there.
+    """
+    lists = []
+    if isinstance(value, dict):
+        for name in ("text", "answer_start"):
+            found = value.get(name)
+            found = found.tolist() if hasattr(found, "tolist") else found
+            lists.append([found] if isinstance(found, str | int) else found)
+    same = len(lists) == 2 and all(isinstance(item, list | tuple) for item in lists)
+    if not same or len(lists[0]) != len(lists[1]):
+        raise DataError(
+            f"{where}: {field!r} must be {{'text': [...], 'answer_start': [...]}} with lists of "
+            f"one length, got {value!r}; correct the row, or rename its fields in format_callback"
+        )
+    if not lists[0]:
+        return -1.0, -1.0
+    text, start = lists[0][0], lists[1][0]
+    inside = isinstance(context, str) and isinstance(text, str) and isinstance(start, int) and text
+    if not inside or context[start : start + len(text)] != text:
+        raise DataError(
+            f"{where}: the context does not contain the answer {text!r} at the character "
+            f"{start!r}; correct answer_start, which counts characters from 0"
+        )
+    return float(start), float(start + len(text))
+
+
 def _texts(value: Any) -> Iterator[str]:
     """Yield every text in nested lists and mappings: message parts and tool calls."""
     if isinstance(value, str):

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.rows.contents import checked, checked_parts, class_number, kind_of, number
+from ed_data.rows.contents import (
+    checked,
+    checked_parts,
+    class_number,
+    kind_of,
+    listed,
+    margins,
+    number,
+    numbered,
+    span,
+)
 from ed_data.rows.images import ImageReader
 from ed_data.rows.preferences import separated
 from ed_data.rows.template import template_arguments
@@ -119,6 +129,7 @@ class Documents:
             self._content_is_named = True
         self._images = ImageReader(inform)
         self._parts = {column.field: column for column in schema.columns if column.in_parts}
+        self._lists = schema.lists
         # The fields that follow the content as answers.
         self._answers = tuple(
             column.field
@@ -131,6 +142,8 @@ class Documents:
             wanted = [*self._names.values(), *inform.additional_fields]
             wanted += [value.field for value in schema.values]
             wanted += [value.other_field for value in schema.values if value.other_field]
+            for name, count in self._lists.items():
+                wanted += numbered(name, count + 1)
             wanted += [] if self._images.field is None else [self._images.field]
             wanted += OPTIONAL_FIELDS
             self._columns = list(dict.fromkeys(wanted))
@@ -249,6 +262,10 @@ class Documents:
             if implicit and name == self.schema.content:
                 fields[name] = ""
                 continue
+            if name in self._lists:
+                exact = self.schema.task == "multiple_choice"
+                fields[name] = listed(row, name, self._lists[name], where, exact=exact)
+                continue
             value = _take(row, from_field, self._keys.get(name, "format_fields"), where)
             reason = f"{from_field!r} is {'null' if value is None else 'empty'}"
             if self._prepare is not None and value is not None:
@@ -308,6 +325,14 @@ class Documents:
                 field = value.other_field
             found = _take(row, field, "format_fields", where)
             column, convert = columns[value.column], number
+            if self.schema.has_spans:
+                ends = span(found, fields[str(column.second)], field, where)
+                result.append(ends[value.name == "end_positions"])
+                continue
+            if value.margin is not None:
+                count = sum(other.margin is not None for other in self.schema.values)
+                result.append(margins(found, count, field, where)[value.margin])
+                continue
             if self.schema.task in CLASSIFYING:
                 convert = partial(class_number, classes=value.classes)
             if not column.in_parts:

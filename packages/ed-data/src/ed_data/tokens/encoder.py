@@ -20,7 +20,7 @@ from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
 from ed_data.tokens.chats import ChatEncoder
 from ed_data.tokens.images import ImageEncoder
 from ed_data.tokens.items import DocumentField, TokenSequence, ended, with_blame
-from ed_data.tokens.parts import by_words, in_pairs
+from ed_data.tokens.parts import answered, by_words, in_pairs, windows
 from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -231,7 +231,10 @@ class Encoder:
         """
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
-        columns = [self._column(documents, column, label) for column in self.schema.columns]
+        if self.schema.has_spans:
+            documents, columns = self._windows(documents, label)
+        else:
+            columns = [self._column(documents, column, label) for column in self.schema.columns]
         if self.images is not None:
             columns = [self._with_images(documents, column, label) for column in columns]
         else:
@@ -315,7 +318,9 @@ class Encoder:
         result = np.full((len(tokens.ids), len(self.schema.values)), NO_VALUE, np.float32)
         for i, value in enumerate(self.schema.values):
             if value.token_types:
-                result[:, i] = tokens.types
+                result[:, i] = tokens.types if value.column == column.name else NO_VALUE
+            elif tokens.span is not None:
+                result[:, i] = tokens.span[value.name == "end_positions"]
             elif value.column == column.name and column.in_parts:
                 places = np.array(tokens.places)
                 result[places[places >= 0], i] = np.array(document.values[i])[places >= 0]
@@ -369,21 +374,46 @@ class Encoder:
         )
         return EncodedDocuments(*joined)  # type: ignore[arg-type]
 
+    def _windows(
+        self, documents: list[Example], label: str
+    ) -> tuple[list[Example], list[list[TokenSequence]]]:
+        """Return the document of each window, and the windows as the only column."""
+        (column,) = self.schema.columns
+        assert column.stride is not None
+        assert self.max_length is not None
+        items = self._items(documents, column, label)
+        seconds = [document.fields[str(column.second)] for document in documents]
+        found = windows(self.tokenizer, items, seconds, self.eos, self.max_length, column.stride)
+        cls, result = self.tokenizer.cls_token_id, []
+        for window in found:
+            start, stop, *_ = documents[window.pair].values
+            answer = int(start), int(stop)  # type: ignore[arg-type]
+            result.append(answered(window, cls, answer))
+        return [documents[window.pair] for window in found], [result]
+
+    def _items(self, documents: list[Example], column: Column, label: str) -> list[DocumentField]:
+        """Return the field of a column of each document."""
+        name = "content_field" if column.field == self.schema.content else repr(column.field)
+        items = []
+        for document in documents:
+            content = document.fields[column.field]
+            if column.listed == column.field:
+                content = content[column.item]  # type: ignore[index]
+            where = f"inform {label!r}, {document.place}, {name}"
+            items.append(DocumentField(content, where, document.template))
+        return items
+
     def _column(self, documents: list[Example], column: Column, label: str) -> list[TokenSequence]:
         """Encode one column of each document."""
-        name = "content_field" if column.field == self.schema.content else repr(column.field)
-        items = [
-            DocumentField(
-                d.fields[column.field], f"inform {label!r}, {d.place}, {name}", d.template
-            )
-            for d in documents
-        ]
+        items = self._items(documents, column, label)
         if column.steps:
             return self._step_by_step(documents, items, column)
         if column.words:
             return by_words(self.tokenizer, items, self.eos, special=self.add_special_tokens)
         if column.second is not None:
             seconds = [document.fields[column.second] for document in documents]
+            if column.item is not None:
+                seconds = [texts[column.item] for texts in seconds]  # type: ignore[misc]
             return in_pairs(self.tokenizer, items, seconds, self.eos, self.max_length)
         if column.context is None:
             return self._whole(items)

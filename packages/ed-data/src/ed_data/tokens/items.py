@@ -31,6 +31,7 @@ class TokenSequence(NamedTuple):
         prompt: number of tokens at the beginning that have no loss in any case.
         places: index of the token with the value of each step or word; -1: there is none.
         types: token types of a pair of texts.
+        span: first and last token of an answer.
     """
 
     ids: list[int]
@@ -38,6 +39,7 @@ class TokenSequence(NamedTuple):
     prompt: int = 0
     places: tuple[int, ...] = ()
     types: tuple[int, ...] = ()
+    span: tuple[int, int] | None = None
 
     def with_images(self, token: int, counts: Sequence[int]) -> TokenSequence:
         """Repeat the placeholder of each image once per feature of the image; they have no loss.

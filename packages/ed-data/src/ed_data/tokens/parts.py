@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ed_data.errors import DataError
 from ed_data.schema import Content
@@ -68,14 +68,7 @@ def in_pairs(
     Raises:
         DataError: a field is not a text, or the tokenizer cannot encode a text.
     """
-    pairs: list[DocumentField] = []
-    for item, second in zip(items, seconds, strict=True):
-        if not isinstance(item.content, str) or not isinstance(second, str):
-            raise DataError(
-                f"{item.where}: both fields of a pair must be texts; correct the row, or drop it "
-                "in format_callback"
-            )
-        pairs.append(item._replace(content=[item.content, second]))
+    pairs = _pairs(items, seconds)
     has_types = "token_type_ids" in tokenizer.model_input_names
 
     def encode(pairs: list[DocumentField]) -> list[TokenSequence]:
@@ -90,9 +83,123 @@ def in_pairs(
         )
         result = []
         for ids, types in zip(made["input_ids"], made["token_type_ids"], strict=True):
-            whole = ended(ids, eos)
-            types = types + types[-1:] * (len(whole) - len(ids)) if has_types else [0] * len(whole)
-            result.append(TokenSequence(whole, types=tuple(types)))
+            result.append(_joined(ids, types, eos, has_types=has_types))
         return result
 
     return with_blame(encode, pairs, "the tokenizer cannot encode the texts")
+
+
+def _pairs(items: list[DocumentField], seconds: list[Content]) -> list[DocumentField]:
+    """Return fields with both texts of each pair."""
+    pairs: list[DocumentField] = []
+    for item, second in zip(items, seconds, strict=True):
+        if not isinstance(item.content, str) or not isinstance(second, str):
+            raise DataError(
+                f"{item.where}: both fields of a pair must be texts; correct the row, or drop it "
+                "in format_callback"
+            )
+        pairs.append(item._replace(content=[item.content, second]))
+    return pairs
+
+
+def _joined(ids: list[int], types: list[int], eos: int, *, has_types: bool) -> TokenSequence:
+    """Return the tokens of a pair with their types."""
+    whole = ended(ids, eos)
+    types = types + types[-1:] * (len(whole) - len(ids)) if has_types else [0] * len(whole)
+    return TokenSequence(whole, types=tuple(types))
+
+
+class Window(NamedTuple):
+    """A window of the second text of a pair, with the first text before it.
+
+    Attributes:
+        sequence: the tokens of the pair.
+        offsets: first and last character of each token in the second text; None for other tokens.
+        pair: number of the pair.
+    """
+
+    sequence: TokenSequence
+    offsets: list[tuple[int, int] | None]
+    pair: int
+
+
+def windows(
+    tokenizer: PreTrainedTokenizerBase,
+    items: list[DocumentField],
+    seconds: list[Content],
+    eos: int,
+    max_length: int,
+    stride: int,
+) -> list[Window]:
+    """Return the windows of pairs of texts, in order; only the second text is divided.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        items: the first texts.
+        seconds: the second texts.
+        eos: id that ends each window.
+        max_length: number of tokens of a window.
+        stride: number of tokens of the second text that consecutive windows share.
+
+    Raises:
+        DataError: the tokenizer is slow, a field is not a text, or a first text leaves no room.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} does not report the characters of each token: use a fast "
+            "tokenizer for questions about a context"
+        )
+    pairs = _pairs(items, seconds)
+    has_types = "token_type_ids" in tokenizer.model_input_names
+    ends = tokenizer("a", "b")["input_ids"][-1:] == [eos]
+    room = max_length if ends else max_length - 1
+
+    def encode(pairs: list[DocumentField]) -> list[list[Window]]:
+        texts: list[Any] = [pair.content for pair in pairs]
+        made = tokenizer(
+            [first for first, _ in texts],
+            [second for _, second in texts],
+            truncation="only_second",
+            max_length=room,
+            stride=stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            return_token_type_ids=True,
+            verbose=False,
+        )
+        result: list[list[Window]] = [[] for _ in pairs]
+        for number, pair in enumerate(made["overflow_to_sample_mapping"]):
+            ids, types = made["input_ids"][number], made["token_type_ids"][number]
+            sequence = _joined(ids, types, eos, has_types=has_types)
+            texts_of = [*made.sequence_ids(number), *[None] * (len(sequence.ids) - len(ids))]
+            places = [*made["offset_mapping"][number], *[(0, 0)] * (len(sequence.ids) - len(ids))]
+            offsets = [
+                place if of == 1 else None for of, place in zip(texts_of, places, strict=True)
+            ]
+            result[pair].append(Window(sequence, offsets, pair))
+        return result
+
+    problem = "the tokenizer cannot encode the texts, or the question leaves no room for a window"
+    found = with_blame(encode, pairs, problem)
+    return [window for of_pair in found for window in of_pair]
+
+
+def answered(window: Window, cls: int | None, answer: tuple[int, int]) -> TokenSequence:
+    """Return the tokens of a window with the tokens of an answer.
+
+    Without an answer in the window, the answer is the classification token, or the first token.
+
+    Args:
+        window: the window.
+        cls: id of the classification token.
+        answer: first character of the answer and the character after it; negative: no answer.
+    """
+    ids, inside = window.sequence.ids, [i for i, o in enumerate(window.offsets) if o is not None]
+    none = ids.index(cls) if cls in ids else 0
+    start, stop = answer
+    own = [window.offsets[i] or (0, 0) for i in inside]
+    if start < 0 or not own or own[0][0] > start or own[-1][1] < stop:
+        return window.sequence._replace(span=(none, none))
+    first = max(i for i, place in zip(inside, own, strict=True) if place[0] <= start)
+    last = min(i for i, place in zip(inside, own, strict=True) if place[1] >= stop)
+    return window.sequence._replace(span=(first, max(first, last)))

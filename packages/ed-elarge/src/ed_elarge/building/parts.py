@@ -213,7 +213,8 @@ def _load(run: RunConfig) -> CausalLM:
 def _role_model(elm: eLargeModel, role: Role) -> CausalLM:
     section = elm.config.sections[role.section]
     assert section is None or isinstance(section, OtherModelSection)
-    return _load_other(elm.config, section, role.task)
+    roles = {each.name: each for each in elm.config.method_entry.roles}
+    return _load_other(elm.config, section, roles.get(role.name, role).task)
 
 
 #: Builders of the models beside the trained one, by role.

@@ -22,6 +22,7 @@ from ed_infra.options import Options
 from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 from ed_trainers.options.classification import ClassifierArguments
+from ed_trainers.options.rows import Rows
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
@@ -37,6 +38,12 @@ from ed_elarge.config.sections import (
 )
 from ed_elarge.config.validation import typed_path, value_at
 from ed_elarge.errors import Document, InputError, Problem, ValuePath
+
+#: Kind of the rows of a method -> schema of the same method for an encoder-decoder.
+_OF_ENCODER_DECODERS = {
+    "text": schemas.SEQ2SEQ,
+    "preference": schemas.SEQ2SEQ_PREFERENCE,
+}
 
 
 @dataclass(frozen=True)
@@ -148,13 +155,16 @@ class RunConfig:
     @property
     def schema(self) -> schemas.Schema:
         """Schema of the mixture's rows for the method of the trainer."""
-        rows = self.method_entry.rows
-        if isinstance(self.trainer, ClassifierArguments):
-            schema = getattr(schemas, self.trainer.rows.upper())
-            return schema.with_classes(self.trainer.label_names)
-        if rows == "text" and self.task == TaskType.SEQUENCE_TO_SEQUENCE:
-            return schemas.SEQ2SEQ
-        return getattr(schemas, rows.upper())
+        entry, trainer = self.method_entry, self.trainer
+        rows = (trainer.rows if trainer is not None else None) or Rows(entry.rows)
+        if self.task == TaskType.SEQUENCE_TO_SEQUENCE != entry.task:
+            return _OF_ENCODER_DECODERS[rows.name]
+        if rows.settings:
+            return getattr(schemas, f"{rows.name}_schema")(**rows.settings)
+        schema = getattr(schemas, rows.name.upper())
+        if isinstance(trainer, ClassifierArguments):
+            return schema.with_classes(trainer.label_names)
+        return schema
 
     @property
     def has_images(self) -> bool:

@@ -160,7 +160,7 @@ def masked_rows(
     positions, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     kept = np.zeros(shape, np.float32)
     for row, ids in enumerate(input_ids):
-        random = _generator(seed, ids, segment_ids[row])
+        random = row_generator(seed, ids, segment_ids[row])
         draws, kinds = random.random((2, s))
         others = random.integers(len(vocabulary.special), size=s)
         chosen = (draws if words is None else draws[words[row]]) < select
@@ -177,8 +177,16 @@ def masked_rows(
     return MaskedRows(made, positions, targets, kept)
 
 
-def _generator(seed: tuple[int, ...], ids: np.ndarray, segments: np.ndarray) -> np.random.Generator:
-    """Return the generator of a row. Padding does not change its draws."""
+def row_generator(
+    seed: tuple[int, ...], ids: np.ndarray, segments: np.ndarray
+) -> np.random.Generator:
+    """Return the generator of a row. Padding does not change its draws.
+
+    Args:
+        seed: the seed of the run, and the step.
+        ids: tokens of the row [s].
+        segments: segments of the row [s].
+    """
     here = segments > 0
     content = np.stack([ids[here], segments[here]]).astype("<i4").tobytes()
     digest = hashlib.blake2b(content, digest_size=8).digest()

@@ -18,6 +18,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric
 from ed_infra.sharding.axes import LogicalAxes
+from ed_models.protocol import LanguageModel
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch
@@ -26,14 +27,26 @@ from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import TOKENS
 
 SIDES = ("chosen", "rejected")
+#: Arrays of the encoder, which reads the prompts.
+_PROMPTS = ("input_ids", "segment_ids", "position_ids", "attention_mask")
 
 
-def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> Inputs[np.ndarray]:
-    """Stack the two sides of a loader's batch, with targets and weights; see `next_token_batch`.
+def pair_batch(
+    batch: HostBatch, sides: tuple[str, ...] = SIDES, model: LanguageModel | None = None
+) -> Inputs[np.ndarray]:
+    """Stack the sides of a loader's batch, with targets and weights; see `next_token_batch`.
+
+    For an encoder-decoder, a batch has the prompts as arrays of the encoder (`input_ids`,
+    `segment_ids`, `position_ids`), and each side contains tokens of the decoder.
+
+    Args:
+        batch: `<side>_input_ids`, … for each side.
+        sides: names of the sides: two answers, or several texts.
+        model: the trained model; its `input_names` show whether it is an encoder-decoder.
 
     Returns:
-        `input_ids`, `segment_ids`, `position_ids`, `targets`, `weights`, each [b, 2, s], and the
-        further arrays that both sides have.
+        `input_ids`, `segment_ids`, `position_ids`, `targets`, `weights`, each [b, 2, s] for two
+        sides, and the further arrays that all sides have.
 
     Raises:
         ConfigError: a side is missing, or the shapes of the sides differ.
@@ -47,16 +60,41 @@ def pair_batch(batch: HostBatch, sides: tuple[str, str] = SIDES) -> Inputs[np.nd
                 f"a batch of pairs has {sides[0]}_input_ids and {sides[1]}_input_ids, not only "
                 f"{', '.join(sorted(batch))}: use rows with {' and '.join(sides)}"
             )
-        made.append(next_token_batch(own))
+        if model is not None and "decoder_input_ids" in model.input_names:
+            own = _of_decoder(own, batch)
+        made.append(next_token_batch(own, model))
     shapes = [part["input_ids"].shape for part in made]
-    if shapes[0] != shapes[1]:
+    wrong = [(side, shape) for side, shape in zip(sides, shapes, strict=True) if shape != shapes[0]]
+    if wrong:
         raise ConfigError(
-            f"{sides[0]}_input_ids has shape {shapes[0]}, {sides[1]}_input_ids {shapes[1]}: the "
-            "two answers of a pair must be in the same row"
+            f"{sides[0]}_input_ids has shape {shapes[0]}, {wrong[0][0]}_input_ids {wrong[0][1]}: "
+            "the texts of a pair must be in the same row"
         )
-    both = [name for name in made[0] if name in made[1]]
+    both = [name for name in made[0] if all(name in part for part in made)]
     arrays = {name: np.stack([part[name] for part in made], axis=1) for name in both}
     return Inputs(arrays, {name: paired(made[0].axes_of(name)) for name in both})
+
+
+def _of_decoder(side: dict[str, np.ndarray], batch: HostBatch) -> dict[str, np.ndarray]:
+    """Return the arrays of one side for an encoder-decoder, whose encoder reads the prompts."""
+    if "input_ids" not in batch:
+        raise ConfigError(
+            "a batch of pairs of an encoder-decoder has input_ids, the tokens of the prompts, not "
+            f"only {', '.join(sorted(batch))}: use rows with prompt, chosen and rejected"
+        )
+    prompts = {name: batch[name] for name in _PROMPTS if name in batch}
+    tokens = np.asarray(side["input_ids"], np.int32)
+    segments = np.asarray(side.get("segment_ids", np.ones_like(tokens)), np.int32)
+    labels = np.asarray(side.get("labels", tokens), np.int32)
+    answer = {"labels": np.where(segments > 0, labels, -100), "decoder_segment_ids": segments}
+    if "position_ids" in side:
+        answer["decoder_position_ids"] = side["position_ids"]
+    return {**prompts, **answer}
+
+
+def slots_of(rows: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the segment of each target of rows: those of the decoder, if there is one."""
+    return rows["decoder_segment_ids" if "decoder_segment_ids" in rows else "segment_ids"]
 
 
 def paired(axes: LogicalAxes = TOKENS) -> LogicalAxes:

@@ -32,7 +32,7 @@ from ed_trainers.trainer import Trainer
 
 def prepare(run: MethodRun[DPOArguments], batch: HostBatch) -> Prepared:
     """Stack the pairs, [b, 2, s]; see `pair_batch`."""
-    return run.part(Reference).add_logps(pair_batch(batch))
+    return run.part(Reference).add_logps(pair_batch(batch, model=run.learner))
 
 
 def loss(run: MethodRun[DPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:

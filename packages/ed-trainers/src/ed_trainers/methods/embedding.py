@@ -1,20 +1,22 @@
 """Embeddings of texts: two texts with one meaning are near, and far from all others of the step.
 
-InfoNCE (van den Oord et al., arXiv:1807.03748) of cosines, with the other positives of the batch as
-negatives; Matryoshka representations (Kusupati et al., 2205.13147), cut at several lengths.
+InfoNCE (van den Oord et al., arXiv:1807.03748) of cosines, with the other texts of the batch as
+negatives; pairs with scores; distillation of margins and of embeddings; Matryoshka representations
+(Kusupati et al., 2205.13147), cut at several lengths.
 
-Legend: b rows, s positions, p pairs of a row at most, n = b p, d hidden.
+Legend: b rows, s positions, c texts of a pair, p pairs of a row at most, n = b p, d hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import EmbeddingOutput, Metric
 from ed_models.protocol import LanguageModel
 from jaxtyping import Array, Float
@@ -24,19 +26,35 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.pairs import as_rows, pair_batch
 from ed_trainers.losses.scoring import noise_of
-from ed_trainers.options.embedding import EmbeddingArguments
+from ed_trainers.losses.segments import last_tokens
+from ed_trainers.losses.similarity import cosent_loss, margin_losses, ranking_losses, unit
+from ed_trainers.options.embedding import (
+    COSENT,
+    COSINE,
+    MARGIN_MSE,
+    MSE,
+    RANKING,
+    EmbeddingArguments,
+)
 from ed_trainers.placement import with_arrays
 from ed_trainers.trainer import Trainer
 
-SIDES = ("anchor", "positive")
+#: Role of the model whose embeddings are targets of `mse`.
+_TEACHER = "teacher"
 
 
 class PairSlots:
     """The number of pairs that a row of the compiled step has room for: a power of two."""
 
-    def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
-        del run, models
+    def __init__(self, run: MethodRun[EmbeddingArguments], models: dict[str, LanguageModel]):
         self.count = 1
+        distills = run.arguments.loss_type == MSE
+        if distills != (_TEACHER in models):
+            change = "add the section teacher_model" if distills else "omit the teacher"
+            raise ConfigError(
+                f"embedding with loss_type {run.arguments.loss_type} "
+                f"{'needs' if distills else 'does not read'} a teacher: {change}"
+            )
 
     def fit(self, pairs: int) -> int:
         """Return the number of slots for rows with `pairs` pairs. The number never decreases."""
@@ -46,40 +64,136 @@ class PairSlots:
 
 
 def prepare(run: MethodRun[EmbeddingArguments], batch: HostBatch) -> Prepared:
-    """Stack the pairs, [b, 2, s], with `present` [b, p]: 1 where a row has that pair."""
-    pairs = pair_batch(batch, SIDES)
+    """Stack the texts, [b, c, s], with `present` [b, p]: 1 where a row has that pair.
+
+    The numbers of the pairs, such as `score`, have the shape [b, p].
+    """
+    sides = run.arguments.sides
+    pairs = pair_batch(batch, sides)
     counts = pairs["segment_ids"].max(axis=(1, 2))
     slots = run.part(PairSlots).fit(counts.max(initial=0))
-    present = np.arange(slots) < counts[:, None]
+    numbers = {"present": (np.arange(slots) < counts[:, None]).astype(np.float32)}
+    for name in run.arguments.scores:
+        if name not in batch:
+            raise ConfigError(
+                f"a batch of embedding with loss_type {run.arguments.loss_type} has {name}, not "
+                f"only {', '.join(sorted(batch))}: use rows with {', '.join(sides)} and score"
+            )
+        numbers[name] = of_pairs(batch[name], pairs["segment_ids"][:, 0], slots)
     kept = pairs.select(name for name in pairs if name not in ("targets", "weights"))
-    return with_arrays(kept, present=present.astype(np.float32))
+    return with_arrays(kept, **numbers)
+
+
+def of_pairs(values: np.ndarray, segment_ids: np.ndarray, slots: int) -> np.ndarray:
+    """Return the value at the last token of each segment, float32 [b, p]; 0 without a segment."""
+    found = np.zeros((len(values), slots), np.float32)
+    rows, columns = np.nonzero(last_tokens(segment_ids))
+    found[rows, segment_ids[rows, columns] - 1] = np.asarray(values)[rows, columns]
+    return found
 
 
 def loss(
     run: MethodRun[EmbeddingArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> Loss:
-    """Return the loss summed over the pairs."""
-    present = batch["present"]
-    rows = as_rows({name: array for name, array in batch.items() if name != "present"})
-    output = cast(Callable[..., EmbeddingOutput], models.learner)(
-        **rows.select(models.learner.input_names),
-        segments=present.shape[-1],
-        key=key,
-        **noise_of(models.learner, rows, key, run.arguments.neftune_noise_alpha),
-    )
-    vectors = output.embeddings
-    vectors = vectors.reshape(-1, 2, *vectors.shape[1:]).astype(jnp.float32)
-    anchors, positives = (vectors[:, i].reshape(-1, vectors.shape[-1]) for i in (0, 1))
-    here = present.reshape(-1)
-    losses = jnp.zeros_like(here)
-    right = here
-    for length, weight in _cuts(run, anchors.shape[-1]):
-        a, p = (_unit(x[:, :length]) for x in (anchors, positives))
-        found, right = _contrast(run, a @ p.T, here)
-        losses += weight * found
-    pairs = jnp.sum(here)
-    accuracy = Metric.of(jnp.sum(here * right), pairs)
-    return Loss.of(output, jnp.sum(here * losses), pairs, accuracy=accuracy)
+    """Return the loss summed over the pairs; the loss of `cosent` belongs to the whole batch."""
+    arguments, present = run.arguments, batch["present"]
+    numbers = ("present", *arguments.scores)
+    texts = {name: array for name, array in batch.items() if name not in numbers}
+    rows, count = as_rows(texts), len(arguments.sides)
+    output = embed(models.learner, rows, present.shape[-1], key, arguments)
+
+    def sides_of(embeddings: jax.Array) -> list[jax.Array]:
+        split = embeddings.reshape(-1, count, *embeddings.shape[1:]).astype(jnp.float32)
+        return [split[:, i].reshape(-1, split.shape[-1]) for i in range(count)]
+
+    sides, here = sides_of(output.embeddings), present.reshape(-1)
+    scores = [batch[name].reshape(-1) for name in arguments.scores]
+    total, pairs = jnp.zeros(()), jnp.sum(here)
+    if arguments.loss_type == MSE:
+        teacher = embed(models[_TEACHER], rows, present.shape[-1], None, arguments)
+        targets = sides_of(jax.lax.stop_gradient(teacher.embeddings))
+        return Loss.of(output, jnp.sum(here * _squared(sides, targets)), pairs)
+    metrics = {}
+    weight = pairs
+    for length, factor in _cuts(run, sides[0].shape[-1]):
+        cut = [side[:, :length] for side in sides]
+        if arguments.loss_type != MARGIN_MSE or arguments.matryoshka_dims:
+            cut = [unit(side) for side in cut]
+        if arguments.loss_type == RANKING:
+            found, right = ranking_losses(
+                cut[0], cut[1:], here, arguments.temperature, symmetric=arguments.symmetric
+            )
+            metrics["accuracy"] = Metric.of(jnp.sum(here * right), pairs)
+        elif arguments.loss_type == MARGIN_MSE:
+            found = margin_losses(cut[0], cut[1], cut[2:], scores)
+        else:
+            cosines = jnp.sum(cut[0] * cut[1], axis=-1)
+            if arguments.loss_type == COSENT:
+                weight = jnp.minimum(pairs, 1.0)
+                losses = [cosent_loss(cosines, scores[0], here, t) for t in arguments.temperature]
+                total += factor * weight * sum(losses, jnp.zeros(())) / len(losses)
+                continue
+            assert arguments.loss_type == COSINE
+            found = (cosines - scores[0]) ** 2
+        total += factor * jnp.sum(here * found)
+    return Loss.of(output, total, weight, **metrics)
+
+
+def embed(
+    model: LanguageModel,
+    rows: Batch,
+    slots: int,
+    key: jax.Array | None,
+    arguments: EmbeddingArguments,
+) -> EmbeddingOutput:
+    """Return the embeddings of rows [r, s], [r, p, d].
+
+    With `mini_batch_size`, a gradient computes the activations of each part of the rows again, so
+    that only the embeddings of all rows exist at the same time.
+    """
+
+    def of_part(part: Batch, key: jax.Array | None) -> EmbeddingOutput:
+        output = cast(Callable[..., EmbeddingOutput], model)(
+            **part.select(model.input_names),
+            segments=slots,
+            key=key,
+            **noise_of(model, part, key, arguments.neftune_noise_alpha),
+        )
+        return output.replace(last_hidden_state=None)
+
+    size, count = arguments.mini_batch_size, rows["input_ids"].shape[0]
+    if size is None or size >= count:
+        return of_part(rows, key)
+    if count % size:
+        raise ConfigError(
+            f"mini_batch_size {size} does not divide the {count} texts of a step "
+            f"({len(arguments.sides)} for each row of a batch): choose a divisor"
+        )
+    parts = {name: x.reshape(count // size, size, *x.shape[1:]) for name, x in rows.items()}
+    numbers = jnp.arange(count // size)
+
+    @jax.checkpoint
+    def one(number: jax.Array, part: dict[str, jax.Array]) -> Any:
+        own = None if key is None else jax.random.fold_in(key, number)
+        return of_part(Inputs(part), own)
+
+    found = jax.lax.map(lambda at: one(*at), (numbers, parts))
+    summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), found.replace(embeddings=None))
+    vectors = found.embeddings
+    return summed.replace(embeddings=vectors.reshape(count, *vectors.shape[2:]))
+
+
+def _squared(
+    sides: list[Float[Array, "n d"]], targets: list[Float[Array, "n d"]]
+) -> Float[Array, " n"]:
+    """Return the mean squared difference of the vectors of each pair."""
+    if sides[0].shape != targets[0].shape:
+        raise ConfigError(
+            f"the embeddings have {sides[0].shape[-1]} numbers, those of the teacher "
+            f"{targets[0].shape[-1]}: both models need the same number"
+        )
+    errors = [jnp.mean((a - b) ** 2, axis=-1) for a, b in zip(sides, targets, strict=True)]
+    return sum(errors[1:], errors[0]) / len(errors)
 
 
 def _cuts(run: MethodRun[EmbeddingArguments], width: int) -> list[tuple[int, float]]:
@@ -89,29 +203,6 @@ def _cuts(run: MethodRun[EmbeddingArguments], width: int) -> list[tuple[int, flo
     if max(dims) > width:
         raise ConfigError(f"matryoshka_dims {list(dims)}: embeddings have {width} numbers")
     return sorted(zip(dims, weights, strict=True))
-
-
-def _contrast(
-    run: MethodRun[EmbeddingArguments],
-    cosines: Float[Array, "n n"],
-    here: Float[Array, " n"],
-) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Return the loss of each pair, and whether its positive is the nearest one."""
-    gap = jnp.where(here > 0, 0.0, -jnp.inf)
-    losses = jnp.zeros_like(here)
-    ways = (cosines, cosines.T) if run.arguments.symmetric else (cosines,)
-    for scores in ways:
-        for temperature in run.arguments.temperature:
-            logits = scores / temperature
-            others = jax.nn.logsumexp(logits + gap, axis=-1)
-            losses += jnp.where(here > 0, others - jnp.diagonal(logits), 0.0)
-    nearest = jnp.argmax(cosines + gap, axis=-1) == jnp.arange(here.size)
-    return losses / (len(ways) * len(run.arguments.temperature)), nearest.astype(jnp.float32)
-
-
-def _unit(vectors: Float[Array, "n d"]) -> Float[Array, "n d"]:
-    # Not `norm`, whose gradient at 0 (an empty slot) is not a number.
-    return vectors * jax.lax.rsqrt(jnp.maximum(jnp.sum(vectors**2, axis=-1, keepdims=True), 1e-24))
 
 
 EMBEDDING = Method[EmbeddingArguments](
@@ -125,9 +216,10 @@ EMBEDDING = Method[EmbeddingArguments](
 
 
 class EmbeddingTrainer(Trainer):
-    """Trains an `Embedder` to find the positive of each anchor among the positives of the step.
+    """Trains an `Embedder`; `arguments` are `EmbeddingArguments`.
 
-    `arguments` are `EmbeddingArguments`; batches have `anchor_*` and `positive_*`, [b, s] each.
+    Batches have `anchor_*` and `positive_*`, [b, s] each, and `negative_1_*`, …; or `sentence1_*`
+    and `sentence2_*` with `score` [b, s].
     """
 
     entry = METHODS["embedding"]

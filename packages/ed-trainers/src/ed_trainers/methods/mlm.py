@@ -17,21 +17,18 @@ from ed_layers.losses import TokenLoss
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.batches import Dataset, Feed, HostBatch, Share
+from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.masking import MaskTokenizer, Vocabulary, masked_rows
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
+from ed_trainers.numbered import STEP, feed, number_of
 from ed_trainers.options.mlm import MLMArguments
 from ed_trainers.trainer import Trainer
 
-#: Name of the number in a training batch from which its masks are drawn: the step, from 1.
-_STEP = "mask_step"
 #: Logical axes of an array with one value for each selected position.
 _SELECTED: LogicalAxes = ("batch", None)
-#: The number of held-out batches, whose masks are always the same.
-_HELD_OUT = 0
 
 
 class Transforms(Protocol):
@@ -54,19 +51,6 @@ class Masking:
             )
         tokenizer = cast(MaskTokenizer, run.tokenizer)
         self.vocabulary = Vocabulary.of(tokenizer, whole_words=run.arguments.whole_word_mask)
-
-
-class MaskFeed(Feed):
-    """The training batches with the number of their step, from which masks are drawn."""
-
-    def batch(self, step: int) -> HostBatch:
-        batch = super().batch(step)
-        return {**batch, _STEP: np.asarray(step + 1)}
-
-
-def feed(run: MethodRun[MLMArguments], dataset: Dataset) -> Feed:
-    """Return the training batches of a dataset, by step."""
-    return MaskFeed(dataset, Share.of(dataset, run.placement, run.rows))
 
 
 def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
@@ -98,7 +82,7 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
             options.mask_replace_prob,
             options.random_replace_prob,
         ),
-        seed=(options.seed, int(batch.get(_STEP, _HELD_OUT))),
+        seed=(options.seed, number_of(batch)),
     )
     made |= {
         "input_ids": rows.input_ids,
@@ -106,7 +90,7 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
         "targets": rows.targets,
         "weights": rows.weights,
     }
-    read = {*made, _STEP, "labels", "attention_mask", "loss_weights"}
+    read = {*made, STEP, "labels", "attention_mask", "loss_weights"}
     selected = ("masked_positions", "targets", "weights")
     return Inputs({**made, **further_arrays(batch, read)}, dict.fromkeys(selected, _SELECTED))
 

@@ -12,7 +12,7 @@ from ed_infra.outputs import CausalLMOutput
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import as_rows, by_side, pair_batch
+from ed_trainers.losses.pairs import as_rows, by_side, pair_batch, slots_of
 from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
 
@@ -42,14 +42,13 @@ class ScoredPairs(NamedTuple):
 
 def prepare_pairs(run: MethodRun, batch: HostBatch) -> Prepared:
     """Stack the pairs, [b, 2, s]; see `pair_batch`."""
-    del run
-    return pair_batch(batch)
+    return pair_batch(batch, model=run.learner)
 
 
 def score_pairs(run: MethodRun, models: Models, batch: Batch, key: jax.Array | None) -> ScoredPairs:
     """Return the log-probabilities of both answers of each pair under the learner."""
     rows = as_rows(batch)
     output, token_logps = learner_logps(run, models, rows, key)
-    chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], rows["segment_ids"]))
+    chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], slots_of(rows)))
     present = chosen.present * rejected.present
     return ScoredPairs(rows, output, token_logps, chosen, rejected, present)

@@ -21,6 +21,7 @@ from flax import nnx
 
 from ed_trainers.batches import BatchLoader, Dataset
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared, RunData
+from ed_trainers.losses.pairs import slots_of
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import FILE, INPUTS, ReferenceLogps
@@ -133,9 +134,10 @@ class Reference:
         """
         if self._ahead is None:
             return prepared
-        axes = prepared.axes_of("input_ids")
-        shape = prepared["input_ids"].shape
-        rows = {name: prepared[name].reshape(-1, shape[-1]) for name in INPUTS}
+        axes = prepared.axes_of("targets")
+        shape = prepared["targets"].shape
+        names = [name for name in INPUTS if name in prepared]
+        rows = {name: prepared[name].reshape(-1, prepared[name].shape[-1]) for name in names}
         return with_arrays(prepared, axes, reference_logps=self._ahead(rows).reshape(shape))
 
     def logps(self, models: Models, rows: Batch) -> jax.Array:
@@ -153,7 +155,7 @@ class Reference:
             placement=self._run.placement,
             chunk=arguments.lmhead_chunksize,
         )
-        answers = Answers.of(logps, rows["weights"], rows["segment_ids"])
+        answers = Answers.of(logps, rows["weights"], slots_of(rows))
         return jax.lax.stop_gradient(answers.logps)
 
 

@@ -21,6 +21,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.contract import Batch
+from ed_trainers.losses.pairs import slots_of
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import TOKENS, Placement, pad_rows
@@ -29,7 +30,16 @@ from ed_trainers.stored.npz import read_npz
 #: The file, in the directory of the run.
 FILE = "reference_log_probs.npz"
 #: Arrays of a prepared batch that the reference reads.
-INPUTS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
+INPUTS = (
+    "input_ids",
+    "segment_ids",
+    "position_ids",
+    "decoder_input_ids",
+    "decoder_segment_ids",
+    "decoder_position_ids",
+    "targets",
+    "weights",
+)
 
 
 class ReferenceLogps:
@@ -64,7 +74,7 @@ class ReferenceLogps:
         def score(params: nnx.State, other: nnx.State, batch: Batch) -> jax.Array:
             reference: LanguageModel = nnx.merge(graphdef, params, other)
             _, logps = target_logps(reference, batch, None, placement=placement, chunk=chunk)
-            return Answers.of(logps, batch["weights"], batch["segment_ids"]).logps
+            return Answers.of(logps, batch["weights"], slots_of(batch)).logps
 
         self._score = score
         # With several processes the file might exist for some of them only, which would block.
@@ -80,7 +90,7 @@ class ReferenceLogps:
         found = _answers(rows)
         if any(digest not in self._known for _, _, digest in found):
             self._learn(rows, found)
-        logps = np.zeros(rows["input_ids"].shape, np.float32)
+        logps = np.zeros(rows["targets"].shape, np.float32)
         for row, slot, digest in found:
             logps[row, slot] = self._known[digest]
         return logps
@@ -99,7 +109,7 @@ class ReferenceLogps:
             )
         scored = []
         for start in range(0, len(rows["input_ids"]), self._rows):
-            piece = {name: rows[name][start : start + self._rows] for name in INPUTS}
+            piece = {name: array[start : start + self._rows] for name, array in rows.items()}
             inputs = Inputs(piece, {"targets": TOKENS, "weights": TOKENS})
             placed = self._placement.place(pad_rows(inputs, self._rows), stacked=False)
             scored.append(jax.device_get(self._score(*self._leaves, placed)))
@@ -133,14 +143,24 @@ class ReferenceLogps:
 
 
 def _answers(rows: Mapping[str, np.ndarray]) -> list[tuple[int, int, bytes]]:
-    """Return row, slot and digest of every answer of rows [r, s]."""
+    """Return row, slot and digest of every answer of rows [r, s].
+
+    The digest of an encoder-decoder covers the tokens of the encoder and of the decoder.
+    """
+    sequences = [(rows["input_ids"], rows["segment_ids"])]
+    if "decoder_input_ids" in rows:
+        sequences.append((rows["decoder_input_ids"], rows["decoder_segment_ids"]))
     found = []
-    for row, (ids, segments, weights) in enumerate(
-        zip(rows["input_ids"], rows["segment_ids"], rows["weights"], strict=True)
-    ):
-        for segment in range(1, int(segments.max(initial=0)) + 1):
-            here = segments == segment
-            what = ids[here].astype("<i4").tobytes() + (weights[here] > 0).tobytes()
+    for row, weights in enumerate(rows["weights"]):
+        last = sequences[-1][1][row]
+        for segment in range(1, int(last.max(initial=0)) + 1):
+            what = b"".join(
+                ids[row][segments[row] == segment].astype("<i4").tobytes()
+                for ids, segments in sequences
+            )
+            if len(sequences) > 1:  # the last target is no input of the decoder
+                what += rows["targets"][row][last == segment].astype("<i4").tobytes()
+            what += (weights[last == segment] > 0).tobytes()
             found.append((row, segment - 1, hashlib.blake2b(what, digest_size=16).digest()))
     return found
 

@@ -7,6 +7,8 @@ Legend: b rows, s positions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from ed_layers.losses import TokenLoss
@@ -32,15 +34,34 @@ def loss(
     batch: Batch,
     key: jax.Array | None,
 ) -> Loss:
+    """Return the cross-entropy of the targets; see `cross_entropy`."""
+    return cross_entropy(run, models, batch, key, noise=run.arguments.neftune_noise_alpha)
+
+
+def cross_entropy(
+    run: MethodRun[Any],
+    models: Models,
+    batch: Batch,
+    key: jax.Array | None,
+    *,
+    noise: float | None = None,
+) -> Loss:
     """Return the weighted sum of `-log p(target)` in nats.
 
     Label smoothing, z-loss and noise on embeddings apply in training only, when there is a key.
+
+    Args:
+        run: the run of a method whose options are `NextTokenArguments`.
+        models: the models.
+        batch: the arrays of the learner, `targets` and `weights`.
+        key: dropout key.
+        noise: see `noise_of`.
     """
     model, arguments = models.learner, run.arguments
     extra = TokenLoss()
     if key is not None:
         extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
-    output = forward(model, batch, key, noise=arguments.neftune_noise_alpha)
+    output = forward(model, batch, key, noise=noise)
     assert output.last_hidden_state is not None
     total = token_cross_entropy(
         output.last_hidden_state,

@@ -40,6 +40,7 @@ from ed_trainers.options.optimizers import (
     problem,
 )
 from ed_trainers.options.other_names import EQUIVALENT, SAME
+from ed_trainers.options.rows import Rows
 
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
 Decisions = tuple[tuple[str, Flag], ...]
@@ -234,6 +235,11 @@ class TrainingArguments(Options):
     trace. A step after the first excludes compilation from the trace."""
     profile_steps: Annotated[int, Field(ge=1, le=1000)] = 3
     """Number of traced steps."""
+
+    @property
+    def rows(self) -> Rows | None:
+        """Kind of the rows, if it depends on options; None: the kind that the method names."""
+        return None
 
     @property
     def loader_batch_size(self) -> int:

@@ -8,6 +8,7 @@ from ed_infra.options import Count
 from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.rows import Rows
 
 
 class ClassifierArguments(TrainingArguments):
@@ -37,9 +38,9 @@ class ClassifierArguments(TrainingArguments):
         return value
 
     @property
-    def rows(self) -> str:
-        """Kind of the rows, the name of a schema of `ed_data.schema`."""
-        return self.ROWS
+    def rows(self) -> Rows:
+        """Kind of the rows."""
+        return Rows(self.ROWS)
 
     @property
     def config_fields(self) -> dict[str, Any]:
@@ -64,9 +65,9 @@ class SequenceClassificationArguments(ClassifierArguments):
     """Classify pairs of texts: rows also have `text_pair`, and the model reads token types."""
 
     @property
-    def rows(self) -> str:
-        """Kind of the rows, the name of a schema of `ed_data.schema`."""
-        return f"pair_{self.ROWS}" if self.text_pairs else self.ROWS
+    def rows(self) -> Rows:
+        """Kind of the rows."""
+        return Rows(f"pair_{self.ROWS}" if self.text_pairs else self.ROWS)
 
 
 class TokenClassificationArguments(ClassifierArguments):

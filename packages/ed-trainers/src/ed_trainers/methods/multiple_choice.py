@@ -1,0 +1,77 @@
+"""Multiple choice: the cross-entropy of the right one of several texts.
+
+Legend: b rows, n choices, s positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
+from ed_infra.outputs import SequenceClassifierOutput
+from ed_infra.sharding.axes import LogicalAxes
+
+from ed_trainers.arguments import METHODS
+from ed_trainers.batches import HostBatch
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.choices import choice_batch
+from ed_trainers.losses.classes import class_losses
+from ed_trainers.options.answers import MultipleChoiceArguments
+from ed_trainers.trainer import Trainer
+
+
+def prepare(run: MethodRun[MultipleChoiceArguments], batch: HostBatch) -> Prepared:
+    """Stack the choices, [b, n, s], with `targets` and `weights` [b].
+
+    Args:
+        run: the run of the method.
+        batch: `choice_1_input_ids`, …, and `labels` int [b], the number of the right choice from 0.
+
+    Raises:
+        ConfigError: a choice or the labels are missing, or a label is no number of a choice.
+    """
+    count = run.arguments.num_choices
+    if "labels" not in batch:
+        raise ConfigError(f"a batch of choices has labels, not only {', '.join(sorted(batch))}")
+    labels = np.asarray(batch["labels"], np.int32)
+    if labels.max(initial=-1) >= count:
+        raise ConfigError(
+            f"the label {labels.max()} is invalid: the choices of a row have the numbers 0 to "
+            f"{count - 1}; correct the rows, or set num_choices"
+        )
+    made = choice_batch(batch, run.arguments.sides)
+    here = labels >= 0
+    targets = {"targets": np.where(here, labels, 0), "weights": here.astype(np.float32)}
+    axes: dict[str, LogicalAxes] = dict.fromkeys(targets, ("batch",))
+    return Inputs({**made, **targets}, {**made.declared, **axes})
+
+
+def loss(
+    run: MethodRun[MultipleChoiceArguments],
+    models: Models,
+    batch: Batch,
+    key: jax.Array | None,
+) -> Loss:
+    """Return the cross-entropy, summed over the rows."""
+    del run
+    call = cast(Callable[..., SequenceClassifierOutput], models.learner)
+    names = {*models.learner.input_names} - {"segment_ids", "attention_mask"}
+    output = call(**batch.select(names), attention_mask=batch["segment_ids"], key=key)
+    total, rows, accuracy = class_losses(output.logits, batch["targets"], batch["weights"])
+    return Loss.of(output, total, rows, accuracy=accuracy)
+
+
+MULTIPLE_CHOICE = Method[MultipleChoiceArguments](
+    prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
+)
+
+
+class MultipleChoiceTrainer(Trainer):
+    """Trains a `MultipleChoice` model; `arguments` are `MultipleChoiceArguments`."""
+
+    entry = METHODS["multiple_choice"]
+    record = MULTIPLE_CHOICE
