@@ -36,6 +36,12 @@ LEARNED = {
     "mlm": ("eval_loss", 0, 5.1),
     "sequence_classification": ("eval_accuracy", 0.9, 1),
     "token_classification": ("eval_f1", 0.9, 1),
+    "cross_encoder": ("eval_accuracy", 0.9, 1),
+    "question_answering": ("eval_exact_match", 0.8, 1),
+    "multiple_choice": ("eval_accuracy", 0.9, 1),
+    "span_corruption": ("eval_loss", 0, 4.5),
+    "seq2seq_sft": ("eval_loss", 0, 1.0),
+    "seq2seq_dpo": ("eval_rewards/accuracies", 0.9, 1),
     "grpo": ("eval_reward", 0.9, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),
@@ -46,7 +52,7 @@ LEARNED = {
     "chat_lora": ("eval_loss", 0, 3.0),
 }
 #: Further examples of a method.
-MORE = {"chat_lora"}
+MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo"}
 #: Examples that run by default: pairs, and a reward model.
 DAILY = ("dpo", "reward")
 #: Examples that start with the model of the quickstart.

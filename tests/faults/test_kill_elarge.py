@@ -61,15 +61,26 @@ MASKED = (
     .replace(" num_key_value_heads: 2,", "")
     .replace("trainer_type: sft", "trainer_type: mlm\n  whole_word_mask: true")
 )
-#: Classifiers of words and of texts: the data and the method of an example.
-CLASSIFIERS = ("token_classification", "sequence_classification")
+#: Runs of encoders and encoder-decoders: the data and the method of an example.
+FROM_EXAMPLES = (
+    "token_classification",
+    "sequence_classification",
+    "embedding",
+    "cross_encoder",
+    "question_answering",
+    "multiple_choice",
+    "span_corruption",
+    "seq2seq_sft",
+    "seq2seq_dpo",
+)
 
 
-def classifier(method):
-    """Return a run file that trains a classifier on the data of its example."""
+def of_example(method):
+    """Return a run file that trains the model of an example on its data."""
     example = yaml.safe_load((EXAMPLES / f"{method}.yaml").read_text())
     for inform in example["mixture"]["informs"]:
-        inform["data_files"] = str(EXAMPLES.parent / inform["data_files"])
+        if inform.get("type") != "python":
+            inform["data_files"] = str(EXAMPLES.parent / inform["data_files"])
     run = yaml.safe_load(RUN)
     changes = {name: run["trainer"][name] for name in run["trainer"] if name != "trainer_type"}
     trainer = {**example["trainer"], **changes}
@@ -163,7 +174,7 @@ def a_checkpoint_is_being_written(folder):
     )
 
 
-@pytest.fixture(scope="module", params=["new", "quantized", "masked", *CLASSIFIERS, "grpo"])
+@pytest.fixture(scope="module", params=["new", "quantized", "masked", *FROM_EXAMPLES, "grpo"])
 def run(request, tmp_path_factory):
     """Return a run file, and the record of an uninterrupted run."""
     folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN
@@ -174,8 +185,8 @@ def run(request, tmp_path_factory):
         assert text != RUN
     if request.param == "masked":
         text = MASKED
-    if request.param in CLASSIFIERS:
-        text = classifier(request.param)
+    if request.param in FROM_EXAMPLES:
+        text = of_example(request.param)
     if request.param in ONLINE:
         text = RUN.replace(GIVEN, ONLINE[request.param])
     finish(folder, text)

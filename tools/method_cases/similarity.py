@@ -30,9 +30,8 @@ def texts(sides: tuple[str, ...]) -> list[list[harness.Answer]]:
 def embedding(loss_type: str, **options: Any) -> dict[str, float]:
     """Compare `embedding` with a formula of sentence-transformers in float64."""
     import torch
-    from torch.nn.functional import cross_entropy, mse_loss, normalize
-
     from ed_trainers import arguments_class
+    from torch.nn.functional import cross_entropy, mse_loss, normalize
 
     arguments = arguments_class("embedding")(loss_type=loss_type, **options)
     sides, teacher = texts(arguments.sides), None

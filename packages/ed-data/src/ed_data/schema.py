@@ -167,7 +167,7 @@ class Schema:
         names = [column.name for column in self.columns]
         if not names or len({*names}) < len(names):
             raise DataError(f"the columns of a schema need different names, got {names}")
-        if all(self.content not in (c.field, c.context) for c in self.columns):
+        if all(self.content not in (c.field, c.context, c.second) for c in self.columns):
             raise DataError(f"no column of the schema reads the content field {self.content!r}")
 
         taken = [value.name for value in self.values]
@@ -366,7 +366,8 @@ def answer_schema(stride: int = STRIDE) -> Schema:
     """Return the schema of questions about a context, as in SQuAD.
 
     Rows have `question`, `context` and `answers`: `{"text": [...], "answer_start": [...]}`, empty
-    lists if there is no answer. A long context becomes several documents.
+    lists if there is no answer. A long context becomes several documents. All questions about a
+    context are held out together.
 
     Args:
         stride: number of tokens of the context that consecutive windows share.
@@ -377,7 +378,7 @@ def answer_schema(stride: int = STRIDE) -> Schema:
         Value("token_type_ids", "context", token_types=True),
     )
     column = Column("", "question", second="context", stride=stride)
-    return Schema((column,), "question", values, "question_answering")
+    return Schema((column,), "context", values, "question_answering")
 
 
 #: A question, its context and its answers: `start_positions` and `end_positions` [b].

@@ -80,6 +80,7 @@ class MethodEntry:
         task: Task of the trained models.
         other_tasks: Further tasks of trained models.
         labels: Number of outputs of the model's head, if the model is not a language model.
+        special_tokens: Special tokens of a tokenizer that the run trains.
         samples: Whether the method trains on sampled completions. Its trainer needs a `rollout`.
     """
 
@@ -90,6 +91,7 @@ class MethodEntry:
     task: TaskType = TaskType.CAUSAL_LM
     other_tasks: tuple[TaskType, ...] = ()
     labels: int | None = None
+    special_tokens: tuple[str, ...] = ()
     samples: bool = False
 
     @property
@@ -164,6 +166,7 @@ _SHIPPED: dict[str, MethodEntry] = {
         SpanCorruptionArguments,
         "ed_trainers.methods.span_corruption:SpanCorruptionTrainer",
         task=TaskType.SEQUENCE_TO_SEQUENCE,
+        special_tokens=tuple(f"<extra_id_{number}>" for number in range(100)),
     ),
     "cross_encoder": MethodEntry(
         CrossEncoderArguments,

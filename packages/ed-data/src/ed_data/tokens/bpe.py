@@ -40,6 +40,7 @@ def train_bpe(
     min_frequency: int = 2,
     chat_template: str | None = CHAT_TEMPLATE,
     mask_token: bool = False,
+    special_tokens: Sequence[str] = (),
     model_max_length: int | None = None,
     save_directory: str | os.PathLike[str] | None = None,
 ) -> PreTrainedTokenizerFast:
@@ -55,6 +56,7 @@ def train_bpe(
         min_frequency: minimum number of occurrences of a merged pair.
         chat_template: a Jinja template, or None.
         mask_token: add `<|mask|>`, for masked language models.
+        special_tokens: further special tokens, such as the sentinels `<extra_id_0>`, … of T5.
         model_max_length: number of tokens above which the tokenizer logs a warning.
         save_directory: folder for the tokenizer, or None.
 
@@ -64,7 +66,7 @@ def train_bpe(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = [BOS, EOS, PAD, *([MASK] if mask_token else [])]
+    special = [BOS, EOS, PAD, *([MASK] if mask_token else []), *special_tokens]
     if vocab_size < _BYTES + len(special):
         raise DataError(
             f"vocab_size={vocab_size} is too small: {_BYTES} bytes and {len(special)} special "

@@ -67,6 +67,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
                 run.directory / "tokenizer",
                 run.schema,
                 mask_token=run.task == TaskType.MASKED_LM,
+                special_tokens=run.method_entry.special_tokens,
             )
         else:
             made = load_tokenizer(**_tokenizer_source(run))

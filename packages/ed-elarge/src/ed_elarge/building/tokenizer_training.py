@@ -28,16 +28,17 @@ def load_or_train(
     schema: Schema = TEXT,
     *,
     mask_token: bool = False,
+    special_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
     The tokenizer is stored in `directory` with a record of its options and data. If they change,
-    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask token.
+    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask token, and `special_tokens` adds others.
 
     Raises:
         DataError: There is no text, or a source cannot be read.
     """
-    record = _record(options, mixture, schema, mask_token)
+    record = _record(options, mixture, schema, mask_token, special_tokens)
     kept = directory / _RECORD
     if kept.is_file() and kept.read_text() == record:
         from transformers import PreTrainedTokenizerFast
@@ -52,12 +53,19 @@ def load_or_train(
         options.vocab_size,
         min_frequency=options.min_frequency,
         mask_token=mask_token,
+        special_tokens=special_tokens,
     )
     _publish(tokenizer, record, directory)
     return tokenizer
 
 
-def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema, mask_token: bool) -> str:
+def _record(
+    options: TokenizerTraining,
+    mixture: Mixture,
+    schema: Schema,
+    mask_token: bool,
+    special_tokens: Sequence[str],
+) -> str:
     """Return the options and data that determine the tokenizer, as text."""
     from ed_data.rows.documents import fingerprint
     from ed_data.sources import open_source
@@ -70,6 +78,7 @@ def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema, mask_t
         "held_out": [mixture.eval_fraction, of(mixture.eval_informs)],
         "options": options.model_dump(mode="json"),
         **({"mask_token": True} if mask_token else {}),
+        **({"special_tokens": list(special_tokens)} if special_tokens else {}),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
