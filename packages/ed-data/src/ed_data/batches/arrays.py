@@ -71,8 +71,9 @@ def make_batch(
         shifted right), `decoder_segment_ids`, `decoder_position_ids` and `labels` of the decoder.
         The tasks with one target for each row have `labels` [b], or `start_positions` and
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
-        `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the images of each row, padded with zeros to the largest number i
-        of images in a row (at least 1).
+        `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
+        images of each row, padded with zeros to the largest number i of images in a row (at
+        least 1).
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
     widths = [layout.seq_length] * len(counts)

@@ -33,7 +33,8 @@ def load_or_train(
     """Return the tokenizer of `model.tokenizer.train`.
 
     The tokenizer is stored in `directory` with a record of its options and data. If they change,
-    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask token, and `special_tokens` adds others.
+    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask
+    token, and `special_tokens` adds others.
 
     Raises:
         DataError: There is no text, or a source cannot be read.
