@@ -381,6 +381,8 @@ def answer_schema(stride: int = STRIDE) -> Schema:
     return Schema((column,), "context", values, "question_answering")
 
 
+#: A question with four choices: `choice_1_input_ids`, …, and `labels` [b].
+CHOICE = choice_schema(4)
 #: A question, its context and its answers: `start_positions` and `end_positions` [b].
 QUESTION_ANSWERING = answer_schema()
 

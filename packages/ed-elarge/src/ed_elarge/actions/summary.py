@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 #: Tasks of models that the engine does not serve.
-_NOT_SERVED = (TaskType.MASKED_LM, TaskType.TOKEN_CLASSIFICATION)
+_NOT_SERVED = (
+    TaskType.MASKED_LM,
+    TaskType.TOKEN_CLASSIFICATION,
+    TaskType.QUESTION_ANSWERING,
+    TaskType.MULTIPLE_CHOICE,
+)
 
 
 class Summary:
