@@ -1,5 +1,7 @@
 """Each option that changes logits against `transformers`' own processor, on the same logits."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,11 @@ RNG = np.random.default_rng(0)
 LOGITS = RNG.standard_normal((B, V)).astype(np.float32) * 2.5
 # Few tokens, so that n-grams repeat.
 IDS = RNG.integers(0, 6, (B, T))
+#: Tokens from 3 on are times.
+TIMES = TimestampRules(first=3, end=1, without=2, most_initial=30)
+WHISPER = SimpleNamespace(no_timestamps_token_id=2, eos_token_id=1, max_initial_timestamp_index=30)
+#: Tokens of the encoder.
+SOURCE = RNG.integers(0, 6, (B, 8))
 BIASES = {
     (3,): -4.0,
     (int(IDS[0, -1]), 5): 2.0,
@@ -29,12 +36,22 @@ BANS = [[4], [7], [int(IDS[0, -1]), 9], [*map(int, IDS[2, -3:]), 2]]
 CASES = [
     ("sequence_bias", BIASES, "SequenceBias", (BIASES,), {}),
     ("sequence_bias", [[list(k), v] for k, v in BIASES.items()], "SequenceBias", (BIASES,), {}),
+    ("encoder_repetition_penalty", 1.7, "EncoderRepetitionPenalty", (1.7, SOURCE), {}),
+    ("encoder_repetition_penalty", 0.6, "EncoderRepetitionPenalty", (0.6, SOURCE), {}),
     ("repetition_penalty", 1.7, "RepetitionPenalty", (1.7,), {}),
     ("repetition_penalty", 0.6, "RepetitionPenalty", (0.6,), {}),
     ("no_repeat_ngram_size", 1, "NoRepeatNGram", (1,), {}),
     ("no_repeat_ngram_size", 2, "NoRepeatNGram", (2,), {}),
     ("no_repeat_ngram_size", 3, "NoRepeatNGram", (3,), {}),
     ("no_repeat_ngram_size", T + 1, "NoRepeatNGram", (T + 1,), {}),
+    *(
+        ("timestamp_rules", TIMES, "WhisperTimeStamp", (WHISPER, T - new), {"new": new})
+        for new in (0, 1, 2, NEW)
+    ),
+    *(
+        ("encoder_no_repeat_ngram_size", size, "EncoderNoRepeatNGram", (size, SOURCE), {})
+        for size in (1, 2, 3, 9)
+    ),
     ("bad_words_ids", BANS, "NoBadWords", (BANS, list(EOS)), {}),
     ("min_new_tokens", NEW, "MinNewTokensLength", (T - NEW, NEW, list(EOS)), {}),
     ("min_new_tokens", NEW + 1, "MinNewTokensLength", (T - NEW, NEW + 1, list(EOS)), {}),
@@ -75,7 +92,11 @@ CASES = [
 def rows_of(ids=IDS, new=NEW):
     count = jnp.full((len(ids),), new, jnp.int32)
     return GeneratedRows(
-        jnp.asarray(ids, jnp.int32), count, jnp.int32(LIMIT), jnp.asarray(EOS, jnp.int32)
+        jnp.asarray(ids, jnp.int32),
+        count,
+        jnp.int32(LIMIT),
+        jnp.asarray(EOS, jnp.int32),
+        source=jnp.asarray(SOURCE, jnp.int32),
     )
 
 
@@ -99,6 +120,7 @@ def theirs(kind, arguments, ids, logits, **options):
 
     names = (f"{kind}{ending}" for ending in ("LogitsProcessor", "LogitsWarper", ""))
     found = next(filter(None, (getattr(logits_process, name, None) for name in names)))
+    arguments = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in arguments]
     return found(*arguments, **options)(torch.tensor(ids), torch.tensor(logits)).numpy()
 
 

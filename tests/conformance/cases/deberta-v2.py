@@ -32,6 +32,7 @@ CASES = Cases(
             "conv_act": "gelu",
             "conv_groups": 2,
         },
+        "small embeddings": {**_V3, "embedding_size": 20, "type_vocab_size": 2},
         "no relative positions": {
             **_V3,
             "relative_attention": False,

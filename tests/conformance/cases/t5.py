@@ -19,6 +19,15 @@ TINY_T5 = {
 CASES = Cases(
     {
         "v1.0, tied": TINY_T5,
+        "Flan-T5: v1.1, odd sizes, one decoder layer": {
+            **TINY_T5,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+            "num_decoder_layers": 1,
+            "d_kv": 7,
+            "relative_attention_num_buckets": 6,
+            "n_positions": 512,
+        },
         "v1.1, gated, separate head, two decoder layers": {
             **TINY_T5,
             "feed_forward_proj": "gated-gelu",

@@ -25,6 +25,19 @@ CASES = Cases(
             "do_stable_layer_norm": True,
             "num_conv_pos_embeddings": 15,
         },
+        "MMS: an adapter in each layer": {
+            **_TINY,
+            "feat_extract_norm": "layer",
+            "do_stable_layer_norm": True,
+            "adapter_attn_dim": 8,
+        },
+        "an adapter after the layers": {
+            **_TINY,
+            "add_adapter": True,
+            "num_adapter_layers": 2,
+            "output_hidden_size": 24,
+            "feat_extract_activation": "gelu_python",
+        },
     },
     tiny=False,
 )

@@ -12,6 +12,12 @@ _TINY = {
 CASES = Cases(
     {
         "large": _TINY,
+        "separate head, ReLU": {
+            **_TINY,
+            "tie_word_embeddings": False,
+            "activation_function": "relu",
+            "encoder_attention_heads": 2,
+        },
         "turbo: fewer layers of the decoder": {**_TINY, "decoder_layers": 1},
     },
     tiny=False,

@@ -78,7 +78,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     jax.tree_util.register_dataclass,
     data_fields=[
         *("position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key"),
-        *("buckets", "encoded"),
+        *("buckets", "summary_buckets", "encoded"),
     ],
     meta_fields=["layerdrop", "mode", "config"],
 )
@@ -97,6 +97,7 @@ class Ctx:
         key: dropout key; None means deterministic.
         buckets: table of relative position buckets: biases [n, h] (T5), or embeddings [n, d]
             (DeBERTa); None without them.
+        summary_buckets: the same table for summaries of blocks (LongT5); None without them.
         encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
             the cache contains its keys and values.
         layerdrop: probability that training skips a layer (Fan et al. 2019); static.
@@ -111,6 +112,7 @@ class Ctx:
     adapter_ids: Int[Array, "b s"] | Int[Array, "b 1"] | None = None
     key: jax.Array | None = None
     buckets: Float[Array, "n _"] | None = None
+    summary_buckets: Float[Array, "n h"] | None = None
     encoded: Encoded | None = None
     layerdrop: float = field(default=0.0)
     mode: Mode = field(default="train")

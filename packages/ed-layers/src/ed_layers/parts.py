@@ -98,12 +98,13 @@ class Parts:
         """Create a layer norm; `form` contains `weight`, `bias` and `offset` of `LayerNorm`."""
         return LayerNorm(*shape, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
 
-    def embed(self, rows: int, features: int) -> Embed:
-        """Create a table of embeddings [rows, features]."""
+    def embed(self, rows: int, features: int, *, padding: int | None = None) -> Embed:
+        """Create a table of embeddings [rows, features]; `padding`: see `Embed`."""
         return Embed(
             rows,
             features,
             config=self.config,
+            padding=padding,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             embedding_init=self.initializer,

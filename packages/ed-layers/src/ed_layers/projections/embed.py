@@ -30,7 +30,16 @@ class TableRows(Protocol):
 
 
 class Embed(nnx.Module):
-    """A table [v, d]; also the language-model head if the two are tied."""
+    """A table [v, d]; also the language-model head if the two are tied.
+
+    Args:
+        vocab_size, features: v and d.
+        config: the model's configuration, for the sharding of the rows.
+        padding: token id whose lookups have no gradient (torch's `padding_idx`); None = all have.
+        dtype, param_dtype: dtype of the rows and of the stored table.
+        embedding_init: initializer of the table.
+        rngs: randomness of the table.
+    """
 
     def __init__(
         self,
@@ -38,6 +47,7 @@ class Embed(nnx.Module):
         features: int,
         *,
         config: EasyDeLBaseConfig,
+        padding: int | None = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         embedding_init: Initializer,
@@ -45,7 +55,7 @@ class Embed(nnx.Module):
     ):
         table = embedding_init(rngs.params(), (vocab_size, features), param_dtype)
         self.embedding = nnx.Param(table, axes=("vocab", "embed"))
-        self.dtype = dtype
+        self.dtype, self.padding = dtype, padding
         self.config = config
 
     @property
@@ -59,5 +69,8 @@ class Embed(nnx.Module):
         table = jax.tree.map(lambda a: constrain(a, ("vocab", None), self.config), self.table)
         plain = isinstance(table, jax.Array)
         rows = jnp.take(table, input_ids, axis=0) if plain else table.take(input_ids)
+        if self.padding is not None:
+            fixed = (input_ids == self.padding)[..., None]
+            rows = jnp.where(fixed, jax.lax.stop_gradient(rows), rows)
         x = rows.astype(self.dtype)
         return named(constrain(x, STREAM, self.config), "embeddings")

@@ -171,11 +171,11 @@ class BartBody(EncoderDecoder):
 
     def add_embeddings(self, parts):
         config = parts.config
-        rows, d = config.vocab_size, config.hidden_size
+        rows, d, padding = config.vocab_size, config.hidden_size, config.pad_token_id
         if not shares_embeddings(config):
-            self.encoder_embed_tokens = parts.embed(rows, d)
+            self.encoder_embed_tokens = parts.embed(rows, d, padding=padding)
             rows = getattr(config, "decoder_vocab_size", rows)
-        self.embed_tokens = parts.embed(rows, d)
+        self.embed_tokens = parts.embed(rows, d, padding=padding)
 
     @classmethod
     def encoder_stack(cls, parts):

@@ -70,11 +70,14 @@ class TextEncoder(Decoder):
     Attributes:
         pooler_activation: activation of the pooler, which `EncoderNames.pooled` sets; None = no
             pooler.
+        projects_first: whether the projection of the embeddings precedes their norm, and has no
+            bias (DeBERTa).
     """
 
     layer_class = EncoderLayer
     input_names = (*EasyDeLBaseModule.input_names, "token_type_ids")
     pooler_activation: ClassVar[str | None] = None
+    projects_first: ClassVar[bool] = False
 
     @staticmethod
     def norm_of(parts):
@@ -109,17 +112,21 @@ class TextEncoder(Decoder):
             self.embed_positions = parts.embed(config.max_position_embeddings, e)
         if getattr(config, "type_vocab_size", 0):
             self.embed_types = parts.embed(config.type_vocab_size, e)
-        self.embed_norm = parts.own_norm(e)
+        self.embed_norm = parts.own_norm(d if self.projects_first else e)
         if self.projects_embeddings(config):
-            self.embed_proj = parts.linear(e, d, axes=(None, "embed"), bias=True)
+            bias = not self.projects_first
+            self.embed_proj = parts.linear(e, d, axes=(None, "embed"), bias=bias)
         if self.pooler_activation is not None:
             self.pooler = parts.linear(d, d, axes=("embed", None), bias=True)
 
     def enter(self, x, ctx):
         if hasattr(self, "embed_positions"):
             x = x + self.embed_positions(ctx.position_ids + first_position(self.config))
+        project = self.embed_proj if hasattr(self, "embed_proj") else (lambda x, ctx: x)
+        if self.projects_first:
+            x = project(x, ctx)
         x = ctx.dropped(self.embed_norm(x), self.config.hidden_dropout_prob, "embeddings")
-        return self.embed_proj(x, ctx) if hasattr(self, "embed_proj") else x
+        return x if self.projects_first else project(x, ctx)
 
     def check_length(self, length: int) -> None:
         """Raise ConfigError if a row of tokens is longer than the table of positions."""

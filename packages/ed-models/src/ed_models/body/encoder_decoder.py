@@ -7,7 +7,7 @@ Legend: b batch, t encoder positions, s decoder positions, d hidden, n buckets, 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import embedded, layer_context
-from ed_models.body.layers import Attention, DecoderLayer, FeedForward
+from ed_models.body.layers import Attention, DecoderLayer, FeedForward, SandwichLayer
 
 
 class CrossAttentionLayer(DecoderLayer):
@@ -82,6 +82,45 @@ class CrossAttentionLayer(DecoderLayer):
         return self.self_attn.cache_spec, self.cross_attn.cache_spec
 
 
+class SandwichCrossLayer(SandwichLayer):
+    """A decoder layer with norms before and after its three parts (T5Gemma).
+
+    Args:
+        parts: creates the norms.
+        self_attn, cross_attn: attention to the decoder's and to the encoder's positions.
+        mlp: the feed-forward layer.
+        dropout: dropout rate of the three outputs in training.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        self_attn: Attention,
+        cross_attn: CrossAttention,
+        mlp: FeedForward,
+        dropout: float = 0.0,
+    ):
+        super().__init__(parts, self_attn=self_attn, mlp=mlp, dropout=dropout)
+        self.pre_cross_attn_layernorm = parts.own_norm(parts.config.hidden_size)
+        self.cross_attn = cross_attn
+        self.post_cross_attn_layernorm = parts.own_norm(parts.config.hidden_size)
+
+    def __call__(self, x, ctx, cache, layer):
+        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        attended = self.post_attention_layernorm(attended)
+        x = x + ctx.dropped(attended, self.dropout, "attention")
+        read, cache = self.cross_attn(self.pre_cross_attn_layernorm(x), ctx, cache, layer)
+        read = self.post_cross_attn_layernorm(read)
+        x = ctx.named(x + ctx.dropped(read, self.dropout, "cross_attention"), "residual")
+        out, report = self.branch(x, ctx)
+        out = self.post_feedforward_layernorm(out)
+        return x + ctx.dropped(out, self.dropout, "mlp"), cache, report
+
+    def cache_specs(self):
+        return self.self_attn.cache_spec, self.cross_attn.cache_spec
+
+
 class LayerStack(nnx.Module):
     """`norm(layers(x))`, with one table of relative position buckets for all layers.
 
@@ -89,19 +128,33 @@ class LayerStack(nnx.Module):
         parts: creates the layers and the norm.
         layer: creates a layer.
         depth: number of layers.
+        kinds: one value per layer if the layers differ; see `ed_layers.depth.stack.Stack`.
         buckets: number of relative position buckets; 0 = the family has none.
+        summary_buckets: the same for summaries of blocks (LongT5).
         dropout: dropout rate of the inputs and the outputs in training.
     """
 
     def __init__(
-        self, parts: Parts, layer: MakePart, depth: int, *, buckets: int = 0, dropout: float = 0.0
+        self,
+        parts: Parts,
+        layer: MakePart,
+        depth: int,
+        *,
+        kinds: Sequence[Hashable] | None = None,
+        buckets: int = 0,
+        summary_buckets: int = 0,
+        dropout: float = 0.0,
     ):
         config = parts.config
-        self.layers = parts.stack(layer, depth)
+        self.layers = parts.stack(layer, depth, kinds=kinds)
         self.norm = parts.own_norm(config.hidden_size)
         if buckets:
             self.relative_attention_bias = parts.table(
                 buckets, config.num_attention_heads, axes=(None, "heads")
+            )
+        if summary_buckets:
+            self.global_relative_attention_bias = parts.table(
+                summary_buckets, config.num_attention_heads, axes=(None, "heads")
             )
         self.dropout = dropout
 
@@ -111,6 +164,9 @@ class LayerStack(nnx.Module):
         """Run the layers; see `ed_layers.depth.stack.Stack`."""
         if hasattr(self, "relative_attention_bias"):
             ctx = replace(ctx, buckets=self.relative_attention_bias.get_value())
+        if hasattr(self, "global_relative_attention_bias"):
+            table = self.global_relative_attention_bias.get_value()
+            ctx = replace(ctx, summary_buckets=table)
         x = ctx.dropped(x, self.dropout, "embeddings")
         x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=keep_hidden)
         return ctx.dropped(self.norm(x), self.dropout, "output"), cache, report, hidden
@@ -150,7 +206,17 @@ class EncoderDecoder(EasyDeLBaseModule):
     @property
     def features(self) -> int:
         """Size of the hidden states, d."""
-        return self.config.hidden_size
+        return self.decoder_config.hidden_size
+
+    @property
+    def encoder_config(self) -> Any:
+        """The configuration of the encoder's layers."""
+        return self.config
+
+    @property
+    def decoder_config(self) -> Any:
+        """The configuration of the decoder's layers."""
+        return self.config
 
     def add_embeddings(self, parts: Parts) -> None:
         """Create `embed_tokens`, and `encoder_embed_tokens` if the encoder has its own."""
@@ -158,8 +224,13 @@ class EncoderDecoder(EasyDeLBaseModule):
 
     @property
     def embed_scale(self) -> float:
-        """Factor on the embeddings of tokens."""
+        """Factor on the embeddings of the decoder's tokens."""
         return 1.0
+
+    @property
+    def encoder_embed_scale(self) -> float:
+        """Factor on the embeddings of the encoder's tokens."""
+        return self.embed_scale
 
     @staticmethod
     def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
@@ -197,7 +268,8 @@ class EncoderDecoder(EasyDeLBaseModule):
         with native.allowed(self.config.native_kernels):
             x, masks = self.encoder_inputs(inputs, key)
             b, t, _ = x.shape
-            ctx, _ = layer_context(self.config, (b, t), key=key, ropes=self.ropes, **masks)
+            config = self.encoder_config
+            ctx, _ = layer_context(config, (b, t), key=key, ropes=self.ropes, **masks)
             x, *_ = self.encoder(x, ctx, None)
         assert ctx.mask_info is not None
         return Encoded(x, ctx.mask_info.q_segment_ids)
@@ -212,7 +284,7 @@ class EncoderDecoder(EasyDeLBaseModule):
         """
         embed = getattr(self, "encoder_embed_tokens", self.embed_tokens)
         masks = {name: inputs.get(name) for name in ("attention_mask", "segment_ids")}
-        return embed(inputs["input_ids"]) * self.embed_scale, masks
+        return embed(inputs["input_ids"]) * self.encoder_embed_scale, masks
 
     def __call__(
         self,
@@ -238,7 +310,7 @@ class EncoderDecoder(EasyDeLBaseModule):
         x = x * self.embed_scale if inputs_embeds is None else x
         b, s, _ = x.shape
         ctx, cache = layer_context(
-            self.config, (b, s), cache=past_key_values, ropes=self.ropes, **inputs
+            self.decoder_config, (b, s), cache=past_key_values, ropes=self.ropes, **inputs
         )
         ctx = replace(ctx, encoded=encoded)
         with native.allowed(self.config.native_kernels):

@@ -97,10 +97,21 @@ class DecoderLayer(nnx.Module):
 
 
 class SandwichLayer(DecoderLayer):
-    """A layer with norms before and after attention and feed-forward (Gemma 2, GLM-4)."""
+    """A layer with norms before and after attention and feed-forward (Gemma 2, GLM-4).
+
+    Args:
+        parts, self_attn, mlp, norm: as for `DecoderLayer`.
+        dropout: dropout rate of the normed outputs in training (T5Gemma).
+    """
 
     def __init__(
-        self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
+        self,
+        parts: Parts,
+        *,
+        self_attn: Attention,
+        mlp: FeedForward,
+        norm: MakeNorm | None = None,
+        dropout: float = 0.0,
     ):
         norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
@@ -109,15 +120,18 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm = norm(d)
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
+        self.dropout = dropout
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
     ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
+        added = ctx.dropped(self.post_attention_layernorm(attended), self.dropout, "attention")
+        x = ctx.named(x + added, "residual")
         out, report = self.branch(x, ctx)
-        return x + self.post_feedforward_layernorm(out), cache, report
+        added = ctx.dropped(self.post_feedforward_layernorm(out), self.dropout, "mlp")
+        return x + added, cache, report
 
     def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
         """Return the output of the feed-forward layer before its second norm, and the report."""

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.activations import activation
 from ed_layers.attention.blocks.self_attention import SelfAttention
@@ -59,6 +60,13 @@ class DebertaV2Config(EasyDeLBaseConfig, transformers.DebertaV2Config):
     def __post_init__(self, **kwargs: Any):
         super().__post_init__(**kwargs)
         self.legacy = True  # The head has equal outputs in both forms; it is saved in this one.
+        sizes = {"attention_head_size": self.hidden_size // self.num_attention_heads}
+        for name, only in (sizes | {"pooler_hidden_size": self.hidden_size}).items():
+            if (value := getattr(self, name, only)) != only:
+                raise ConfigError(
+                    f"deberta-v2: {name}={value} does not fit hidden_size={self.hidden_size} and "
+                    f"num_attention_heads={self.num_attention_heads}: it must be {only}"
+                )
 
     @property
     def disentangled(self) -> Disentangled | None:
@@ -128,6 +136,7 @@ class DebertaV2Model(TextEncoder):
 
     config_class = DebertaV2Config
     layer_class = DebertaV2Layer
+    projects_first = True
 
     @staticmethod
     def layer_kinds(config):
@@ -167,6 +176,7 @@ class DebertaV2ForMaskedLM(MaskedLM):
         body={
             "model.rel_embeddings": "deberta.encoder.rel_embeddings",
             "model.rel_norm": "deberta.encoder.LayerNorm",
+            "model.embed_proj": "deberta.embeddings.embed_proj",
             "model.layers.0.conv": "deberta.encoder.conv.conv",
             "model.layers.0.conv_norm": "deberta.encoder.conv.LayerNorm",
             **bert_body("deberta"),

@@ -64,6 +64,7 @@ class ElectraForMaskedLM(MaskedLM):
                 "sequence_summary.summary",
                 activation="summary_activation",
                 dropout="summary_last_dropout",
+                requires={"summary_type": "first", "summary_use_proj": True},
             ),
             TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),

@@ -126,7 +126,8 @@ class MoonshineModel(EncoderDecoder):
                 f"moonshine: encoder and decoder have {heads[0]} and {heads[1]} heads; only equal "
                 "numbers are supported"
             )
-        super().add_embeddings(parts)
+        padding = config.pad_token_id
+        self.embed_tokens = parts.embed(config.vocab_size, config.hidden_size, padding=padding)
         self.front_end = MoonshineFrontEnd(parts)
 
     def encoder_inputs(self, inputs, key):

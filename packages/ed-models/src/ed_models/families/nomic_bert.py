@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import Rotary
@@ -32,6 +33,16 @@ class NomicBertConfig(EasyDeLBaseConfig, transformers.NomicBertConfig):
         **transformers.NomicBertConfig.attribute_map,
         "attention_dropout": "attention_probs_dropout_prob",
     }
+
+    def validate(self):
+        """Raise ConfigError for rotary positions of a part of the features."""
+        super().validate()  # type: ignore[misc]
+        share = (self.rope_parameters or {}).get("partial_rotary_factor")
+        if share not in (None, 1):
+            raise ConfigError(
+                f"nomic_bert: partial_rotary_factor={share} in rope_parameters is not supported; "
+                "omit it, as Hugging Face's model ignores it"
+            )
 
 
 def layer(parts: Parts, index: int) -> EncoderLayer:

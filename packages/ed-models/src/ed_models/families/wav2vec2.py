@@ -25,11 +25,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import BaseModelOutput
 from ed_infra.registry import register_config, register_module
-from ed_layers.activations import activation
-from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.context import Ctx
-from ed_layers.convolution import Convolution, GroupNorm, real_steps
-from ed_layers.mlp import MLP
+from ed_layers.convolution import real_steps
 from ed_layers.parts import Parts
 from flax import nnx
 from jax.typing import DTypeLike
@@ -37,9 +33,8 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import layer_context
-from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer
-from ed_models.body.layers import DecoderLayer
 from ed_models.body.spec_augment import SpecAugment
+from ed_models.body.speech_encoder import Adapter, FrontEnd, SpeechEncoder
 from ed_models.tasks.ctc import CTCModel
 from ed_models.weights.rules import STANDARD, Rule, equal, permute, renamed
 
@@ -58,103 +53,11 @@ class Wav2Vec2Config(EasyDeLBaseConfig, transformers.Wav2Vec2Config):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        if self.add_adapter or self.adapter_attn_dim is not None:
+        if self.adapter_attn_dim is not None and not self.do_stable_layer_norm:
             raise ConfigError(
-                "wav2vec2: add_adapter and adapter_attn_dim are not supported, only models without "
-                "adapters"
+                f"wav2vec2: adapter_attn_dim={self.adapter_attn_dim} has an effect only with "
+                "do_stable_layer_norm=True: set that field, or omit adapter_attn_dim"
             )
-
-
-class Wav2Vec2Convolution(nnx.Module):
-    """One convolution of the front end, its norm and its activation."""
-
-    def __init__(self, parts: Parts, index: int):
-        config = parts.config
-        inputs = config.conv_dim[index - 1] if index else 1
-        outputs = config.conv_dim[index]
-        self.conv = Convolution(
-            parts,
-            inputs,
-            outputs,
-            taps=config.conv_kernel[index],
-            stride=config.conv_stride[index],
-            bias=config.conv_bias,
-        )
-        self.by_time = config.feat_extract_norm == "group"
-        if self.by_time and not index:
-            self.layer_norm = GroupNorm(parts, outputs, groups=outputs)
-        elif not self.by_time:
-            self.layer_norm = parts.layer_norm(outputs, eps=1e-5)
-        self.hidden_act = config.feat_extract_activation
-
-    def __call__(
-        self, x: Float[Array, "b t i"], lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "b u o"], Int[Array, " b"]]:
-        x, lengths = self.conv(x), self.conv.lengths(lengths)
-        if hasattr(self, "layer_norm"):
-            real = (real_steps(lengths, x.shape[1]),) if self.by_time else ()
-            x = self.layer_norm(x, *real)
-        return activation(self.hidden_act)(x), lengths
-
-
-class Wav2Vec2FrontEnd(nnx.Module):
-    """The convolutions, and a projection to the hidden size."""
-
-    def __init__(self, parts: Parts):
-        config = parts.config
-        count, c = len(config.conv_dim), config.conv_dim[-1]
-        self.conv_layers = nnx.List([Wav2Vec2Convolution(parts, i) for i in range(count)])
-        self.layer_norm = parts.own_norm(c)
-        self.projection = parts.linear(c, config.hidden_size, axes=(None, "embed"), bias=True)
-
-    def __call__(
-        self, samples: Float[Array, "b n"], lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "b t d"], Int[Array, " b"]]:
-        x = samples[..., None]
-        for layer in self.conv_layers:
-            x, lengths = layer(x, lengths)
-        return self.projection(self.layer_norm(x)), lengths
-
-
-def encoder_layer(parts: Parts, index: int) -> DecoderLayer:
-    """Create a layer of the encoder."""
-    config = parts.config
-    own = SelfAttention(parts, bias=True, position=None, mask=BIDIRECTIONAL)
-    mlp = MLP(parts, dropout=config.activation_dropout)
-    if config.do_stable_layer_norm:
-        return DecoderLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
-    return EncoderLayer(parts, index, self_attn=own, mlp=mlp)
-
-
-class Wav2Vec2Encoder(nnx.Module):
-    """Positions, layers, and a norm before or after the layers."""
-
-    def __init__(self, parts: Parts):
-        config = parts.config
-        d, taps = config.hidden_size, config.num_conv_pos_embeddings
-        self.pos_conv_embed = Convolution(
-            parts,
-            d,
-            d,
-            taps=taps,
-            padding=taps // 2,
-            groups=config.num_conv_pos_embedding_groups,
-            weight_norm=True,
-        )
-        self.norm = parts.own_norm(d)
-        self.layers = parts.stack(encoder_layer, config.num_hidden_layers)
-        self.config = config
-
-    def __call__(self, x: Float[Array, "b t d"], ctx: Ctx, *, keep_hidden: bool = False):
-        """Run the encoder; see `ed_layers.depth.stack.Stack`."""
-        config, stable = self.config, self.config.do_stable_layer_norm
-        x = x if ctx.real is None else jnp.where(ctx.real[..., None], x, 0)
-        positions = self.pos_conv_embed(x)[:, : x.shape[1]]  # an even number of taps gives one more
-        x = x + activation(config.feat_extract_activation)(positions)
-        x = ctx.dropped(x if stable else self.norm(x), config.hidden_dropout, "embeddings")
-        ctx = replace(ctx, layerdrop=config.layerdrop)
-        x, _, report, hidden = self.layers(x, ctx, keep_hidden=keep_hidden)
-        return self.norm(x) if stable else x, report, hidden
 
 
 class Wav2Vec2Model(EasyDeLBaseModule):
@@ -176,24 +79,27 @@ class Wav2Vec2Model(EasyDeLBaseModule):
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
         parts = replace(parts, norm_of_family=norm)
-        self.front_end = Wav2Vec2FrontEnd(parts)
+        self.front_end = FrontEnd(parts)
         if config.mask_time_prob > 0 or config.mask_feature_prob > 0:
             self.masked_spec_embed = nnx.Param(
                 jax.random.uniform(rngs.params(), (config.hidden_size,), self.param_dtype),
                 axes=("embed",),
             )
-        self.encoder = Wav2Vec2Encoder(parts)
+        self.encoder = SpeechEncoder(parts)
+        if config.add_adapter:
+            self.adapter = Adapter(parts)
 
     @property
     def features(self) -> int:
-        """Size of the hidden states, d."""
-        return self.config.hidden_size
+        """Size of the outputs, d."""
+        config = self.config
+        return config.output_hidden_size if config.add_adapter else config.hidden_size
 
     def output_lengths(self, lengths: Int[Array, " b"]) -> Int[Array, " b"]:
         """Return the number of time steps t of rows with these numbers of samples."""
         for layer in self.front_end.conv_layers:
             lengths = layer.conv.lengths(lengths)
-        return lengths
+        return self.adapter.lengths(lengths) if hasattr(self, "adapter") else lengths
 
     def __call__(
         self,
@@ -227,6 +133,8 @@ class Wav2Vec2Model(EasyDeLBaseModule):
                 x = jnp.where(masks.time, self.masked_spec_embed.get_value().astype(x.dtype), x)
             x = jnp.where(masks.feature, 0, x)
         x, report, hidden = self.encoder(x, ctx, keep_hidden=output_hidden_states)
+        if hasattr(self, "adapter"):
+            x = self.adapter(x, lengths)
         x = ctx.dropped(x, config.final_dropout, "output")
         return BaseModelOutput(x, hidden_states=hidden, losses=report.losses, aux=report.metrics)
 

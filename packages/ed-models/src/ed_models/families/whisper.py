@@ -88,7 +88,9 @@ class WhisperModel(BartBody):
         return WhisperPositions(parts)
 
     def add_embeddings(self, parts):
-        super().add_embeddings(parts)
+        config = parts.config
+        padding = config.pad_token_id
+        self.embed_tokens = parts.embed(config.vocab_size, config.d_model, padding=padding)
         self.front_end = WhisperFrontEnd(parts)
 
     def encoder_inputs(self, inputs, key):

@@ -33,7 +33,7 @@ from ed_models.generation.decoding import (
     token_program,
 )
 from ed_models.generation.generated_rows import GeneratedRows
-from ed_models.generation.options import GenerationOptions
+from ed_models.generation.options import GenerationOptions, vocab_size_of
 from ed_models.generation.prompts import (
     PromptBatch,
     TokenRows,
@@ -119,30 +119,33 @@ def generate(
         checkpoint=checkpoint,
         model_config=config,
         prompt_length=length,
+        encoder_decoder=reads_encoder,
         tokenizer=tokenizer,
         assisted=assistant_model is not None,
     )
     if not (isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= seed < 2**32):
         raise ConfigError(f"seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
     padded = chosen.pad_is_known and chosen.pad_token_id not in chosen.eos_token_id
-    padding = chosen.pad_token_id if padded else None
+    padding, vocab_size = chosen.pad_token_id if padded else None, vocab_size_of(config)
     if not reads_encoder:
         if options.get("decoder_start_token_id") is not None:
             raise ConfigError(
                 f"decoder_start_token_id has no effect: {type(model).__name__} has no encoder"
             )
-        prompts = PromptBatch.read(arrays["input_ids"], attention_mask, padding, config)
+        prompts = PromptBatch.read(arrays["input_ids"], attention_mask, padding, vocab_size)
         own = [name for name in arrays if name not in ("input_ids", "attention_mask")]
         prompts = replace(prompts, inputs=arrays.select(own))
     else:
         if "input_ids" in arrays:
             ids = arrays["input_ids"]
-            encoder = encoder_inputs(PromptBatch.read(ids, attention_mask, padding, config))
+            known = vocab_size_of(config, encoder=True)
+            encoder = encoder_inputs(PromptBatch.read(ids, attention_mask, padding, known))
         else:
             own = [name for name in arrays if not name.startswith("decoder_")]
             encoder = arrays.select(own)
         first, mask = decoder_start(model, chosen.decoder_start_token_id, arrays)
-        prompts = replace(PromptBatch.read(token_ids(first), mask, None, config), inputs=encoder)
+        prompts = PromptBatch.read(token_ids(first), mask, None, vocab_size)
+        prompts = replace(prompts, inputs=encoder)
     for each in (model, assistant_model):
         if each is not None:
             prompts.check_room(each.config, chosen.max_new_tokens)
@@ -193,8 +196,12 @@ def _generate(
 
     cache, logits = prefilled(split, leaves)
     ids = np.concatenate([np.full((len(tokens), room), -1), np.where(valid, tokens, -1)], axis=1)
+    source = None
+    if options.choice.reads_source:
+        source = jnp.asarray(np.repeat(prompts.source(model), copies, axis=0), jnp.int32)
     rows = GeneratedRows(
         ids=jnp.asarray(np.repeat(ids, copies, axis=0), jnp.int32),
+        source=source,
         new=jnp.zeros((len(ids) * copies,), jnp.int32),
         limit=jnp.int32(options.max_new_tokens),
         eos=jnp.asarray(options.eos_token_id or (-1,), jnp.int32),
@@ -259,7 +266,7 @@ def _behind(prompts: PromptBatch, new: Int[np.ndarray, "r n"]) -> Int[np.ndarray
 def _check_output(
     options: GenerationOptions, room: int, rows: int, config: EasyDeLBaseConfig
 ) -> None:
-    vocab_size = getattr(config.get_text_config(), "vocab_size", 0)
+    vocab_size = vocab_size_of(config) or 0
     per_step = rows * vocab_size * 4 * len(options.outputs & {"scores", "logits"})
     if per_step * room > _MOST_OUTPUT:
         raise ConfigError(
@@ -270,7 +277,7 @@ def _check_output(
 
 
 def _check_assistant(config: EasyDeLBaseConfig, assistant: EasyDeLBaseConfig) -> None:
-    mine, other = (getattr(c.get_text_config(), "vocab_size", None) for c in (config, assistant))
+    mine, other = vocab_size_of(config), vocab_size_of(assistant)
     if mine != other:
         raise ConfigError(
             f"the assistant_model has a vocabulary of {other} tokens, but the model has {mine}: "

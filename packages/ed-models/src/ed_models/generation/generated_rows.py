@@ -1,6 +1,6 @@
 """The tokens that `generate` has written so far.
 
-Legend: b rows, t tokens of a row, n selected rows, m end tokens.
+Legend: b rows, t tokens of a row, u tokens of its source, n selected rows, m end tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class GeneratedRows:
         new: number of generated tokens, [b].
         limit: tokens that a row can get.
         eos: tokens that end a row; -1 for none. [m]
+        source: tokens of the encoder, or of the prompt, [b, u]; -1 = padding. None if no option
+            reads them.
         stops: strings that end a row.
     """
 
@@ -31,6 +33,7 @@ class GeneratedRows:
     new: Int[Array, " b"]
     limit: Int[Array, ""] | int
     eos: Int[Array, " m"]
+    source: Int[Array, "b u"] | None = None
     stops: StopStrings | None = field(default=None, metadata={"static": True})
 
     def push(self, tokens: Int[Array, " b"]) -> GeneratedRows:
@@ -40,7 +43,8 @@ class GeneratedRows:
 
     def take(self, rows: Int[Array, " n"]) -> GeneratedRows:
         """Some of the rows, in this order."""
-        return replace(self, ids=self.ids[rows], new=self.new[rows])
+        source = None if self.source is None else self.source[rows]
+        return replace(self, ids=self.ids[rows], new=self.new[rows], source=source)
 
     def ended(self) -> Bool[Array, " b"]:
         """Which rows end with their latest token."""

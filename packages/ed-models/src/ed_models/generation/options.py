@@ -2,8 +2,8 @@
 
 The first source that sets an option has precedence: the arguments of the call, the
 `generation_config` of the call, the checkpoint's generation_config.json and config.json (special
-tokens only), the default. Each option is an entry in one of two tables: `PROCESSORS` for options
-that change logits, and `SETTINGS` for the others.
+tokens, and `OF_ENCODER_DECODERS`), the default. Each option is an entry in one of two tables:
+`PROCESSORS` for options that change logits, and `SETTINGS` for the others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 FILE_NAME = "generation_config.json"
 DEFAULT_NEW_TOKENS = 128
+#: Options of a checkpoint's files that also apply to an encoder-decoder: models were trained for
+#: them, such as the language of a translation, or the padding token that Marian never generates.
+OF_ENCODER_DECODERS = (
+    *("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"),
+    *("suppress_tokens", "begin_suppress_tokens"),
+)
 # Entries of a GenerationConfig that do not affect the generated tokens.
 _NEUTRAL = {"transformers_version", "_from_model_config"}
 _KNOWN = (*SETTINGS, *PROCESSORS)
@@ -75,6 +81,7 @@ class GenerationOptions:
         checkpoint: str | None,
         model_config: EasyDeLBaseConfig,
         prompt_length: int,
+        encoder_decoder: bool = False,
         tokenizer: TokenDecoder | None = None,
         assisted: bool = False,
     ) -> GenerationOptions:
@@ -87,6 +94,8 @@ class GenerationOptions:
             checkpoint: text of generation_config.json, or None.
             model_config: the last source of special tokens, and the vocabulary size.
             prompt_length: number of prompt tokens, subtracted from `max_length` and `min_length`.
+            encoder_decoder: whether the model reads an encoder: then the checkpoint's
+                `OF_ENCODER_DECODERS` apply, too.
             tokenizer: the tokenizer of the stop strings.
             assisted: whether the call has an assistant model.
 
@@ -115,7 +124,7 @@ class GenerationOptions:
 
         eos = () if endless else special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
-        start = special("decoder_start_token_id")
+        start = special("decoder_start_token_id") or special("bos_token_id")
         stops = None
         if tokenizer is not None and "stop_strings" not in options:
             raise ConfigError("tokenizer has no effect without stop_strings; omit it")
@@ -124,6 +133,11 @@ class GenerationOptions:
         _refuse_idle(arguments, on, ends=bool(eos))
         new_tokens = _new_tokens(settings, prompt_length)
         values: dict[str, Any] = {n: options[n] for n in PROCESSORS if n in options}
+        for name in OF_ENCODER_DECODERS if encoder_decoder else ():
+            value = stored.get(name)
+            value = special_token(model_config, name) if value is None else value
+            if name not in values and value not in (None, []):
+                values[name] = value
         values["top_k"] = values.get("top_k") or None  # Hugging Face writes 0 for "no limit"
         if not eos:
             values = {n: v for n, v in values.items() if not PROCESSORS[n].needs_end}
@@ -132,6 +146,11 @@ class GenerationOptions:
             values["min_new_tokens"] = max(fewest, int(values.get("min_new_tokens") or 0))
         choice = TokenChoice(do_sample=do_sample, **values)
         _check_choice(choice, new_tokens, model_config)
+        if {"forced_bos_token_id", "begin_suppress_tokens"} <= options.keys():
+            raise ConfigError(
+                "forced_bos_token_id determines the first token, so begin_suppress_tokens has no "
+                "effect; omit one of them"
+            )
         outputs = frozenset(n for n in ("scores", "logits", "logprobs") if f"output_{n}" in on)
         if "logprobs" in outputs:
             outputs |= {settings.get("logprobs_mode", LOGPROBS_MODES[0])}
@@ -189,6 +208,19 @@ def special_token(model_config: EasyDeLBaseConfig, name: str) -> object:
     """Return a special token of a configuration, or of its language model's configuration."""
     value = getattr(model_config, name, None)
     return getattr(_text_config(model_config), name, None) if value is None else value
+
+
+def vocab_size_of(config: Any, *, encoder: bool = False) -> int | None:
+    """Return the number of tokens of a model; of the encoder's if encoder and decoder differ.
+
+    Args:
+        config: the configuration; tests pass plain objects.
+        encoder: whether the tokens are those of the encoder of an encoder-decoder.
+    """
+    if encoder:
+        return getattr(config, "vocab_size", None)
+    own = getattr(config, "decoder_vocab_size", None)
+    return own or getattr(_text_config(config), "vocab_size", None)
 
 
 def _text_config(config: Any) -> Any:
@@ -256,7 +288,7 @@ def _new_tokens(settings: Mapping[str, Any], prompt_length: int) -> int:
 
 
 def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfig) -> None:
-    size = getattr(_text_config(config), "vocab_size", None) or 2**31
+    size = vocab_size_of(config) or 2**31
     for name, value in choice.values.items():
         arrays = jax.tree.leaves(value) if PROCESSORS[name].token_ids else []
         ids = [x for x in arrays if x.dtype.kind == "i"]
@@ -271,11 +303,6 @@ def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfi
         raise ConfigError(
             f"a row must have at least {fewest} new tokens (min_new_tokens, min_length), but at "
             f"most {new_tokens} (max_new_tokens, max_length); lower the one or raise the other"
-        )
-    if choice.forced_bos_token_id is not None and choice.begin_suppress_tokens is not None:
-        raise ConfigError(
-            "forced_bos_token_id determines the first token, so begin_suppress_tokens has no "
-            "effect; omit one of them"
         )
 
 

@@ -48,6 +48,7 @@ class Processor:
         drawing: it has an effect only where tokens are drawn.
         needs_end: it has an effect only where a token ends rows.
         token_ids: whole numbers in its value are tokens.
+        reads_source: it reads the tokens of the encoder, or of the prompt.
     """
 
     apply: Apply
@@ -57,6 +58,7 @@ class Processor:
     drawing: bool = False
     needs_end: bool = False
     token_ids: bool = False
+    reads_source: bool = False
 
 
 def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
@@ -93,6 +95,13 @@ def penalize_repetition(scores: jax.Array, factor: jax.Array, rows: GeneratedRow
     return sampling.penalize_repetition(scores, seen, factor)
 
 
+def favour_source(scores: jax.Array, factor: jax.Array, rows: GeneratedRows) -> jax.Array:
+    """Raise the scores of the tokens of the encoder, or of the prompt, for a factor above 1."""
+    assert rows.source is not None
+    seen = sampling.held(rows.source, scores.shape[-1])
+    return sampling.penalize_repetition(scores, seen, 1 / factor)
+
+
 def penalize_presence(scores: jax.Array, penalty: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Subtract from the scores of generated tokens, as OpenAI's API does; the prompt is ignored."""
     return scores - penalty * sampling.held(rows.generated(), scores.shape[-1])
@@ -106,6 +115,13 @@ def penalize_frequency(scores: jax.Array, penalty: jax.Array, rows: GeneratedRow
 def ban_ngrams(scores: jax.Array, size: int, rows: GeneratedRows) -> jax.Array:
     """Allow no n-gram twice in a row, including the n-grams of the prompt."""
     banned = sampling.repeated_ngrams(rows.ids, size, scores.shape[-1])
+    return jnp.where(banned, -jnp.inf, scores)
+
+
+def ban_source_ngrams(scores: jax.Array, size: int, rows: GeneratedRows) -> jax.Array:
+    """Allow no n-gram of the encoder's tokens, or of the prompt."""
+    assert rows.source is not None
+    banned = sampling.repeated_ngrams(rows.ids, size, scores.shape[-1], rows.source)
     return jnp.where(banned, -jnp.inf, scores)
 
 
@@ -190,10 +206,14 @@ _CUTOFF = number(lambda x: 0 <= x < 1, "at least 0 and below 1; 0 drops nothing"
 # `timestamp_rules` is an option of this project.
 PROCESSORS: Mapping[str, Processor] = {
     "sequence_bias": Processor(add_bias, Biases.read, token_ids=True),
+    "encoder_repetition_penalty": Processor(favour_source, _ABOVE_ZERO, off=1.0, reads_source=True),
     "repetition_penalty": Processor(penalize_repetition, _ABOVE_ZERO, off=1.0),
     "presence_penalty": Processor(penalize_presence, _TWO_SIDED, off=0.0),
     "frequency_penalty": Processor(penalize_frequency, _TWO_SIDED, off=0.0),
     "no_repeat_ngram_size": Processor(ban_ngrams, whole(0, 1024), off=0, static=True),
+    "encoder_no_repeat_ngram_size": Processor(
+        ban_source_ngrams, whole(0, 1024), off=0, static=True, reads_source=True
+    ),
     "bad_words_ids": Processor(ban_words, Bans.read, token_ids=True),
     "min_new_tokens": Processor(hold_open, whole(0), off=0, needs_end=True),
     "forced_bos_token_id": Processor(force_begin, token_list(1), token_ids=True),

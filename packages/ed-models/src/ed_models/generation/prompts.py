@@ -47,7 +47,7 @@ class PromptBatch:
         ids: Int[np.ndarray, "b s"],
         attention_mask: TokenRows | None,
         padding: int | None,
-        config: EasyDeLBaseConfig,
+        vocab_size: int | None,
     ) -> PromptBatch:
         """Validate prompts.
 
@@ -55,7 +55,7 @@ class PromptBatch:
             ids: result of `token_ids`.
             attention_mask: [b, s], 1 for a token, 0 for padding.
             padding: the padding token at the start of rows, used without a mask.
-            config: configuration of the model.
+            vocab_size: number of tokens; None = unknown.
 
         Raises:
             ConfigError: see `generate`.
@@ -64,11 +64,26 @@ class PromptBatch:
         lengths = kept.sum(axis=1).astype(np.int32)
         if not lengths.all():
             raise ConfigError(f"row {int(np.argmin(lengths))} of input_ids contains only padding")
-        return cls(_in_vocabulary(ids, kept, config), kept, lengths)
+        return cls(_in_vocabulary(ids, kept, vocab_size), kept, lengths)
 
     def aligned(self) -> tuple[np.ndarray, np.ndarray]:
         """Return right-aligned tokens and their validity, [b, w]."""
         return right_aligned(self.ids, self.kept, bucket(int(self.lengths.max())))
+
+    def source(self, model: LanguageModel) -> Int[np.ndarray, "b u"]:
+        """Return the tokens of the encoder, or of the prompts; -1 = padding.
+
+        Raises:
+            ConfigError: the encoder does not read tokens.
+        """
+        if not is_encoder_decoder(model):
+            return np.where(self.kept, self.ids, -1)
+        if "input_ids" not in self.inputs:
+            raise ConfigError(
+                "encoder_repetition_penalty and encoder_no_repeat_ngram_size need the tokens of "
+                "the encoder: pass input_ids, or omit these options"
+            )
+        return np.where(self.inputs["attention_mask"] != 0, self.inputs["input_ids"], -1)
 
     def check_room(self, config: EasyDeLBaseConfig, new: int) -> None:
         """Check that a model has positions for the prompts and `new` more tokens.
@@ -129,10 +144,10 @@ def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
 
 
 def _in_vocabulary(
-    ids: Int[np.ndarray, "b s"], kept: Bool[np.ndarray, "b s"], config: EasyDeLBaseConfig
+    ids: Int[np.ndarray, "b s"], kept: Bool[np.ndarray, "b s"], vocab_size: int | None
 ) -> Int[np.ndarray, "b s"]:
     """Return the prompts as int32 after a check of all tokens except padding."""
-    size = getattr(config.get_text_config(), "vocab_size", None) or 2**31
+    size = vocab_size or 2**31
     for row, at in np.argwhere(kept & ((ids < 0) | (ids >= size))):
         raise ConfigError(
             f"token {ids[row, at]} (row {row}, position {at} of input_ids) is not in the model's "

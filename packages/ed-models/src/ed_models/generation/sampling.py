@@ -167,18 +167,27 @@ def counted(ids: Int[Array, "b t"], vocab_size: int) -> Int[Array, "b v"]:
     return counts.at[rows, places].add(1, mode="drop")
 
 
-def repeated_ngrams(ids: Int[Array, "b t"], size: int, vocab_size: int) -> Bool[Array, "b v"]:
+def repeated_ngrams(
+    ids: Int[Array, "b t"],
+    size: int,
+    vocab_size: int,
+    source: Int[Array, "b u"] | None = None,
+) -> Bool[Array, "b v"]:
     """Mark the tokens that would complete an n-gram of `size` tokens which the row holds already
-    (Paulus et al., 2017)."""
-    width = ids.shape[1]
-    if width < size:
+    (Paulus et al., 2017), or which the row's source holds.
+
+    Args:
+        source: other tokens, -1 = padding; None = the row itself.
+    """
+    source = ids if source is None else source
+    width, starts = ids.shape[1], source.shape[1] - size + 1
+    if starts < 1 or width < size - 1:
         return jnp.zeros((ids.shape[0], vocab_size), bool)
-    starts = width - size + 1
     same = jnp.ones((ids.shape[0], starts), bool)
     for i in range(size - 1):
-        latest = ids[:, starts + i, None]
-        same &= (ids[:, i : i + starts] == latest) & (latest >= 0)
-    return held(jnp.where(same, ids[:, size - 1 :], -1), vocab_size)
+        latest = ids[:, width - size + 1 + i, None]
+        same &= (source[:, i : i + starts] == latest) & (latest >= 0)
+    return held(jnp.where(same, source[:, size - 1 :], -1), vocab_size)
 
 
 def sequence_bias(

@@ -64,6 +64,11 @@ class TokenChoice:
         object.__setattr__(self, "do_sample", do_sample)
         object.__setattr__(self, "values", values)
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether an option reads the tokens of the encoder, or of the prompt."""
+        return any(PROCESSORS[name].reads_source for name in self.values)
+
     def without_draw(self) -> TokenChoice:
         """Return the choice without draws: without temperature and filters of draws."""
         kept = {n: v for n, v in self.values.items() if not PROCESSORS[n].drawing}

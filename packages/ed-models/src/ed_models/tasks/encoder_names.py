@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.activations import activation
 from ed_layers.parts import Parts
@@ -35,6 +36,7 @@ class HeadNames:
         dropout: the field with the dropout rate, replaced by `hidden_dropout_prob` if the field is
             missing or None; None = no dropout.
         drops_input: whether the input of `dense` is dropped, too.
+        requires: fields of the configuration -> their only supported value.
     """
 
     out: str
@@ -44,6 +46,16 @@ class HeadNames:
     activation: str = "tanh"
     dropout: str | None = "classifier_dropout"
     drops_input: bool = False
+    requires: Mapping[str, object] = field(default_factory=dict)
+
+    def check(self, config: Any) -> None:
+        """Raise ConfigError if the configuration describes another form of the head."""
+        for name, only in self.requires.items():
+            if (value := getattr(config, name, only)) != only:
+                raise ConfigError(
+                    f"{config.model_type}: {name}={value!r} is not supported for this task, only "
+                    f"{only!r} is"
+                )
 
     def names(self) -> list[str]:
         """Return the names in checkpoints."""
@@ -106,6 +118,7 @@ class HeadTransform(nnx.Module):
 
     def __init__(self, parts: Parts, names: HeadNames, outputs: int | None = None):
         d = parts.config.hidden_size
+        names.check(parts.config)
         if names.dense:
             bias = getattr(parts.config, "classifier_bias", True)
             self.dense = parts.linear(d, outputs or d, axes=("embed", None), bias=bias)

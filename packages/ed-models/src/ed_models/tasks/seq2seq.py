@@ -191,5 +191,15 @@ class Seq2SeqLM(VocabularyHead):
         return output.replace(loss=total / jnp.maximum(count, 1)), count
 
     def first_tokens(self, tokens: Int[Array, "b s"]) -> Int[Array, "b 1"]:
-        """Return the first token that the decoder reads; `tokens` are the labels, padded."""
-        return jnp.full_like(tokens[:, :1], self.config.decoder_start_token_id)
+        """Return the first token that the decoder reads; `tokens` are the labels, padded.
+
+        Raises:
+            ConfigError: the configuration has no `decoder_start_token_id`.
+        """
+        start = getattr(self.config, "decoder_start_token_id", None)
+        if start is None:
+            raise ConfigError(
+                "the configuration has no decoder_start_token_id, which precedes the labels: set "
+                "that field, or pass decoder_input_ids"
+            )
+        return jnp.full_like(tokens[:, :1], start)
