@@ -33,5 +33,7 @@ CASES = Cases(
             "final_logit_softcapping": 3.0,
             "tie_word_embeddings": True,
         },
-    }
+    },
+    # torch's float32 gradient of the embedding differs from its float64 gradient by 2e-4.
+    gradients=5e-4,
 )

@@ -20,6 +20,8 @@ FIELDS = {
     "intermediate_size": "d_ff",
     "rms_norm_eps": "layer_norm_epsilon",
 }
+#: Standard deviation of initial matrices, `initializer_range` of a configuration.
+INITIALIZER_RANGE = property(lambda config: 0.02 * config.initializer_factor)
 
 
 def attention(parts: Parts, *, causal: bool) -> SelfAttention:

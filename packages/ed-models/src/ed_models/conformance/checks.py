@@ -21,7 +21,6 @@ from ed_models.checkpoints.loading import weight_map
 from ed_models.conformance.subjects import B, S, Subject, forward
 
 OURS = 2e-5  # usual bound for two programs of this project
-GRADIENTS = 1e-4  # bound relative to the largest entry
 MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2))
 
 
@@ -61,13 +60,14 @@ def gradients(subject: Subject) -> float:
     # Some gradients are zero in exact arithmetic, such as that of the bias of keys without
     # positions. Their rounding errors are about float32's epsilon times the largest gradient.
     largest = max(float(g.abs().max()) for g in grads.values())
-    least = subject.zero_gradient * float(np.finfo(np.float32).eps) * largest / GRADIENTS
+    bound = subject.cases.gradients
+    least = subject.zero_gradient * float(np.finfo(np.float32).eps) * largest / bound
     for name in table.hf_shapes:
         # Parameters that only select, such as an index of keys, have no gradient.
         expected = grads[name].numpy() if name in grads else np.zeros(table.hf_shapes[name])
         got = table.save(name, lambda ours, at: by_name[ours][at])
         scale = max(float(np.abs(expected).max()), least)
-        worst = max(worst, _near(got / scale, expected / scale, GRADIENTS, f"gradient of {name}"))
+        worst = max(worst, _near(got / scale, expected / scale, bound, f"gradient of {name}"))
     return worst
 
 

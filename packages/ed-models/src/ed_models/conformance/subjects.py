@@ -57,6 +57,8 @@ class Cases:
             reorders sums.
         ours: bound on the difference of float32 logits of two programs of this project; larger if
             random weights amplify rounding errors.
+        gradients: bound on the error of float32 gradients, relative to the largest entry of each
+            parameter.
         saved: bound on the difference of torch's outputs before and after saving, if torch's
             products of equal matrices depend on their places in memory.
         padded_in_transformers: whether Hugging Face's model computes equal numbers for a row with
@@ -69,6 +71,7 @@ class Cases:
     rows: Mapping[str, Mapping[str, Any]]
     logits: float = 1e-4
     ours: float = 2e-5
+    gradients: float = 1e-4
     saved: float = 0.0
     padded_in_transformers: bool = True
     tasks: tuple[TaskType, ...] = ()

@@ -26,7 +26,7 @@ from ed_layers.attention.blocks.summary_attention import SummaryAttention
 from ed_layers.parts import Parts
 
 from ed_models.body.encoder_decoder import EncoderDecoder, LayerStack
-from ed_models.body.t5 import FIELDS, decoder_layer, encoder_layer, layer_stack
+from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
 from ed_models.weights.blocks import Relation, Shape
@@ -49,6 +49,7 @@ class LongT5Config(EasyDeLBaseConfig, transformers.LongT5Config):
     known_keywords = frozenset(
         {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "tie_word_embeddings"}
     )
+    initializer_range = INITIALIZER_RANGE
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -57,11 +58,6 @@ class LongT5Config(EasyDeLBaseConfig, transformers.LongT5Config):
                 f"longt5: encoder_attention_type={self.encoder_attention_type!r} must be one of "
                 f"{', '.join(ATTENTIONS)}"
             )
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of initial matrices."""
-        return 0.02 * self.initializer_factor
 
     @property
     def reads_summaries(self) -> bool:

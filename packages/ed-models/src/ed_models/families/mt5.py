@@ -13,7 +13,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
 from ed_models.body.encoder_decoder import EncoderDecoder
-from ed_models.body.t5 import FIELDS, decoder_layer, encoder_layer, layer_stack
+from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
 
@@ -28,16 +28,12 @@ class MT5Config(EasyDeLBaseConfig, transformers.MT5Config):
     model_type = "mt5"
     attribute_map = {**transformers.MT5Config.attribute_map, **FIELDS}
     known_keywords = frozenset({"dense_act_fn", "is_gated_act"})
+    initializer_range = INITIALIZER_RANGE
 
     def __post_init__(self, **kwargs: Any):
         tied = self.tie_word_embeddings
         super().__post_init__(**kwargs)
         self.tie_word_embeddings = tied is not False
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of initial matrices."""
-        return 0.02 * self.initializer_factor
 
 
 class MT5Model(EncoderDecoder):

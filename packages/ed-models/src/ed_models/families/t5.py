@@ -19,7 +19,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
 from ed_models.body.encoder_decoder import EncoderDecoder
-from ed_models.body.t5 import FIELDS, decoder_layer, encoder_layer, layer_stack
+from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
 
@@ -34,11 +34,7 @@ class T5Config(EasyDeLBaseConfig, transformers.T5Config):
     known_keywords = frozenset(
         {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "tie_word_embeddings"}
     )
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of initial matrices."""
-        return 0.02 * self.initializer_factor
+    initializer_range = INITIALIZER_RANGE
 
 
 class T5Model(EncoderDecoder):

@@ -19,7 +19,7 @@ from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets, Score
 from ed_layers.parts import Parts
 
 from ed_models.body.encoder_decoder import EncoderDecoder, LayerStack
-from ed_models.body.t5 import FIELDS, decoder_layer, encoder_layer
+from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
 
@@ -34,16 +34,12 @@ class UMT5Config(EasyDeLBaseConfig, transformers.UMT5Config):
     model_type = "umt5"
     attribute_map = {**transformers.UMT5Config.attribute_map, **FIELDS}
     known_keywords = frozenset({"dense_act_fn", "is_gated_act", "tie_word_embeddings"})
+    initializer_range = INITIALIZER_RANGE
 
     def __post_init__(self, **kwargs: Any):
         tied = kwargs.get("tie_word_embeddings")
         super().__post_init__(**kwargs)
         self.tie_word_embeddings = tied is not False
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of initial matrices."""
-        return 0.02 * self.initializer_factor
 
 
 class UMT5Attention(SelfAttention):

@@ -37,21 +37,21 @@ class GeneratedRows:
     stops: StopStrings | None = field(default=None, metadata={"static": True})
 
     def push(self, tokens: Int[Array, " b"]) -> GeneratedRows:
-        """One token more for each row; the leftmost place is lost."""
+        """Return the rows with one more token; the leftmost column is removed."""
         ids = jnp.concatenate([self.ids[:, 1:], tokens[:, None]], axis=1)
         return replace(self, ids=ids, new=self.new + 1)
 
     def take(self, rows: Int[Array, " n"]) -> GeneratedRows:
-        """Some of the rows, in this order."""
+        """Return some of the rows, in this order."""
         source = None if self.source is None else self.source[rows]
         return replace(self, ids=self.ids[rows], new=self.new[rows], source=source)
 
     def ended(self) -> Bool[Array, " b"]:
-        """Which rows end with their latest token."""
+        """Return which rows end with their latest token."""
         ends = jnp.isin(self.ids[:, -1], self.eos)
         return ends if self.stops is None else ends | self.stops.reached(self.ids)
 
     def generated(self) -> Int[Array, "b t"]:
-        """The tokens that were generated; -1 instead of others."""
+        """Return the generated tokens, and -1 in place of the others."""
         place = jnp.arange(self.ids.shape[1])
         return jnp.where(place >= self.ids.shape[1] - self.new[:, None], self.ids, -1)

@@ -124,7 +124,9 @@ class GenerationOptions:
 
         eos = () if endless else special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
-        start = special("decoder_start_token_id") or special("bos_token_id")
+        start = special("decoder_start_token_id")
+        if encoder_decoder and not start:
+            start = special("bos_token_id")
         stops = None
         if tokenizer is not None and "stop_strings" not in options:
             raise ConfigError("tokenizer has no effect without stop_strings; omit it")
@@ -136,6 +138,10 @@ class GenerationOptions:
         for name in OF_ENCODER_DECODERS if encoder_decoder else ():
             value = stored.get(name)
             value = special_token(model_config, name) if value is None else value
+            if name.endswith("suppress_tokens") and isinstance(value, list):
+                # Files of Whisper may exclude tokens that a smaller vocabulary does not have.
+                size = vocab_size_of(model_config) or 2**31
+                value = [token for token in value if token < size]
             if name not in values and value not in (None, []):
                 values[name] = value
         values["top_k"] = values.get("top_k") or None  # Hugging Face writes 0 for "no limit"
