@@ -33,7 +33,7 @@ def embedding(loss_type: str, **options: Any) -> dict[str, float]:
     from ed_trainers import arguments_class
     from torch.nn.functional import cross_entropy, mse_loss, normalize
 
-    arguments = arguments_class("embedding")(loss_type=loss_type, **options)
+    arguments: Any = arguments_class("embedding")(**{"loss_type": loss_type, **options})
     sides, teacher = texts(arguments.sides), None
     scores = np.random.default_rng(0).random((COUNT, max(len(arguments.scores), 1)))
     batch: dict[str, np.ndarray] = {}

@@ -209,7 +209,7 @@ def span(value: Any, context: Content, field: str, where: str) -> tuple[float, f
     lists = []
     if isinstance(value, dict):
         for name in ("text", "answer_start"):
-            found = value.get(name)
+            found: Any = value.get(name)
             found = found.tolist() if hasattr(found, "tolist") else found
             lists.append([found] if isinstance(found, str | int) else found)
     same = len(lists) == 2 and all(isinstance(item, list | tuple) for item in lists)

@@ -384,7 +384,8 @@ class Encoder:
         items = self._items(documents, column, label)
         seconds = [document.fields[str(column.second)] for document in documents]
         found = windows(self.tokenizer, items, seconds, self.eos, self.max_length, column.stride)
-        cls, result = self.tokenizer.cls_token_id, []
+        token, result = self.tokenizer.cls_token_id, []
+        cls = token if isinstance(token, int) else None
         for window in found:
             start, stop, *_ = documents[window.pair].values
             answer = int(start), int(stop)  # type: ignore[arg-type]
@@ -411,9 +412,9 @@ class Encoder:
         if column.words:
             return by_words(self.tokenizer, items, self.eos, special=self.add_special_tokens)
         if column.second is not None:
-            seconds = [document.fields[column.second] for document in documents]
+            seconds: list[Any] = [document.fields[column.second] for document in documents]
             if column.item is not None:
-                seconds = [texts[column.item] for texts in seconds]  # type: ignore[misc]
+                seconds = [texts[column.item] for texts in seconds]
             return in_pairs(self.tokenizer, items, seconds, self.eos, self.max_length)
         if column.context is None:
             return self._whole(items)
