@@ -332,37 +332,3 @@ def test_encoder_trains_and_is_loaded_by_transformers(
     theirs = torch_output(saved, kind, input_ids=ids).logits
     ours = output(saved, task, input_ids=ids, attention_mask=np.ones_like(ids)).logits
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
-
-
-@pytest.mark.nightly
-def test_trained_cross_encoder_scores_as_in_sentence_transformers(
-    bert: Path, tmp_path: Path
-) -> None:
-    require_torch()
-    kind = pytest.importorskip("sentence_transformers").CrossEncoder
-    import torch
-
-    rows = [{"query": "a cat", "document": f"the dog {n}", "label": n % 2} for n in range(32)]
-    sections = {
-        "model": {"name_or_path": str(bert)},
-        "mixture": {
-            "informs": [{"data_files": save_rows(tmp_path / "rows.jsonl", rows)}],
-            "tokenization": {"max_length": 32},
-        },
-        "trainer": {"trainer_type": "cross_encoder"},
-    }
-    assert train(tmp_path, sections, ["train"]) == 0
-    saved = tmp_path / "run" / "model"
-    model = kind(str(saved), device="cpu")
-    pairs = [("a cat", "the dog ran"), ("a mat", "sat on a cat")]
-    theirs = model.predict(pairs, activation_fn=torch.nn.Identity())
-    ours = []
-    for pair in pairs:
-        tokens = model.tokenizer(*pair)
-        ids = np.asarray([tokens["input_ids"]])
-        types = np.asarray([tokens.get("token_type_ids", [0] * ids.shape[1])])
-        given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-        if "token_type_ids" in model.tokenizer.model_input_names:
-            given["token_type_ids"] = types
-        ours.append(np.asarray(output(saved, "sequence-classification", **given).logits)[0, 0])
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -88,7 +88,9 @@ def run(request: pytest.FixtureRequest) -> Any:
         def objective(params: Any) -> Any:
             segments = prepared.get("decoder_segment_ids", prepared["segment_ids"])
             weights = prepared["weights"] * (segments == document)
-            batch = Inputs({**prepared, "weights": weights})
+            # Pairs are [b, 2, s], which the axes of `Inputs` do not describe.
+            batch: Any = {**prepared, "weights": weights}
+            batch = batch if method == "dpo" else Inputs(batch)
             models = Models(nnx.merge(graphdef, params, other))
             return trainer.loss(models, batch, None).sums["main_loss"].sum
 

@@ -115,11 +115,11 @@ def test_corrupted_documents_equal_the_reference_and_can_be_restored(
 
 def test_draws_depend_on_seed_step_and_document_only() -> None:
     random = np.random.default_rng(0)
-    documents = [np.append(random.integers(2, VOCAB, 30), EOS) for _ in range(3)]
+    documents = [np.append(random.integers(2, VOCAB, 60), EOS) for _ in range(3)]
 
     def sources(order: list[int], seed: tuple[int, int]) -> dict[int, list[int]]:
         ids = np.concatenate([documents[i] for i in order])[None].astype(np.int32)
-        segments = np.repeat(np.arange(len(order)) + 1, 31)[None].astype(np.int32)
+        segments = np.repeat(np.arange(len(order)) + 1, 61)[None].astype(np.int32)
         rows = corrupted_rows(ids, segments, SENTINELS, width=96, seed=seed, **OPTIONS)
         return {
             i: rows.input_ids[0][rows.segment_ids[0] == n].tolist() for n, i in enumerate(order, 1)

@@ -139,7 +139,7 @@ def listed(row: dict[str, Any], field: str, count: int, where: str, *, exact: bo
     Raises:
         DataError: there are fewer than `count` texts, or one of them is no text.
     """
-    found = row.get(field)
+    found: Any = row.get(field)
     found = found.tolist() if hasattr(found, "tolist") else found
     names = numbered(field, count + 1)
     if found is None and names[0] in row:
