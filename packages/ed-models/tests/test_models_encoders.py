@@ -249,3 +249,22 @@ def test_t5_dropout_differs_between_encoder_and_decoder_and_needs_a_key() -> Non
     )
     np.testing.assert_array_equal(first, again)
     assert jnp.abs(first - still).max() > 1e-6 and jnp.abs(first - other).max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("deberta-v2", {"attention_head_size": 40}, "attention_head_size=40 does not fit"),
+        ("deberta-v2", {"pooler_hidden_size": 8}, "pooler_hidden_size"),
+        (
+            "nomic_bert",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 in rope_parameters is not supported",
+        ),
+        ("wav2vec2", {"adapter_attn_dim": 8}, "has an effect only with do_stable_layer_norm=True"),
+        ("longt5", {"encoder_attention_type": "all"}, "'all' must be one of local, transient-"),
+    ],
+)
+def test_unsupported_setting_raises_config_error_with_its_field(model_type, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.get_config(model_type)(**fields)
