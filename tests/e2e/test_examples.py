@@ -42,6 +42,8 @@ LEARNED = {
     "span_corruption": ("eval_loss", 0, 4.5),
     "seq2seq_sft": ("eval_loss", 0, 1.0),
     "seq2seq_dpo": ("eval_rewards/accuracies", 0.9, 1),
+    "ctc": ("eval_wer", 0, 0.1),
+    "whisper": ("eval_wer", 0, 0.3),
     "grpo": ("eval_reward", 0.9, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),
@@ -52,7 +54,7 @@ LEARNED = {
     "chat_lora": ("eval_loss", 0, 3.0),
 }
 #: Further examples of a method.
-MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo"}
+MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo", "whisper"}
 #: Examples that run by default: pairs, and a reward model.
 DAILY = ("dpo", "reward")
 #: Examples that start with the model of the quickstart.

@@ -10,6 +10,7 @@ from tools.method_cases import (
     preference,
     scores,
     similarity,
+    speech,
     supervised,
 )
 from tools.method_cases.harness import Case
@@ -24,6 +25,7 @@ CASES: dict[str, Case] = {
     **similarity.CASES,
     **answers.CASES,
     **encoder_decoders.CASES,
+    **speech.CASES,
     **groups.CASES,
     **policies.CASES,
 }

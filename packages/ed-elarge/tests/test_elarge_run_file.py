@@ -389,7 +389,7 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "
-        "print, dump_config, to_json, to_yaml, train, eval, generate, serve)",
+        "print, dump_config, to_json, to_yaml, train, eval, generate, transcribe, serve)",
         "  8 | actions: [trainn]",
         "    |           ^^^^^^",
         "5 errors in f",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ed_data.batches.arrays import BatchLayout
 from ed_data.batches.loader import Loader, StreamLoader, hash_of
-from ed_data.checks import check_names, without_tokens
+from ed_data.checks import check_names
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.order import stream
@@ -22,8 +22,10 @@ from ed_data.save import save_mixture
 from ed_data.schema import ONE_PER_ROW, TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.storage.prepare import prepare
+from ed_data.tokens.audio import SpeechProcessor, TimeSteps
 from ed_data.tokens.encoder import Encoder
-from ed_data.tokens.images import ImageEncoder, ModelProcessor
+from ed_data.tokens.images import ModelProcessor
+from ed_data.tokens.media import medium_encoders
 from ed_data.tokens.parallel import Encoding
 from ed_data.tokens.tokenizers import load_tokenizer
 
@@ -47,8 +49,9 @@ def build_loader(
     cache_dir: str | None = None,
     shuffle: bool = True,
     schema: Schema = TEXT,
-    processor: ModelProcessor | None = None,
+    processor: ModelProcessor | SpeechProcessor | None = None,
     decoder_start_token_id: int | None = None,
+    time_steps: TimeSteps | None = None,
 ) -> Loader | StreamLoader:
     """Tokenize a mixture, or read its tokens from the cache, and return the loader of its batches.
 
@@ -69,9 +72,12 @@ def build_loader(
         shuffle: False keeps the order of training data.
         schema: the columns of a document: one text, or for example `ed_data.schema.PREFERENCE`.
         processor: processor of a vision-language model (`AutoProcessor`). Batches then contain
-            `pixel_values` [b, i, c, h, w].
+            `pixel_values` [b, i, c, h, w]. Schemas with recordings require the processor of a model
+            of speech; see `ed_data.tokens.audio.AudioEncoder.arrays`.
         decoder_start_token_id: first decoder token of an encoder-decoder model, required by
-            `ed_data.schema.SEQ2SEQ`.
+            `ed_data.schema.SEQ2SEQ` and `ed_data.schema.SPEECH_SEQ2SEQ`.
+        time_steps: convolutions of a CTC model. A row with more labels than time steps is then
+            an error.
 
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or options contradict each
@@ -79,15 +85,13 @@ def build_loader(
     """
     length = _seq_length(mixture, seq_length)
     limit = _document_limit(mixture, length, schema, processor is not None)
-    _check_task(mixture, schema, decoder_start_token_id)
+    _check_task(mixture, schema, decoder_start_token_id, time_steps)
+    images, audio = medium_encoders(
+        mixture, schema, processor, start=decoder_start_token_id, steps=time_steps
+    )
     for path, message in check_names(mixture, schema):  # before slow work starts
         raise DataError(message, path)
-    images = None
-    if processor is None:
-        for path, message in without_tokens(mixture):
-            raise DataError(message, path)
-    else:
-        images = ImageEncoder(processor)
+    if processor is not None:
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
         if not mixture.streaming:
             mixture = mixture.replace(pack_on_the_fly=True)
@@ -96,7 +100,7 @@ def build_loader(
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, limit
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, limit, audio
     )
     shuffle = shuffle and split == "train"
     shuffle_rows = None
@@ -123,6 +127,7 @@ def build_loader(
         task=schema.task,
         decoder_start_token_id=decoder_start_token_id,
         images=images,
+        audio=audio,
     )
     if mixture.streaming:
         return _stream(mixture, encoder, options, layout, split, shuffle, folder)
@@ -252,7 +257,19 @@ def _order_details(
     }
 
 
-def _check_task(mixture: Mixture, schema: Schema, decoder_start_token_id: int | None) -> None:
+def _check_task(
+    mixture: Mixture,
+    schema: Schema,
+    decoder_start_token_id: int | None,
+    time_steps: TimeSteps | None,
+) -> None:
+    if schema.has_audio and mixture.pack_tokens:
+        raise DataError(
+            "a row is one recording, so rows are not packed: set pack_tokens: false",
+            ("pack_tokens",),
+        )
+    if time_steps is not None and schema.task != "ctc":
+        raise DataError(f"time_steps requires a schema of task ctc, got {schema.task}")
     if schema.task in ONE_PER_ROW and mixture.pack_tokens:
         raise DataError(
             f"{schema.task.replace('_', ' ')} has one label per row, so rows cannot be packed: set "
@@ -270,10 +287,11 @@ def _check_task(mixture: Mixture, schema: Schema, decoder_start_token_id: int | 
                 )
         if mixture.save is not None:
             raise DataError("windows of a context cannot be saved: omit save", ("save",))
-    if (schema.task == "seq2seq_lm") != (decoder_start_token_id is not None):
+    has_decoder = schema.task in ("seq2seq_lm", "speech_seq2seq")
+    if has_decoder != (decoder_start_token_id is not None):
         raise DataError(
-            "a schema of task seq2seq_lm requires decoder_start_token_id, and other schemas do not "
-            f"use it: got the task {schema.task} and decoder_start_token_id="
+            "a schema of an encoder-decoder requires decoder_start_token_id, and other schemas do "
+            f"not use it: got the task {schema.task} and decoder_start_token_id="
             f"{decoder_start_token_id}"
         )
 

@@ -52,6 +52,23 @@ def without_tokens(mixture: Mixture) -> list[Remark]:
     ]
 
 
+def without_recordings(mixture: Mixture) -> list[Remark]:
+    """Return the keys of recordings, which only models of speech read."""
+    keys = ("audio_field", "max_duration_in_seconds", "min_duration_in_seconds")
+    remarks: list[Remark] = [
+        ((of, i, key), f"{key} requires a model of speech: omit it, or train such a model")
+        for of in ("informs", "eval_informs")
+        for i, inform in enumerate(getattr(mixture, of))
+        for key in keys
+        if key in inform.model_fields_set
+    ]
+    for key in ("language", "task"):
+        if getattr(mixture.tokenization, key) is not None:
+            why = f"{key} requires recordings, whose transcripts begin with its token: omit it"
+            remarks.append((("tokenization", key), why))
+    return remarks
+
+
 def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
     for key in ("format_callback", "preprocessing_fn"):
         try:

@@ -22,8 +22,10 @@ from ed_data.rows.splits import default_cache_dir
 from ed_data.schema import TEXT, Schema
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import StorePart
+from ed_data.tokens.audio import SpeechProcessor, TimeSteps
 from ed_data.tokens.encoder import Encoder
-from ed_data.tokens.images import ImageEncoder, ModelProcessor
+from ed_data.tokens.images import ModelProcessor
+from ed_data.tokens.media import medium_encoders
 from ed_data.tokens.parallel import Encoding
 from ed_data.tokens.tokenizers import load_tokenizer
 
@@ -179,8 +181,9 @@ def data_report(
     seed: int | None = None,
     cache_dir: str | None = None,
     schema: Schema = TEXT,
-    processor: ModelProcessor | None = None,
+    processor: ModelProcessor | SpeechProcessor | None = None,
     decoder_start_token_id: int | None = None,
+    time_steps: TimeSteps | None = None,
     near: bool = False,
     samples: int = 3,
 ) -> Report:
@@ -199,6 +202,7 @@ def data_report(
         schema: see `build_loader`.
         processor: see `build_loader`.
         decoder_start_token_id: see `build_loader`.
+        time_steps: see `build_loader`.
         near: search near-duplicates (MinHash), which is slower.
         samples: number of rows in the report.
 
@@ -212,14 +216,15 @@ def data_report(
             for inform in mixture.informs
         ]
         mixture = mixture.replace(informs=informs, streaming=False, pack_on_the_fly=True)
-    images = None
+    images, audio = medium_encoders(
+        mixture, schema, processor, start=decoder_start_token_id, steps=time_steps
+    )
     if processor is not None:
-        images = ImageEncoder(processor)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
         mixture = mixture.replace(pack_on_the_fly=True)
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, None, audio
     )
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
@@ -235,17 +240,20 @@ def data_report(
         schema=schema,
         processor=processor,
         decoder_start_token_id=decoder_start_token_id,
+        time_steps=time_steps,
     )
     assert isinstance(loader, Loader)
     lengths = [part.tokens.lengths(part.members) for part in parts]
     everything = np.concatenate(lengths)
     prefix = f"{schema.columns[0].name}_" if schema.columns[0].name else ""
     batch = loader.batch_at(0)
-    used = batch[f"{prefix}segment_ids"] > 0
-    ids, labels = batch[f"{prefix}input_ids"], batch[f"{prefix}labels"]
-    if schema.task == "seq2seq_lm":  # the decoder has the loss
-        used, ids = batch["decoder_segment_ids"] > 0, np.where(labels < 0, 0, labels)
-    elif schema.task == "sequence_classification":
+    if schema.has_audio or schema.task == "seq2seq_lm":  # the decoder has the loss
+        labels = batch["labels"]
+        used, ids = labels >= 0, np.where(labels < 0, 0, labels)
+    else:
+        used = batch[f"{prefix}segment_ids"] > 0
+        ids, labels = batch[f"{prefix}input_ids"], batch[f"{prefix}labels"]
+    if schema.task == "sequence_classification":
         labels = np.full_like(ids, -1)
     has_loss = labels >= 0
     return Report(

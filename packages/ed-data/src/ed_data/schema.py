@@ -22,11 +22,15 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 #: Optional fields of a row: arguments of the chat template, and the images of a chat.
 TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image"
+#: The field with the recording of a row.
+AUDIO = "audio"
 OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE)
 #: A text, chat messages, token ids, the steps of an answer, or the words of a text.
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
 Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray"
+#: A path or address, encoded bytes, `{path, bytes}`, or `{array, sampling_rate}`, as in `datasets`.
+Audio: TypeAlias = "str | bytes | dict[str, Any]"
 #: The training target of a document: its tokens, a second sequence, a class, a score, a choice, or
 #: the position of an answer.
 Task = Literal[
@@ -38,6 +42,8 @@ Task = Literal[
     "sequence_ranking",
     "multiple_choice",
     "question_answering",
+    "speech_seq2seq",
+    "ctc",
 ]
 #: Tasks whose documents have the numbers of classes as their target.
 CLASSIFYING = ("sequence_classification", "token_classification", "multiple_choice")
@@ -56,6 +62,8 @@ _ONE_COLUMN = (
     "sequence_scoring",
     "question_answering",
 )
+#: Tasks whose documents are recordings with their transcripts, and the column of the transcript.
+HEARING = {"speech_seq2seq": "decoder", "ctc": ""}
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,10 @@ class Schema:
             `label`, and `multiple_choice` one column for each choice; both get `labels` [b].
             `sequence_ranking` has one column for each document, and no labels.
             `question_answering` has the values `start_positions` and `end_positions`, int32 [b].
+            `speech_seq2seq` has the column `decoder`, and `ctc` the column `""`: the tokens of
+            a transcript, which become `labels`.
+        other_content: fields that contain the content of a row without the field `content`, unless
+            the inform names a field.
 
     Raises:
         DataError: columns or values share a name, a value names an unknown column, no column reads
@@ -162,6 +174,7 @@ class Schema:
     content: str = "content"
     values: tuple[Value, ...] = ()
     task: Task = "causal_lm"
+    other_content: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]
@@ -193,6 +206,12 @@ class Schema:
                 f"got the columns {names} and the values {labels}"
             )
 
+        if self.has_audio and (names != [HEARING[self.task]] or self.values):
+            raise DataError(
+                f"a schema of task {self.task} has the columns {[HEARING[self.task]]} and no "
+                f"values, got the columns {names} and the values {taken}"
+            )
+
     def as_json(self) -> dict[str, Any]:
         """Return JSON values; unused attributes are omitted, so older caches stay valid."""
         own = ("steps", "words", "second", "item", "stride")
@@ -208,6 +227,11 @@ class Schema:
         every = [name for c in self.columns for name in (c.context, c.field, c.second)]
         read = [name for name in every if name is not None]
         return tuple(dict.fromkeys([self.content, *read]))
+
+    @property
+    def has_audio(self) -> bool:
+        """Whether each row has a recording."""
+        return self.task in HEARING
 
     @property
     def learned(self) -> frozenset[str]:
@@ -385,6 +409,13 @@ def answer_schema(stride: int = STRIDE) -> Schema:
 CHOICE = choice_schema(4)
 #: A question, its context and its answers: `start_positions` and `end_positions` [b].
 QUESTION_ANSWERING = answer_schema()
+_TRANSCRIPTS = ("sentence", "transcription")
+#: A recording and its transcript, for encoder-decoders such as Whisper.
+SPEECH_SEQ2SEQ = Schema(
+    (Column("decoder", "text"),), "text", (), "speech_seq2seq", other_content=_TRANSCRIPTS
+)
+#: A recording and its transcript, for models that score the labels of each time step.
+CTC = Schema((Column("", "text"),), "text", (), "ctc", other_content=_TRANSCRIPTS)
 
 
 class RowImage(NamedTuple):
@@ -399,6 +430,21 @@ class RowImage(NamedTuple):
     where: str
 
 
+class RowAudio(NamedTuple):
+    """The recording of a row.
+
+    Attributes:
+        source: path, bytes or samples.
+        where: inform, file and row, for messages.
+    """
+
+    source: Audio
+    where: str
+
+
+RowMedium: TypeAlias = RowImage | RowAudio
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A document: the fields of one row, named as in the schema.
@@ -410,6 +456,7 @@ class Example:
         values: the numbers, in the order of `Schema.values`.
         images: in the order of their placeholders in the fields.
         template: arguments of the chat template; see `ed_data.rows.template`.
+        audio: the recording of which a field is the transcript.
     """
 
     fields: dict[str, Content]
@@ -418,6 +465,7 @@ class Example:
     values: tuple[float | tuple[float, ...], ...] = ()
     images: tuple[RowImage, ...] = ()
     template: dict[str, Any] = field(default_factory=dict)
+    audio: RowAudio | None = None
 
     @property
     def content(self) -> Content:
@@ -431,9 +479,16 @@ class Example:
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
+    def media(self) -> tuple[RowMedium, ...]:
+        """The images, or the recording."""
+        return self.images if self.audio is None else (self.audio,)
+
+    @property
     def digest(self) -> int:
         """A 64-bit hash of all fields, equal in every file and every run."""
         more: list[Any] = [self.template] if self.template else []
+        if self.audio is not None:
+            return _hash([self.fields, _audio_key(self.audio.source)])
         if self.images:
             keys = [_image_key(image.source) for image in self.images]
             return _hash([self.fields, self.values, keys[0] if len(keys) == 1 else keys, *more])
@@ -455,6 +510,19 @@ def _image_key(image: Image) -> str:
     else:  # pixels
         raw = f"{image.shape}{image.dtype}".encode() + image.tobytes()
     return hashlib.blake2b(raw).hexdigest() if isinstance(raw, bytes) else raw
+
+
+def _audio_key(audio: Audio) -> str:
+    """Return a text that identifies a recording: the name of a file, or a hash of the content."""
+    if isinstance(audio, dict) and audio.get("bytes"):
+        audio = audio["bytes"]
+    if isinstance(audio, bytes):
+        return hashlib.blake2b(audio).hexdigest()
+    if isinstance(audio, str):
+        return audio.replace("\\", "/").rpartition("/")[2]
+    samples = audio["array"]
+    rate = f"{audio['sampling_rate']}{samples.shape}{samples.dtype}".encode()
+    return hashlib.blake2b(rate + samples.tobytes()).hexdigest()
 
 
 def _hash(value: object) -> int:

@@ -25,6 +25,7 @@ from ed_trainers.options.classification import (
     TokenClassificationArguments,
 )
 from ed_trainers.options.cross_encoder import CrossEncoderArguments
+from ed_trainers.options.ctc import CTCArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.gkd import GKDArguments
@@ -40,6 +41,7 @@ from ed_trainers.options.roles import REFERENCE, REWARD, ROLES, TEACHER, Role
 from ed_trainers.options.scores import PRMArguments, RewardArguments
 from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 from ed_trainers.options.span_corruption import SpanCorruptionArguments
+from ed_trainers.options.transcripts import TranscriptArguments
 
 __all__ = [
     "ARGUMENTS",
@@ -60,7 +62,7 @@ __all__ = [
 GROUP = "easydel.methods"
 
 
-class SFTArguments(NextTokenArguments, NoiseArguments):
+class SFTArguments(NextTokenArguments, NoiseArguments, TranscriptArguments):
     """Supervised fine-tuning, and pre-training: the cross-entropy of the labels."""
 
     trainer_type: Literal["sft"] = "sft"
@@ -121,7 +123,11 @@ _SHIPPED: dict[str, MethodEntry] = {
     "sft": MethodEntry(
         SFTArguments,
         "ed_trainers.methods.sft:SFTTrainer",
-        other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
+        other_tasks=(
+            TaskType.SEQUENCE_TO_SEQUENCE,
+            TaskType.IMAGE_TEXT_TO_TEXT,
+            TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
+        ),
     ),
     "dpo": MethodEntry(
         DPOArguments,
@@ -186,6 +192,9 @@ _SHIPPED: dict[str, MethodEntry] = {
         "ed_trainers.methods.multiple_choice:MultipleChoiceTrainer",
         "choice",
         task=TaskType.MULTIPLE_CHOICE,
+    ),
+    "ctc": MethodEntry(
+        CTCArguments, "ed_trainers.methods.ctc:CTCTrainer", "ctc", task=TaskType.CTC
     ),
     "sequence_classification": MethodEntry(
         SequenceClassificationArguments,

@@ -186,6 +186,9 @@ class Method(Generic[A]):
             gradient flows through them; traced.
         held_out: yields the prepared batches of one pass over held-out data; default: `prepare` of
             each.
+        measure: returns further figures of one pass over the held-out batches, computed on the
+            host, such as error rates of transcripts; called with the whole batches on every
+            process.
         feed: returns the training batches of a dataset; default: the rows of this process.
         before_training: runs once before the first step of `train`.
         parts: constructors of the objects that the method holds in a run. Each gets the run and
@@ -204,6 +207,9 @@ class Method(Generic[A]):
     ) = None
     held_out: (
         Callable[[MethodRun[A], Iterable[HostBatch], EasyDeLState], Iterator[Prepared]] | None
+    ) = None
+    measure: (
+        Callable[[MethodRun[A], Iterable[HostBatch], EasyDeLState], dict[str, float]] | None
     ) = None
     feed: Callable[[MethodRun[A], Dataset], Feed] | None = None
     before_training: Callable[[MethodRun[A], RunData], None] | None = None

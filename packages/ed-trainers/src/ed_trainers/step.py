@@ -267,6 +267,8 @@ def _tokens(batch: Batch) -> jax.Array:
     segments = [batch[name] for name in ("segment_ids", "decoder_segment_ids") if name in batch]
     if segments:
         return sum(map(jnp.count_nonzero, segments), jnp.zeros((), jnp.int32))
+    if "label_lengths" in batch:
+        return jnp.sum(batch["label_lengths"])
     return jnp.asarray(batch["input_ids"].size if "input_ids" in batch else 0)
 
 

@@ -10,8 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.order.windows import PlannedRows
-from ed_data.schema import CLASSIFYING, NO_VALUE, ONE_PER_ROW, Task, Value
+from ed_data.schema import (
+    CLASSIFYING,
+    NO_VALUE,
+    ONE_PER_ROW,
+    RowAudio,
+    RowImage,
+    Task,
+    Value,
+)
 from ed_data.storage.store import IntArray
+from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.images import ImageEncoder
 
 NumpyBatch = dict[str, NDArray[Any]]
@@ -36,6 +45,7 @@ class BatchLayout:
         task: see `ed_data.schema.Schema.task`.
         decoder_start_token_id: first decoder token of each document, for the task `seq2seq_lm`.
         images: computes pixel values; None for batches without `pixel_values`.
+        audio: computes the features of recordings; None for batches without recordings.
     """
 
     batch_size: int
@@ -48,6 +58,7 @@ class BatchLayout:
     task: Task = "causal_lm"
     decoder_start_token_id: int | None = None
     images: ImageEncoder | None = None
+    audio: AudioEncoder | None = None
 
 
 def make_batch(
@@ -73,7 +84,8 @@ def make_batch(
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
         `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
         images of each row, padded with zeros to the largest number i of images in a row (at
-        least 1).
+        least 1). The task `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`;
+        both have the features of `AudioEncoder.arrays`.
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
     widths = [layout.seq_length] * len(counts)
@@ -85,8 +97,11 @@ def make_batch(
         widths = [min(-(-each // multiple) * multiple, layout.seq_length) for each in longest]
     images, size = None, 0
     if layout.images is not None:
-        images = _image_counts(rows)
+        images = _media_counts(rows)
         size = max(int(np.bincount(rows.row, images, minlength=1).max()), 1)
+    samples = 0
+    if layout.audio is not None:
+        samples = layout.audio.width([*_recordings(rows).values()])
     if only is not None:
         rows, layout, chosen = _chosen(rows, layout, only)
         counts = [count[chosen] for count in counts]
@@ -98,8 +113,10 @@ def make_batch(
             if value.column == name:
                 batch[value.name] = arrays.pop(value.name)
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
-    if layout.task == "seq2seq_lm":
+    if layout.task in ("seq2seq_lm", "speech_seq2seq"):
         _shift_decoder(batch, layout)
+    elif layout.task == "ctc":
+        batch = {"labels": batch["labels"]}
     elif layout.task == "question_answering":
         del batch["labels"]
         for name in SPAN:
@@ -113,6 +130,8 @@ def make_batch(
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)
     if layout.images is not None and images is not None:
         batch["pixel_values"] = _pixel_values(rows, layout, layout.images, images, size)
+    if layout.audio is not None:
+        batch.update(layout.audio.arrays(_recordings(rows), layout.batch_size, samples))
     return batch
 
 
@@ -183,7 +202,7 @@ def _column(
         for number, value in own:
             found = tokens.values(rows.document[here], rows.start[here], count[here], column)
             batch[value.name].reshape(-1)[at] = found[:, number]
-    if layout.attention_mask:
+    if layout.attention_mask and layout.audio is None:
         batch["attention_mask"] = (batch["segment_ids"] > 0).astype(np.int32)
     return batch
 
@@ -197,12 +216,12 @@ def _shift_decoder(batch: NumpyBatch, layout: BatchLayout) -> None:
     batch["decoder_input_ids"] = np.where(segments > 0, shifted, layout.pad_id).astype(np.int32)
 
 
-def _image_counts(rows: PlannedRows) -> IntArray:
+def _media_counts(rows: PlannedRows) -> IntArray:
     """Return the number of images of each piece; pieces with images are whole documents."""
     counts = np.zeros_like(rows.document)
     for i, tokens in enumerate(rows.tokens):
         here = rows.source == i
-        counts[here] = tokens.image_counts(rows.document[here])
+        counts[here] = tokens.media_counts(rows.document[here])
     return counts
 
 
@@ -214,7 +233,19 @@ def _pixel_values(
     filled = np.zeros(layout.batch_size, np.int64)
     for piece in np.flatnonzero(counts):
         tokens, row = rows.tokens[rows.source[piece]], rows.row[piece]
-        for image in tokens.images(int(rows.document[piece])):
+        for image in tokens.media(int(rows.document[piece])):
+            assert isinstance(image, RowImage)
             pixels[row, filled[row]] = images.pixel_values(image)
             filled[row] += 1
     return pixels
+
+
+def _recordings(rows: PlannedRows) -> dict[int, RowAudio]:
+    """Return the recording of each row; a row is one document."""
+    found: dict[int, RowAudio] = {}
+    places = zip(rows.source.tolist(), rows.document.tolist(), rows.row.tolist(), strict=True)
+    for source, document, row in places:
+        (audio,) = rows.tokens[source].media(document)
+        assert isinstance(audio, RowAudio)
+        found[row] = audio
+    return found

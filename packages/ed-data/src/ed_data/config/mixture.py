@@ -62,6 +62,11 @@ class Tokenization(DataOptions):
     """Name of the field with tokens in saved documents."""
     batch_size: RowCount = 1000
     """Number of documents that are encoded together."""
+    language: str | None = None
+    """Language of transcripts, for tokenizers with tokens of languages (Whisper): a code such as
+    `de`, or an English name; default: the setting of the tokenizer."""
+    task: Literal["transcribe", "translate"] | None = None
+    """Whether texts of recordings are transcripts, or translations to English (Whisper)."""
     num_proc: Annotated[int, Field(gt=0, le=256)] | None = None
     """Number of worker processes for encoding; default: no worker processes."""
     assistant_only_loss: bool = False

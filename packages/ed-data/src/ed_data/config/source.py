@@ -110,6 +110,11 @@ class Inform(DataOptions):
     the bytes of the image, or `pixel_field` its pixels, and `text_field` the text (an alias of
     `content_field`). A dataset of the hub is visual if `image_field` or `pixel_field` is set.
 
+    Rows for models of speech have a recording in `audio_field` and a text, its transcript, in
+    `content_field` (default: `text`, `sentence` or `transcription`). A recording is a path, bytes,
+    `{path, bytes}`, or `{array, sampling_rate}`. It is never cut: the limits of durations drop
+    rows, and a recording that is too long for the model is an error.
+
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
     list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or its
     JSON text) and `chat_template_kwargs` (a mapping), which are arguments of the chat template. The
@@ -136,7 +141,13 @@ class Inform(DataOptions):
     pixel_field: str | None = None
     """Field with the pixels of an image: numbers [height, width] or [height, width, channels]."""
     text_field: str | None = None
-    """Alias of `content_field` in rows with images."""
+    """Alias of `content_field` in rows with images or recordings."""
+    audio_field: str | None = None
+    """Field with the recording of a row, for models of speech; default: `audio`."""
+    max_duration_in_seconds: Annotated[float, Field(gt=0, le=2**20)] | None = None
+    """Longest recording; longer ones are dropped and counted."""
+    min_duration_in_seconds: Annotated[float, Field(ge=0, le=2**20)] = 0.0
+    """Shortest recording; shorter ones are dropped and counted."""
     num_rows: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
     """Maximum number of rows to read."""
     format_callback: Function = None
@@ -197,9 +208,16 @@ class Inform(DataOptions):
                 ("pixel_field",),
                 "image_field and pixel_field exclude each other: remove one of them",
             )
+        limits = self.min_duration_in_seconds, self.max_duration_in_seconds
+        if limits[1] is not None and limits[0] > limits[1]:
+            message = f"{limits[0]:g} exceeds max_duration_in_seconds ({limits[1]:g})"
+            yield ("min_duration_in_seconds",), message
         if not self.is_visual:
-            if self.text_field is not None:
-                message = "text_field requires visual rows: use content_field, or set image_field"
+            if self.text_field is not None and self.audio_field is None:
+                message = (
+                    "text_field requires visual rows or recordings: use content_field, or set "
+                    "image_field or audio_field"
+                )
                 yield ("text_field",), message
         elif self.image_field is None and self.pixel_field is None:
             message = "visual rows require image_field (a path or bytes) or pixel_field (numbers)"

@@ -20,7 +20,7 @@ from ed_data.order.mixing import permutation
 from ed_data.order.reading import Drawn, Mark, MixedDocuments
 from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
 from ed_data.rows.documents import Tally
-from ed_data.schema import RowImage
+from ed_data.schema import RowMedium
 from ed_data.storage.store import TokenArrays
 from ed_data.tokens.encoder import EncodedDocuments, SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
@@ -219,7 +219,7 @@ class StreamPlan:
     def _make(self) -> StreamWindow:
         begins, number, row = self._documents.state_dict(), self._number, self._first_row
         self._documents.at_step(row // self._options.batch_size)
-        sequences, images = list[SequenceArrays](), list[tuple[RowImage, ...]]()
+        sequences, media = list[SequenceArrays](), list[tuple[RowMedium, ...]]()
         skipped, drawn = list[dict[int, Tally]](), [0] * len(self._documents.passes)
         size, ends_epoch = 0, False
         for batch in self._batches():
@@ -229,14 +229,14 @@ class StreamPlan:
             ends_epoch = batch.ends_epoch
             for document in batch.documents:
                 drawn[document.inform] += 1
-                images.append(document.example.images)
+                media.append(document.example.media)
             size += sum(len(each.tokens) for each in own)
             if size >= TOKENS:
                 self._documents.rewind(batch.after)  # worker processes may have read ahead
                 break
         for inform, tally in (pair for each in skipped for pair in each.items()):
             self._documents.passes[inform].documents.tally.add(tally)
-        window = self._packed(sequences, images, number)
+        window = self._packed(sequences, media, number)
         if number == 0 and self._encoder.has_loss_mask:
             window.check_labels()
         self._number += 1
@@ -244,7 +244,7 @@ class StreamPlan:
         return StreamWindow(number, begins, row, window, ends_epoch, drawn)
 
     def _packed(
-        self, sequences: list[SequenceArrays], images: list[tuple[RowImage, ...]], number: int
+        self, sequences: list[SequenceArrays], media: list[tuple[RowMedium, ...]], number: int
     ) -> Window:
         lengths = np.fromiter((len(each.tokens) for each in sequences), np.int64, len(sequences))
         schema = self._encoder.schema
@@ -259,10 +259,10 @@ class StreamPlan:
             mask,
             np.concatenate(values),
             len(schema.columns),
-            images if any(images) else (),
+            media if any(media) else (),
         )
         key = (self._options.seed, number)
-        order = permutation(len(images), _WINDOWS, *key, buffer=self._buffer)
+        order = permutation(len(media), _WINDOWS, *key, buffer=self._buffer)
         return Window.packed([tokens], np.zeros_like(order), order, self._options, (_ROWS, *key))
 
     def _batches(self) -> Iterator[_Batch]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
+from ed_data.rows.audio import AudioReader
 from ed_data.rows.contents import (
     checked,
     checked_parts,
@@ -32,6 +33,7 @@ from ed_data.schema import (
     Content,
     Example,
     Row,
+    RowAudio,
     RowImage,
     Schema,
 )
@@ -127,7 +129,9 @@ class Documents:
         if inform.text_field is not None:
             self._names[schema.content] = inform.text_field
             self._content_is_named = True
+        self._other_content = () if self._content_is_named else schema.other_content
         self._images = ImageReader(inform)
+        self._audio = AudioReader(inform) if schema.has_audio else None
         self._parts = {column.field: column for column in schema.columns if column.in_parts}
         self._lists = schema.lists
         # The fields that follow the content as answers.
@@ -146,6 +150,8 @@ class Documents:
                 wanted += numbered(name, count + 1)
             wanted += [] if self._images.field is None else [self._images.field]
             wanted += OPTIONAL_FIELDS
+            wanted += self._other_content
+            wanted += [] if self._audio is None else [self._audio.field]
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -266,12 +272,14 @@ class Documents:
                 exact = self.schema.task == "multiple_choice"
                 fields[name] = listed(row, name, self._lists[name], where, exact=exact)
                 continue
+            is_content = name == self.schema.content
+            if is_content and from_field not in row:
+                from_field = next((f for f in self._other_content if f in row), from_field)
             value = _take(row, from_field, self._keys.get(name, "format_fields"), where)
             reason = f"{from_field!r} is {'null' if value is None else 'empty'}"
             if self._prepare is not None and value is not None:
                 value = _call(self._prepare, value, "preprocessing_fn", where)
                 reason = "dropped by preprocessing_fn" if value is None else reason
-            is_content = name == self.schema.content
             if name in self._parts:
                 words = self._parts[name].words
                 content = checked_parts(value, from_field, where, is_content, words=words)
@@ -300,7 +308,13 @@ class Documents:
             fields, images = self._images.of_row(row, fields, folder, where)
         template = template_arguments(row, where) if is_chat else {}
         values = self._values(row, fields, where)
-        return Example(fields, extra, record.place, values, tuple(images), template)
+        audio: RowAudio | str | None = None
+        if self._audio is not None:
+            audio = self._audio.of_row(row, folder, where)
+            if isinstance(audio, str):
+                self.tally.drop(audio, record.place)
+                return None
+        return Example(fields, extra, record.place, values, tuple(images), template, audio)
 
     def _has_implicit_prompt(self, row: Row) -> bool:
         """Return whether the prompt of a row is the common prefix of its answers."""
@@ -374,6 +388,9 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     }
     if inform.is_visual:
         facts["visual"] = [inform.image_field, inform.pixel_field, inform.text_field]
+    if schema.has_audio:
+        limits = inform.min_duration_in_seconds, inform.max_duration_in_seconds
+        facts["audio"] = [inform.audio_field, *limits]
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
     return facts if schema == TEXT else {**facts, "schema": schema.as_json()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from ed_data.config import Inform
 from ed_data.errors import DataError
+from ed_data.rows.media_files import found_file
 from ed_data.schema import IMAGE, IMAGES, Content, Image, Message, Row, RowImage
 
 #: Types of message parts that are images: of transformers, and of OpenAI.
@@ -168,17 +168,7 @@ def _no_image(value: object, name: str, where: str) -> DataError:
 
 
 def _file(path: str, folder: str, where: str) -> str:
-    if "://" in path:
-        return path
-    plain = os.path.expanduser(path)
-    for candidate in (os.path.join(folder, plain), plain):
-        if os.path.isfile(candidate):
-            return os.path.abspath(candidate)
-    raise DataError(
-        f"{where}: there is no image {path!r}, neither in {folder or '.'!r} nor in the working "
-        "folder; correct the path, or set on_error: skip",
-        ("image_field",),
-    )
+    return found_file(path, folder, where, kind="image", key="image_field")
 
 
 def _pixels(value: object, field: str, where: str) -> np.ndarray:

@@ -65,7 +65,7 @@ class HubSource:
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[LineRecord]:
         """Yield the records starting at `start`; the source is one shard."""
-        data = self._data.with_format(None)
+        data = _encoded(self._data.with_format(None))
         names = present(columns, data.column_names)
         if names is not None:
             data = data.select_columns(names)
@@ -73,6 +73,16 @@ class HubSource:
             data = data.select(range(min(start.row, len(data)), len(data)))
         for index, row in enumerate(data, start.row):
             yield LineRecord(f"{self._name}, row {index}", dict(row), Spot(index), Spot(index + 1))
+
+
+def _encoded(data: Dataset) -> Dataset:
+    """Return the dataset with encoded recordings: `datasets` decodes them with torch."""
+    import datasets
+
+    for name, feature in data.features.items():
+        if isinstance(feature, datasets.Audio) and feature.decode:
+            data = data.cast_column(name, datasets.Audio(decode=False))
+    return data
 
 
 class HubStream:

@@ -7,6 +7,8 @@ import json
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Row
@@ -24,7 +26,7 @@ class PythonSource:
         self._rows = list(_as_rows(resolve(self._address, inform.label), inform, self._address))
         digest, size = hashlib.blake2b(digest_size=16), 0
         for row in self._rows:
-            text = json.dumps(row, sort_keys=True, default=repr).encode()
+            text = json.dumps(row, sort_keys=True, default=_identity).encode()
             digest.update(text)
             size += len(text)
         self.fingerprint = f"python:{digest.hexdigest()}"
@@ -85,6 +87,13 @@ def _reason(name: str, error: Exception) -> str:
         f"there is no module {missing!r}{near} (Python looks in the installed packages and in the "
         "folders of PYTHONPATH)"
     )
+
+
+def _identity(value: object) -> str:
+    """Return a text that changes with a value which is no JSON value: samples, pixels or bytes."""
+    if isinstance(value, np.ndarray):
+        value = f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    return hashlib.blake2b(value).hexdigest() if isinstance(value, bytes) else repr(value)
 
 
 def _as_rows(value: object, inform: Inform, address: str) -> Iterator[Row]:

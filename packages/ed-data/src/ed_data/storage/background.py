@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.documents import Tally
-from ed_data.schema import RowImage
+from ed_data.schema import RowMedium
 from ed_data.storage.lazy import LazyTokens
 from ed_data.storage.store import IntArray, TokenStore
 from ed_data.tokens.encoder import EncodedDocuments
@@ -71,13 +71,13 @@ class BackgroundTokens:
         """See `Tokens.values`."""
         return self._tokens().values(documents, starts, counts, column)
 
-    def image_counts(self, documents: IntArray) -> IntArray:
-        """See `Tokens.image_counts`."""
-        return self._lazy.image_counts(documents)
+    def media_counts(self, documents: IntArray) -> IntArray:
+        """See `Tokens.media_counts`."""
+        return self._lazy.media_counts(documents)
 
-    def images(self, document: int) -> Sequence[RowImage]:
-        """See `Tokens.images`."""
-        return self._lazy.images(document)
+    def media(self, document: int) -> Sequence[RowMedium]:
+        """See `Tokens.media`."""
+        return self._lazy.media(document)
 
     def shared(self) -> BackgroundTokens | None:
         """Register another user of these tokens; None if the writer has finished or failed."""

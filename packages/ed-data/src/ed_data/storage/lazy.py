@@ -1,7 +1,8 @@
 """Tokens that are encoded when they are first requested; nothing is written to disk.
 
-`pack_on_the_fly` and rows with images use them. Memory contains the positions of the documents in
-their files, their hashes and lengths (about 50 bytes per document), and the most recent tokens.
+`pack_on_the_fly` and rows with images or recordings use them. Memory contains the positions of the
+documents in their files, their hashes and lengths (about 50 bytes per document), and the most
+recent tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.rows.documents import Documents, Placed, Tally
-from ed_data.schema import Example, RowImage
+from ed_data.schema import Example, RowMedium
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
 from ed_data.storage.store import IntArray, digest_of
@@ -107,14 +108,14 @@ class LazyTokens:
         self._skip = skip
         encoder = self._encoder = encoding.encoder
         self.columns = len(encoder.schema.columns)
-        digests, contents, images = array("Q"), array("Q"), array("H")
+        digests, contents, media = array("Q"), array("Q"), array("H")
         for document in documents:
             digests.append(document.digest)
             contents.append(document.content_digest)
-            images.append(len(document.images))
+            media.append(len(document.media))
         self.hashes = np.array(contents, np.uint64)
         self.digest = digest_of(np.array(digests, np.uint64), encoder.fingerprint)
-        self._image_counts = np.array(images, np.int64)
+        self._media_counts = np.array(media, np.int64)
         self._lengths = np.full((len(contents), self.columns), -1, np.int32)
         self._encoded = 0
         self._kept: OrderedDict[int, list[SequenceArrays]] = OrderedDict()
@@ -156,16 +157,16 @@ class LazyTokens:
         pieces = self._pieces(documents, starts, counts, column)
         return np.concatenate([piece.values for piece in pieces])
 
-    def image_counts(self, documents: IntArray) -> IntArray:
-        """See `store.Tokens.image_counts`."""
-        return self._image_counts[documents]
+    def media_counts(self, documents: IntArray) -> IntArray:
+        """See `store.Tokens.media_counts`."""
+        return self._media_counts[documents]
 
-    def images(self, document: int) -> Sequence[RowImage]:
-        """See `store.Tokens.images`."""
-        if not self._image_counts[document]:
+    def media(self, document: int) -> Sequence[RowMedium]:
+        """See `store.Tokens.media`."""
+        if not self._media_counts[document]:
             return ()
         with self._lock:
-            return self._documents[document].images
+            return self._documents[document].media
 
     def _pieces(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.rows.documents import Tally
-from ed_data.schema import RowImage
+from ed_data.schema import RowMedium
 from ed_data.tokens.encoder import EncodedDocuments
 
 #: Increased when the layout or the meaning of the files changes; older caches are then ignored.
@@ -72,12 +72,12 @@ class StoredTokens(Protocol):
         """Return the concatenated values [tokens, values] of pieces of documents."""
         ...
 
-    def image_counts(self, documents: IntArray) -> IntArray:
-        """Return the number of images of each document."""
+    def media_counts(self, documents: IntArray) -> IntArray:
+        """Return the number of images and recordings of each document."""
         ...
 
-    def images(self, document: int) -> Sequence[RowImage]:
-        """Return the images of a document, in the order of their placeholder tokens."""
+    def media(self, document: int) -> Sequence[RowMedium]:
+        """Return the images of a document, in the order of their tokens, or its recording."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class TokenArrays:
         mask: [tokens] 1 for tokens with loss, or None if every token has loss.
         values: [tokens, values], or an empty array.
         columns: number of sequences of each document.
-        images: images of each document; empty if no document has images.
+        media: images or recording of each document; empty if no document has any.
     """
 
     complete = True
@@ -122,10 +122,10 @@ class TokenArrays:
         mask: NDArray[np.uint8] | None,
         values: NDArray[np.float32],
         columns: int,
-        images: Sequence[Sequence[RowImage]] = (),
+        media: Sequence[Sequence[RowMedium]] = (),
     ) -> None:
         self._offsets, self._tokens, self._mask, self._values = offsets, tokens, mask, values
-        self.columns, self._images = columns, images
+        self.columns, self._media = columns, media
         self.hashes = np.empty(0, np.uint64)
         self.tally = Tally()
 
@@ -155,13 +155,13 @@ class TokenArrays:
         """See `StoredTokens.values`."""
         return self._values[self._index(documents, starts, counts, column)]
 
-    def image_counts(self, documents: IntArray) -> IntArray:
-        """See `StoredTokens.image_counts`."""
-        return np.array([len(self.images(document)) for document in documents.tolist()], np.int64)
+    def media_counts(self, documents: IntArray) -> IntArray:
+        """See `StoredTokens.media_counts`."""
+        return np.array([len(self.media(document)) for document in documents.tolist()], np.int64)
 
-    def images(self, document: int) -> Sequence[RowImage]:
-        """See `StoredTokens.images`."""
-        return self._images[document] if self._images else ()
+    def media(self, document: int) -> Sequence[RowMedium]:
+        """See `StoredTokens.media`."""
+        return self._media[document] if self._media else ()
 
     def _index(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int

@@ -17,6 +17,7 @@ from ed_data.config import Tokenization
 from ed_data.errors import DataError
 from ed_data.rows.contents import kind_of, of_one_kind
 from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
+from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.chats import ChatEncoder
 from ed_data.tokens.images import ImageEncoder
 from ed_data.tokens.items import DocumentField, TokenSequence, ended, with_blame
@@ -103,8 +104,9 @@ class Encoder:
         batch_size: documents per call of the tokenizer.
         schema: the columns of a document.
         images: encodes the images of documents; None refuses chats with images.
+        audio: encodes recordings and transcripts; None for schemas without recordings.
         max_length: number of tokens at which documents are truncated, to truncate the longer text
-            of a pair, and to check that truncation removes no image.
+            of a pair, and to check that truncation removes no image and no part of a transcript.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -115,6 +117,7 @@ class Encoder:
     schema: Schema = TEXT
     images: ImageEncoder | None = None
     max_length: int | None = None
+    audio: AudioEncoder | None = None
 
     @classmethod
     def create(
@@ -125,6 +128,7 @@ class Encoder:
         schema: Schema = TEXT,
         images: ImageEncoder | None = None,
         max_length: int | None = None,
+        audio: AudioEncoder | None = None,
     ) -> Encoder:
         """Validate the options against the tokenizer and return the encoder.
 
@@ -136,6 +140,7 @@ class Encoder:
             schema: the columns of a document.
             images: see `Encoder.images`.
             max_length: see `Encoder.max_length`.
+            audio: see `Encoder.audio`.
 
         Raises:
             DataError: there is no end-of-document id, `assistant_only_loss` needs a chat template,
@@ -144,6 +149,8 @@ class Encoder:
         if eos is None:
             # Tokenizers of encoders end a text with a separator.
             own = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+            if audio is not None and audio.task == "ctc":  # transcripts have no end token
+                own = (*own, tokenizer.pad_token_id)
             eos = next((token for token in own if isinstance(token, int)), None)
         if eos is None:
             raise DataError(
@@ -178,7 +185,8 @@ class Encoder:
             options.batch_size,
             schema,
             images,
-            max_length if images is not None or pairs else None,
+            max_length if images is not None or pairs or audio is not None else None,
+            audio,
         )
 
     @property
@@ -209,6 +217,8 @@ class Encoder:
             options.append(self.schema.as_json())
         if self.images is not None:
             options += [self.images.fingerprint, self.max_length]
+        elif self.audio is not None:
+            options += [self.audio.fingerprint, self.max_length]
         elif self.max_length is not None:
             options.append(self.max_length)
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
@@ -416,6 +426,8 @@ class Encoder:
             if column.item is not None:
                 seconds = [texts[column.item] for texts in seconds]
             return in_pairs(self.tokenizer, items, seconds, self.eos, self.max_length)
+        if self.audio is not None:
+            return self._transcripts(documents, items, label)
         if column.context is None:
             return self._whole(items)
         heads, bodies = [], []
@@ -433,6 +445,19 @@ class Encoder:
             if prompt < len(head):
                 self._warn_of_prompt(head[prompt:])
             result.append(whole._replace(prompt=prompt))
+        return result
+
+    def _transcripts(
+        self, documents: list[Example], items: list[DocumentField], label: str
+    ) -> list[TokenSequence]:
+        """Encode transcripts, and check that they and their recordings fit the model."""
+        assert self.audio is not None
+        result: list[TokenSequence] = []
+        texts = self._texts(items, self.add_special_tokens)
+        for document, tokens in zip(documents, texts, strict=True):
+            labels = self.audio.labels(tokens, self.eos)
+            self.audio.check(document, labels, self.max_length, label)
+            result.append(TokenSequence(labels))
         return result
 
     def _warn_of_prompt(self, rest: list[int]) -> None:

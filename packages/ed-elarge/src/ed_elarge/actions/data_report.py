@@ -8,7 +8,7 @@ from pathlib import Path
 from ed_data import data_report
 from ed_infra.errors import ConfigError
 
-from ed_elarge.building.parts import sequence_length
+from ed_elarge.building.parts import other_inputs, sequence_length
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel
@@ -32,14 +32,16 @@ def show(path: str, output: Path | None, near: bool, samples: int) -> int:
     run = normalize(nodes.read(path), require_actions=False)
     if run.mixture is None:
         raise run.missing("mixture")
+    elm = eLargeModel.from_run(run)
     with run.blame("mixture"):
         found = data_report(
             run.mixture,
-            eLargeModel.from_run(run).build_tokenizer(),
+            elm.build_tokenizer(),
             batch_size=run.batch_size,
             seq_length=sequence_length(run),
             seed=run.mixture.seed or 0,
             schema=run.schema,
+            **other_inputs(elm),
             near=near,
             samples=samples,
         )

@@ -53,14 +53,16 @@ def _speech_engine(elm: eLargeModel, model: CausalLM) -> SpeechEngine:
             raise ConfigError(
                 "the option has no effect on a model that transcribes audio: omit the option"
             )
-    made = SpeechEngine(Transcriber(model, _processor(elm)))
+    made = SpeechEngine(Transcriber(model, speech_processor(elm)))
     if options.compile_runner:
         made.warm_up()
     return made
 
 
-def _processor(elm: eLargeModel) -> ProcessorMixin:
-    """Load the feature extractor and the tokenizer of the checkpoint."""
+def speech_processor(elm: eLargeModel) -> ProcessorMixin:
+    """Return the processor of the run, or load that of a checkpoint whose task is not named."""
+    if elm.config.has_audio:
+        return elm.part("processor")
     from ed_models.checkpoints.tokenizers import load_processor
 
     section = elm.config.model

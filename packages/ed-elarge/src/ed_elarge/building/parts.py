@@ -20,6 +20,7 @@ from ed_infra.logging import get_logger
 from ed_trainers.arguments import ROLES, Role
 from ed_trainers.options.classification import ClassifierArguments
 
+from ed_elarge.building import speech
 from ed_elarge.building.engines import served_task
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
@@ -43,7 +44,12 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 #: Tasks whose inputs are more than one sequence of tokens.
-_WITH_OTHER_INPUTS = (TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT)
+_WITH_OTHER_INPUTS = (
+    TaskType.SEQUENCE_TO_SEQUENCE,
+    TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
+    TaskType.CTC,
+)
 
 
 # The tokenizer.
@@ -58,7 +64,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     run = elm.config
     section = _model_section(run).tokenizer_section
     with run.blame("model", "tokenizer"):
-        if run.has_images:
+        if run.has_processor:
             made = elm.part("processor").tokenizer
         elif section.train is not None:
             made = tokenizer_training.load_or_train(
@@ -78,13 +84,20 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
 
 
 def processor(elm: eLargeModel) -> ProcessorMixin:
-    """Load the processor of a vision-language model, which contains its tokenizer."""
+    """Load the processor of a model of images or recordings, which contains its tokenizer.
+
+    A new model of speech may train its tokenizer.
+    """
     from ed_models.checkpoints.tokenizers import load_processor, set_chat_template
 
     run = elm.config
-    template = _model_section(run).tokenizer_section.chat_template
+    section = _model_section(run).tokenizer_section
+    template = section.chat_template
     with run.blame("model", "tokenizer"):
-        made: Any = load_processor(**_tokenizer_source(run))
+        if run.has_audio and section.train is not None:
+            return speech.train_processor(run, section.train)
+        part = "feature_extractor" if run.has_audio else "image_processor"
+        made: Any = load_processor(**_tokenizer_source(run), part=part)
     if template is not None:
         with run.blame("model", "tokenizer", "chat_template"):
             set_chat_template(made, template)
@@ -155,6 +168,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
             "bos_token_id": tokens.bos_token_id,
             "eos_token_id": tokens.eos_token_id,
             "pad_token_id": tokens.pad_token_id,
+            **(speech.config_fields(tokens) if run.has_audio else {}),
         },
     )
     with run.blame("model", "config"):
@@ -167,6 +181,8 @@ def _new_model(elm: eLargeModel) -> CausalLM:
         module = registry.get_module(run.task, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
         made = module.create(config, seed=seed, **_dtypes(run))
+        if run.has_audio:
+            speech.set_generation(made, tokens)
     if run.weight_format is None:
         return made
     with run.blame("quantization", "model"):
@@ -339,16 +355,25 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         build: Any = build_prompts
     else:
         build, options["seq_length"] = build_loader, sequence_length(run)
-        if run.has_images:
-            options["processor"] = elm.part("processor")
-        if run.schema.task == "seq2seq_lm":
-            options["decoder_start_token_id"] = _decoder_start(elm)
+        options |= other_inputs(elm)
     size = run.batch_size if trainer is None else trainer.loader_batch_size
     train = build(mixture, tokens, batch_size=size, split="train", **options)
     if not run.has_held_out:
         return train, None
     size = (trainer.eval_batch_size if trainer is not None else None) or size
     return train, build(mixture, tokens, batch_size=size, split="eval", **options)
+
+
+def other_inputs(elm: eLargeModel) -> dict[str, Any]:
+    """Return the arguments of `build_loader` for models that do not read one sequence of tokens."""
+    run, options = elm.config, dict[str, Any]()
+    if run.has_processor:
+        options["processor"] = elm.part("processor")
+    if run.schema.task in ("seq2seq_lm", "speech_seq2seq"):
+        options["decoder_start_token_id"] = _decoder_start(elm)
+    if run.schema.task == "ctc":
+        options["time_steps"] = speech.time_steps(elm.part("model").config)
+    return options
 
 
 def sequence_length(run: RunConfig) -> int | None:
@@ -434,7 +459,7 @@ def trainer(elm: eLargeModel) -> Trainer:
         elm.part("model"),
         train,
         held_out,
-        elm.part("processor" if run.has_images else "tokenizer"),
+        elm.part("processor" if run.has_processor else "tokenizer"),
         frozen=frozen,
         benchmark=benchmark,
         **more,

@@ -6,9 +6,9 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ed_data.config import Inform, Mixture
 from ed_data.schema import TEXT, Schema
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECORD = "trained_on.json"
+T = TypeVar("T")
 
 
 def load_or_train(
@@ -39,33 +40,60 @@ def load_or_train(
     Raises:
         DataError: There is no text, or a source cannot be read.
     """
-    record = _record(options, mixture, schema, mask_token, special_tokens)
-    kept = directory / _RECORD
-    if kept.is_file() and kept.read_text() == record:
+
+    def make() -> PreTrainedTokenizerBase:
+        from ed_data import texts, train_bpe
+
+        print(f"training a tokenizer of {options.vocab_size} tokens", flush=True)
+        return train_bpe(
+            texts(mixture, "train", schema=schema),
+            options.vocab_size,
+            min_frequency=options.min_frequency,
+            mask_token=mask_token,
+            special_tokens=special_tokens,
+        )
+
+    def load(folder: Path) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(directory)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
 
-    from ed_data import texts, train_bpe
+    facts: dict[str, Any] = {"mask_token": True} if mask_token else {}
+    facts |= {"special_tokens": list(special_tokens)} if special_tokens else {}
+    return kept_or_made(options, mixture, directory, schema, make, load, facts)
 
-    print(f"training a tokenizer of {options.vocab_size} tokens", flush=True)
-    tokenizer = train_bpe(
-        texts(mixture, "train", schema=schema),
-        options.vocab_size,
-        min_frequency=options.min_frequency,
-        mask_token=mask_token,
-        special_tokens=special_tokens,
-    )
-    _publish(tokenizer, record, directory)
-    return tokenizer
+
+def kept_or_made(
+    options: TokenizerTraining,
+    mixture: Mixture,
+    directory: Path,
+    schema: Schema,
+    make: Callable[[], T],
+    load: Callable[[Path], T],
+    facts: Mapping[str, Any],
+) -> T:
+    """Return the tokenizer or processor in `directory` if its record is equal; else make it.
+
+    Args:
+        options: the options of the training.
+        mixture: the texts.
+        directory: the folder of the tokenizer and its record.
+        schema: the fields of the texts.
+        make: makes and returns the tokenizer or processor.
+        load: returns the one in a folder.
+        facts: further values that determine the result.
+    """
+    record = _record(options, mixture, schema, facts)
+    kept = directory / _RECORD
+    if kept.is_file() and kept.read_text() == record:
+        return load(directory)
+    made = make()
+    _publish(made, record, directory)
+    return made
 
 
 def _record(
-    options: TokenizerTraining,
-    mixture: Mixture,
-    schema: Schema,
-    mask_token: bool,
-    special_tokens: Sequence[str],
+    options: TokenizerTraining, mixture: Mixture, schema: Schema, more: Mapping[str, Any]
 ) -> str:
     """Return the options and data that determine the tokenizer, as text."""
     from ed_data.rows.documents import fingerprint
@@ -78,14 +106,13 @@ def _record(
         "informs": of(mixture.informs),
         "held_out": [mixture.eval_fraction, of(mixture.eval_informs)],
         "options": options.model_dump(mode="json"),
-        **({"mask_token": True} if mask_token else {}),
-        **({"special_tokens": list(special_tokens)} if special_tokens else {}),
+        **more,
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
 
 
-def _publish(tokenizer: PreTrainedTokenizerBase, record: str, directory: Path) -> None:
+def _publish(tokenizer: Any, record: str, directory: Path) -> None:
     """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

@@ -68,6 +68,18 @@ class GenerateOptions(Options):
     seed: Seed = 0
 
 
+class TranscribeOptions(Options):
+    """`transcribe`: print the texts of recordings, of any length."""
+
+    files: Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_one_or_more)]
+    """Paths of recordings: WAV, FLAC, OGG, MP3."""
+    language: Name | None = None
+    """Language of the speech: a code, or an English name. None: the model detects the language.
+    Whisper only."""
+    task: Annotated[str, choice("task", ("transcribe", "translate"))] = "transcribe"
+    """`translate` translates to English. Whisper only."""
+
+
 class ServeOptions(Options):
     """`serve`: the OpenAI-compatible server, until it is interrupted."""
 

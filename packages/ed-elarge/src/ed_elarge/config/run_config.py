@@ -159,6 +159,8 @@ class RunConfig:
         rows = (trainer.rows if trainer is not None else None) or Rows(entry.rows)
         if self.task == TaskType.SEQUENCE_TO_SEQUENCE != entry.task:
             return _OF_ENCODER_DECODERS[rows.name]
+        if self.task == TaskType.SPEECH_SEQUENCE_TO_SEQUENCE and rows.name == "text":
+            return schemas.SPEECH_SEQ2SEQ
         if rows.settings:
             return getattr(schemas, f"{rows.name}_schema")(**rows.settings)
         schema = getattr(schemas, rows.name.upper())
@@ -170,6 +172,16 @@ class RunConfig:
     def has_images(self) -> bool:
         """Whether the model reads images, so that its processor prepares the data."""
         return self.task == TaskType.IMAGE_TEXT_TO_TEXT
+
+    @property
+    def has_audio(self) -> bool:
+        """Whether the model reads recordings, so that its processor prepares the data."""
+        return self.task in (TaskType.SPEECH_SEQUENCE_TO_SEQUENCE, TaskType.CTC)
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether a processor contains the tokenizer of the model."""
+        return self.has_images or self.has_audio
 
     @property
     def takes_prompts(self) -> bool:

@@ -35,7 +35,11 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class TokenizerTraining(Options):
-    """Train a byte-level BPE tokenizer on the training texts of the mixture."""
+    """Train a byte-level BPE tokenizer on the training texts of the mixture.
+
+    A new model of speech gets a processor: its feature extractor, and this tokenizer. The labels of
+    a CTC model are the characters of the texts, and `vocab_size` is their largest number.
+    """
 
     vocab_size: Annotated[int, Field(ge=259, le=2**22)]
     """Number of tokens: at least 256 bytes and three special tokens."""
@@ -81,6 +85,8 @@ TASKS = (
     TaskType.CAUSAL_LM,
     TaskType.SEQUENCE_TO_SEQUENCE,
     TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
+    TaskType.CTC,
     TaskType.MASKED_LM,
     TaskType.TOKEN_CLASSIFICATION,
     TaskType.SEQUENCE_CLASSIFICATION,

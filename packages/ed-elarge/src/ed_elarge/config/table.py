@@ -26,6 +26,7 @@ from ed_elarge.config.action_options import (
     GenerateOptions,
     NoOptions,
     ServeOptions,
+    TranscribeOptions,
     WriteOptions,
 )
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection
@@ -148,7 +149,7 @@ SECTIONS: dict[str, Section] = {
     "mixture": Section(
         Mixture,
         has_default=False,
-        checks=(training.sequence_length, training.visual_rows),
+        checks=(training.sequence_length, training.visual_rows, training.recordings),
         machine_checks=(machine.data,),
         unused=unused.mixture,
         builds={
@@ -276,6 +277,16 @@ ACTIONS: dict[str, ActionKind] = {
         prepare="ed_elarge.actions.execution:prepare_model",
         checks=(training.generates,),
         unused=unused.generation,
+    ),
+    "transcribe": ActionKind(
+        "print transcripts of recordings",
+        "ed_elarge.actions.transcribe:transcribe",
+        TranscribeOptions,
+        scalar="files",
+        needs=("model",),
+        prepare="ed_elarge.actions.execution:prepare_model",
+        checks=(training.transcribes,),
+        machine_checks=(machine.recordings,),
     ),
     "serve": ActionKind(
         "serve an OpenAI-compatible API",

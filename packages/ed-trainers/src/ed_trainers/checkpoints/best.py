@@ -10,7 +10,7 @@ from ed_infra.errors import unknown_name
 
 from ed_trainers.options.base import TrainingArguments
 
-_LESS_IS_BETTER = ("loss", "perplexity")
+_LESS_IS_BETTER = ("loss", "perplexity", "wer", "cer")
 
 
 class Best:

@@ -40,8 +40,13 @@ def noisy_embeddings(
         alpha: the paper's alpha, usually 5 to 15.
 
     Raises:
-        ConfigError: the model has no such table.
+        ConfigError: the model has no such table, or reads recordings.
     """
+    if "input_ids" not in batch:
+        raise ConfigError(
+            f"neftune_noise_alpha adds noise to embeddings of tokens, and {type(model).__name__} "
+            "reads recordings: omit neftune_noise_alpha"
+        )
     embeds = token_table(model)(batch["input_ids"])
     own = jax.random.fold_in(key, zlib.crc32(b"neftune"))
     # One key per row: the noise of a row does not depend on the number of rows.

@@ -55,7 +55,7 @@ def next_token_batch(batch: HostBatch, model: LanguageModel | None = None) -> In
     made = sequence_arrays(batch, () if has_decoder else _LABELS)
     inputs, segments = made["input_ids"], made["segment_ids"]
     if has_decoder:
-        made |= _decoder_arrays(batch, model)
+        made |= decoder_arrays(batch, model)
     else:
         labels = np.asarray(batch.get("labels", inputs), np.int32)
         targets, weights = next_token_targets(labels, segments)
@@ -101,7 +101,7 @@ def further_arrays(batch: HostBatch, read: Collection[str]) -> dict[str, np.ndar
     return {n: x for n, x in kept.items() if x.dtype.kind in "biuf" and x.shape[:1] == rows}
 
 
-def _decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, np.ndarray]:
+def decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, np.ndarray]:
     """Return the arrays of the decoder, each [b, t]."""
     if "labels" not in batch:
         raise ConfigError(
@@ -119,7 +119,7 @@ def _decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, 
     tokens = batch.get("decoder_input_ids")
     if tokens is None:
         before = np.roll(labels, 1, axis=1)
-        pad = 0 if model is None else _token(model, "pad_token_id")
+        pad = 0 if model is None else _token(model, "pad_token_id", "eos_token_id")
         start = pad if model is None else _token(model, "decoder_start_token_id", "pad_token_id")
         tokens = np.where(places == 0, start, np.where(before == _IGNORED, pad, before))
         tokens = np.where(segments > 0, tokens, pad)

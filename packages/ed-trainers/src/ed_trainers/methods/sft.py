@@ -1,12 +1,13 @@
 """Supervised fine-tuning and pre-training: the cross-entropy of the next token.
 
-For an encoder-decoder the tokens are those of the decoder.
+For an encoder-decoder the tokens are those of the decoder; its encoder reads tokens or recordings.
 
 Legend: b rows, s positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,13 +19,18 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import forward
+from ed_trainers.losses.speech import reads_sound, speech_batch
 from ed_trainers.losses.token_loss import token_cross_entropy
+from ed_trainers.methods.transcripts import Transcripts
 from ed_trainers.options.distillation import SeqKDArguments
+from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 
 
 def prepare(run: MethodRun, batch: HostBatch) -> Prepared:
-    """Shift the labels by one within segments; see `next_token_batch`."""
+    """Shift the labels by one within segments; see `next_token_batch` and `speech_batch`."""
+    if reads_sound(run.learner):
+        return speech_batch(batch, run.learner)
     return next_token_batch(batch, run.learner)
 
 
@@ -75,7 +81,14 @@ def cross_entropy(
     return Loss.of(output, total, jnp.sum(batch["weights"]))
 
 
-SFT = Method[SFTArguments](prepare=prepare, loss=loss)
+def measure(
+    run: MethodRun[SFTArguments], batches: Iterable[HostBatch], state: EasyDeLState
+) -> dict[str, float]:
+    """With `predict_with_generate`, return the error rates of held-out transcripts."""
+    return run.part(Transcripts).rates(batches, state)
+
+
+SFT = Method[SFTArguments](prepare=prepare, loss=loss, measure=measure, parts=(Transcripts,))
 
 
 class SFTTrainer(Trainer):

@@ -183,8 +183,8 @@ class TrainingArguments(Options):
     metric_for_best_model: str | None = None
     """Metric of an evaluation that selects the best checkpoint; None: the loss."""
     greater_is_better: Flag | None = None
-    """Whether a higher `metric_for_best_model` is better. None: no for names that end with `loss`
-    or `perplexity`, yes for others."""
+    """Whether a higher `metric_for_best_model` is better. None: no for names that end with `loss`,
+    `perplexity`, `wer` or `cer`, yes for others."""
     ema_decay: FractionBelowOne | None = None
     """Decay of a running mean of the parameters, which is stored in float32 next to the
     parameters."""

@@ -43,6 +43,7 @@ class Evaluator:
     ):
         self._method = method
         self._placement = placement
+        self._dataset = dataset
         whole = method.whole_batches
         self._share = Share(dataset) if whole else Share.of(dataset, placement, rows)
         self._rows = None if rows is None else rows // self._share.parts
@@ -50,7 +51,9 @@ class Evaluator:
         self._statistics: Step[Metrics] | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
-        """Return `eval_<name>` for each figure of `logged`, and `eval_perplexity`.
+        """Return `eval_<name>` for each figure of `logged` and of the method's `measure`.
+
+        A loss per token also has `eval_perplexity`.
 
         The perplexity belongs to the method's own term, if that is a mean over tokens.
 
@@ -79,6 +82,10 @@ class Evaluator:
         if self._method.record.per_token:
             means["eval_perplexity"] = math.exp(min(terms[MAIN], _LARGEST_EXPONENT))
             means["eval_tokens"] = sums[0][MAIN][1]
+        measure = self._method.record.measure
+        if measure is not None:
+            found = measure(self._method, evaluation_batches(self._dataset)[0], state)
+            means |= {f"eval_{name}": value for name, value in found.items()}
         return means
 
     def _whole_statistics(

@@ -253,7 +253,7 @@ class TrainingLoop:
         shapes = tuple(array.shape for array in batch.values())
         if shapes in self._compiled:
             return self._train_step(self._leaves, batch)
-        if not self._compiled:
+        if not self._compiled and "input_ids" in batch:
             self._count_flops(length=batch["input_ids"].shape[-1])
         self._compiled.add(shapes)
         with self.meter.spending("compile"):

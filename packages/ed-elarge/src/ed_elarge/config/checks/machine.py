@@ -169,6 +169,13 @@ def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:
             yield Problem((name,), f"{path} is a folder: set the path of a file")
 
 
+def recordings(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Check that the recordings of the action exist."""
+    for i, file in enumerate(action.options.files):
+        if "://" not in file and not Path(file).expanduser().is_file():
+            yield Problem(("files", i), f"there is no recording {file}: correct the path")
+
+
 # Files, functions and folders.
 
 

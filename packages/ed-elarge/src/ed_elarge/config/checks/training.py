@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from ed_data.checks import without_tokens
+from ed_data.checks import without_recordings, without_tokens
 from ed_infra.enums import TaskType
 from ed_infra.errors import did_you_mean
 from ed_trainers.arguments import ROLES
@@ -47,6 +47,20 @@ def visual_rows(run: RunConfig) -> Iterator[Problem]:
     for path, message in without_tokens(run.mixture):
         reason = f"the model is for {run.task.value!r}: set model.task: image-text-to-text"
         yield Problem(("mixture", *path), f"{message.partition(',')[0]}, and {reason}")
+
+
+def recordings(run: RunConfig) -> Iterator[Problem]:
+    """Reject keys of recordings in the data of other models, and packed recordings."""
+    if run.mixture is None or run.trainer is None or run.is_broken("trainer"):
+        return
+    if run.has_audio:
+        if run.mixture.pack_tokens:
+            message = "a row is one recording, so rows are not packed: omit the key"
+            yield Problem(("mixture", "pack_tokens"), message)
+        return
+    for path, message in without_recordings(run.mixture):
+        reason = f"the model is for {run.task.value!r}"
+        yield Problem(("mixture", *path), f"{message}; {reason}")
 
 
 def sequence_length(run: RunConfig) -> Iterator[Problem]:
@@ -120,6 +134,19 @@ def generates(run: RunConfig, action: Action) -> Iterator[Problem]:
         message = (
             f"the model is for {run.task.value!r} and generates no text: omit the action "
             f"{action.name}"
+        )
+        if run.has_audio:
+            message = f"the model reads recordings: use the action transcribe, not {action.name}"
+        yield Problem((), message, True)
+
+
+def transcribes(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Check that the model of an action reads recordings."""
+    unnamed = run.trainer is None and run.model is not None and run.model.task is None
+    if not run.has_audio and run.task != TaskType.AUTO_BIND and not unnamed:
+        message = (
+            f"the model is for {run.task.value!r} and reads no recordings: omit the action "
+            f"{action.name}, or set model.task"
         )
         yield Problem((), message, True)
 

@@ -1,0 +1,162 @@
+"""Recordings: files, bytes or samples to one channel of samples at a rate.
+
+`soundfile` decodes WAV, FLAC, OGG (Vorbis, Opus), MP3 and other formats; `soxr` changes the rate.
+
+Legend: n samples.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ed_data.errors import DataError
+from ed_data.schema import Audio, RowAudio
+
+if TYPE_CHECKING:
+    from soundfile import _SoundFileInfo
+
+#: Largest encoded recording, and most samples of all channels of a decoded recording.
+MAX_BYTES, MAX_SAMPLES = 2**28, 2**28
+#: A header may claim more data than the file has. Programs that write to a pipe claim the maximum.
+_CLAIM = re.compile(r"data\s*:\s*(\d+)\s*\(should be (\d+)\)")
+_UNKNOWN_LENGTH = 0x7FFFF000
+
+
+class Header(NamedTuple):
+    """The facts of a recording that are known without decoding.
+
+    Attributes:
+        frames: number of samples of each channel.
+        rate: samples of a second.
+        channels: number of channels.
+    """
+
+    frames: int
+    rate: int
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        """The duration."""
+        return self.frames / self.rate
+
+    def samples_at(self, rate: int) -> int:
+        """Return the number of samples after a change of the rate, as librosa counts them."""
+        return -(-self.frames * rate // self.rate)
+
+
+def header(audio: RowAudio) -> Header:
+    """Return the facts of a recording.
+
+    Raises:
+        DataError: the recording cannot be read, or is too large.
+    """
+    source, where = audio
+    if isinstance(source, dict) and "array" in source:
+        return Header(len(source["array"]), source["sampling_rate"], 1)
+    decoder = _decoder()
+    try:
+        info: _SoundFileInfo = decoder.info(_openable(source, where))
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise _unreadable(where, error) from error
+    claim = _CLAIM.search(info.extra_info)
+    if claim is not None and 0 < int(claim[1]) < _UNKNOWN_LENGTH:
+        raise _unreadable(where, f"it has {claim[2]} bytes of data, but its header says {claim[1]}")
+    found = Header(info.frames, info.samplerate, info.channels)
+    if found.frames * found.channels > MAX_SAMPLES:
+        raise DataError(
+            f"{where}: the recording has {found.frames} samples and {found.channels} channels; the "
+            f"limit is {MAX_SAMPLES} samples of all channels: split it, or set on_error: skip"
+        )
+    if found.frames < 1 or found.rate < 1:
+        raise _unreadable(where, "it has no samples")
+    return found
+
+
+def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
+    """Return the samples [n] of a recording: the mean of the channels, at a rate.
+
+    The numbers are those of `librosa.load(path, sr=rate)`.
+
+    Args:
+        audio: the recording.
+        rate: samples of a second.
+
+    Raises:
+        DataError: the recording cannot be decoded, or contains infinite numbers.
+    """
+    facts = header(audio)
+    source, where = audio
+    if isinstance(source, dict) and "array" in source:
+        samples = source["array"].astype(np.float32, copy=False)
+    else:
+        try:
+            decoded, _ = _decoder().read(_openable(source, where), dtype="float32", always_2d=True)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            raise _unreadable(where, error) from error
+        if len(decoded) != facts.frames:
+            raise _unreadable(where, f"it ends after {len(decoded)} of {facts.frames} samples")
+        samples = decoded[:, 0] if facts.channels == 1 else decoded.mean(axis=1)
+    if not np.isfinite(samples).all():
+        raise _unreadable(where, "it contains samples that are not finite")
+    if facts.rate != rate:
+        samples = _resampler().resample(samples, facts.rate, rate)
+        count = facts.samples_at(rate)
+        samples = np.pad(samples[:count], (0, max(count - len(samples), 0)))
+    return np.ascontiguousarray(samples, np.float32)
+
+
+def _openable(source: Audio, where: str) -> str | io.BytesIO:
+    """Return the path of a local file, or the bytes of another recording."""
+    if isinstance(source, str):
+        fs, path = fsspec.core.url_to_fs(source)
+        size = fs.size(path) or 0
+        if size > MAX_BYTES:
+            raise _too_large(where, size)
+        return path if "://" not in source else io.BytesIO(fs.cat_file(path))
+    raw = source["bytes"] if isinstance(source, dict) else source
+    if len(raw) > MAX_BYTES:
+        raise _too_large(where, len(raw))
+    return io.BytesIO(raw)
+
+
+def _too_large(where: str, size: int) -> DataError:
+    return DataError(
+        f"{where}: the recording has {size} bytes, and the limit is {MAX_BYTES}: split it, or set "
+        "on_error: skip"
+    )
+
+
+def _decoder() -> ModuleType:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: libsndfile is missing
+        raise _not_installed("soundfile", error) from error
+    return soundfile
+
+
+def _resampler() -> ModuleType:
+    try:
+        import soxr
+    except ImportError as error:
+        raise _not_installed("soxr", error) from error
+    return soxr
+
+
+def _not_installed(name: str, error: Exception) -> DataError:
+    return DataError(
+        f"reading recordings requires the package {name}: install ed-data[audio] ({error})"
+    )
+
+
+def _unreadable(where: str, error: object) -> DataError:
+    return DataError(
+        f"{where}: the recording cannot be decoded: {error}; correct the row, or set on_error: skip"
+    )

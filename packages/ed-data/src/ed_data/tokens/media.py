@@ -1,0 +1,57 @@
+"""The encoders of images and recordings that the data and the processor of a run require."""
+
+from __future__ import annotations
+
+from ed_data.checks import without_recordings, without_tokens
+from ed_data.config import Mixture
+from ed_data.errors import DataError
+from ed_data.schema import Schema
+from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
+from ed_data.tokens.images import ImageEncoder, ModelProcessor
+
+
+def medium_encoders(
+    mixture: Mixture,
+    schema: Schema,
+    processor: ModelProcessor | SpeechProcessor | None,
+    *,
+    start: int | None = None,
+    steps: TimeSteps | None = None,
+) -> tuple[ImageEncoder | None, AudioEncoder | None]:
+    """Return the encoders of images and of recordings; each is None if the data have none.
+
+    Args:
+        mixture: the sources.
+        schema: see `build_loader`.
+        processor: see `build_loader`.
+        start: `decoder_start_token_id`.
+        steps: see `build_loader`.
+
+    Raises:
+        DataError: the data or the schema require another processor.
+    """
+    if not schema.has_audio:
+        for path, message in without_recordings(mixture):
+            raise DataError(message, path)
+        if processor is not None:
+            return ImageEncoder(processor), None  # type: ignore[arg-type]
+        for path, message in without_tokens(mixture):
+            raise DataError(message, path)
+        return None, None
+    if processor is None:
+        raise DataError(
+            f"a schema of task {schema.task} requires a processor: pass the AutoProcessor of the "
+            "model"
+        )
+    limits = [i.max_duration_in_seconds for i in (*mixture.informs, *mixture.eval_informs)]
+    audio = AudioEncoder(
+        processor,  # type: ignore[arg-type]
+        schema.task,
+        language=mixture.tokenization.language,
+        speech_task=mixture.tokenization.task,
+        start=start,
+        steps=steps,
+        longest=max((limit or LONGEST_SECONDS for limit in limits), default=LONGEST_SECONDS),
+        padded=mixture.tokenization.padding == "max_length",
+    )
+    return None, audio

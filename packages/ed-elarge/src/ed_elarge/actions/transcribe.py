@@ -1,0 +1,34 @@
+"""The action `transcribe`: print the texts of recordings."""
+
+from __future__ import annotations
+
+from ed_data.rows.recordings import samples_of
+from ed_data.schema import RowAudio
+from ed_infra.errors import ConfigError
+
+from ed_elarge.actions.execution import Session
+from ed_elarge.config.action_options import TranscribeOptions
+
+
+def transcribe(session: Session, options: TranscribeOptions) -> None:
+    """Print the text of each recording.
+
+    Raises:
+        ConfigError: The model does not support an option.
+        DataError: A recording cannot be decoded.
+    """
+    from ed_esurge.speech.engine import SPEECH_TASKS
+    from ed_models.speech import Transcriber
+
+    from ed_elarge.building.engines import speech_processor
+
+    elm = session.elm
+    model = elm.part("model")
+    if type(model).model_task not in SPEECH_TASKS:
+        raise ConfigError(f"{type(model).__name__} reads no recordings: use a model of speech")
+    transcriber = Transcriber(model, speech_processor(elm))
+    for file in options.files:
+        samples = samples_of(RowAudio(file, file), transcriber.sampling_rate)
+        found = transcriber.transcribe(samples, language=options.language, task=options.task)
+        session.summary.samples.append((file, found.text))
+        print(f"{file}: {found.text}")

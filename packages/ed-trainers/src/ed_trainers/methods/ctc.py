@@ -1,0 +1,149 @@
+"""Connectionist temporal classification: speech to labels without alignments.
+
+Legend: b rows, n samples, t time steps, l labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
+from ed_infra.outputs import TokenClassifierOutput
+from ed_infra.sharding.axes import LogicalAxes
+from ed_models.tasks.ctc import CTCModel
+
+from ed_trainers.arguments import METHODS
+from ed_trainers.batches import HostBatch
+from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.ctc import ctc_losses, steps_needed
+from ed_trainers.methods.transcripts import BestLabels
+from ed_trainers.options.ctc import CTCArguments
+from ed_trainers.state import EasyDeLState
+from ed_trainers.trainer import Trainer
+
+_ROWS: LogicalAxes = ("batch",)
+
+
+def prepare(run: MethodRun[CTCArguments], batch: HostBatch) -> Prepared:
+    """Return the arrays of the model, and `labels` [b, l], `label_lengths` and `weights` [b].
+
+    Args:
+        run: the run of the method.
+        batch: `input_values` float [b, n], optionally `attention_mask` [b, n], and `labels` int
+            [b, l]; negative labels are ignored. A row without samples has the weight 0.
+
+    Raises:
+        ConfigError: an array is missing, a label is invalid, or a row has more labels than time
+            steps and the configuration does not set `ctc_zero_infinity`.
+    """
+    for name in ("input_values", "labels"):
+        if name not in batch:
+            raise ConfigError(f"a batch for ctc has {name}, not only {', '.join(sorted(batch))}")
+    values = np.asarray(batch["input_values"], np.float32)
+    mask = np.asarray(batch.get("attention_mask", np.ones(values.shape)), np.int32) != 0
+    labels = np.asarray(batch["labels"], np.int32)
+    here = labels >= 0
+    # Labels before ignored ones, as the loss reads them.
+    labels = np.take_along_axis(labels, np.argsort(~here, axis=1, kind="stable"), axis=1)
+    lengths = here.sum(axis=1).astype(np.int32)
+    labels = np.where(np.arange(labels.shape[1]) < lengths[:, None], labels, 0)
+    samples = mask.sum(axis=1)
+    real = samples > 0
+    _check(run, labels, lengths, samples, real)
+    made = {
+        "input_values": values,
+        "attention_mask": mask.astype(np.int32),
+        "labels": labels,
+        "label_lengths": lengths,
+        "weights": real.astype(np.float32),
+    }
+    return Inputs(made, {"label_lengths": _ROWS, "weights": _ROWS})
+
+
+def _check(
+    run: MethodRun[CTCArguments],
+    labels: np.ndarray,
+    lengths: np.ndarray,
+    samples: np.ndarray,
+    real: np.ndarray,
+) -> None:
+    config: Any = run.learner.config
+    used = np.arange(labels.shape[1]) < lengths[:, None]
+    if labels.max(initial=0) >= config.vocab_size:
+        raise ConfigError(
+            f"the label {labels.max()} is invalid: vocab_size is {config.vocab_size}: use the "
+            "tokenizer of the model"
+        )
+    if (used & (labels == config.pad_token_id)).any():
+        raise ConfigError(
+            f"the label {config.pad_token_id} is the blank (pad_token_id), which no transcript "
+            "contains: use -100 for padding"
+        )
+    needed, steps = steps_needed(labels, lengths), _steps(config, samples)
+    wrong = np.flatnonzero(real & (needed > steps))
+    if len(wrong) and not config.ctc_zero_infinity:
+        row = int(wrong[0])
+        raise ConfigError(
+            f"row {row} of the batch needs {needed[row]} time steps (one for each of "
+            f"{lengths[row]} labels and between equal labels), and its {samples[row]} samples have "
+            f"{steps[row]}: drop the row, or set ctc_zero_infinity in the model's configuration"
+        )
+
+
+def _steps(config: Any, samples: np.ndarray) -> np.ndarray:
+    """Return the time steps of each row on the host; `output_lengths` would use a device."""
+    for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+        samples = np.maximum((samples - kernel) // stride + 1, 0)
+    return samples
+
+
+def loss(run: MethodRun[CTCArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the summed losses of the rows, with the reduction of the model's configuration.
+
+    "sum" is the sum over an optimizer step, also of several microbatches; the mean over evaluation
+    batches is the mean of a row times the rows of a step. "mean" divides the loss of a row by the
+    number of its labels, and is the mean over rows.
+    """
+    config: Any = models.learner.config
+    call = cast(Callable[..., TokenClassifierOutput], models.learner)
+    mask = batch["attention_mask"]
+    output = call(batch["input_values"], attention_mask=mask, key=key)
+    lengths, weights = batch["label_lengths"], batch["weights"]
+    losses = ctc_losses(
+        output.logits,
+        cast(CTCModel, models.learner).output_lengths(jnp.sum(mask, axis=1)),
+        batch["labels"],
+        lengths,
+        blank=config.pad_token_id,
+        zero_infinity=config.ctc_zero_infinity,
+    )
+    rows = jnp.sum(weights)
+    if config.ctc_loss_reduction == "mean":
+        losses, count = losses / jnp.maximum(lengths, 1), rows
+    else:
+        count = rows / run.arguments.total_batch_size
+    return Loss.of(output, jnp.sum(jnp.where(weights > 0, losses, 0)), count)
+
+
+def measure(
+    run: MethodRun[CTCArguments], batches: Iterable[HostBatch], state: EasyDeLState
+) -> dict[str, float]:
+    """Return the error rates of the best labels of held-out recordings."""
+    return run.part(BestLabels).rates(batches, state)
+
+
+CTC = Method[CTCArguments](
+    prepare=prepare, loss=loss, measure=measure, parts=(BestLabels,), per_token=False
+)
+
+
+class CTCTrainer(Trainer):
+    """Trains a `CTCModel`; `arguments` are `CTCArguments`."""
+
+    entry = METHODS["ctc"]
+    record = CTC
