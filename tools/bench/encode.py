@@ -8,13 +8,14 @@ All contenders load one checkpoint with random weights, and the mean of the toke
 first. ONNX Runtime runs the graph after its optimizer for transformers, with the threads of this
 process; int8 is its dynamic quantization. Our int8 is `w8a8`.
 
-Runs are interleaved. A cell contains the median in milliseconds and the ratio to the best other
+Runs are interleaved; a run repeats short calls for a tenth of a second. A cell contains the median in milliseconds and the ratio to the best other
 contender of the same number format (float32 or int8); above 1 = faster than all others.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import Run, all_turns, command_line, cores, machine, table
+from tools.bench.measure import Run, all_turns, command_line, cores, machine, settled, table
 
 #: Shapes: google-bert/bert-base-uncased and sentence-transformers/all-MiniLM-L6-v2.
 SHAPES: dict[str, dict[str, int]] = {
@@ -202,7 +203,7 @@ def measure(
     for batch in batches:
         for length in lengths:
             ids = rng.integers(1000, VOCAB, (batch, length))
-            runs: dict[str, Run] = {key: partial(of, ids) for key, of in made.items()}
+            runs: dict[str, Run] = {key: settled(partial(of, ids)) for key, of in made.items()}
             turns = all_turns(runs, rounds=rounds)
             medians = {key: statistics.median(seconds) for key, seconds in turns.items()}
             header.append(f"{batch} x {length}")
@@ -214,6 +215,7 @@ def measure(
                 ]
                 ratio = f" ({min(rivals) / seconds:.2f})" if rivals else ""
                 rows[key].append(f"{seconds * 1e3:.1f}{ratio}")
+            print(header[-1], *(row[-1] for row in rows.values()), file=sys.stderr, flush=True)
     print(table(header, [*rows.values()]))
 
 

@@ -20,6 +20,28 @@ class Timed(float):
     """Seconds that a run measured itself, excluding its preparation."""
 
 
+def settled(run: Run, seconds: float = 0.1) -> Run:
+    """Return a run that repeats a short call, and returns the seconds of one call.
+
+    The threads of other libraries wait actively for some milliseconds after their calls, and the
+    caches hold their weights. The first call is therefore counted only if it is long.
+    """
+
+    def repeated() -> Timed:
+        began = time.perf_counter()
+        run()
+        passed = time.perf_counter() - began
+        if passed > seconds:
+            return Timed(passed)
+        count, began = 0, time.perf_counter()
+        while (passed := time.perf_counter() - began) < seconds:
+            run()
+            count += 1
+        return Timed(passed / count)
+
+    return repeated
+
+
 def take_turns(
     contenders: dict[str, Run],
     *,

@@ -1,10 +1,12 @@
-"""Compare a training step with torch in time and memory: `sft` with `transformers`, `dpo` with TRL.
+"""Compare a training step with torch in time and memory: `dpo` with TRL, others with `transformers`.
 
     python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
     python -m tools.bench.train --shape 135m --rows 2
     python -m tools.bench.train --vocab 1000          a small head, to measure the layers
     python -m tools.bench.train --contenders ours "ours bf16" "torch bf16" --rounds 9
     python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, compared with TRL
+    python -m tools.bench.train --method mlm --length 128        BERT-base, 15 % of tokens masked
+    python -m tools.bench.train --method seq2seq --length 128    T5-small, as many target tokens
 
 Each contender runs in a separate process with a separate memory peak. Steps are interleaved, so
 that a slow moment of the machine affects all contenders. A step consists of forward, backward,
@@ -58,6 +60,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
+    "bert-base": {"vocab_size": 30522},
+    "t5-small": {"vocab_size": 32128},
+}
+#: Method -> the shapes that it trains; the first is the default.
+SHAPES_OF = {
+    "sft": ("15m", "135m"),
+    "dpo": ("15m", "135m"),
+    "mlm": ("bert-base",),
+    "seq2seq": ("t5-small",),
 }
 #: Method -> its contenders. Ratios are relative to `torch`.
 CONTENDERS = {
@@ -70,6 +81,8 @@ CONTENDERS = {
         "torch bf16",
     ),
     "dpo": ("ours", "ours rematerialized", "torch"),
+    "mlm": ("ours", "ours bf16 unrolled", "torch", "torch bf16"),
+    "seq2seq": ("ours", "ours bf16 unrolled", "torch", "torch bf16"),
 }
 _RATE = 1e-4
 #: Number of steps that compile and warm up.
@@ -77,6 +90,9 @@ WARM_UP = 2
 #: The tiny model that a process trains before its idle memory is measured.
 TINY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
 TINY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+TINY_T5 = {"num_layers": 1, "d_model": 64, "d_kv": 64, "d_ff": 64, "num_heads": 1, "vocab_size": 256}
+#: Token of BERT that replaces masked tokens, and the share of masked tokens.
+MASK, MASKED = 103, 0.15
 #: Number of prompt tokens of a pair.
 PROMPT = 32
 Step = Callable[[], float]
@@ -94,13 +110,13 @@ def jax_step(
     """Return a step of a method's trainer; the step computes in `dtype` and returns the loss."""
     import jax
     import jax.numpy as jnp
-    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
     from ed_trainers import arguments_class, trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
     from ed_trainers.state import EasyDeLState
     from ed_trainers.step import build_train_step
 
-    arguments = arguments_class(method)(
+    trained = "sft" if method == "seq2seq" else method
+    arguments = arguments_class(trained)(
         total_batch_size=len(ids),
         max_training_steps=1000,
         learning_rate=_RATE,
@@ -109,16 +125,20 @@ def jax_step(
     )
     dims = (1, 1, 1, 1, 1)
     settings = {"gradient_checkpointing": policy, "scan_layers": scan_layers}
-    config = LlamaConfig(**fields, sharding_axis_dims=dims, **settings)
-    model = LlamaForCausalLM.create(
+    config_class, model_class = jax_classes(method)
+    config = config_class(**fields, sharding_axis_dims=dims, **settings)
+    model = model_class.create(
         config, seed=0, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype("float32")
     )
-    trainer = trainer_class(method)(arguments, model)
+    tokenizer = {"processing_class": Words(fields["vocab_size"])} if method == "mlm" else {}
+    trainer = trainer_class(trained)(arguments, model, **tokenizer)
     schedule = build_schedule(arguments, 1000)
     state = EasyDeLState.create(model=trainer.model)
     state = state.init_tx(build_optimizer(arguments, schedule))
     step = build_train_step(state, trainer.method, schedule, rows=len(ids), seed=0)
     batch = {"input_ids": ids}
+    if method == "seq2seq":
+        batch["labels"] = ids[:, ::-1].copy()
     if method == "dpo":
         chosen, rejected = answers(ids)
         batch = {}
@@ -140,20 +160,58 @@ def jax_step(
     return run
 
 
+def jax_classes(method: str) -> tuple[Any, Any]:
+    """Return the classes of configuration and model of a method."""
+    if method == "mlm":
+        from ed_models.families.bert import BertConfig, BertForMaskedLM
+
+        return BertConfig, BertForMaskedLM
+    if method == "seq2seq":
+        from ed_models.families.t5 import T5Config, T5ForConditionalGeneration
+
+        return T5Config, T5ForConditionalGeneration
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+    return LlamaConfig, LlamaForCausalLM
+
+
+class Words:
+    """The attributes of a tokenizer that masking reads."""
+
+    mask_token_id = MASK
+    all_special_ids: tuple[int, ...] = ()
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        """Return the texts of tokens."""
+        return [f"w{i}" for i in ids]
+
+
 def answers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two answers to each row's prompt: the row itself, and the next row's tokens."""
     other = np.concatenate([ids[:, :PROMPT], np.roll(ids, 1, axis=0)[:, PROMPT:]], axis=1)
     return ids, other
 
 
-def torch_model(fields: dict[str, Any]) -> Any:
+def torch_model(fields: dict[str, Any], method: str = "sft") -> Any:
     """Return the model of `transformers` in training mode."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **fields)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    family, auto = {
+        "mlm": ("bert", transformers.AutoModelForMaskedLM),
+        "seq2seq": ("t5", transformers.AutoModelForSeq2SeqLM),
+    }.get(method, ("llama", transformers.AutoModelForCausalLM))
+    config = transformers.AutoConfig.for_model(family, **fields)
+    # T5 has no implementation of its relative positions besides "eager".
+    attention = "eager" if method == "seq2seq" else "sdpa"
+    return auto.from_config(config, attn_implementation=attention).train()
 
 
 def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
@@ -173,16 +231,24 @@ def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
     return run
 
 
-def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
-    """Return a step on the cross-entropy of the next token."""
+def torch_step(
+    method: str, fields: dict[str, Any], ids: np.ndarray, *, autocast: bool
+) -> Step:
+    """Return a step on the cross-entropy of the next token, of masked tokens or of targets."""
     import torch
 
-    model = torch_model(fields)
-    inputs = torch.tensor(ids, dtype=torch.long)
+    model = torch_model(fields, method)
+    inputs = labels = torch.tensor(ids, dtype=torch.long)
+    if method == "mlm":
+        masked = torch.rand(inputs.shape) < MASKED
+        inputs, labels = inputs.masked_fill(masked, MASK), inputs.masked_fill(~masked, -100)
+    if method == "seq2seq":
+        labels = inputs.flip(1)
+    options = {} if method == "mlm" else {"use_cache": False}
 
     def loss() -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(input_ids=inputs, labels=inputs, use_cache=False).loss
+            return model(input_ids=inputs, labels=labels, **options).loss
 
     return torch_loop(model, loss)
 
@@ -222,11 +288,11 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
         "ours rematerialized": partial(jax_step, method, policy="nothing_saveable"),
         "ours bf16": partial(jax_step, method, dtype="bfloat16"),
         "ours bf16 unrolled": partial(jax_step, method, dtype="bfloat16", scan_layers=False),
-        "torch": trl_step if method == "dpo" else partial(torch_step, autocast=False),
-        "torch bf16": partial(torch_step, autocast=True),
+        "torch": trl_step if method == "dpo" else partial(torch_step, method, autocast=False),
+        "torch bf16": partial(torch_step, method, autocast=True),
     }
     ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, length))
-    tiny = {**fields, **TINY}
+    tiny = {**fields, **(TINY_T5 if method == "seq2seq" else TINY)}
     step = made[name](tiny, np.zeros((2, 2 * PROMPT), np.int32))
     for _ in range(2):
         step()
@@ -330,7 +396,7 @@ def main() -> None:
         method, name, shape, vocab, rows, length = sys.argv[2:]
         return work(method, name, fields_of(shape, int(vocab)), int(rows), int(length))
     parser = command_line("train", __doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="15m")
+    parser.add_argument("--shape", choices=SHAPES, help="default: the first of the method")
     parser.add_argument("--vocab", type=int, help="vocabulary size; default: the shape's")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
@@ -338,6 +404,9 @@ def main() -> None:
     parser.add_argument("--method", choices=CONTENDERS, default="sft")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS["sft"])
     args = parser.parse_args()
+    args.shape = args.shape or SHAPES_OF[args.method][0]
+    if args.shape not in SHAPES_OF[args.method]:
+        parser.error(f"shapes of {args.method}: {', '.join(SHAPES_OF[args.method])}")
     args.contenders = args.contenders or CONTENDERS[args.method]
     if not {*args.contenders} <= {*CONTENDERS[args.method]}:
         parser.error(f"contenders of {args.method}: {', '.join(CONTENDERS[args.method])}")

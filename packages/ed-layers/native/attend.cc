@@ -8,7 +8,7 @@
 
 namespace {
 
-using ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads, ed::Scored, ed::Table;
+using ed::Distances, ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads, ed::Scored, ed::Table;
 
 // Read q [b, s, h, k], keys [b, t, g, k], values [b, t, g, d], the mask and the scoring. `out` is
 // the result, or the gradient of the result.
@@ -31,14 +31,26 @@ bool read(ed::Checks& checks, ed::Attend& p, Numbers q, Numbers k, Numbers v, Nu
   return ed::read_mask(checks, p, mask);
 }
 
+// Read the bias by distance and dropout.
+bool read_extras(ed::Checks& checks, ed::Attend& p, Distances distances, Ints seed, float dropout,
+                 int64_t drop_below) {
+  if (!ed::read_distances(checks, p, distances) || !ed::read_dropout(checks, p, seed, dropout))
+    return false;
+  if (seed.element_count() > 0) p.drop_below = drop_below;
+  return checks.that(drop_below >= 0 && drop_below <= int64_t{UINT32_MAX},
+                     "the limit of dropout must be at least 0 and below 2^32");
+}
+
 ffi::Error attention(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Table q_segments,
                      Table q_index, Table k_segments, Table k_index, Ints limits,
-                     ffi::Result<Numbers> out, ffi::Result<OfHeads> lse, float scale,
-                     float soft_cap, bool causal) {
+                     Distances distances, Ints seed, ffi::Result<Numbers> out,
+                     ffi::Result<OfHeads> lse, float scale, float soft_cap, bool causal,
+                     float dropout, int64_t drop_below) {
   ed::Checks checks("attention");
   ed::Attend p{};
   if (!read(checks, p, q, k, v, *out, {q_segments, q_index, k_segments, k_index},
             {limits, scale, soft_cap, causal}) ||
+      !read_extras(checks, p, distances, seed, dropout, drop_below) ||
       !checks.shape("lse", *lse, {p.batch, p.queries, p.heads}))
     return checks.error();
   p.lse = lse->typed_data();
@@ -64,15 +76,20 @@ void add_parts(const ed::Attend& p, int64_t row, int64_t group, const float* par
 }
 
 ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Table q_segments,
-                          Table q_index, Table k_segments, Table k_index, Ints limits, OfHeads lse,
-                          OfHeads shared, Numbers d_out, ffi::Result<Numbers> d_q,
-                          ffi::Result<Numbers> d_k, ffi::Result<Numbers> d_v, float scale,
-                          float soft_cap, bool causal) {
+                          Table q_index, Table k_segments, Table k_index, Ints limits,
+                          Distances distances, Ints seed, OfHeads lse, OfHeads shared,
+                          Numbers d_out, ffi::Result<Numbers> d_q, ffi::Result<Numbers> d_k,
+                          ffi::Result<Numbers> d_v, ffi::Result<Distances> d_distances,
+                          float scale, float soft_cap, bool causal, float dropout,
+                          int64_t drop_below) {
   ed::Checks checks("attention backward");
   ed::Attend p{};
   if (!read(checks, p, q, k, v, d_out, {q_segments, q_index, k_segments, k_index},
-            {limits, scale, soft_cap, causal}))
+            {limits, scale, soft_cap, causal}) ||
+      !read_extras(checks, p, distances, seed, dropout, drop_below))
     return checks.error();
+  auto of_distances = distances.dimensions();
+  checks.shape("d_distances", *d_distances, {of_distances[0], of_distances[1]});
   checks.shape("lse", lse, {p.batch, p.queries, p.heads});
   checks.shape("shared", shared, {p.batch, p.queries, p.heads});
   checks.shape("d_q", *d_q, {p.batch, p.queries, p.heads, p.key_dim});
@@ -89,17 +106,25 @@ ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v,
   float* d_values = static_cast<float*>(d_v->untyped_data());
   if (p.heads == 0) {
     std::memset(d_keys, 0, d_k->size_bytes()), std::memset(d_values, 0, d_v->size_bytes());
+    std::memset(d_distances->typed_data(), 0, d_distances->size_bytes());
     return ffi::Error::Success();
   }
   int64_t of_keys = p.slots * p.key_dim, of_part = of_keys + p.slots * p.value_dim;
+  int64_t count = p.by_distance ? 2 * p.reach + 1 : 0;  // distances
   std::unique_ptr<float[]> parts(new (std::nothrow) float[p.batch * p.heads * of_part]);
-  if (!parts)
+  std::unique_ptr<float[]> slopes(new (std::nothrow) float[p.batch * p.heads * count]());
+  if (!parts || !slopes)
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       "attention backward: there is no memory for the gradients of all heads");
   ed::parallel(pool, p.batch * p.heads, [&](int64_t i) {
     float* part = parts.get() + i * of_part;
-    ed::level().attention.backward(p, i / p.heads, i % p.heads, part, part + of_keys);
+    ed::level().attention.backward(p, i / p.heads, i % p.heads, part, part + of_keys,
+                                   slopes.get() + i * count);
   });
+  float* d_bias = d_distances->typed_data();
+  std::memset(d_bias, 0, d_distances->size_bytes());
+  for (int64_t row = 0; row < p.batch; ++row)
+    for (int64_t i = 0; i < p.heads * count; ++i) d_bias[i] += slopes[row * p.heads * count + i];
   ed::parallel(pool, p.batch * p.groups, [&](int64_t i) {
     add_parts(p, i / p.groups, i % p.groups, parts.get(), d_keys, d_values);
   });
@@ -122,11 +147,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention, attention,
                                   .Arg<Table>()
                                   .Arg<Table>()
                                   .Arg<Ints>()
+                                  .Arg<Distances>()
+                                  .Arg<Ints>()
                                   .Ret<Numbers>()
                                   .Ret<OfHeads>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
-                                  .Attr<bool>("causal"));
+                                  .Attr<bool>("causal")
+                                  .Attr<float>("dropout")
+                                  .Attr<int64_t>("drop_below"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_back, attention_back,
                               ffi::Ffi::Bind()
@@ -139,14 +168,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_back, attention_back,
                                   .Arg<Table>()
                                   .Arg<Table>()
                                   .Arg<Ints>()
+                                  .Arg<Distances>()
+                                  .Arg<Ints>()
                                   .Arg<OfHeads>()
                                   .Arg<OfHeads>()
                                   .Arg<Numbers>()
                                   .Ret<Numbers>()
                                   .Ret<Numbers>()
                                   .Ret<Numbers>()
+                                  .Ret<Distances>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
-                                  .Attr<bool>("causal"));
+                                  .Attr<bool>("causal")
+                                  .Attr<float>("dropout")
+                                  .Attr<int64_t>("drop_below"));
 
 #pragma GCC visibility pop

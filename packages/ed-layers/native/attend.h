@@ -45,6 +45,17 @@ struct Attend {
   float scale, soft_cap;  // soft_cap 0 = none
   const float* sinks;     // [heads] or null
 
+  // A bias of the capped scores by the place of the key minus that of the query, which is limited
+  // to [-reach, reach]: [heads, 2 * reach + 1], or null.
+  const float* by_distance;
+  int64_t reach;
+
+  // Dropout: a weight whose hash is below `drop_below` is dropped, the others times `keep`. The
+  // hash is that of `kept` in ed_layers/attention/scoring.py.
+  int64_t drop_below;  // 0 = none
+  float keep;
+  uint32_t seed[2];
+
   void* out;   // as q, with value_dim
   float* lse;  // [batch, queries, heads] or null; -inf for a query that sees nothing
 
@@ -70,8 +81,9 @@ struct Attention {
   int64_t (*queries_of_task)(const Attend&);
   void (*forward)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
   // Gradients by one query head: all of d_q, and its part [slots, key_dim] and [slots, value_dim]
-  // of d_k and d_v.
-  void (*backward)(const Attend&, int64_t row, int64_t head, float* d_k, float* d_v);
+  // of d_k and d_v. Its part [2 * reach + 1] of the bias by distance is added to `d_distance`.
+  void (*backward)(const Attend&, int64_t row, int64_t head, float* d_k, float* d_v,
+                   float* d_distance);
 };
 
 }  // namespace ed

@@ -9,6 +9,7 @@ using Numbers = ffi::AnyBuffer;
 using Floats = ffi::Buffer<ffi::F32, 1>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
 using Table = ffi::Buffer<ffi::S32, 2>;
+using Distances = ffi::Buffer<ffi::F32, 2>;  // [heads, distances]
 using OfHeads = ffi::Buffer<ffi::F32, 3>;  // [batch, queries, heads]
 
 // Window, chunk and scoring of a call.
@@ -46,6 +47,26 @@ inline bool read_scored(Checks& checks, Attend& p, const Scored& scored) {
   if (!checks.shape("limits", scored.limits, {2})) return false;
   p.window = scored.limits.typed_data()[0], p.chunk = scored.limits.typed_data()[1];
   p.scale = scored.scale, p.soft_cap = scored.soft_cap, p.causal = scored.causal;
+  return true;
+}
+
+// Read a bias by distance [heads, 2 * reach + 1]; an empty array is none.
+inline bool read_distances(Checks& checks, Attend& p, Distances distances) {
+  if (distances.element_count() == 0) return checks.ok();
+  int64_t count = distances.dimensions()[1];
+  p.by_distance = distances.typed_data(), p.reach = count / 2;
+  checks.that(count % 2 == 1, "a bias by distance must have an odd number of distances");
+  return checks.shape("the bias by distance", distances, {p.heads, count});
+}
+
+// Read the seed [2] of dropout; an empty array is no dropout.
+inline bool read_dropout(Checks& checks, Attend& p, Ints seed, float rate) {
+  if (seed.element_count() == 0) return checks.ok();
+  if (!checks.shape("the seed of dropout", seed, {2}) ||
+      !checks.that(rate >= 0 && rate < 1, "the rate of dropout must be at least 0 and below 1"))
+    return false;
+  for (int i : {0, 1}) p.seed[i] = static_cast<uint32_t>(seed.typed_data()[i]);
+  p.keep = 1 / (1 - rate);
   return true;
 }
 

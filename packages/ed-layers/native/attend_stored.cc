@@ -60,13 +60,14 @@ int64_t layer_of(ed::Checks& checks, Ints layer, int64_t layers) {
 ffi::Error attention_cached(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Numbers k_scale,
                             Numbers v_scale, Ints layer, Table q_segments, Table q_index,
                             Table k_segments, Table k_index, Ints limits, Floats sinks,
-                            ffi::Result<Numbers> out, float scale, float soft_cap, bool causal) {
+                            ed::Distances distances, ffi::Result<Numbers> out, float scale,
+                            float soft_cap, bool causal) {
   ed::Checks checks("attention over a cache");
   ed::Attend p{};
   Layered shape(k, 4);
   if (!ed::read_queries(checks, p, q, *out, 4) ||
       !ed::read_scored(checks, p, {limits, scale, soft_cap, causal}) ||
-      !ed::read_sinks(checks, p, sinks) ||
+      !ed::read_sinks(checks, p, sinks) || !ed::read_distances(checks, p, distances) ||
       !checks.that(shape.known, "keys must have 4 axes, or 5 with layers"))
     return checks.error();
   p.batch = p.rows = q.dimensions()[0], p.queries = q.dimensions()[1];
@@ -205,6 +206,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_cached, attention_cached,
                                   .Arg<Table>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
+                                  .Arg<ed::Distances>()
                                   .Ret<Numbers>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")

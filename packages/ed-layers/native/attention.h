@@ -26,6 +26,8 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
   int64_t width = k.width, out_width = v.width;
   Scratch q(rows * width), out(rows * out_width), scores(rows * kKeys), of_rows(2 * rows);
   float *largest = of_rows.data, *sum = of_rows.data + rows;
+  alignas(64) uint32_t places[kKeys];
+  alignas(64) float factors[kKeys];
   std::memset(q.data, 0, rows * width * sizeof(float));
   std::memset(out.data, 0, rows * out_width * sizeof(float));
   for (int64_t r = 0; r < rows; ++r) {
@@ -71,6 +73,10 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
       if (p.soft_cap != 0)
         for (int64_t j = 0; j < kKeys; j += kLanes)
           store(own + j, p.soft_cap * squash(load(own + j) * (1 / p.soft_cap)));
+      if (p.by_distance) {
+        const float* of_head = p.by_distance + (group * repeat + r % repeat) * (2 * p.reach + 1);
+        add_bias(of_head, p.reach, queries, r / repeat, keys, own);
+      }
       if (what == Seen::kSome) mask(p, queries, r / repeat, keys, own);
       for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
       Vec high = load(own);
@@ -100,6 +106,14 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
           store(out.data + r * out_width + c, load(out.data + r * out_width + c) * shrink);
       largest[r] = top;
     }
+    if (p.drop_below > 0) {
+      hash_places(p, at, places);
+      for (int64_t r = 0; r < rows; ++r) {
+        factors_of(p, row, group * repeat + r % repeat, first + r / repeat, places, factors);
+        float* own = scores.data + r * kKeys;
+        for (int64_t j = 0; j < kKeys; j += kLanes) store(own + j, load(own + j) * load(factors + j));
+      }
+    }
     v.read(p, p.values, row, group, at, n);
     accumulate(scores.data, kKeys, 1, rows, v.rows, n, out_width, out.data, out_width);
   }
@@ -125,7 +139,8 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
 }
 
 // Gradients by one query head. Blocks of keys are the outer loop: each is turned once.
-void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v) {
+void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v,
+              float* d_distance) {
   int64_t group = head / (p.heads / p.groups);
   auto* q_of = static_cast<const float*>(p.q);
   Block k(p.key_dim), v(p.value_dim), q(p.key_dim), d_out(p.value_dim);
@@ -141,6 +156,8 @@ void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v
     std::memset(d_keys.data, 0, kKeys * width * sizeof(float));
     std::memset(d_values.data, 0, kKeys * v_width * sizeof(float));
     bool is_turned = false;
+    alignas(64) uint32_t places[kKeys];
+    if (p.drop_below > 0) hash_places(p, at, places);
     for (int64_t first = 0; first < p.queries; first += kQueries) {
       int64_t rows = least(kQueries, p.queries - first), token = row * p.queries + first;
       queries.read(p.q_segments, p.q_index, token, first, rows);
@@ -176,13 +193,25 @@ void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v
           }
           store(own + j, score), store(squashed + j, slope);
         }
+        if (p.by_distance)
+          add_bias(p.by_distance + head * (2 * p.reach + 1), p.reach, queries, r, keys, own);
         if (what == Seen::kSome) mask(p, queries, r, keys, own);
         for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
         if (lse == kNothing) lse = __builtin_inff();  // sees nothing: all weights are zero
+        alignas(64) float factors[kKeys];
+        if (p.drop_below > 0) {
+          factors_of(p, row, head, first + r, places, factors);
+          for (int64_t j = 0; j < kKeys; j += kLanes) store(d + j, load(d + j) * load(factors + j));
+        }
         for (int64_t j = 0; j < kKeys; j += kLanes) {
           Vec weight = exponential(load(own + j) - lse);
           store(own + j, weight);
-          store(d + j, weight * (load(d + j) - shared) * load(squashed + j));
+          store(d + j, weight * (load(d + j) - shared));
+        }
+        if (p.by_distance) add_slopes(d, p.reach, queries, r, keys, d_distance);
+        for (int64_t j = 0; j < kKeys; j += kLanes) {
+          store(d + j, load(d + j) * load(squashed + j));
+          if (p.drop_below > 0) store(own + j, load(own + j) * load(factors + j));
         }
       }
       accumulate(weights.data, 1, kKeys, n, d_out.rows, rows, v_width, d_values.data, v_width);

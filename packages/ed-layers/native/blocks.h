@@ -200,12 +200,15 @@ struct Tokens {
       high_segment = most_s > high_segment ? most_s : high_segment;
     }
     padding = none > 0;
+    int32_t apart = 0;
+    for (int64_t i = 1; i < n; ++i) apart |= static_cast<int32_t>(int64_t{place[i]} - place[i - 1]) ^ 1;
+    consecutive = apart == 0;
     for (int64_t i = n; i < kKeys; ++i) segment[i] = place[i] = 0;
   }
   int64_t count;
   int32_t segment[kKeys], place[kKeys];
   int32_t low, high, low_segment, high_segment;
-  bool padding;
+  bool padding, consecutive;
 };
 
 enum class Seen { kNone, kSome, kAll };
@@ -230,6 +233,67 @@ inline Seen seen(const Attend& p, const Tokens& q, const Tokens& k) {
     all = all && q_low / p.chunk == q_high / p.chunk && k_low / p.chunk == k_high / p.chunk;
   }
   return all ? Seen::kAll : Seen::kSome;
+}
+
+// Where the biases by distance of query i and the keys of a block lie, if the keys are consecutive
+// and none of them is beyond the reach; else null.
+inline const float* run_of(const float* of_head, int64_t reach, const Tokens& q, int64_t i,
+                           const Tokens& k) {
+  int64_t first = int64_t{k.place[0]} - q.place[i];
+  return k.consecutive && first >= -reach && first + kKeys - 1 <= reach ? of_head + reach + first
+                                                                        : nullptr;
+}
+
+// The index of the bias of a distance.
+inline int64_t index_of(int64_t reach, int32_t query, int32_t key) {
+  int64_t ahead = int64_t{key} - query;
+  return reach + (ahead > reach ? reach : ahead < -reach ? -reach : ahead);
+}
+
+// Add the biases by distance to the scores [kKeys] of one query.
+inline void add_bias(const float* of_head, int64_t reach, const Tokens& q, int64_t i,
+                     const Tokens& k, float* scores) {
+  if (const float* run = run_of(of_head, reach, q, i, k)) {
+    for (int64_t j = 0; j < kKeys; j += kLanes) store(scores + j, load(scores + j) + load(run + j));
+    return;
+  }
+  for (int64_t j = 0; j < kKeys; ++j) scores[j] += of_head[index_of(reach, q.place[i], k.place[j])];
+}
+
+// Add the slopes [kKeys] of the scores of one query to the gradient of the biases by distance.
+inline void add_slopes(const float* slopes, int64_t reach, const Tokens& q, int64_t i,
+                       const Tokens& k, float* d_distance) {
+  if (const float* run = run_of(d_distance, reach, q, i, k)) {
+    float* to = d_distance + (run - d_distance);
+    for (int64_t j = 0; j < kKeys; j += kLanes) store(to + j, load(to + j) + load(slopes + j));
+    return;
+  }
+  for (int64_t j = 0; j < kKeys; ++j)
+    d_distance[index_of(reach, q.place[i], k.place[j])] += slopes[j];
+}
+
+ED_INLINE uint32_t mixed(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// Factors [kKeys] of the weights of one query: 0 if dropped, else p.keep. `places` are the hashes
+// of the keys' places.
+inline void factors_of(const Attend& p, int64_t row, int64_t head, int64_t query,
+                       const uint32_t* places, float* factors) {
+  uint32_t x = p.seed[0];
+  const int64_t coordinates[] = {row, head, query};
+  for (int64_t coordinate : coordinates)
+    x = mixed(x ^ static_cast<uint32_t>(coordinate) * 0x9e3779b1u);
+  uint32_t limit = static_cast<uint32_t>(p.drop_below);
+  for (int64_t j = 0; j < kKeys; ++j) factors[j] = mixed(x ^ places[j]) >= limit ? p.keep : 0.0f;
+}
+
+// The hashes of the places of a block of keys.
+inline void hash_places(const Attend& p, int64_t first, uint32_t* places) {
+  for (int64_t j = 0; j < kKeys; ++j)
+    places[j] = mixed(static_cast<uint32_t>(first + j) * 0x85ebca77u ^ p.seed[1]);
 }
 
 // Scores [kKeys] of one query, where it may not attend: -inf.

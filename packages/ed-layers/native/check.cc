@@ -92,6 +92,11 @@ bool attention(const ed::Level& level) {
   auto shared = floats(tokens * p.heads), sinks = floats(p.heads);
   std::vector<float> out(d_out.size()), lse(shared.size()), d_q(q.size());
   std::vector<float> d_k(p.slots * p.key_dim), d_v(p.slots * p.value_dim);
+  p.reach = draw(1, 100);
+  auto distances = floats(p.heads * (2 * p.reach + 1));
+  std::vector<float> d_distance(2 * p.reach + 1);
+  if (draw(0, 1)) p.by_distance = distances.data();
+  if (draw(0, 1)) p.drop_below = int64_t{1} << 31, p.keep = 2;
   std::vector<int32_t> segments(tokens), index(tokens);
   for (int64_t i = 0; i < tokens; ++i)
     segments[i] = draw(0, 9) != 0, index[i] = static_cast<int32_t>(i % p.queries);
@@ -113,8 +118,9 @@ bool attention(const ed::Level& level) {
   p.d_out = d_out.data(), p.shared = shared.data(), p.d_q = d_q.data();
   bool fine = finite(out);
   for (int64_t head = 0; head < p.heads; ++head) {
-    level.attention.backward(p, p.batch - 1, head, d_k.data(), d_v.data());
-    fine = fine && finite(d_k) && finite(d_v) && finite(d_q);
+    level.attention.backward(p, p.batch - 1, head, d_k.data(), d_v.data(),
+                             d_distance.data());
+    fine = fine && finite(d_k) && finite(d_v) && finite(d_q) && finite(d_distance);
   }
   return fine;
 }

@@ -94,6 +94,9 @@ void add_scoring(HandlerCall& call, bool causal) {
   call.attributes.emplace_back("soft_cap", draw(0, 1) ? 4.0f : 0.0f);
 }
 
+// A bias by distance, or none.
+Sizes distances(int64_t h) { return draw(0, 1) ? Sizes{h, 2 * draw(0, 90) + 1} : Sizes{0, 0}; }
+
 HandlerCall attention() {
   int64_t b = draw(1, 2), s = draw(1, 90), t = draw(1, 90), g = draw(1, 2), h = g * draw(1, 3);
   int64_t k = draw(1, 20), d = draw(1, 20);
@@ -103,12 +106,17 @@ HandlerCall attention() {
   Sizes of_q{b, s, h, k}, of_k{b, t, g, k}, of_v{b, t, g, d}, of_out{b, s, h, d}, of_lse{b, s, h};
   for (const Sizes& sizes : {of_q, of_k, of_v}) call.arguments.push_back(random(dtype, sizes));
   add_mask(call, b, s, t);
+  Sizes of_bias = distances(h);
+  call.arguments.push_back(random(ffi::F32, of_bias));
+  call.arguments.push_back(random(ffi::S32, {2 * draw(0, 1)}, 1000));
+  call.attributes = {{"dropout", 0.25f}, {"drop_below", int64_t{1} << 30}};
   if (back) {
     for (const Sizes& sizes : {of_lse, of_lse, of_out})
       call.arguments.push_back(random(ffi::F32, sizes));
     // Scores of these numbers are below this log-sum-exp.
-    for (int64_t i = 0; i < b * s * h; ++i) call.arguments[8].as<float>()[i] = 60;
+    for (int64_t i = 0; i < b * s * h; ++i) call.arguments[10].as<float>()[i] = 60;
     for (const Sizes& sizes : {of_q, of_k, of_v}) call.results.emplace_back(ffi::F32, sizes);
+    call.results.emplace_back(ffi::F32, of_bias);
   } else {
     call.results = {Array(dtype, of_out), Array(ffi::F32, of_lse)};
   }
@@ -133,6 +141,7 @@ HandlerCall attention_cached() {
   call.arguments.push_back(whole({int32_t(layers ? layers - 1 : 0)}));
   add_mask(call, b, s, t);
   call.arguments.push_back(random(ffi::F32, {draw(0, 1) * h}));
+  call.arguments.push_back(random(ffi::F32, distances(h)));
   add_scoring(call, true);
   return call;
 }

@@ -119,8 +119,9 @@ ED_INLINE void interleave(const uint8_t* const* rows, uint8_t* to) {
 
 // Codes of inputs [i, i + k) and `count` outputs from `column` on as fours [kFours, kTile, 4]; of
 // four bits the even inputs, and from the middle on the odd ones. What is beyond is any number: the
-// numbers of x are zero there.
-void fours(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count, uint8_t* panel) {
+// numbers of x are zero there. The tile that is needed next lies `ahead` bytes behind this one.
+void fours(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count, int64_t ahead,
+           uint8_t* panel) {
   bool half = p.format == Format::kFourBits;
   int64_t first = half ? i / 2 : i, bytes = half ? (k + 1) / 2 : k;
   auto* w = static_cast<const uint8_t*>(p.w);
@@ -147,7 +148,7 @@ void fours(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count
         if (count < kTile)
           std::memcpy(copies[j], from, count);
         else
-          rows[j] = from, prefetch(from + 2 * kTile);
+          rows[j] = from, __builtin_prefetch(from + ahead, 0, 2);
       }
       interleave(rows, panel + n * 4 * kTile);
     }
@@ -227,7 +228,10 @@ void whole_in_tiles(const Product& p, int64_t first, int64_t last) {
     int64_t k = least(kWhole, p.group - in_group);
     for (int64_t column = first; column < last; column += kTile) {
       int64_t count = least(kTile, last - column);
-      fours(p, group * p.group + in_group, k, column, count, w);
+      // Few rows leave little time between tiles, whose rows lie far apart in memory.
+      int64_t next_block = k / blocks.halves * p.outputs - (column - first);
+      int64_t ahead = column + kTile < last ? kTile : next_block;
+      fours(p, group * p.group + in_group, k, column, count, ahead, w);
       const float* scale = of_scale.get(p, p.scale, group, column, count);
       const float* zero = of_zero.get(p, p.zero, group, column, count);
       row_blocks<kRows>(p.rows, [&](auto r, int64_t row) {

@@ -121,6 +121,18 @@ def mask(b: int, s: int, t: int) -> tuple[Buffer, ...]:
     return tuple(Buffer(name, shape, INT32) for name, shape in shapes.items())
 
 
+DROPOUT = {"dropout": np.float32(0.25), "drop_below": np.int64(1 << 30)}
+
+
+def distances(rng: np.random.Generator, h: int) -> Buffer:
+    shape = (h, 2 * int(rng.integers(1, 9)) + 1) if rng.integers(2) else (0, 0)
+    return Buffer("distances", shape, free_axes=frozenset({1}), may_be_empty=True)
+
+
+def seed(rng: np.random.Generator) -> Buffer:
+    return Buffer("seed", (2 * int(rng.integers(2)),), INT32, may_be_empty=True)
+
+
 LIMITS = Buffer("limits", (2,), INT32, values=(0, 0))
 
 
@@ -133,27 +145,34 @@ def attention(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         Buffer("v", (b, t, g, d), free_dtypes=NUMBERS),
         *mask(b, s, t),
         LIMITS,
+        distances(rng, h),
+        seed(rng),
     )
     results = (Buffer("out", (b, s, h, d)), Buffer("lse", (b, s, h)))
-    return Call("ed_attention", arguments, results, {**SCORING, "causal": bool(rng.integers(2))})
+    attributes = {**SCORING, **DROPOUT, "causal": bool(rng.integers(2))}
+    return Call("ed_attention", arguments, results, attributes)
 
 
 def attention_back(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     b, s, t, g, k, d = size(2), size(5), size(7), size(3), size(8), size(9)
     h = 2 * g
     shapes = {"q": (b, s, h, k), "k": (b, t, g, k), "v": (b, t, g, d)}
+    # The gradient repeats the shape.
+    bias = replace(distances(rng, h), free_axes=frozenset(), may_be_empty=False)
     arguments = (
         *(Buffer(name, shape) for name, shape in shapes.items()),
         *mask(b, s, t),
         LIMITS,
+        bias,
+        seed(rng),
         Buffer("lse", (b, s, h)),
         Buffer("shared", (b, s, h)),
         Buffer("d_out", (b, s, h, d)),
     )
     results = tuple(Buffer(f"d_{name}", shape) for name, shape in shapes.items())
-    return Call(
-        "ed_attention_back", arguments, results, {**SCORING, "causal": bool(rng.integers(2))}
-    )
+    results += (Buffer("d_distances", bias.shape),)
+    attributes = {**SCORING, **DROPOUT, "causal": bool(rng.integers(2))}
+    return Call("ed_attention_back", arguments, results, attributes)
 
 
 def sinks_of(rng: np.random.Generator, h: int) -> Buffer:
@@ -183,6 +202,7 @@ def attention_cached(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
         *mask(b, s, t),
         LIMITS,
         sinks_of(rng, h),
+        distances(rng, h),
     )
     attributes = {**SCORING, "causal": bool(rng.integers(2))}
     return Call("ed_attention_cached", arguments, (Buffer("out", (b, s, h, d)),), attributes)
@@ -256,6 +276,7 @@ MAKERS = {
 BAD_ATTRIBUTES = {
     "act": (np.int64(-1), np.int64(3), np.int64(2**40)),
     "axes": (-1, 0, 99),
+    "drop_below": (np.int64(-1), np.int64(2**32), np.int64(2**40)),
 }
 
 

@@ -13,8 +13,9 @@ from ed_infra.masks import MaskInfo
 from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.kernels import native
 from ed_layers.attention.kernels.blockwise import blockwise_attention
+from ed_layers.attention.kernels.vanilla import vanilla_attention, vanilla_over_cache
 from ed_layers.attention.registry import kernels_here
-from ed_layers.attention.scoring import Scoring
+from ed_layers.attention.scoring import RelativeBias, Scoring
 from ed_layers.cache.codes import Codes, Format, decode
 from ed_layers.cache.protocol import Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
@@ -146,6 +147,36 @@ def test_gradients_are_those_of_plain_xla(causal, window, chunk, cap, sinks, dim
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("reach", [9, 128])
+def test_bias_by_distance_and_dropout_equal_plain_xla(rate: float, reach: int) -> None:
+    rng = np.random.default_rng(reach)
+    causal = reach == 9
+    key = jax.random.key(1) if rate else None
+    scoring = Scoring(scale=1.0, dropout=rate, dropout_key=key)
+    call = projected(rng, (2, 80, 80), (4, 2), (16, 16), causal, scoring)
+    if reach == 128:  # keys in order, all of one segment
+        call = replace(call, mask_info=MaskInfo.full(2, 80, causal=causal))
+    relative = RelativeBias(drawn(rng, 8, 4), max_distance=reach, causal=causal)
+    weights = drawn(rng, 2, 80, 4, 16)
+
+    def results(run):
+        def of(q, k, v, table):
+            own = replace(scoring, relative=replace(relative, table=table))
+            out = run(replace(call, q=q, k=k, v=v, scoring=own))
+            return jnp.sum(out * weights), out
+
+        return jax.grad(of, argnums=(0, 1, 2, 3), has_aux=True)
+
+    arrays = (call.q, call.k, call.v, relative.table)
+    ours, out = results(native.prompt_attention)(*arrays)
+    plain, expected = results(vanilla_attention)(*arrays)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    for own, other in zip(ours, plain, strict=True):
+        # Sums over all queries or keys, added block by block in another order.
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
+
+
 def stored_as(x: jax.Array, kind: str):
     if kind in ("int8", "fp8"):
         return Format(kind, 4).encode(x)
@@ -188,6 +219,9 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
     k, v = (decode(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
     expected = exact(q, k, v, info.allowed(window=window), scoring)
     near(native.cache_attention(call), expected)
+    relative = RelativeBias(drawn(rng, 8, h), max_distance=20, causal=True)
+    biased = replace(call, scoring=Scoring(scale=1.0, window=window, relative=relative))
+    near(native.cache_attention(biased), np.asarray(vanilla_over_cache(biased), np.float64))
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.masks import MaskInfo
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 #: Features beyond causal self-attention with grouped heads and segments, which every mechanism
 #: supports: name -> words for messages.
@@ -110,14 +110,24 @@ class RelativeBias:
         self, heads: Int[Array, "g r"], q_index: Int[Array, "b s"], k_index: Int[Array, "b t"]
     ) -> Float[Array, "b g r s t"]:
         """Return the bias of the scores; see `Alibi.bias`."""
-        ahead = k_index[:, None, :] - q_index[:, :, None]
+        bucket = self.buckets(k_index[:, None, :] - q_index[:, :, None])
+        return jnp.moveaxis(self.table[:, heads][bucket], (1, 2), (3, 4))
+
+    def by_distance(self) -> Float[Array, "h m"]:
+        """Return the bias of each distance from -max_distance to max_distance, float32.
+
+        Distances beyond have the bias of the nearest one.
+        """
+        ahead = jnp.arange(-self.max_distance, self.max_distance + 1)
+        return self.table.T[:, self.buckets(ahead)].astype(jnp.float32)
+
+    def buckets(self, ahead: Int[Array, "*dims"]) -> Int[Array, "*dims"]:
+        """Return the bucket of each distance: the index of the key minus that of the query."""
         count = self.table.shape[0] if self.causal else self.table.shape[0] // 2
         bucket_of = jnp.asarray(_buckets(count, self.max_distance))
         distance = jnp.maximum(-ahead, 0) if self.causal else jnp.abs(ahead)
         bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
-        if not self.causal:
-            bucket = bucket + jnp.where(ahead > 0, count, 0)
-        return jnp.moveaxis(self.table[:, heads][bucket], (1, 2), (3, 4))
+        return bucket if self.causal else bucket + jnp.where(ahead > 0, count, 0)
 
 
 @cache
@@ -234,12 +244,17 @@ def kept(
         rate: probability of dropping.
         row, head, query, position: coordinates, int arrays that broadcast against each other.
     """
-    seed = jax.random.bits(key, (2,), jnp.uint32)
+    seed = seed_of_dropout(key)
     x = seed[0]
     for coordinate in (row, head, query):
         x = _mix(x ^ (coordinate.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
     x = _mix(x ^ _mix(position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77) ^ seed[1]))
     return x >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+
+
+def seed_of_dropout(key: jax.Array) -> UInt[Array, " 2"]:
+    """Return the two numbers from which `kept` computes its bits."""
+    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def _mix(x: jax.Array) -> jax.Array:

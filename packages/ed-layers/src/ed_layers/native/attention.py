@@ -1,13 +1,15 @@
 """Attention of the native library, as functions of arrays.
 
 Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
-and keys, d head dim of values, T flat tokens, n sequences, p pages of one, P pages, L layers.
+and keys, d head dim of values, T flat tokens, n sequences, p pages of one, P pages, L layers,
+m distances.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,56 +23,82 @@ from ed_layers.native.library import TARGETS
 Mask = Sequence[jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+class Rule(NamedTuple):
+    """The static settings of a call.
+
+    Attributes:
+        scale: factor on q·k.
+        soft_cap: 0 = none.
+        causal: whether a query sees no later keys.
+        dropout: probability that a weight is dropped.
+    """
+
+    scale: float
+    soft_cap: float
+    causal: bool
+    dropout: float = 0.0
+
+    def attributes(self) -> dict[str, object]:
+        """Return the attributes of a call; the library accepts neither float64 nor int32."""
+        limit = min(int(self.dropout * 2**32), 2**32 - 1)
+        dropped = {"dropout": np.float32(self.dropout), "drop_below": np.int64(limit)}
+        return {**_numbers(self.scale, self.soft_cap), "causal": self.causal, **dropped}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(
-    scale: float,
-    soft_cap: float,
-    causal: bool,
+    rule: Rule,
     q: Float[Array, "b s h k"],
     k: Float[Array, "b t g k"],
     v: Float[Array, "b t g d"],
+    distances: Float[Array, "h m"],
     mask: Mask,
     limits: Int[Array, " 2"],
+    seed: Int[Array, " n"],
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b s h"]]:
     """Compute softmax attention, summed in float32, and the log-sum-exp of the scores of each
     query.
 
     Args:
-        soft_cap: 0 = none.
+        distances: a bias of the scores by the index of the key minus that of the query, from
+            -(m // 2) to m // 2; other distances have the bias of the nearest one. Empty = none.
         limits: window and chunk, 0 = none.
+        seed: the two numbers that `ed_layers.attention.scoring.kept` draws from a key; empty = no
+            dropout.
 
     Returns:
         The result in the dtype of `q`, and the log-sum-exp. For a query without visible keys, these
         are 0 and -inf.
     """
-    return forward(scale, soft_cap, causal, q, k, v, mask, limits)
+    return forward(rule, q, k, v, distances, mask, limits, seed)
 
 
-def forward(scale, soft_cap, causal, q, k, v, mask, limits):
+def forward(rule, q, k, v, distances, mask, limits, seed):
     shape = (*q.shape[:3], v.shape[-1])
     results = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = jax.ffi.ffi_call(TARGETS["ed_attention"], results, vmap_method="sequential")
-    out, lse = call(q, k, v, *mask, limits, **_numbers(scale, soft_cap), causal=causal)
+    out, lse = call(q, k, v, *mask, limits, distances, seed, **rule.attributes())
     return out, lse
 
 
-def forward_and_save(scale, soft_cap, causal, q, k, v, mask, limits):
+def forward_and_save(rule, q, k, v, distances, mask, limits, seed):
     # The results have names, so that a remat policy can keep them and avoid a second forward pass.
-    results = forward(scale, soft_cap, causal, q, k, v, mask, limits)
+    results = forward(rule, q, k, v, distances, mask, limits, seed)
     out, lse = checkpoint_name(results, "attn_output")
-    return (out, lse), (q, k, v, mask, limits, out, lse)
+    return (out, lse), (q, k, v, distances, mask, limits, seed, out, lse)
 
 
-def backward(scale, soft_cap, causal, saved, cotangents):
-    q, k, v, mask, limits, out, lse = saved
+def backward(rule, saved, cotangents):
+    q, k, v, distances, mask, limits, seed, out, lse = saved
     d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wide]
+    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*wide, distances)]
     call = jax.ffi.ffi_call(TARGETS["ed_attention_back"], results, vmap_method="sequential")
-    scoring = _numbers(scale, soft_cap)
-    grads = call(*wide, *mask, limits, lse, shared, d_out, **scoring, causal=causal)
-    return *(d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True)), None, None
+    arguments = (*wide, *mask, limits, distances, seed, lse, shared, d_out)
+    *grads, d_distances = call(*arguments, **rule.attributes())
+    of_qkv = (d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
+    return *of_qkv, d_distances, None, None, None
 
 
 attention.defvjp(forward_and_save, backward)
@@ -85,6 +113,7 @@ def attention_to_slots(
     mask: Mask,
     limits: Int[Array, " 2"],
     sinks: Float[Array, " h"],
+    distances: Float[Array, "h m"],
     *,
     scale: float,
     soft_cap: float,
@@ -97,11 +126,13 @@ def attention_to_slots(
             bfloat16, int8 or float8_e4m3fn.
         scales: scales of codes, float32 [L, b, g, groups, t]; otherwise `no_scale()`.
         sinks: [0] = none.
+        distances: see `attention`.
     """
     result = jax.ShapeDtypeStruct((*q.shape[:3], values.shape[-1]), q.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_attention_cached"], result, vmap_method="sequential")
     scoring = _numbers(scale, soft_cap)
-    return call(q, keys, values, *scales, layer, *mask, limits, sinks, **scoring, causal=causal)
+    extras = (limits, sinks, distances)
+    return call(q, keys, values, *scales, layer, *mask, *extras, **scoring, causal=causal)
 
 
 def attention_to_pages(
@@ -132,6 +163,11 @@ def attention_to_pages(
     call = jax.ffi.ffi_call(TARGETS["ed_attention_paged"], result, vmap_method="sequential")
     scoring = _numbers(scale, soft_cap)
     return call(q, pool, pool_scale, layer, *batch, limits, sinks, **scoring)
+
+
+def no_distances() -> jax.Array:
+    """Return the bias by distance of a call without one: an empty array."""
+    return jnp.zeros((0, 0), jnp.float32)
 
 
 def no_scale() -> jax.Array:

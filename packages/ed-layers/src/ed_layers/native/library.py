@@ -24,14 +24,14 @@ VARIABLE = "ED_LAYERS_NATIVE"
 #: Functions that XLA calls. A cached program contains the names, so the names contain the version
 #: of the interface.
 TARGETS = {
-    "ed_product": "ed_layers_product_4",
-    "ed_product_of_codes": "ed_layers_codes_4",
-    "ed_attention": "ed_layers_attention_4",
-    "ed_attention_back": "ed_layers_attention_back_4",
-    "ed_attention_cached": "ed_layers_attention_cached_4",
-    "ed_attention_paged": "ed_layers_attention_paged_4",
-    "ed_put": "ed_layers_put_4",
-    "ed_rotary": "ed_layers_rotary_4",
+    "ed_product": "ed_layers_product_5",
+    "ed_product_of_codes": "ed_layers_codes_5",
+    "ed_attention": "ed_layers_attention_5",
+    "ed_attention_back": "ed_layers_attention_back_5",
+    "ed_attention_cached": "ed_layers_attention_cached_5",
+    "ed_attention_paged": "ed_layers_attention_paged_5",
+    "ed_put": "ed_layers_put_5",
+    "ed_rotary": "ed_layers_rotary_5",
 }
 
 

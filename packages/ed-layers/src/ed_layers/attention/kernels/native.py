@@ -13,14 +13,17 @@ from jaxtyping import Array, Float, Int
 from ed_layers.attention.kernel import Cached, Call, Kernel, Paged, Projected, reasons
 from ed_layers.attention.kernels.paged import NAMES
 from ed_layers.attention.kernels.softmax import share_beside
-from ed_layers.attention.scoring import Scoring
+from ed_layers.attention.scoring import Scoring, seed_of_dropout
 from ed_layers.cache.codes import Codes, Numbers
 from ed_layers.devices import mesh_of
 from ed_layers.native import attention as native
 from ed_layers.native.library import in_use
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
-LACKS = frozenset({"bias", "alibi", "relative", "dropout"})
+#: Features that the kernels for prompts, for caches and for pages lack.
+LACKS = frozenset({"bias", "alibi"})
+LACKS_CACHE = LACKS | {"dropout"}
+LACKS_PAGES = LACKS_CACHE | {"relative"}
 
 
 def refusals(call: Call) -> list[str]:
@@ -64,16 +67,11 @@ def refusals_of_storage(*stored: Numbers) -> list[str]:
 def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
-    out, lse = native.attention(  # type: ignore[misc]
-        scoring.scale,
-        scoring.soft_cap or 0.0,
-        call.mask_info.causal,
-        call.q,
-        call.k,
-        call.v,
-        mask_of(call.mask_info),
-        limits_of(scoring),
-    )
+    causal = call.mask_info.causal
+    rule = native.Rule(scoring.scale, scoring.soft_cap or 0.0, causal, scoring.dropout)
+    arrays = (call.q, call.k, call.v, distances_of(scoring))
+    rest = (mask_of(call.mask_info), limits_of(scoring), seed_of(scoring))
+    out, lse = native.attention(rule, *arrays, *rest)  # type: ignore[misc]
     if scoring.sinks is not None:
         out = (out * share_beside(scoring.sinks, lse)[..., None]).astype(out.dtype)
     return out
@@ -92,6 +90,7 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
         mask_of(stored.mask_info),
         limits_of(scoring),
         sinks_of(scoring),
+        distances_of(scoring),
         scale=scoring.scale,
         soft_cap=scoring.soft_cap or 0.0,
         causal=stored.mask_info.causal,
@@ -135,6 +134,19 @@ def sinks_of(scoring: Scoring) -> Float[Array, " h"]:
     return jnp.zeros((0,)) if scoring.sinks is None else scoring.sinks.astype(jnp.float32)
 
 
+def distances_of(scoring: Scoring) -> Float[Array, "h m"]:
+    """Return the bias by distance; an empty array if the model has none."""
+    relative = scoring.relative
+    return native.no_distances() if relative is None else relative.by_distance()
+
+
+def seed_of(scoring: Scoring) -> Int[Array, " n"]:
+    """Return the seed of dropout; an empty array without dropout."""
+    if scoring.dropout_key is None or scoring.dropout == 0:
+        return jnp.zeros((0,), jnp.int32)
+    return jax.lax.bitcast_convert_type(seed_of_dropout(scoring.dropout_key), jnp.int32)
+
+
 def layer_of(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
     """Return the index of the layer in a stack."""
     return jnp.asarray(at[0] if at else 0, jnp.int32).reshape(1)
@@ -147,7 +159,7 @@ def arrays(stored: Numbers) -> tuple[jax.Array, jax.Array]:
     return stored, native.no_scale()
 
 
-def _kernel(mechanism, reads, title, run, refuses, lacks=LACKS, auto_from: int | None = 1):
+def _kernel(mechanism, reads, title, run, refuses, lacks, auto_from: int | None = 1):
     return Kernel(
         mechanism,
         reads,
@@ -164,7 +176,17 @@ def _kernel(mechanism, reads, title, run, refuses, lacks=LACKS, auto_from: int |
 
 
 KERNELS = (
-    _kernel("flash_attn2", "projected", "blocks", prompt_attention, refusals_of_projected),
-    _kernel("autoregressive_decodeattn", "cache", "slots", cache_attention, refusals_of_cache),
-    *(_kernel(name, "pages", "pages", page_attention, refusals_of_pages) for name in NAMES),
+    _kernel("flash_attn2", "projected", "blocks", prompt_attention, refusals_of_projected, LACKS),
+    _kernel(
+        "autoregressive_decodeattn",
+        "cache",
+        "slots",
+        cache_attention,
+        refusals_of_cache,
+        LACKS_CACHE,
+    ),
+    *(
+        _kernel(name, "pages", "pages", page_attention, refusals_of_pages, LACKS_PAGES)
+        for name in NAMES
+    ),
 )
