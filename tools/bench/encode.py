@@ -8,8 +8,9 @@ All contenders load one checkpoint with random weights, and the mean of the toke
 first. ONNX Runtime runs the graph after its optimizer for transformers, with the threads of this
 process; int8 is its dynamic quantization. Our int8 is `w8a8`.
 
-Runs are interleaved; a run repeats short calls for a tenth of a second. A cell contains the median in milliseconds and the ratio to the best other
-contender of the same number format (float32 or int8); above 1 = faster than all others.
+Runs are interleaved; a run repeats short calls for a tenth of a second. A cell contains the median
+in milliseconds and the ratio to the best other contender of the same number format (float32 or
+int8); above 1 = faster than all others.
 """
 
 from __future__ import annotations

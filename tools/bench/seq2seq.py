@@ -12,8 +12,9 @@ contenders must generate equal tokens, which is checked first and printed.
 For Whisper, "encode" is the encoder alone, "decode" the generation from an encoder output, and
 "both" the generation from features. CTranslate2 has no separate encoder for texts.
 
-Runs are interleaved; a run repeats short calls for a tenth of a second. A cell contains the median in milliseconds and the ratio to CTranslate2 in the
-same number format (above 1 = faster than CTranslate2), or to torch without CTranslate2.
+Runs are interleaved; a run repeats short calls for a tenth of a second. A cell contains the median
+in milliseconds and the ratio to CTranslate2 in the same number format (above 1 = faster than
+CTranslate2), or to torch without CTranslate2.
 """
 
 from __future__ import annotations
@@ -326,7 +327,8 @@ def inputs_of(shape: str, config: Any, batch: int, length: int) -> np.ndarray:
     from transformers import WhisperFeatureExtractor
 
     seconds = np.arange(30 * 16000) / 16000
-    chirps = [np.sin(2 * np.pi * (200 + 40 * i + 30 * np.sin(seconds)) * seconds) for i in range(batch)]
+    pitches = [200 + 40 * row + 30 * np.sin(seconds) for row in range(batch)]
+    chirps = [np.sin(2 * np.pi * pitch * seconds) for pitch in pitches]
     waves = [0.1 * x + 0.01 * rng.standard_normal(x.shape) for x in chirps]
     extractor = WhisperFeatureExtractor()
     return extractor(waves, sampling_rate=16000, return_tensors="np")["input_features"]
@@ -361,7 +363,8 @@ def measure(shape: str, made: dict[str, Any], config: Any, options: Any) -> None
                         runs[name] = partial(of.both, x, options.tokens, beams)
                     else:
                         runs[name] = partial(of.decode, of.encode(x), options.tokens, beams)
-                turns = all_turns({n: settled(run) for n, run in runs.items()}, rounds=options.rounds)
+                runs = {name: settled(run) for name, run in runs.items()}
+                turns = all_turns(runs, rounds=options.rounds)
                 medians = {name: statistics.median(times) for name, times in turns.items()}
                 header.append(f"{part}, {batch}" + (f", {beams} beams" if beams > 1 else ""))
                 for name, seconds in medians.items():

@@ -1,4 +1,4 @@
-"""Compare a training step with torch in time and memory: `dpo` with TRL, others with `transformers`.
+"""Compare a training step with torch in time and memory: with TRL (`dpo`) or `transformers`.
 
     python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
     python -m tools.bench.train --shape 135m --rows 2
@@ -89,8 +89,10 @@ _RATE = 1e-4
 WARM_UP = 2
 #: The tiny model that a process trains before its idle memory is measured.
 TINY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
+TINY_BERT = {**TINY, "num_attention_heads": 1}
 TINY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-TINY_T5 = {"num_layers": 1, "d_model": 64, "d_kv": 64, "d_ff": 64, "num_heads": 1, "vocab_size": 256}
+TINY_T5 = {"num_layers": 1, "d_model": 64, "d_kv": 64, "d_ff": 64, "num_heads": 1}
+TINY_T5 |= {"vocab_size": 256}
 #: Token of BERT that replaces masked tokens, and the share of masked tokens.
 MASK, MASKED = 103, 0.15
 #: Number of prompt tokens of a pair.
@@ -209,6 +211,8 @@ def torch_model(fields: dict[str, Any], method: str = "sft") -> Any:
         "seq2seq": ("t5", transformers.AutoModelForSeq2SeqLM),
     }.get(method, ("llama", transformers.AutoModelForCausalLM))
     config = transformers.AutoConfig.for_model(family, **fields)
+    if method == "seq2seq":
+        config.decoder_start_token_id = 0
     # T5 has no implementation of its relative positions besides "eager".
     attention = "eager" if method == "seq2seq" else "sdpa"
     return auto.from_config(config, attn_implementation=attention).train()
@@ -231,9 +235,7 @@ def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
     return run
 
 
-def torch_step(
-    method: str, fields: dict[str, Any], ids: np.ndarray, *, autocast: bool
-) -> Step:
+def torch_step(method: str, fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
     """Return a step on the cross-entropy of the next token, of masked tokens or of targets."""
     import torch
 
@@ -292,7 +294,7 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
         "torch bf16": partial(torch_step, method, autocast=True),
     }
     ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, length))
-    tiny = {**fields, **(TINY_T5 if method == "seq2seq" else TINY)}
+    tiny = {**fields, **{"mlm": TINY_BERT, "seq2seq": TINY_T5}.get(method, TINY)}
     step = made[name](tiny, np.zeros((2, 2 * PROMPT), np.int32))
     for _ in range(2):
         step()
