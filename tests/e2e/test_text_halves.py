@@ -68,7 +68,7 @@ def test_engine_of_the_command_line_generates_the_tokens_of_the_text_half(
 ) -> None:
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    sizes = "--max-model-len 32 --page-size 8 --max-num-seqs 2 --compile-runner false"
+    sizes = "--max-model-len 32 --page-size 8 --max-num-seqs 2 --no-compile-runner"
     engine = engine_of(parser.parse_args([str(checkpoint), *sizes.split()]))
     assert engine.task == TaskType.CAUSAL_LM
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

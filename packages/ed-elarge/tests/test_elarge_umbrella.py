@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from easydel._table import MODULES, NAMES
+from easydel._table import MODULES, NAMES, found
 
 PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
 
@@ -29,6 +29,33 @@ def test_umbrella_exports_public_names_of_packages(package: str) -> None:
     assert set(owner.__all__) <= set(NAMES)
     for name in owner.__all__:
         assert getattr(umbrella, name) is getattr(owner, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("DeepseekV3Config", "ed_models.families.deepseek_v3"),
+        ("Qwen3ForCausalLM", "ed_models.families.qwen3"),
+        ("LlamaModel", "ed_models.families.llama"),
+        ("DPOTrainer", "ed_trainers.methods.dpo"),
+        ("GRPOConfig", "ed_trainers.options.groups"),
+        ("AutoEasyDeLModelForSpeechSeq2Seq", "ed_models.auto"),
+        ("AutoStateForCausalLM", "ed_trainers.auto_state"),
+    ],
+)
+def test_umbrella_exports_families_trainers_and_auto_classes(name: str, owner: str) -> None:
+    umbrella = importlib.import_module("easydel")
+    assert getattr(umbrella, name).__module__ == owner
+    assert name in dir(umbrella)
+
+
+@pytest.mark.nightly
+def test_every_class_that_the_umbrella_finds_can_be_imported() -> None:
+    umbrella = importlib.import_module("easydel")
+    names = found("easydel")
+    assert len(names) > 400
+    for name in names:
+        assert getattr(umbrella, name) is not None
 
 
 def test_importing_easydel_does_not_import_jax_or_transformers() -> None:

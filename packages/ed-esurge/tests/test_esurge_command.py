@@ -111,7 +111,7 @@ def made(directory: Path, *flags: str) -> Any:
     """Return the engine of command-line flags."""
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    sizes = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
+    sizes = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
     return engine_of(parser.parse_args([str(directory), "--max-num-seqs", "2", *sizes, *flags]))
 
 
@@ -190,7 +190,7 @@ def test_chat_command_serves_model_directory(
             raise EOFError from None
 
     monkeypatch.setattr(builtins, "input", read)
-    flags = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
+    flags = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
     assert main(["chat", str(directory), "--max-tokens", "3", *flags]) == 0
     assert capsys.readouterr().out.endswith("\n")
 
@@ -251,7 +251,7 @@ def test_serve_command_accepts_two_models(directory: Path, tmp_path: Path) -> No
     shutil.copytree(directory, other)
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    flags = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
+    flags = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
     engines = serve.engines_of(parser.parse_args([str(directory), "--also", str(other), *flags]))
     assert list(engines) == [directory.name, "other"]
     with background(engines) as url:

@@ -142,7 +142,7 @@ def test_command_line_loads_the_checkpoint_of_an_encoder(models, kind, tmp_path:
     (tmp_path / "modules.json").unlink(missing_ok=True)
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    engine = engine_of(parser.parse_args([str(tmp_path), "--compile-runner", "false"]))
+    engine = engine_of(parser.parse_args([str(tmp_path), "--no-compile-runner"]))
     if kind == "embedder":
         assert (engine.task, engine.labels) == ("embedding", None)
     else:

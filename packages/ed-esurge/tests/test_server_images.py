@@ -264,8 +264,8 @@ def llava_engine(llava):
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     flags = "--max-model-len 64 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
-    flags += " --max-num-batched-tokens 16 --compile-runner false --silent-mode true"
-    flags += " --auto-truncate-prompt true"
+    flags += " --max-num-batched-tokens 16 --no-compile-runner --silent-mode"
+    flags += " --auto-truncate-prompt"
     return engine_of(parser.parse_args([str(llava), *flags.split()]))
 
 

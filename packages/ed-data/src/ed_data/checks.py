@@ -6,6 +6,7 @@ starts.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 
@@ -21,11 +22,17 @@ Remark = tuple[KeyPath, str]
 _LARGE = 2**26  # bytes; a json file with one list must be read completely
 
 
-def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
+def check_names(mixture: Mixture, schema: Schema = TEXT, *, imports: bool = True) -> list[Remark]:
     """Resolve every name that a mixture would otherwise resolve while rows are read.
 
     The check imports `format_callback`, `preprocessing_fn` and the objects of type python, and
     looks up the fields in the first row of local files.
+
+    Args:
+        mixture: The mixture.
+        schema: The fields that the rows need.
+        imports: False imports no code of the user: informs with functions or of type python, and
+            files that do not exist, are not checked.
 
     Returns:
         For each unresolved name, the path of its key and a message.
@@ -34,6 +41,7 @@ def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         ((key, i, *path), message)
         for key in ("informs", "eval_informs")
         for i, inform in enumerate(getattr(mixture, key))
+        if imports or _is_plain(inform)
         for path, message in _names(inform, schema)
     ]
 
@@ -86,6 +94,14 @@ def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
             next(iter(first), None)
     except DataError as error:
         yield error.path or ("data_files",), str(error)
+
+
+def _is_plain(inform: Inform) -> bool:
+    """Return whether an inform is local files that exist, without functions."""
+    functions = inform.format_callback is not None or inform.preprocessing_fn is not None
+    if functions or inform.kind not in FILE_TYPES:
+        return False
+    return any(glob.glob(os.path.expanduser(file), recursive=True) for file in inform.files)
 
 
 def _any_text(content: object) -> str:

@@ -1,7 +1,8 @@
 """The names of the umbrella and the modules that define them.
 
 `NAMES` contains the public names of the seven packages and further names from EasyDeL's guides.
-`MODULES` contains the module paths of the guides; each exports a part of the names.
+`MODULES` contains the module paths of the guides; each exports a part of the names. The modules in
+`OPEN` also export the classes that `easydel._found` reads from the sources.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _OTHERS: dict[str, str] = {
     "AVAILABLE_ATTENTION_MECHANISMS": "ed_infra.enums",
     "AVAILABLE_GRADIENT_CHECKPOINT_TARGETS": "ed_infra.enums",
     "AVAILABLE_MOE_METHODS": "ed_infra.enums",
-    "LlamaConfig": "ed_models.families.llama",
-    "LlamaForCausalLM": "ed_models.families.llama",
-    "LlamaModel": "ed_models.families.llama",
+    "BaseModuleProtocol": "ed_models.protocol:LanguageModel",
+    "Cache": "ed_layers.cache.protocol",
+    "LanguageModel": "ed_models.protocol",
 }
 
 #: Name -> the module that exports it.
@@ -46,6 +47,7 @@ _PATHS: dict[str, str] = {
     "easydel.infra.base_module": "EasyDeLBaseModule",
     "easydel.infra.base_state": "EasyDeLState",
     "easydel.infra.elarge_model": "eLargeModel",
+    "easydel.infra.elarge_model.elarge_model": "eLargeModel",
     "easydel.infra.errors": (
         "CheckpointError ConfigError EasyDeLError MeshError RegistryError DataError InputError"
     ),
@@ -58,6 +60,11 @@ _PATHS: dict[str, str] = {
     "easydel.infra.mixins": "EasyBridgeMixin EasyGenerationMixin GenerateOutput",
     "easydel.infra.mixins.bridge": "EasyBridgeMixin",
     "easydel.infra.mixins.generation": "EasyGenerationMixin GenerateOutput",
+    "easydel.infra.mixins.operation_cache": (
+        "Cache CrossCache DenseCache HybridCache LayerCacheSpec PagedCache RecurrentCache "
+        "RecurrentSpec StateSpec WindowCache"
+    ),
+    "easydel.infra.mixins.protocol": "BaseModuleProtocol LanguageModel",
     "easydel.infra.modeling_outputs": (
         "BaseModelOutput CausalLMOutput EmbeddingOutput Metric SequenceClassifierOutput"
     ),
@@ -81,14 +88,41 @@ MODULES: dict[str, dict[str, str]] = {
         if owner.startswith("ed_infra")
         or name in ("EasyDeLBaseModule", "EasyDeLState", "eLargeModel")
     },
+    "easydel.inference": {name: at for name, at in NAMES.items() if at.startswith("ed_esurge")},
     "easydel.layers": {},
+    "easydel.modules": {name: at for name, at in NAMES.items() if at.startswith("ed_models")},
+    "easydel.trainers": {name: at for name, at in NAMES.items() if at.startswith("ed_trainers")},
     **{path: {name: NAMES[name] for name in names.split()} for path, names in _PATHS.items()},
 }
 MODULES["easydel.infra.factory"]["registry"] = "ed_infra.registry:*"
+
+#: The modules that also export the names of `easydel._found`.
+OPEN = ("easydel", "easydel.modules", "easydel.trainers")
 
 Attached = tuple[Callable[[str], object], Callable[[], list[str]], list[str]]
 
 
 def attach(module: str) -> Attached:
     """Return `__getattr__`, `__dir__` and `__all__` of a module of the umbrella."""
-    return lazy.attach(module, MODULES[module])
+    listed, listing, everything = lazy.attach(module, MODULES[module])
+    if module not in OPEN:
+        return listed, listing, everything
+
+    def __getattr__(name: str) -> object:
+        if name in MODULES[module] or name.startswith("_"):
+            return listed(name)
+        return lazy.attach(module, found(module))[0](name)
+
+    def __dir__() -> list[str]:
+        return sorted({*listing(), *found(module)})
+
+    return __getattr__, __dir__, everything
+
+
+def found(module: str) -> dict[str, str]:
+    """Return every name of a module of `OPEN`."""
+    from easydel._found import names
+
+    packages = {"easydel.modules": "ed_models", "easydel.trainers": "ed_trainers"}
+    begin = packages.get(module, "ed_")
+    return MODULES[module] | {n: at for n, at in names().items() if at.startswith(begin)}

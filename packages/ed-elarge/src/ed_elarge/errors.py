@@ -30,6 +30,8 @@ class Document:
         value: Plain Python values (dict, list, str, int, float, bool, None).
         keys: Path of a value -> location of its key.
         values: Path of a value -> location of the value.
+        owners: Path -> the document of its location, for values of an included file or of the
+            command line. Paths without an owner are of this document.
     """
 
     name: str
@@ -37,6 +39,13 @@ class Document:
     value: Any = None
     keys: dict[ValuePath, Span] = field(default_factory=dict)
     values: dict[ValuePath, Span] = field(default_factory=dict)
+    owners: dict[ValuePath, Document] = field(default_factory=dict)
+
+    def owner(self, path: ValuePath) -> Document:
+        """Return the document that has the location of `path`."""
+        while path and path not in self.owners and path not in self.values:
+            path = path[:-1]
+        return self.owners.get(path, self)
 
     def span(self, path: ValuePath, *, on_key: bool) -> Span | None:
         """Return the location of `path` or of its nearest ancestor; None without text."""
@@ -53,6 +62,9 @@ class Document:
 
     def show(self, problem: Problem) -> str:
         """Format a problem: location, message, line and caret."""
+        owner = self.owner(problem.path)
+        if owner is not self:
+            return owner.show(problem)
         where = dotted(problem.path)
         message = f"{where}: {problem.message}" if where else problem.message
         span = self.span(problem.path, on_key=problem.on_key) if self.text else None
@@ -71,6 +83,9 @@ class Document:
 
     def sort_key(self, problem: Problem) -> tuple[int, int]:
         """Return the line and column of a problem; problems without location sort last."""
+        owner = self.owner(problem.path)
+        if owner is not self:
+            return owner.sort_key(problem)
         span = self.span(problem.path, on_key=problem.on_key)
         return (span.line, span.column) if span else (1 << 30, 0)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_models.tasks.causal_lm import CausalLM
+    from ed_trainers.callbacks import Callback
+    from ed_trainers.state import EasyDeLState
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
 
@@ -56,6 +58,7 @@ class eLargeModel(Setters):
     def __init__(self, config: Mapping[str, Any] | str | Path | None = None) -> None:
         self._built: dict[str, Any] = {}
         self._run: RunConfig | None = None
+        self.watchers: tuple[Callback, ...] = ()
         if isinstance(config, (str, Path)):
             self._document = nodes.read(config)
             self._run = self._check()
@@ -144,6 +147,15 @@ class eLargeModel(Setters):
         self._document, self._run = Document("configuration", value=value), None
         return self.clear_cache()
 
+    def set_watchers(self, *watchers: Callback) -> Self:
+        """Set the callbacks of the trainer, which run at events of training.
+
+        Args:
+            watchers: Objects of `ed_trainers.Callback`; they replace earlier ones.
+        """
+        self.watchers = watchers
+        return self.clear_cache()
+
     # Building; each part is built once.
 
     def part(self, name: str) -> Any:
@@ -168,6 +180,10 @@ class eLargeModel(Setters):
         """Load or train the tokenizer."""
         return self.part("tokenizer")
 
+    def build_state(self) -> EasyDeLState:
+        """Create the initial training state of the model."""
+        return self.build_model().to_state()
+
     def build_model(self) -> CausalLM:
         """Create or load the model on its devices."""
         return self.part("model")
@@ -187,6 +203,10 @@ class eLargeModel(Setters):
     def build_dataset(self) -> Loader | StreamLoader:
         """Return the loader of training batches."""
         return self.part("loaders")[0]
+
+    def build_sharded_source(self) -> Loader | StreamLoader:
+        """Return `build_dataset()`: every host reads only its rows of each batch."""
+        return self.build_dataset()
 
     def build_eval_dataset(self) -> Loader | StreamLoader | None:
         """Return the loader of held-out batches, or None if no data is held out."""
@@ -263,6 +283,22 @@ class eLargeModel(Setters):
         prepared = self.prepare_eval(_options(EvalOptions, {"engine": engine, **options}))
         return harness.run(self.build_esurge(), prepared)
 
+    def run_benchmarks(
+        self, tasks: Sequence[str] | str | None = None, **options: Any
+    ) -> dict[str, dict[str, float]]:
+        """Evaluate the model as it is now on benchmarks, and return the metrics of each task.
+
+        Args:
+            tasks: Task names; the default is `trainer.benchmarks`, then `eval.tasks`.
+            options: Keys of the section `eval` for this call.
+        """
+        from ed_elarge.evaluation import harness
+
+        trainer = self.config.trainer
+        if tasks is None and trainer is not None and trainer.benchmarks:
+            tasks = trainer.benchmarks
+        return harness.figures(self.eval(tasks, **options))
+
     def prepare_eval(self, options: EvalOptions) -> Tasks:
         """Load the tasks of an evaluation and their data, for a later `eval`."""
         from ed_elarge.evaluation import harness
@@ -316,6 +352,8 @@ class eLargeModel(Setters):
         values["api_key"] = [key.get_secret_value() for key in values["api_key"] or ()]
         admin = values["admin_api_key"]
         values["admin_api_key"] = None if admin is None else admin.get_secret_value()
+        if values.pop("enable_cors") and not values["cors_origins"]:
+            values["cors_origins"] = ["*"]
         values["api_key"] += read_keys(file) if file is not None else []
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
         serve(self.part("engine"), values.pop("host"), values.pop("port"), **values)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from ed_infra import registry
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_infra.parameter_names import canonical
@@ -31,9 +33,10 @@ from flax import nnx
 
 from ed_trainers.checkpoints.manager import CheckpointManager
 from ed_trainers.easylm import from_easylm, to_easylm
+from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import checksums
 from ed_trainers.stored.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
-from ed_trainers.stored.saved import check_format
+from ed_trainers.stored.saved import check_format, saved_facts
 
 # Where a state has its variables; a module that was saved alone has them at the top.
 _PLACES = ("graphstate/", "graphother/", "")
@@ -77,6 +80,33 @@ def model_of(directory: str | Path) -> EasyDeLBaseModule:
     filled = from_flat(state, {name: arrays[place] for name, place in places.items()})
     with nnx.use_eager_sharding(False):
         return nnx.merge(graphdef, filled)
+
+
+def state_of(directory: str | Path, tx: optax.GradientTransformation | None) -> EasyDeLState:
+    """Read a saved state; the shapes and the placement are those of its model.
+
+    Args:
+        directory: of a saved state.
+        tx: optimizer, whose saved state is read. None: the state has no optimizer.
+
+    Raises:
+        CheckpointError: there is no saved state, the state is damaged, or it has no state of `tx`.
+    """
+    path = Path(directory).absolute()
+    facts = saved_facts(path)
+    model: Any = model_of(path)
+    names = [name.split("/") for name in stored_arrays(path / "arrays")]
+    learned = {one for parts in names if parts[0] == "graphstate" for one in canonical(parts[1:])}
+    rules = [(f"^{re.escape(name)}$", True) for name in sorted(learned)]
+    state = EasyDeLState.create(model=model)
+    found = {one for name in flat_abstract(state.graphstate) for one in canonical(name.split("/"))}
+    if found != learned:
+        state = EasyDeLState.create(model=model, trainable=rules)
+    if tx is None:
+        return state.replace(step=jnp.asarray(facts["step"], jnp.int32))
+    if not facts["optimizer"]:
+        raise CheckpointError(f"{path} holds no optimizer state: omit tx, and call init_tx(tx)")
+    return state.init_tx(tx).load_state(path)
 
 
 def _facts(path: Path) -> dict[str, Any]:

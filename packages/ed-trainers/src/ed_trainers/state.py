@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,20 @@ from ed_trainers.options.optimizers import DECAYING
 from ed_trainers.placement import replicated, shardings_like
 from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
 from ed_trainers.stored.saved import load, model_facts, save, saved_facts
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _InstanceOrClass(Generic[_P, _R]):
+    """A method that receives the instance, or the class if it is called on the class."""
+
+    def __init__(self, function: Callable[Concatenate[Any, _P], _R]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: object, owner: type) -> Callable[_P, _R]:
+        return partial(self._function, owner if instance is None else instance)
 
 
 class EasyDeLState(struct.PyTreeNode):
@@ -203,21 +219,40 @@ class EasyDeLState(struct.PyTreeNode):
         }
         save(Path(directory), flat_arrays(saved), facts)
 
-    def load_state(self, directory: str | Path) -> EasyDeLState:
-        """Read the files of `save_state`, in the shapes, dtypes and shardings of this state.
+    @_InstanceOrClass
+    def load_state(
+        cls_or_self: EasyDeLState | type[EasyDeLState],
+        directory: str | Path,
+        *,
+        tx: optax.GradientTransformation | None = None,
+    ) -> EasyDeLState:
+        """Read the files of `save_state`.
 
-        The mesh may differ from the mesh of the saved state.
+        `state.load_state(directory)` reads into the shapes, dtypes and shardings of a state; the
+        mesh may differ from the mesh of the saved state. `EasyDeLState.load_state(directory)`
+        creates the model of the files first, on all devices of this machine.
+
+        Args:
+            directory: the directory.
+            tx: optimizer of a new state, whose saved state is read. None: the new state has no
+                optimizer. A state that exists has its own optimizer.
 
         Raises:
             CheckpointError: the directory is not a saved state, is damaged, or does not match.
+            ConfigError: `tx` for a state that exists.
         """
         path = Path(directory)
+        if isinstance(cls_or_self, type):
+            # Creates a model, and imports this module.
+            return pkgutil.resolve_name("ed_trainers.convert:state_of")(path, tx)
+        if tx is not None:
+            raise ConfigError("tx is for EasyDeLState.load_state; this state has its optimizer")
         facts = saved_facts(path)
-        template = self if facts["optimizer"] else self.replace(opt_state=None)
-        if facts["optimizer"] and self.opt_state is None:
+        template = cls_or_self if facts["optimizer"] else cls_or_self.replace(opt_state=None)
+        if facts["optimizer"] and cls_or_self.opt_state is None:
             raise CheckpointError(f"{path} holds an optimizer state: call init_tx(tx) first")
         loaded = from_flat(template, load(path, flat_abstract(template)))
-        return loaded if facts["optimizer"] else loaded.replace(opt_state=self.opt_state)
+        return loaded if facts["optimizer"] else loaded.replace(opt_state=cls_or_self.opt_state)
 
     def shard_state(self) -> EasyDeLState:
         """Return the state with every array placed by the model's configuration.

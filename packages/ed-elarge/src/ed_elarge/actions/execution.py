@@ -15,6 +15,7 @@ from ed_data.schema import TEXT
 from ed_infra.compilation.cache import keep_compiled_programs
 from ed_infra.enums import TaskType
 
+from ed_elarge.actions import provenance
 from ed_elarge.actions.summary import Summary
 from ed_elarge.building.parts import look_ahead
 from ed_elarge.config.action_options import (
@@ -62,6 +63,7 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
     for number, action in enumerate(run.actions):
         if ACTIONS[action.name].prepare and not prepared:
             _prepare(session.elm)
+            provenance.write(run)
             prepared = True
         try:
             with run.blame_at(action.path):
@@ -148,7 +150,6 @@ def train(session: Session, options: NoOptions) -> None:
     directory = elm.config.directory
     before = _newest_step(directory)
     output = elm.train()
-    (directory / "config.yaml").write_text(elm.config.to_yaml(secrets=False), "utf-8")
     summary.trained(output, elm.config)
     session.stopped = output.stopped_by
     if session.stopped is not None:

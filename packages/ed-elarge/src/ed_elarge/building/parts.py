@@ -462,6 +462,7 @@ def trainer(elm: eLargeModel) -> Trainer:
         elm.part("processor" if run.has_processor else "tokenizer"),
         frozen=frozen,
         benchmark=benchmark,
+        callbacks=elm.watchers,
         **more,
     )
 

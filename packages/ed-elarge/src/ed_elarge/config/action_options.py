@@ -83,6 +83,8 @@ class TranscribeOptions(Options):
 class ServeOptions(Options):
     """`serve`: the OpenAI-compatible server, until it is interrupted."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {"admin_key": "admin_api_key"}
+
     host: Name = "127.0.0.1"
     """Address of the server; `0.0.0.0` listens on every address of the machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 11556
@@ -123,6 +125,9 @@ class ServeOptions(Options):
     oai_like_processor: bool = True
     """Pass message content to the chat template as a list of parts (OpenAI's format) if the
     template requires it. False: content is always text."""
+    enable_cors: bool | None = None
+    """Whether pages in a browser may call the server. True without `cors_origins`: pages of every
+    origin. None: the pages of `cors_origins`."""
     cors_origins: tuple[str, ...] | None = None
     """Web origins that may call the server from a browser; `["*"]` allows all."""
     allowed_hosts: tuple[Name, ...] | None = None
@@ -158,6 +163,8 @@ class ServeOptions(Options):
             raise ValueError(
                 "api_key is not set, and require_api_key needs api_key: the key of the clients"
             )
+        if self.enable_cors is False and self.cors_origins:
+            raise ValueError("enable_cors is false, and cors_origins lists origins: keep one")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         return self

@@ -7,8 +7,10 @@ duplicate keys, and follows the YAML 1.2 core schema.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
+from ed_elarge.config.layers import included
 from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
 MAX_DEPTH = 64
@@ -32,6 +35,7 @@ _INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
+_VARIABLE = re.compile(r"\$\{env:([A-Za-z_]\w*)(:-[^}]*)?\}")
 _SCALARS = (
     ("null", re.compile(r"~|null|Null|NULL|"), [*"~nN", ""]),
     ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), [*"tTfF"]),
@@ -42,14 +46,24 @@ _SCALARS = (
 
 
 def read(path: str | Path) -> Document:
-    """Read a YAML or JSON file (JSON is parsed as YAML).
+    """Read a YAML or JSON file (JSON is parsed as YAML) and the files of its key `include`.
 
     Raises:
-        InputError: The file is missing, is not UTF-8 text or valid YAML, or repeats a key.
+        InputError: A file is missing, is not UTF-8 text or valid YAML, repeats a key, or includes
+            itself.
     """
-    path, name = Path(path), str(path)
+    return _read(Path(path), ())
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Document:
+    """Read a file that the files `above` include."""
+    name, here = str(path), path.absolute()
+    if here in above:
+        files = " -> ".join(file.name for file in (*above, here))
+        raise InputError(name, [Problem((), f"the file includes itself: {files}")])
     try:
-        return parse(path.read_text(encoding="utf-8"), name)
+        document = parse(path.read_text(encoding="utf-8"), name)
+        return included(document, partial(_read, above=(*above, here)))
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start})"
     except FileNotFoundError:
@@ -147,7 +161,7 @@ class _Builder:
             )
             return None
         if isinstance(node, ScalarNode):
-            return self._scalar(node, path)
+            return self._scalar(self._filled(node, path), path)
         if node.tag not in (_CORE + "seq", _CORE + "map"):
             self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
             return None
@@ -223,6 +237,27 @@ class _Builder:
             return None
         self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
         return None
+
+    def _filled(self, node: ScalarNode, path: ValuePath) -> ScalarNode:
+        """Replace `${env:NAME}` and `${env:NAME:-default}` by the value of a variable.
+
+        A plain scalar gets the type of its new text; a quoted scalar stays text.
+        """
+        if "${env:" not in node.value:
+            return node
+        missing = [
+            n for n, other in _VARIABLE.findall(node.value) if n not in os.environ and not other
+        ]
+        if missing:
+            message = f"the environment variable {missing[0]} is not set: set it, or write " + (
+                f"${{env:{missing[0]}:-default}}"
+            )
+            self.problems.append(Problem(path, message))
+        text = _VARIABLE.sub(lambda m: os.environ.get(m[1], (m[2] or "")[2:]), node.value)
+        tag = node.tag
+        if node.style is None and tag == _CORE + "str":
+            tag = _CoreResolver().resolve(ScalarNode, text, (True, False))
+        return ScalarNode(tag, text, node.start_mark, node.end_mark, style=node.style)
 
     @staticmethod
     def _span(node: Node) -> Span:

@@ -178,6 +178,15 @@ class OtherModelSection(Options):
     """Branch, tag or commit of a hub repository."""
 
 
+def _hugging_face(value: bool | None) -> bool | None:
+    if value is False:
+        raise ValueError(
+            "models are read in Hugging Face layout: omit the key, and convert a checkpoint of a "
+            "run with `elarge convert CHECKPOINT DIRECTORY`"
+        )
+    return value
+
+
 class LoaderSection(Options):
     """Dtypes and precision of the model."""
 
@@ -187,6 +196,8 @@ class LoaderSection(Options):
     """Storage dtype of the parameters."""
     precision: Annotated[str | None, choice("precision", ("default", "high", "highest"))] = None
     """Precision of float32 matrix products on accelerators. None: the default of jax."""
+    from_torch: Annotated[bool | None, AfterValidator(_hugging_face)] = None
+    """The model is stored in Hugging Face layout. Only true is accepted: every model is."""
     trust_remote_code: bool = False
     """Run Python code from the tokenizer's repository."""
     verbose: bool = False
@@ -221,9 +232,15 @@ class ShardingSection(SetsConfig):
     axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)
     """Devices along each axis; one entry may be -1 for all remaining devices."""
     axis_names: tuple[Name, ...] = ("dp", "fsdp", "ep", "tp", "sp")
-    """Names of the axes; other names need `partition_axis` in `base_config.values`."""
+    """Names of the axes; other names need `partition_axis`."""
     dcn_axis_dims: tuple[int, ...] | None = None
     """Slices or hosts along each axis, for a mesh over a data-center network."""
+    partition_axis: dict[str, Any] | None = None
+    """Kind of dimension -> the mesh axis, or the list of axes, over which it is split:
+    `{batch_axis: [fsdp, dp], head_axis: tp}`. None: the value of `base_config`."""
+    partition_rules: tuple[tuple[str, tuple[Any, ...]], ...] | None = None
+    """Pairs of a regular expression for parameter names and the mesh axis of each dimension, such
+    as `[["embed_tokens", [tp, fsdp]]]`. The first match replaces the derived sharding."""
     auto_shard_model: bool = True
     """False: parameters are replicated instead of sharded."""
     use_ring_of_experts: bool | None = None
@@ -254,12 +271,19 @@ class ShardingSection(SetsConfig):
                 raise ValueError(f"{key} {list(dims)}: only one entry may be -1")
             if math.prod(dim for dim in dims if dim != -1) > MAX_DEVICES:
                 raise ValueError(f"{key} {list(dims)} exceeds the limit of {MAX_DEVICES} devices")
+        if self.partition_rules is not None and not self.auto_shard_model:
+            raise ValueError(
+                "auto_shard_model: false replicates every parameter, and partition_rules shard "
+                "some: keep one of them"
+            )
         return self
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
         fields = super().config_fields()
         if not self.auto_shard_model:
             fields["sharding_rules"] = (("auto_shard_model",), ((".*", ()),))
+        elif self.partition_rules is not None:
+            fields["sharding_rules"] = (("partition_rules",), self.partition_rules)
         return fields
 
 

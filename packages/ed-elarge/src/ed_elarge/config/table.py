@@ -90,6 +90,9 @@ class Section:
                     problem = Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True)
                     return None, [problem]
             kind = value.get(self.chosen_by, kind)
+            plain = kind.lower().replace("-", "_") if isinstance(kind, str) else kind
+            if kind not in classes and plain in classes:
+                kind, value = plain, {**value, self.chosen_by: plain}
         if not isinstance(kind, str) or kind not in classes:
             problem = str(unknown_name(self.chosen_by, kind, classes))
             return None, [Problem((*path, self.chosen_by), problem)]
@@ -136,7 +139,9 @@ SECTIONS: dict[str, Section] = {
         finishes="ed_elarge.building.parts:adapted",
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
-    "sharding": Section(ShardingSection, checks=(model_fields.mesh_axes,)),
+    "sharding": Section(
+        ShardingSection, checks=(model_fields.sharding_fields, model_fields.mesh_axes)
+    ),
     "platform": Section(PlatformSection),
     "base_config": Section(
         BaseConfigSection,
@@ -161,7 +166,12 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
-        checks=(training.other_models, training.benchmarks, training.fixed_reference),
+        checks=(
+            training.other_models,
+            training.benchmarks,
+            training.fixed_reference,
+            training.rewards,
+        ),
         machine_checks=(machine.save_directory, machine.reward_functions),
         unused=unused.trainer,
         builds={"trainer": "ed_elarge.building.parts:trainer"},

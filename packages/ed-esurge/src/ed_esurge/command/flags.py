@@ -8,9 +8,11 @@ import inspect
 import json
 import textwrap
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from ed_infra.errors import ConfigError
+import yaml
+from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.options import Options
 from pydantic import ValidationError
 
@@ -18,12 +20,74 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def add_options(parser: argparse.ArgumentParser, table: type[Options], title: str) -> None:
-    """Add a flag for each field of a class: `max_model_len` becomes `--max-model-len VALUE`."""
+    """Add a flag for each field of a class: `max_model_len` becomes `--max-model-len INT`.
+
+    A field that is true or false is a flag without a value: `--silent-mode`, `--no-silent-mode`.
+    """
     group = parser.add_argument_group(title)
     docs = documented(table)
-    for name in table.model_fields:
-        text = docs.get(name, "").replace("%", "%%")
-        group.add_argument(f"--{name.replace('_', '-')}", help=text, metavar="VALUE")
+    for name, field in table.model_fields.items():
+        flag, default = f"--{name.replace('_', '-')}", field.get_default(call_default_factory=True)
+        text = f"{docs.get(name, '')} (default: {shown(default)})".replace("%", "%%")
+        if field.annotation is bool:
+            action: Any = argparse.BooleanOptionalAction
+            group.add_argument(flag, help=text, action=action, default=None)
+        else:
+            group.add_argument(flag, help=text, metavar=metavar(field.annotation))
+
+
+def metavar(annotation: object) -> str:
+    """Return the kind of value that a flag takes, such as `INT` or `{fcfs,priority}`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "{" + ",".join(map(str, parts)) + "}"
+    if origin is tuple:
+        return f"{metavar(parts[0])},..."
+    if origin is Annotated:
+        return metavar(parts[0])
+    if parts:
+        return next(metavar(part) for part in parts if part is not type(None))
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        return "JSON"
+    return {int: "INT", float: "FLOAT", str: "TEXT"}.get(annotation, "null")  # type: ignore[arg-type]
+
+
+def shown(default: object) -> str:
+    """Return a default as the text that a flag takes."""
+    return "none" if default is None else json.dumps(default, default=str)
+
+
+def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the flags of a YAML file: `max-model-len: 4096` is `--max-model-len 4096`.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that is no flag.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} must contain flags and their values, such as port: 80")
+    actions = parser._option_string_actions
+    known = {flag[2:]: action for flag, action in actions.items() if flag.startswith("--")}
+    flags: list[str] = []
+    for key, value in values.items():
+        name = str(key).replace("_", "-")
+        if name in ("config", "help") or name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"--config {path}: {key!r} is no flag of this command{hint}")
+        if known[name].nargs == 0 or isinstance(known[name], argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                raise ConfigError(f"--config {path}: {key} must be true or false, got {value!r}")
+            if f"--no-{name}" in actions or value:
+                flags.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list) and known[name].nargs is not None:
+            flags += [f"--{name}", *map(str, value)]
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            flags.append(f"--{name}={text}")
+    return flags
 
 
 def documented(table: type[Options]) -> dict[str, str]:
@@ -46,7 +110,11 @@ def options_of(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT:
         ConfigError: a value is invalid; the message names its flag.
     """
     written = {name: getattr(values, name) for name in table.model_fields}
-    given = {name: plain(text) for name, text in written.items() if text is not None}
+    given = {
+        name: plain(text) if isinstance(text, str) else text
+        for name, text in written.items()
+        if text is not None
+    }
     for name, value in given.items():
         one = value is not None and not isinstance(value, list)
         if one and takes_several(table.model_fields[name].annotation):

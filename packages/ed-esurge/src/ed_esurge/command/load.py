@@ -24,6 +24,7 @@ from ed_esurge.speech.engine import SPEECH_TASKS, SpeechEngine, unused_options
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
 
+_DIMS = "1,1,1,-1,1"
 _DTYPES = ("float32", "bfloat16", "float16")
 #: vLLM's names of weight quantization formats that are applied during loading.
 _VLLM_FORMATS = {"bitsandbytes": "nf4"}
@@ -49,8 +50,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sharding-axis-dims",
         metavar="N,N,N,N,N",
-        default="1,1,1,-1,1",
-        help="devices along (dp, fsdp, ep, tp, sp); -1 takes what remains (%(default)s)",
+        help="devices along (dp, fsdp, ep, tp, sp); -1: the remaining devices "
+        f"(default: {_DIMS})",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        metavar="INT",
+        help="devices that share each layer (tp); the remaining devices are replicas (dp)",
     )
     group.add_argument(
         "--quantization",
@@ -82,6 +90,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let the tokenizer's repository run its own Python code",
     )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; the command line takes precedence"
+    )
     add_options(parser, EngineConfig, "engine")
 
 
@@ -108,7 +119,7 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     """
     options = options_of(values, EngineConfig)
     rules, fields = quantization_of(values)
-    dims = dims_of(values.sharding_axis_dims)
+    dims = dims_of(values.sharding_axis_dims, values.tensor_parallel_size)
     logger = logging.getLogger("ed_esurge")
     logger.setLevel(logging.INFO)
     if not logger.handlers:
@@ -267,15 +278,29 @@ def name_of(model: str) -> str:
     return Path(model).resolve().name if Path(model).expanduser().is_dir() else model
 
 
-def dims_of(text: str) -> tuple[int, ...]:
+def dims_of(text: str | None, tensor_parallel_size: int | None = None) -> tuple[int, ...]:
     """Return the number of devices along each axis of the mesh.
 
+    Args:
+        text: The numbers, with commas; None: `tensor_parallel_size`, or the default.
+        tensor_parallel_size: Devices along `tp`; the remaining devices are along `dp`.
+
     Raises:
-        ConfigError: the text is not a list of integers.
+        ConfigError: the text is not a list of integers, both arguments are given, or the size is
+            not positive.
     """
+    if tensor_parallel_size is not None:
+        if text is not None:
+            raise ConfigError(
+                "--tensor-parallel-size and --sharding-axis-dims both set the mesh: keep one"
+            )
+        if tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size {tensor_parallel_size} must be at least 1")
+        return (-1, 1, 1, tensor_parallel_size, 1)
+    text = text or _DIMS
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"--sharding-axis-dims is numbers with commas between, such as 1,1,1,-1,1, not {text!r}"
+            f"--sharding-axis-dims is numbers with commas between, such as {_DIMS}, not {text!r}"
         ) from None

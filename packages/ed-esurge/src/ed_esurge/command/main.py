@@ -1,8 +1,11 @@
 """The command line: server, conversation and load test for a model directory or hub id.
 
-    python -m ed_esurge serve MODEL     an OpenAI-compatible server
-    python -m ed_esurge chat MODEL      a conversation in the terminal
-    python -m ed_esurge bench MODEL     load test of a server: throughput and latencies
+    esurge serve MODEL     an OpenAI-compatible server
+    esurge chat MODEL      a conversation in the terminal
+    esurge run-batch MODEL the answers of a file of requests
+    esurge bench MODEL     load test of a server: throughput and latencies
+
+`python -m ed_esurge` is the same program.
 
 Options of the engine are flags of the first two: `--max-model-len 4096`. A command is a file with
 `add_arguments` and `run`, and an entry of `COMMANDS`.
@@ -20,6 +23,7 @@ from types import ModuleType
 from ed_infra.errors import EasyDeLError
 
 from ed_esurge.command import bench, chat, run_batch, serve
+from ed_esurge.command.flags import read_config
 
 BAD_INPUT, INTERRUPTED = 2, 130
 #: Command -> (its module, its description).
@@ -34,7 +38,7 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of the arguments (default: `sys.argv`) and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m ed_esurge", description="Serve, chat with and measure language models."
+        prog="esurge", description="Serve, chat with and measure language models."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, doc) in COMMANDS.items():
@@ -45,8 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(own)
-    values = parser.parse_args(arguments)
+    own = {name: made for name, made in commands.choices.items()}
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    values = parser.parse_args(words)
     try:
+        if getattr(values, "config", None) is not None:
+            # Flags of the file come first: a later flag replaces an earlier one.
+            flags = read_config(values.config, own[values.command])
+            at = words.index(values.command) + 1
+            values = parser.parse_args([*words[:at], values.model, *flags, *words[at:]])
         return COMMANDS[values.command][0].run(values)
     except KeyboardInterrupt:
         return INTERRUPTED

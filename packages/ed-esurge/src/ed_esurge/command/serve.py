@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from ed_infra.errors import ConfigError
@@ -55,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tool-parser-name", default="auto", help="default: %(default)s")
     group.add_argument("--reasoning-parser", default="auto", help="default: %(default)s")
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="LoRA adapters that requests select by NAME as their model; requires --max-loras",
+    )
     group.add_argument("--lora-directory", help="directory of adapters that clients may load")
     group.add_argument("--batch-directory", help="directory of files and results of batches")
     group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
@@ -103,6 +111,21 @@ def engines_of(values: argparse.Namespace) -> Any:
     return engines
 
 
+def adapters_of(modules: Sequence[str]) -> dict[str, str]:
+    """Return name -> directory of the adapters of `--lora-modules`.
+
+    Raises:
+        ConfigError: an entry has another form than NAME=PATH, or two entries have one name.
+    """
+    found: dict[str, str] = {}
+    for entry in modules:
+        name, _, path = entry.partition("=")
+        if not name or not path or name in found:
+            raise ConfigError(f"--lora-modules needs different NAME=PATH entries, got {entry!r}")
+        found[name] = path
+    return found
+
+
 def run(values: argparse.Namespace) -> int:
     """Load and serve the model. With several processes, connect the processes first."""
     from ed_infra import distributed
@@ -117,9 +140,17 @@ def run(values: argparse.Namespace) -> int:
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = read_keys(values.api_key_file) if values.api_key_file else []
+    adapters = adapters_of(values.lora_modules)
+    if adapters and values.also:
+        raise ConfigError("--lora-modules requires one model: leave --also out")
+    if adapters and values.max_loras is None:
+        values.max_loras = str(len(adapters))
     distributed.initialize()
+    engines = engines_of(values)
+    for name, directory in adapters.items():
+        engines.load_lora_adapter(name, directory)
     serve(
-        engines_of(values),
+        engines,
         values.host,
         values.port,
         served_model_name=values.served_model_name,

@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from ed_data import check_names
 from ed_data.config import FILE_TYPES, Inform
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
@@ -84,12 +85,21 @@ def data(run: RunConfig) -> Iterator[Problem]:
         for i, inform in enumerate(getattr(mixture, key)):
             for name, message in _inform(inform):
                 yield Problem(("mixture", key, i, name), message)
+    yield from _first_rows(run)
     if mixture.cache_dir is not None and "://" not in mixture.cache_dir:
         for message in _unwritable(Path(mixture.cache_dir)):
             yield Problem(("mixture", "cache_dir"), message)
     if mixture.save is not None and "://" not in mixture.save.path:
         for message in _unwritable(Path(mixture.save.path).parent):
             yield Problem(("mixture", "save", "path"), message)
+
+
+def _first_rows(run: RunConfig) -> Iterator[Problem]:
+    """Check the fields of the first row of local files that no function of the user changes."""
+    if run.mixture is None or (run.trainer is None and not run.will("train")):
+        return
+    for path, message in check_names(run.mixture, run.schema, imports=False):
+        yield Problem(("mixture", *path), message)
 
 
 def save_directory(run: RunConfig) -> Iterator[Problem]:

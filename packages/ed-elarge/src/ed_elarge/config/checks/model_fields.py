@@ -117,6 +117,15 @@ def conflicting_fields(run: RunConfig) -> Iterator[Problem]:
                 yield Problem((name, *path), message)
 
 
+def sharding_fields(run: RunConfig) -> Iterator[Problem]:
+    """Check the values of `sharding` that are fields of the model's configuration."""
+    if run.sharding is None:
+        return
+    for field, (path, value) in run.sharding.config_fields().items():
+        if field in ("partition_axis", "sharding_rules"):
+            yield from _execution_field(field, value, ("sharding", *path))
+
+
 def mesh_axes(run: RunConfig) -> Iterator[Problem]:
     """Check that each mesh axis splits a dimension, and that named sequence axes exist."""
     if run.sharding is None or run.base_config is None:
@@ -135,7 +144,7 @@ def mesh_axes(run: RunConfig) -> Iterator[Problem]:
         yield Problem(
             (*names_path, i),
             f"unknown mesh axis {name!r}{did_you_mean(str(name), known)}: no dimension is split "
-            "over it unless base_config.values.partition_axis assigns one",
+            "over it unless sharding.partition_axis assigns one",
         )
     for field in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name"):
         path, value = fields.get(field, ((), None))

@@ -14,6 +14,7 @@ from ed_data.checks import without_recordings, without_tokens
 from ed_infra.enums import TaskType
 from ed_infra.errors import did_you_mean
 from ed_trainers.arguments import ROLES
+from ed_trainers.options.online import RewardedArguments
 
 from ed_elarge import heldout_tasks
 from ed_elarge.config.run_config import Action, RunConfig
@@ -126,6 +127,20 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
         if name in entry.needs and section not in run.written:
             message = f"{run.method} needs the section {section!r}: {section}: {{name_or_path: …}}"
             yield Problem(("trainer", "trainer_type"), message)
+
+
+def rewards(run: RunConfig) -> Iterator[Problem]:
+    """Check that a method that trains on rewards has a reward."""
+    trainer = run.trainer
+    if not isinstance(trainer, RewardedArguments) or not run.will("train"):
+        return
+    judged = getattr(trainer, "judge", None) is not None
+    if not (trainer.reward_functions or judged or "reward_model" in run.written):
+        message = (
+            f'{run.method} needs a reward: set reward_functions, such as ["rewards.py:score"], '
+            "or the section reward_model"
+        )
+        yield Problem(("trainer", "trainer_type"), message)
 
 
 def generates(run: RunConfig, action: Action) -> Iterator[Problem]:

@@ -1,0 +1,1 @@
+"""The command line `elarge`: a subcommand is a function of a module here and an entry of `main`."""

@@ -1,0 +1,123 @@
+"""Commands for checkpoints: `convert`, `merge`, `quantize` and `compare`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ed_elarge.command.exits import guarded
+
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of the weights: auto, float32, bfloat16 or float16.")
+]
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Checkpoint, saved state, model or stream.")],
+    target: Annotated[str, typer.Argument(help="Directory or stream to write.")],
+    config: Annotated[
+        str | None,
+        typer.Option(help="For a stream: a directory with the model's config.json."),
+    ] = None,
+    easylm: Annotated[bool, typer.Option("--easylm", help="Write a stream of EasyLM.")] = False,
+) -> None:
+    """Convert a checkpoint of a run to a model in Hugging Face layout, or the reverse.
+
+    A stream of EasyLM is also read (with --config) and written (with --easylm).
+    """
+
+    def work() -> None:
+        from ed_trainers.convert import convert
+
+        print(convert(source, target, config=config, easylm=easylm))
+
+    raise typer.Exit(guarded(work))
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="A checkpoint, model directory or stream.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+) -> None:
+    """Print the arrays that differ between two checkpoints. The exit code is 1 if some differ."""
+
+    def work() -> int:
+        from ed_trainers.compare import differences
+
+        found = 0
+        for difference in differences(first, second):
+            print(difference, flush=True)
+            found += 1
+        print(f"{found} arrays differ" if found else "equal")
+        return int(found > 0)
+
+    raise typer.Exit(guarded(work))
+
+
+def merge(
+    model: Annotated[str, typer.Argument(help="The base model: a directory or a hub id.")],
+    adapter: Annotated[str, typer.Argument(help="LoRA adapters in PEFT's layout.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write.")],
+    dtype: Dtype = "auto",
+) -> None:
+    """Merge LoRA adapters into a model, and save the model in Hugging Face layout."""
+
+    def work() -> None:
+        from ed_models.adapters.peft import load_adapter
+        from ed_models.checkpoints import hub
+
+        loaded = _load(model, dtype)
+        _save(load_adapter(loaded, hub.resolve(adapter)).unwrap_lora_to_layers(), model, target)
+
+    raise typer.Exit(guarded(work))
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A directory or a hub id.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write.")],
+    method: Annotated[str, typer.Option(help="Format of the weights: nf4, int8, fp8, …")] = "nf4",
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
+    pattern: Annotated[
+        str | None, typer.Option(help="Regular expression of the modules to quantize.")
+    ] = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Quantize the weights of a model, and save the model with codes and scales."""
+
+    def work() -> None:
+        keys = {"group_size": group_size, "pattern": pattern}
+        given = {key: value for key, value in keys.items() if value is not None}
+        rules = {"dtype": method, **given}
+        made = _load(model, dtype, quantization_config=rules, apply_quantization=True)
+        _save(made, model, target)
+
+    raise typer.Exit(guarded(work))
+
+
+def _load(model: str, dtype: str, **options: Any) -> Any:
+    """Load a model in the dtype of its files, or in another one."""
+    from ed_models.checkpoints import hub
+    from ed_models.checkpoints.checks import task_of
+
+    settings = hub.resolve(model, weights=False)
+    if dtype == "auto":
+        stored = getattr(hub.read_config(settings), "dtype", None) or "float32"
+        dtype = str(stored).removeprefix("torch.")
+    return hub.from_pretrained(
+        model, task=task_of(settings), dtype=dtype, param_dtype=dtype, **options
+    )
+
+
+def _save(model: Any, source: str, target: Path) -> None:
+    """Save a model with the tokenizer of its source."""
+    from ed_infra.errors import CheckpointError
+    from ed_models.checkpoints.tokenizers import load_tokenizer
+
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty: choose a new directory")
+    model.save_pretrained(target)
+    with suppress(CheckpointError):  # a model without a tokenizer
+        load_tokenizer(source).save_pretrained(target)
+    print(target)

@@ -1,0 +1,169 @@
+"""Commands about run files: `init`, `explain`, `schema` and `diff`. They do not import jax."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+
+from ed_elarge.command.exits import guarded
+from ed_elarge.command.runs import Settings
+
+
+def init(
+    kind: Annotated[str, typer.Argument(help="A method (sft, dpo, grpo, …) or an action (serve).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file; default: KIND.yaml.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+) -> None:
+    """Write a commented run file, and the schema with which an editor checks it."""
+
+    def work() -> None:
+        from ed_elarge.config.json_schema import schema
+        from ed_elarge.config.templates import SCHEMA_FILE, names, template
+
+        name = kind.lower().replace("-", "_")
+        if name not in names():
+            raise unknown_name("method or action", kind, names())
+        path = output or Path(f"{name}.yaml")
+        if path.exists() and not force:
+            raise ConfigError(f"{path} exists: choose another --output, or pass --force")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(template(name, str(path)), "utf-8")
+        (path.parent / SCHEMA_FILE).write_text(json.dumps(schema()) + "\n", "utf-8")
+        print(f"wrote {path}; check it: elarge {path} --dry-run")
+
+    raise typer.Exit(guarded(work))
+
+
+def schema() -> None:
+    """Print the JSON schema of run files, for editors."""
+
+    def work() -> None:
+        from ed_elarge.config.json_schema import schema
+
+        print(json.dumps(schema()))
+
+    raise typer.Exit(guarded(work))
+
+
+def explain(
+    key: Annotated[str, typer.Argument(help="A section or a key, such as trainer.beta.")],
+) -> None:
+    """Print type, default and meaning of a key, for each method that reads the key."""
+    raise typer.Exit(guarded(lambda: _explain(key)))
+
+
+def _explain(key: str) -> None:
+    from ed_elarge.config import reference
+
+    path = [part for part in key.split(".") if part]
+    start = 2 if path and path[0] == "actions" else 1
+    owners = reference.classes(".".join(path[:start])) if path else {}
+    if not owners:
+        from ed_elarge.config.table import ACTIONS, SECTIONS
+
+        known = [*SECTIONS, *(f"actions.{name}" for name in ACTIONS)]
+        raise unknown_name("section", ".".join(path[:start]) or key, known)
+    if path[:2] == ["base_config", "values"] and len(path) == 3:
+        _explain_field(path[2])
+        return
+    if len(path) == start:
+        doc = next(iter(owners.values())).__doc__ or ""
+        print(textwrap.dedent(doc).strip())
+        names = dict.fromkeys(name for model in owners.values() for name in model.model_fields)
+        print(textwrap.fill(f"keys: {', '.join(names)}", 100))
+        return
+    found = reference.find(path)
+    if not found:
+        holder = reference.find(path[:-1]) if len(path) > start + 1 else []
+        models = [reference.nested(one.field.annotation) for one in holder] or [*owners.values()]
+        names = {n for model in models if model for n in (*model.model_fields, *model.ALIASES)}
+        raise ConfigError(f"there is no key {key!r}{did_you_mean(path[-1], names)}")
+    for one in found:
+        of = f" ({', '.join(one.kinds)})" if one.kinds else ""
+        print(f"{'.'.join([*path[:-1], one.name])}{of}")
+        print(f"  type: {reference.spelled(one.field.annotation)}".replace("\\|", "|"))
+        print(f"  default: {reference.default(one.field).strip('`')}")
+        if names := reference.known_names(one.field):
+            print(f"  one of: {names}")
+        if one.others:
+            print(f"  other names: {', '.join(one.others)}")
+        if one.meaning:
+            print(textwrap.indent(textwrap.fill(one.meaning, 96), "  "))
+
+
+def _explain_field(name: str) -> None:
+    from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
+
+    field = FIELDS.get(canonical_field(name))
+    if field is None:
+        hint = did_you_mean(name, [*FIELDS, *FIELD_ALIASES])
+        raise ConfigError(
+            f"{name!r} is no execution field{hint}; it may be a key of an architecture"
+        )
+    print(f"base_config.values.{canonical_field(name)}\n  default: {field.default}\n  {field.doc}")
+
+
+def diff(
+    first: Annotated[str, typer.Argument(help="A run file; with --run, a run's directory.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    run: Annotated[
+        bool, typer.Option("--run", help="Compare two runs: values, versions and seeds.")
+    ] = False,
+    settings: Settings = None,
+) -> None:
+    """Print the values that differ between two run files, defaults included.
+
+    The exit code is 1 if values differ.
+    """
+    raise typer.Exit(guarded(lambda: _diff(first, second, run, settings or [])))
+
+
+def _diff(first: str, second: str, run: bool, settings: list[str]) -> int:
+    if run and settings:
+        raise ConfigError("--set changes run files, and --run compares finished runs: keep one")
+    sides = [(_of_run if run else _of_file)(path, settings) for path in (first, second)]
+    one, other = sides
+    differing = [k for k in dict.fromkeys([*one, *other]) if one.get(k) != other.get(k)]
+    for key in differing:
+        print(f"{key}: {_shown(one, key)} -> {_shown(other, key)}")
+    print(f"{len(differing)} values differ" if differing else "equal", file=sys.stderr)
+    return int(bool(differing))
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], default=str) if key in values else "(absent)"
+
+
+def _of_file(path: str, settings: list[str]) -> dict[str, Any]:
+    from ed_elarge.config import nodes
+    from ed_elarge.config.layers import with_settings
+    from ed_elarge.config.normalize import normalize
+
+    document = with_settings(nodes.read(path), settings, nodes.parse)
+    return flat(normalize(document).to_dict())
+
+
+def _of_run(path: str, settings: list[str]) -> dict[str, Any]:
+    from ed_elarge.actions.provenance import read
+
+    return flat(read(Path(path)))
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the plain values in nested mappings and lists by their dotted keys."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    out: dict[str, Any] = {}
+    for key, item in items:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        nested = isinstance(item, Mapping | list | tuple) and item
+        out.update(flat(item, name) if nested else {name: item})
+    return out

@@ -1,0 +1,74 @@
+"""Commands about this machine and for a terminal: `doctor` and `chat`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import typer
+
+from ed_elarge.actions.provenance import versions
+from ed_elarge.command.exits import guarded
+
+
+def doctor() -> None:
+    """Print versions, devices, memory, the native CPU kernels, and the folders of caches.
+
+    The exit code is 1 if something needs attention.
+    """
+    raise typer.Exit(guarded(_doctor))
+
+
+def _doctor() -> int:
+    problems: list[str] = []
+    for name, version in versions().items():
+        print(f"{name:<22}{version}")
+    print(f"{'memory':<22}{_memory()}")
+    try:
+        import jax
+
+        for device in jax.devices():
+            stats = device.memory_stats() if device.platform != "cpu" else None
+            size = f", {stats['bytes_limit'] / 2**30:.1f} GiB" if stats else ""
+            print(f"{'device ' + str(device.id):<22}{device.platform} {device.device_kind}{size}")
+        if jax.default_backend() == "cpu":
+            from ed_layers.native import describe
+
+            print(f"{'native CPU kernels':<22}{describe()}")
+    except Exception as error:  # a broken plugin must not hide the rest of the report
+        problems.append(f"jax finds no devices: {error}")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    hub = os.environ.get("HF_HOME") or home / "huggingface"
+    for name, folder in (("compiled programs", home / "easydel"), ("Hugging Face", Path(hub))):
+        state = "writable" if _writable(folder) else "NOT writable"
+        print(f"{'cache: ' + name:<28}{folder} ({state})")
+        if state != "writable":
+            problems.append(f"{folder} is not writable: set XDG_CACHE_HOME or HF_HOME")
+    for problem in problems:
+        print(f"problem: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _memory() -> str:
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(n) * page / 2**30 for n in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    except (ValueError, OSError):  # names differ between systems
+        return "unknown"
+    return f"{total:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} CPUs ({platform.machine()})"
+
+
+def _writable(folder: Path) -> bool:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def chat(ctx: typer.Context) -> None:
+    """Talk with a model in the terminal: elarge chat MODEL, with the flags of `esurge chat`."""
+    from ed_esurge.command.main import main
+
+    raise typer.Exit(main(["chat", *ctx.args]))

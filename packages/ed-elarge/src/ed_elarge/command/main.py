@@ -1,0 +1,84 @@
+"""The program `elarge`: `elarge FILE` executes a run file, and the other commands have names.
+
+Exit codes: 0 success; 1 a failure that is not an input error, or checkpoints that differ; 2 invalid
+input (a message, and a traceback only with `--verbose`); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ed_elarge.command import checkpoints, files, machine, measurements, runs
+
+#: Options of the program itself; every other first word that is no command is a run file.
+_OWN = ("--help", "--version", "--install-completion", "--show-completion")
+
+
+class _FileFirst(TyperGroup):
+    """A group in which a first word that is no command is the run file of the command `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the command `run` before a run file."""
+        if not args or (args[0] not in self.commands and args[0] not in _OWN):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_FileFirst, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"elarge {version('ed-elarge')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Train, evaluate, generate with and serve language models.
+
+    `elarge FILE` executes the actions of a run file, and `elarge FILE --dry-run` checks it. Write
+    `elarge ./train` for a run file with the name of a command.
+    """
+
+
+_COMMANDS = {
+    "run": runs.run,
+    "train": runs.train,
+    "eval": runs.evaluate,
+    "generate": runs.generate,
+    "serve": runs.serve,
+    "data": runs.data,
+    "init": files.init,
+    "explain": files.explain,
+    "schema": files.schema,
+    "diff": files.diff,
+    "convert": checkpoints.convert,
+    "merge": checkpoints.merge,
+    "quantize": checkpoints.quantize,
+    "compare": checkpoints.compare,
+    "doctor": machine.doctor,
+}
+for _name, _function in _COMMANDS.items():
+    app.command(_name)(_function)
+_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+app.command("chat", context_settings=_FLAGS)(machine.chat)
+app.add_typer(measurements.app, name="bench")
+
+
+def main() -> None:
+    """Entry point of `elarge` and of `python -m ed_elarge`."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    app(prog_name="elarge")

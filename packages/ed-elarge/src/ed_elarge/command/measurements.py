@@ -1,0 +1,191 @@
+"""`elarge bench attention|decode|train`: the speed of this machine, as medians over rounds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ed_elarge.command.exits import guarded
+from ed_elarge.command.runs import File, Settings
+
+app = typer.Typer(help="Measure attention, decoding and training on this machine.")
+
+Rounds = Annotated[int, typer.Option(min=1, max=1000, help="Number of measurements.")]
+
+
+@app.command()
+def attention(
+    mechanisms: Annotated[
+        list[str] | None, typer.Option("--mechanism", help="A mechanism. Repeatable.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    window: Annotated[int | None, typer.Option(min=1, help="Sliding window, in tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    forward: Annotated[bool, typer.Option("--forward", help="Without gradients.")] = False,
+    rounds: Rounds = 5,
+) -> None:
+    """Compare attention mechanisms: milliseconds of a pass, and the difference from `vanilla`."""
+
+    def work() -> None:
+        shape = (batch, length, heads, kv_heads, head_dim)
+        names = mechanisms or ["vanilla", "blockwise", "flash_attn2"]
+        _attention(names, shape, window, dtype, forward, rounds)
+
+    raise typer.Exit(guarded(work))
+
+
+def _attention(
+    names: list[str],
+    shape: tuple[int, int, int, int, int],
+    window: int | None,
+    dtype: str,
+    forward: bool,
+    rounds: int,
+) -> None:
+    import jax
+    import jax.numpy as jnp
+    from ed_infra.config.fields import normalize
+    from ed_infra.dtypes import canonical_dtype
+    from ed_infra.masks import MaskInfo
+    from ed_layers.attention import Mechanism, attend
+
+    batch, length, heads, kv_heads, head_dim = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [
+        jax.random.normal(key, (batch, length, n, head_dim), canonical_dtype(dtype))
+        for key, n in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
+    ]
+    mask = MaskInfo.full(batch, length)
+    outputs: dict[str, Any] = {}
+    print(f"{'mechanism':<20}{'ms':>10}{'largest difference':>22}")
+    for given in names:
+        mechanism = Mechanism(name=str(normalize("attn_mechanism", given)))
+
+        def ahead(q: Any, k: Any, v: Any, mechanism: Mechanism = mechanism) -> Any:
+            return attend(q, k, v, mask, window=window, mechanism=mechanism)[0]
+
+        def both(q: Any, k: Any, v: Any, d_out: Any, ahead: Callable[..., Any] = ahead) -> Any:
+            out, pull = jax.vjp(ahead, q, k, v)
+            return (out, *pull(d_out))
+
+        inputs = arrays[:3] if forward else arrays
+        compiled = jax.jit(ahead if forward else both).lower(*inputs).compile()
+        seconds, out = _timed(lambda: jax.block_until_ready(compiled(*inputs)), rounds)  # noqa: B023
+        outputs[given] = jax.tree.leaves(out)
+        first = outputs[names[0]]
+        pairs = zip(outputs[given], first, strict=True)
+        apart = max(float(jnp.abs(a - b).astype("float32").max()) for a, b in pairs)
+        print(f"{given:<20}{seconds * 1e3:>10.2f}{apart:>22.2e}")
+
+
+def _timed(work: Callable[[], Any], rounds: int) -> tuple[float, Any]:
+    """Return the median seconds of calls after a first one, and the last result."""
+    result = work()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        result = work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times), result
+
+
+@app.command()
+def decode(
+    file: File,
+    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 64,
+    rounds: Rounds = 3,
+    settings: Settings = None,
+) -> None:
+    """Measure the engine with the model of FILE: seconds of a prompt, and tokens per second."""
+    raise typer.Exit(guarded(lambda: _decode(file, batch, prompt, tokens, rounds, settings or [])))
+
+
+def _decode(
+    file: str, batch: int, prompt: int, tokens: int, rounds: int, settings: list[str]
+) -> None:
+    from ed_esurge.sampling import SamplingParams
+
+    from ed_elarge.config import nodes
+    from ed_elarge.config.layers import with_settings
+    from ed_elarge.config.normalize import normalize
+    from ed_elarge.model import eLargeModel
+
+    room = f"esurge.max_model_len={prompt + tokens}"
+    document = with_settings(nodes.read(file), [room, *settings], nodes.parse)
+    elm = eLargeModel.from_run(normalize(document))
+    engine = elm.build_esurge()
+    size = len(elm.build_tokenizer())
+    # Every round has other prompts, so that no prompt is read from the prefix cache.
+    number = iter(range(10**9))
+
+    def seconds_of(count: int) -> float:
+        start = next(number)
+        prompts: list[Any] = [
+            [(31 * start + 17 * row + 7 * i) % size for i in range(prompt)] for row in range(batch)
+        ]
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        began = time.perf_counter()
+        engine.generate(prompts, params)
+        return time.perf_counter() - began
+
+    seconds_of(tokens)
+    first = statistics.median(seconds_of(1) for _ in range(rounds))
+    whole = statistics.median(seconds_of(tokens) for _ in range(rounds))
+    rate = batch * (tokens - 1) / max(whole - first, 1e-9)
+    print(f"prompts: {batch} x {prompt} tokens in {first * 1e3:.1f} ms")
+    print(f"completions: {batch} x {tokens} tokens in {whole:.3f} s, {rate:,.1f} tokens/s decoded")
+
+
+@app.command()
+def train(
+    file: File,
+    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Number of steps.")] = 10,
+    settings: Settings = None,
+) -> None:
+    """Train the model of FILE for some steps into a temporary folder, and print tokens per second.
+
+    Nothing is saved. The first half of the steps, which contains the compilation, is not counted.
+    """
+    raise typer.Exit(guarded(lambda: _train(file, steps, settings or [])))
+
+
+def _train(file: str, steps: int, settings: list[str]) -> None:
+    from ed_elarge.command.runs import with_one_action
+    from ed_elarge.config import nodes
+    from ed_elarge.config.layers import with_settings
+    from ed_elarge.config.normalize import normalize
+    from ed_elarge.model import eLargeModel
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        own = {
+            "max_training_steps": steps,
+            "log_steps": 1,
+            "save_directory": folder,
+            "do_last_save": "false",
+            "use_tensorboard": "false",
+            "progress_bar_type": "none",
+        }
+        changes = [*settings, *(f"trainer.{key}={value}" for key, value in own.items())]
+        document = with_settings(nodes.read(file), changes, nodes.parse)
+        run = normalize(with_one_action(document, "train"), require_actions=True)
+        eLargeModel.from_run(run).train()
+        lines = (Path(folder) / "metrics.jsonl").read_text("utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "tokens_per_second" in row]
+    rates = [row["tokens_per_second"] for row in rows[len(rows) // 2 :]]
+    if not rates:
+        print("the run reported no speed: raise --steps")
+        return
+    print(f"{statistics.median(rates):,.0f} tokens/s (median of {len(rates)} steps)")

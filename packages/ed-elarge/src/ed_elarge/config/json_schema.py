@@ -1,0 +1,134 @@
+"""The JSON schema of a run file, for editors: keys, types, meanings, names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from ed_elarge.config.normalize import WRAPPERS
+from ed_elarge.config.reference import known_names, meanings, nested
+from ed_elarge.config.table import ACTIONS, SECTIONS
+
+_REFERENCE = "#/$defs/{model}"
+_TITLE = "elarge run file"
+
+
+class _Lenient(GenerateJsonSchema):
+    """Describes a type without a JSON form, such as a function, by the empty schema."""
+
+    def handle_invalid_for_json_schema(
+        self, schema: CoreSchema, error_info: str
+    ) -> JsonSchemaValue:
+        """Return the empty schema."""
+        return {}
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of run files."""
+    defs: dict[str, Any] = {}
+    sections = {
+        name: _section(section.classes(), section.chosen_by, defs)
+        for name, section in SECTIONS.items()
+    }
+    sections["include"] = {
+        "description": "Files whose values this file completes and replaces.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    actions = {"description": "The actions of the run, in order.", **_actions(defs)}
+    inner = {"type": "object", "properties": {**sections, "actions": actions}}
+    wrappers = {name: {**inner, "additionalProperties": False} for name in WRAPPERS}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": _TITLE,
+        **inner,
+        "properties": {**inner["properties"], **wrappers},
+        "additionalProperties": False,
+        "$defs": defs,
+    }
+
+
+def _section(
+    classes: Mapping[str, type[BaseModel]], chosen_by: str, defs: dict[str, Any]
+) -> dict[str, Any]:
+    references = {kind: _class(model, defs) for kind, model in classes.items()}
+    if not chosen_by:
+        (only,) = references.values()
+        return {"anyOf": [only, {"type": "null"}]}
+    kinds = [*classes]
+    return {
+        "type": "object",
+        "properties": {chosen_by: {"enum": kinds, "default": kinds[0]}},
+        "allOf": [
+            {
+                "if": {
+                    "properties": {chosen_by: {"const": kind}},
+                    **({} if kind == kinds[0] else {"required": [chosen_by]}),
+                },
+                "then": reference,
+            }
+            for kind, reference in references.items()
+        ],
+    }
+
+
+def _class(model: type[BaseModel], defs: dict[str, Any]) -> dict[str, Any]:
+    """Add an option class and its nested classes to the definitions; return the reference."""
+    reference = {"$ref": _REFERENCE.format(model=model.__name__)}
+    if model.__name__ in defs:
+        return reference
+    made = model.model_json_schema(schema_generator=_Lenient, ref_template=_REFERENCE)
+    inner = made.pop("$defs", {})
+    defs.update({name: value for name, value in inner.items() if name not in defs})
+    if set(made) == {"$ref"}:
+        made = inner[model.__name__]
+    defs[model.__name__] = made
+    _describe(model, made)
+    for field in model.model_fields.values():
+        child = nested(field.annotation)
+        if child is not None and child.__name__ in defs:
+            _describe(child, defs[child.__name__])
+    return reference
+
+
+def _describe(model: type[BaseModel], made: dict[str, Any]) -> None:
+    """Add meanings, allowed names and other spellings to the schema of a class."""
+    properties = made.get("properties", {})
+    docs = meanings(model)
+    for name, field in model.model_fields.items():
+        entry = properties.get(name)
+        if entry is None or "description" in entry:
+            continue
+        entry.pop("title", None)
+        if docs.get(name):
+            entry["description"] = docs[name]
+        allowed = known_names(field)
+        if allowed and entry.get("type") == "string":
+            entry["examples"] = allowed.split(", ")
+    for other, name in getattr(model, "ALIASES", {}).items():
+        if name in properties:
+            properties.setdefault(
+                other, {**properties[name], "description": f"Another name of {name}."}
+            )
+
+
+def _actions(defs: dict[str, Any]) -> dict[str, Any]:
+    spellings = [n for name, kind in ACTIONS.items() for n in (name, *kind.aliases)]
+    options = {
+        spelling: {
+            "description": kind.doc,
+            "anyOf": [
+                _class(kind.options, defs),
+                {"type": "null"},
+                *([{"type": ["string", "array"]}] if kind.scalar else []),
+            ],
+        }
+        for name, kind in ACTIONS.items()
+        for spelling in (name, *kind.aliases)
+    }
+    one = {"type": "object", "properties": options, "additionalProperties": False}
+    item = {"anyOf": [{"enum": spellings}, {**one, "minProperties": 1, "maxProperties": 1}]}
+    return {"anyOf": [{"enum": spellings}, {"type": "array", "items": item}, one]}

@@ -1,0 +1,149 @@
+"""Run files of `elarge init`: a commented file for each method and each action.
+
+A file is complete: its small model and its example data make it run in seconds. The comments state
+how to replace them.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+import yaml
+from ed_infra.enums import TaskType
+from ed_trainers.arguments import METHODS, TrainingArguments
+from ed_trainers.options.online import RewardedArguments
+
+from ed_elarge.config.reference import default, meanings
+from ed_elarge.config.table import ACTIONS, canonical_action
+
+#: Kind of rows -> the list of `ed_elarge.example_data`, and the fields of a row.
+_ROWS = {
+    "text": ("texts", "content: a text, or a list of chat messages"),
+    "prompt": ("prompts", "prompt: a text, or a list of chat messages"),
+    "preference": ("preferences", "prompt, chosen and rejected"),
+    "reward": ("preferences", "prompt, chosen and rejected"),
+    "labelled": ("labelled", "prompt, completion and label (true: a good answer)"),
+    "steps": ("steps", "prompt, completions (the steps) and labels (one for each step)"),
+    "embedding": ("meanings", "anchor and positive"),
+    "classification": ("opinions", "text, text_pair and label"),
+    "token_classification": ("entities", "tokens (words) and labels (one for each word)"),
+}
+#: Options that a method needs for its example data.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "sequence_classification": {"label_names": ["negative", "positive"], "text_pairs": True},
+    "token_classification": {"label_names": ["O", "B-PER", "B-LOC"]},
+}
+_ENCODERS = (TaskType.MASKED_LM, TaskType.TOKEN_CLASSIFICATION)
+#: Actions with a template; the other actions need no file of their own.
+ACTION_TEMPLATES = ("eval", "generate", "serve")
+SCHEMA_FILE = "elarge.schema.json"
+
+_HEAD = """# yaml-language-server: $schema={schema}
+#
+# {doc}
+#
+#   elarge {file} --dry-run    check the file
+#   elarge {file}              execute its actions
+"""
+
+
+def names() -> list[str]:
+    """Return the names of the templates: methods, then actions."""
+    return [*METHODS, *ACTION_TEMPLATES]
+
+
+def template(name: str, file: str) -> str:
+    """Return the text of a run file.
+
+    Args:
+        name: A method or an action of `names`.
+        file: The name of the file, for its comments.
+    """
+    if name in METHODS:
+        return _of_method(name, file)
+    return _of_action(str(canonical_action(name)), file)
+
+
+def _of_method(name: str, file: str) -> str:
+    entry = METHODS[name]
+    doc = " ".join((entry.arguments.__doc__ or name).split())
+    rows, fields = _ROWS[entry.rows]
+    packed = entry.rows not in ("prompt", "classification")
+    parts = [_HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file), _model(name)]
+    for role in entry.roles:
+        if role.required:
+            parts.append(f"{role.section}:\n  name_or_path: models/{role.name}\n")
+    parts.append(
+        "mixture:\n"
+        "  informs:\n"
+        "    # Your rows: {data_files: my_rows.jsonl}. The fields of a row:\n"
+        f"    # {fields}\n"
+        f'    - {{type: python, data_files: "ed_elarge.example_data:{rows}"}}\n'
+        "  eval_fraction: 0.1 # held out for evaluation\n"
+        + ("  pack_tokens: true\n  pack_seq_length: 64\n" if packed else "")
+        + ("  tokenization: {max_length: 64}\n" if entry.rows == "classification" else "")
+    )
+    parts.append(_trainer(name, entry.arguments))
+    parts.append("actions:\n  - validate\n  - train\n")
+    return "\n".join(parts)
+
+
+def _model(name: str) -> str:
+    entry = METHODS[name]
+    if any(role.required for role in entry.roles):
+        return (
+            "model: # the student; teacher and student have the same tokenizer\n"
+            "  name_or_path: models/student\n"
+        )
+    encoder = entry.task in _ENCODERS or name == "sequence_classification"
+    kind = "bert" if encoder else "llama"
+    return (
+        "model:\n"
+        "  # An existing model: replace config and tokenizer by name_or_path: ORGANIZATION/MODEL\n"
+        f"  config: {{model_type: {kind}, hidden_size: 64, intermediate_size: 128,\n"
+        "           num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 128}\n"
+        "  tokenizer: {train: {vocab_size: 320}}\n"
+    )
+
+
+def _trainer(name: str, arguments: type[TrainingArguments]) -> str:
+    values: dict[str, Any] = {
+        "trainer_type": name,
+        **_NEEDED.get(name, {}),
+        "learning_rate": 1e-3,
+        "max_training_steps": 20,
+        "total_batch_size": 8,
+        "log_steps": 5,
+        "save_directory": f"runs/{name}",
+    }
+    if issubclass(arguments, RewardedArguments):
+        values["reward_functions"] = [{"regex": {"pattern": "[0-9]"}}]
+    if "max_prompt_length" in arguments.model_fields:
+        values |= {"max_prompt_length": 16, "max_completion_length": 8}
+    text = yaml.safe_dump({"trainer": values}, sort_keys=False)
+    lines = [text.rstrip()]
+    docs = meanings(arguments)
+    for key, field in arguments.model_fields.items():
+        if key in values or key in TrainingArguments.model_fields:
+            continue
+        lines += [f"  # {line}" for line in textwrap.wrap(docs.get(key, ""), 90)]
+        lines.append(f"  # {key}: {default(field).strip('`')}")
+    return "\n".join(lines) + "\n"
+
+
+def _of_action(name: str, file: str) -> str:
+    kind = ACTIONS[name]
+    doc = f"{kind.doc[0].upper()}{kind.doc[1:]}."
+    options = {"eval": {"tasks": ["arc_easy"], "limit": 100}, "generate": {"prompts": ["The"]}}
+    first = options.get(name, {"port": 11556})
+    settings = ", ".join(f"{key}: {json.dumps(value)}" for key, value in first.items())
+    return "\n".join(
+        [
+            _HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file),
+            "model:\n  name_or_path: models/mine # a directory, or a hub id\n",
+            "esurge:\n  max_model_len: 128 # tokens of prompt and completion\n  max_num_seqs: 16\n",
+            f"actions:\n  - validate\n  - {name}: {{{settings}}}\n",
+        ]
+    )
