@@ -64,9 +64,8 @@ def test_first_process_serves_and_others_exit_with_it(tmp_path: Path, dims: str)
         "--max-num-seq-buckets": "[2]",
         "--max-num-batched-tokens": "16",
         "--page-size": "16",
-        "--compile-runner": "false",
     }
-    command = ["-m", "ed_esurge", "serve", str(tmp_path / "model")]
+    command = ["-m", "ed_esurge", "serve", str(tmp_path / "model"), "--no-compile-runner"]
     command += ["=".join(flag) for flag in flags.items()]
     with started_processes(command, tmp_path, processes=2, devices=1) as both:
         url = None

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<body>.*?)^(?P=indent)```[ \t]*$",
+    # A block without an end is the rest of the page, as in Markdown.
+    r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<body>.*?)(?:^(?P=indent)```[ \t]*$|\Z)",
     re.MULTILINE | re.DOTALL,
 )
 RUNNABLE = ("bash", "python", "yaml")

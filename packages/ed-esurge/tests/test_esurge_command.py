@@ -17,8 +17,8 @@ import pytest
 from ed_esurge.command import serve
 from ed_esurge.command.bench import RequestTiming, figures, percentile
 from ed_esurge.command.chat import Conversation
-from ed_esurge.command.flags import add_options, documented, options_of, plain
-from ed_esurge.command.load import add_model_arguments, engine_of, tokenizer_of
+from ed_esurge.command.flags import add_options, documented, options_of, plain, read_config
+from ed_esurge.command.load import add_model_arguments, dims_of, engine_of, tokenizer_of
 from ed_esurge.command.main import BAD_INPUT, main
 from ed_esurge.config import EngineConfig
 from ed_esurge.sampling import SamplingParams
@@ -51,12 +51,14 @@ def test_every_engine_option_is_a_documented_flag() -> None:
 
 
 def test_command_flags_parse_to_typed_values() -> None:
-    config = parsed("--max-model-len", "64", "--strict-context", "true", "--extra-stops", "a,b")
+    config = parsed("--max-model-len", "64", "--strict-context", "--extra-stops", "a,b")
     assert (config.max_model_len, config.strict_context, config.extra_stops) == (
         64,
         True,
         ("a", "b"),
     )
+    assert parsed("--no-enable-prefix-caching").enable_prefix_caching is False
+    assert parsed("--enable-prefix-caching").enable_prefix_caching is True
     buckets = parsed("--max-num-seqs", "4", "--max-num-seq-buckets", "1,2,4").max_num_seq_buckets
     assert buckets == (1, 2, 4)
     one = parsed("--max-num-seqs", "4", "--max-num-seq-buckets", "4", "--extra-stops", "a")
@@ -67,6 +69,59 @@ def test_command_flags_parse_to_typed_values() -> None:
         parsed("--page-size", "0")
     with pytest.raises(ConfigError, match="reserve_tokens 9 leaves no room"):
         parsed("--reserve-tokens", "9", "--max-model-len", "8")
+
+
+def test_help_shows_kinds_and_defaults_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "usage: esurge serve" in text
+    assert "--max-model-len INT" in text
+    assert "(default: 8192)" in text
+    assert "--scheduling-policy {fcfs,priority}" in text
+    assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-tp", "2", "--sharding-axis-dims", "1,1,1,1,1"], "both set the mesh"),
+        (["--tensor-parallel-size", "0"], "must be at least 1"),
+        (["--lora-modules", "a=x", "a=y"], "needs different NAME=PATH entries, got 'a=y'"),
+        (["--lora-modules", "x"], "needs different NAME=PATH entries, got 'x'"),
+        (["--config", "absent.yaml"], "--config absent.yaml cannot be read"),
+    ],
+)
+def test_wrong_flags_of_vllm_are_explained(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "nowhere", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_tensor_parallel_size_is_an_axis_of_the_mesh() -> None:
+    assert dims_of(None, 4) == (-1, 1, 1, 4, 1)
+    assert dims_of(None) == (1, 1, 1, -1, 1)
+    assert dims_of("1,2,1,1,1") == (1, 2, 1, 1, 1)
+
+
+def test_config_file_contains_flags_and_the_command_line_takes_precedence(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "max-model-len: 64\nenable_prefix_caching: false\nextra-stops: [a, b]\n"
+        "enable-sleep-mode: true\nserved-model-name: [x, y]\n"
+    )
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    flags = read_config(str(file), parser)
+    values = parser.parse_args(["m", *flags, "--max-model-len", "32"])
+    options = options_of(values, EngineConfig)
+    assert (options.max_model_len, options.enable_prefix_caching) == (32, False)
+    assert options.extra_stops == ("a", "b")
+    assert (values.enable_sleep_mode, values.served_model_name) == (True, ["x", "y"])
+    file.write_text("max-model-lenn: 64\n")
+    with pytest.raises(ConfigError, match="is no flag of this command; did you mean 'max-model-"):
+        read_config(str(file), parser)
 
 
 _CACHE_IN_INT8 = '{"kv_cache_quantization_config": {"dtype": "int8"}}'

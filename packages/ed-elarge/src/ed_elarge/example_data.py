@@ -66,3 +66,33 @@ entities = [
     }
     for i in range(64)
 ]
+#: Queries and documents, with a label: 1 for a relevant document.
+relevance = [
+    {
+        "query": f"what is {a} and {b}?",
+        "document": f"The sum is {a + b}." if i % 2 else "The weather is nice.",
+        "label": i % 2,
+    }
+    for i, (a, b) in enumerate(_SUMS)
+]
+#: Questions whose answers are parts of a context.
+questions = [
+    {
+        "question": "Where was it?",
+        "context": f"{_PEOPLE[i % 4]} lived in {_PLACES[i // 4 % 4]}.",
+        "answers": {
+            "text": [_PLACES[i // 4 % 4]],
+            "answer_start": [len(f"{_PEOPLE[i % 4]} lived in ")],
+        },
+    }
+    for i in range(64)
+]
+#: Questions with four choices, and the number of the right one.
+choices = [
+    {
+        "question": f"What is {a} plus {b}?",
+        "choices": [str(a + b + (row - i) % 4) for row in range(4)],
+        "label": i % 4,
+    }
+    for i, (a, b) in enumerate(_SUMS)
+]

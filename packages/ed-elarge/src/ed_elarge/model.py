@@ -188,6 +188,12 @@ class eLargeModel(Setters):
         """Create or load the model on its devices."""
         return self.part("model")
 
+    def use_model(self, model: CausalLM) -> Self:
+        """Use a module as the model, such as one that was trained elsewhere."""
+        self._built.pop("engine", None)
+        self._built["model"] = model
+        return self
+
     def build_reference_model(self) -> CausalLM:
         """Load the model of the section `reference_model`."""
         return self.part("reference")

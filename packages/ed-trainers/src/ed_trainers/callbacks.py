@@ -39,8 +39,8 @@ class RunningTrainer(Protocol):
         """Evaluate the present weights."""
         ...
 
-    def save_model(self, directory: str | Path) -> None:
-        """Write the present model in Hugging Face layout."""
+    def save_model(self, directory: str | Path) -> Path:
+        """Write the present model in Hugging Face layout, and return the written directory."""
         ...
 
     def save_checkpoint(self) -> None:

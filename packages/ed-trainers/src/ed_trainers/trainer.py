@@ -315,8 +315,8 @@ class Trainer:
         if self._loop is not None:
             self._loop.stop.ask_save()
 
-    def save_model(self, directory: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face layout.
+    def save_model(self, directory: str | Path) -> Path:
+        """Write model and tokenizer in Hugging Face layout, and return the written directory.
 
         Adapters are written to the folder `adapter` next to `directory`. The argument
         `merge_adapters` selects whether they are also merged into the model; if not, only the
@@ -329,12 +329,14 @@ class Trainer:
             model.save_pretrained(adapter)
             merges = self.arguments.merge_adapters
             if not (not is_quantized(model) if merges is None else merges):
-                return self._save_beside(adapter)
+                self._save_beside(adapter)
+                return adapter
             if is_quantized(model):
                 model = dequantize(model)
             model = merge_lora(model)
         model.save_pretrained(directory)
         self._save_beside(directory)
+        return directory
 
     def _save_beside(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:

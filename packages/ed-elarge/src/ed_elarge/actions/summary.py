@@ -171,7 +171,9 @@ class Summary:
             ("metrics", "metrics.jsonl"),
             ("TensorBoard", "tensorboard"),
             ("checkpoints", "checkpoints"),
+            ("configuration and versions", "config.yaml"),
             ("this summary", "summary.json"),
+            ("run file of the server", "serve.yaml"),
         ):
             if (directory / name).exists():
                 lines.append(f"  {label:<29}{directory / name}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ed_elarge.command.exits import guarded
+from ed_elarge.exits import guarded
 
 Dtype = Annotated[
     str, typer.Option(help="Dtype of the weights: auto, float32, bfloat16 or float16.")

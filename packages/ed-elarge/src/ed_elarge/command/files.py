@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
-from ed_elarge.command.exits import guarded
 from ed_elarge.command.runs import Settings
+from ed_elarge.exits import guarded
 
 
 def init(

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from ed_elarge.actions.provenance import versions
-from ed_elarge.command.exits import guarded
+from ed_elarge.exits import guarded
 
 
 def doctor() -> None:

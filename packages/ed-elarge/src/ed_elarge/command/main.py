@@ -48,8 +48,10 @@ def program(
 ) -> None:
     """Train, evaluate, generate with and serve language models.
 
-    `elarge FILE` executes the actions of a run file, and `elarge FILE --dry-run` checks it. Write
-    `elarge ./train` for a run file with the name of a command.
+    \b
+    elarge FILE              execute the actions of a run file
+    elarge FILE --dry-run    check the file and print its actions
+    elarge ./train           execute a run file that has the name of a command
     """
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ed_elarge.command.exits import guarded
 from ed_elarge.command.runs import File, Settings
+from ed_elarge.exits import guarded
 
 app = typer.Typer(help="Measure attention, decoding and training on this machine.")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ed_elarge.command.exits import guarded
+from ed_elarge.exits import guarded
 
 File = Annotated[str, typer.Argument(help="The run file (YAML or JSON).")]
 DryRun = Annotated[
@@ -123,10 +123,13 @@ def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only:
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
+        from ed_elarge.config.checks.machine import device_warnings
         from ed_elarge.config.description import describe
         from ed_elarge.config.table import check_machine
 
         check_machine(run)
+        for problem in device_warnings(run):
+            print(f"warning: {run.document.show(run.place(problem))}", file=sys.stderr)
         print(run.to_yaml(secrets=False))
         print(describe(run))
         return 0

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ed_elarge.config.checks import unused
+from ed_elarge.config.checks import advice, unused
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.table import (
     ACTIONS,
@@ -18,7 +18,7 @@ from ed_elarge.config.table import (
     unknown_action,
     unknown_section,
 )
-from ed_elarge.config.validation import validate
+from ed_elarge.config.validation import empty_texts, validate
 from ed_elarge.errors import Document, InputError, Problem, ValuePath
 
 #: Keys that may contain the whole configuration except `actions`.
@@ -53,6 +53,8 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
         if filled.get(name) is not None or (section.has_default and name not in misspelled):
             built[name], found = section.validate(filled.get(name), (*prefix, name))
             problems.extend(found)
+            if not found:
+                problems.extend(empty_texts(filled.get(name), (*prefix, name)))
     actions = _actions(*raw_actions, require_actions and not problems, problems)
     written = {**sections, **dict.fromkeys(misspelled)}
     run = RunConfig(document, prefix, written, built, actions)
@@ -94,7 +96,12 @@ def _needs(run: RunConfig) -> list[Problem]:
 
 def _warnings(run: RunConfig) -> list[Problem]:
     """Return warnings about keys without effect."""
-    found = (*unused.without_effect(run), *unused.of_other_methods(run))
+    found = (
+        *unused.without_effect(run),
+        *unused.of_other_methods(run),
+        *unused.other_models(run),
+        *advice.warnings(run),
+    )
     out = [run.place(problem) for problem in found]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
@@ -211,7 +218,7 @@ def _actions(
         if kind.scalar and parameters is not None and not isinstance(parameters, Mapping):
             parameters = {kind.scalar: parameters}
         options, found = validate(kind.options, parameters, item.parameter_path)
-        problems.extend(found)
+        problems.extend(found or empty_texts(item.parameters, item.parameter_path))
         if options is not None:
             actions.append(Action(name, options, item.path, item.parameter_path))
     return tuple(actions)

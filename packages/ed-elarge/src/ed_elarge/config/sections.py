@@ -114,7 +114,15 @@ def _computes(dtype: str) -> str:
     return dtype
 
 
-FloatDtype = Annotated[str, AfterValidator(_computes), dtype_name]
+def _exact(dtype: Any) -> Any:
+    if isinstance(dtype, str) and dtype.strip().lower() == "float":
+        raise ValueError(
+            "'float' has 32 bits in torch and 64 bits in numpy: write float32 or float64"
+        )
+    return dtype
+
+
+FloatDtype = Annotated[str, AfterValidator(_computes), dtype_name, BeforeValidator(_exact)]
 
 
 class LoadingExtras(Options):

@@ -154,7 +154,12 @@ SECTIONS: dict[str, Section] = {
     "mixture": Section(
         Mixture,
         has_default=False,
-        checks=(training.sequence_length, training.visual_rows, training.recordings),
+        checks=(
+            training.sequence_length,
+            training.visual_rows,
+            training.recordings,
+            model_fields.end_of_text,
+        ),
         machine_checks=(machine.data,),
         unused=unused.mixture,
         builds={

@@ -28,14 +28,33 @@ _ROWS = {
     "steps": ("steps", "prompt, completions (the steps) and labels (one for each step)"),
     "embedding": ("meanings", "anchor and positive"),
     "classification": ("opinions", "text, text_pair and label"),
+    "relevance": ("relevance", "query, document and label (1: relevant)"),
+    "question_answering": ("questions", "question, context and answers, as in SQuAD"),
+    "choice": ("choices", "question, choices and label (the number of a choice)"),
     "token_classification": ("entities", "tokens (words) and labels (one for each word)"),
 }
+#: Classifiers of texts, which are usually encoders.
+_ENCODED = ("sequence_classification", "cross_encoder")
 #: Options that a method needs for its example data.
 _NEEDED: dict[str, dict[str, Any]] = {
     "sequence_classification": {"label_names": ["negative", "positive"], "text_pairs": True},
     "token_classification": {"label_names": ["O", "B-PER", "B-LOC"]},
 }
-_ENCODERS = (TaskType.MASKED_LM, TaskType.TOKEN_CLASSIFICATION)
+#: Methods whose rows become one sequence each.
+_UNPACKED = ("prompt", "classification", "relevance", "question_answering", "choice")
+_SMALL = (
+    "hidden_size: 64, intermediate_size: 128,\n"
+    "           num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 128"
+)
+#: A small model for the task of a method; other tasks use a decoder.
+_MODELS = {
+    TaskType.MASKED_LM: f"model_type: bert, {_SMALL}",
+    TaskType.TOKEN_CLASSIFICATION: f"model_type: bert, {_SMALL}",
+    TaskType.QUESTION_ANSWERING: f"model_type: bert, {_SMALL}",
+    TaskType.MULTIPLE_CHOICE: f"model_type: bert, {_SMALL}",
+    TaskType.SEQUENCE_TO_SEQUENCE: "model_type: t5, d_model: 64, d_kv: 16, d_ff: 128,\n"
+    "           num_layers: 2, num_heads: 4",
+}
 #: Actions with a template; the other actions need no file of their own.
 ACTION_TEMPLATES = ("eval", "generate", "serve")
 SCHEMA_FILE = "elarge.schema.json"
@@ -69,8 +88,11 @@ def template(name: str, file: str) -> str:
 def _of_method(name: str, file: str) -> str:
     entry = METHODS[name]
     doc = " ".join((entry.arguments.__doc__ or name).split())
-    rows, fields = _ROWS[entry.rows]
-    packed = entry.rows not in ("prompt", "classification")
+    rows, fields = _ROWS.get(entry.rows, ("", entry.rows))
+    source = f'{{type: python, data_files: "ed_elarge.example_data:{rows}"}}'
+    if not rows:  # a method of another package
+        source = "{type: ORGANIZATION/DATASET}"
+    packed = entry.rows not in _UNPACKED
     parts = [_HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file), _model(name)]
     for role in entry.roles:
         if role.required:
@@ -80,10 +102,10 @@ def _of_method(name: str, file: str) -> str:
         "  informs:\n"
         "    # Your rows: {data_files: my_rows.jsonl}. The fields of a row:\n"
         f"    # {fields}\n"
-        f'    - {{type: python, data_files: "ed_elarge.example_data:{rows}"}}\n'
+        f"    - {source}\n"
         "  eval_fraction: 0.1 # held out for evaluation\n"
         + ("  pack_tokens: true\n  pack_seq_length: 64\n" if packed else "")
-        + ("  tokenization: {max_length: 64}\n" if entry.rows == "classification" else "")
+        + ("  tokenization: {max_length: 64}\n" if entry.rows in _UNPACKED[1:] else "")
     )
     parts.append(_trainer(name, entry.arguments))
     parts.append("actions:\n  - validate\n  - train\n")
@@ -97,13 +119,12 @@ def _model(name: str) -> str:
             "model: # the student; teacher and student have the same tokenizer\n"
             "  name_or_path: models/student\n"
         )
-    encoder = entry.task in _ENCODERS or name == "sequence_classification"
-    kind = "bert" if encoder else "llama"
+    encoder = TaskType.MASKED_LM if name in _ENCODED else entry.task
+    config = _MODELS.get(encoder, f"model_type: llama, {_SMALL}")
     return (
         "model:\n"
         "  # An existing model: replace config and tokenizer by name_or_path: ORGANIZATION/MODEL\n"
-        f"  config: {{model_type: {kind}, hidden_size: 64, intermediate_size: 128,\n"
-        "           num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 128}\n"
+        f"  config: {{{config}}}\n"
         "  tokenizer: {train: {vocab_size: 320}}\n"
     )
 

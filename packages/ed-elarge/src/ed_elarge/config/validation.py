@@ -163,6 +163,26 @@ def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> ValuePat
     return next(empty, None) or next(told, None) or next(iter(named), ())
 
 
+#: Keys whose text may be empty, and mappings with keys of other programs.
+_MAY_BE_EMPTY = {
+    *("system_instruction", "content", "prompts", "prompt", "generation_prompts", "chat_template"),
+    *("config", "values", "operation_configs", "gen_kwargs", "optimizer_kwargs"),
+}
+
+
+def empty_texts(value: Any, path: ValuePath) -> list[Problem]:
+    """Return a problem for each empty text: a name or a path needs at least one character."""
+    if isinstance(value, Mapping):
+        items = [(key, item) for key, item in value.items() if key not in _MAY_BE_EMPTY]
+    elif isinstance(value, (list, tuple)):
+        items = [*enumerate(value)]
+    elif isinstance(value, str) and not value.strip():
+        return [Problem(path, "is an empty text: write a value, or omit the key")]
+    else:
+        return []
+    return [problem for key, item in items for problem in empty_texts(item, (*path, key))]
+
+
 def value_at(value: Any, path: ValuePath) -> Any:
     """Return the value at `path`, or None."""
     for part in path:

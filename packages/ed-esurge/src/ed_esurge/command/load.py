@@ -50,8 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sharding-axis-dims",
         metavar="N,N,N,N,N",
-        help="devices along (dp, fsdp, ep, tp, sp); -1: the remaining devices "
-        f"(default: {_DIMS})",
+        help=f"devices along (dp, fsdp, ep, tp, sp); -1: the remaining devices (default: {_DIMS})",
     )
     group.add_argument(
         "--tensor-parallel-size",

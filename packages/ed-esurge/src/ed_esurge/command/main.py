@@ -16,6 +16,7 @@ Exit codes: 0 success; 2 invalid input (one message); 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(own)
-    own = {name: made for name, made in commands.choices.items()}
+    # transformers reads the variable at import, and advises to install torch, which is not used
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    own = dict(commands.choices)
     words = list(sys.argv[1:] if arguments is None else arguments)
     values = parser.parse_args(words)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ed_esurge.server import easylm
 from ed_esurge.server.batches import endpoints as batches
 from ed_esurge.server.messages import endpoint as messages
 from ed_esurge.server.openai import (
@@ -29,6 +30,7 @@ ENDPOINTS = (
     *transcriptions.ENDPOINTS,
     *batches.ENDPOINTS,
     *tokens.ENDPOINTS,
+    *easylm.ENDPOINTS,
     *admin.ENDPOINTS,
     *health.ENDPOINTS,
 )

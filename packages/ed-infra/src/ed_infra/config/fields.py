@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -408,7 +409,7 @@ def _operations(value: object) -> dict[str, BaseOperationConfig]:
 
 def _rules(value: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     try:
-        return tuple(
+        rules = tuple(
             (str(regex), tuple(tuple(a) if isinstance(a, list) else a for a in spec))
             for regex, spec in (value.items() if isinstance(value, Mapping) else value)
         )
@@ -417,3 +418,11 @@ def _rules(value: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
             "sharding_rules must be pairs of a regular expression and a partition spec, such as "
             f"[['.*/kernel', ['fsdp', 'tp']]]; got {value!r}"
         ) from None
+    for regex, _ in rules:
+        try:
+            re.compile(regex)
+        except re.error as error:
+            raise ConfigError(
+                f"sharding_rules: {regex!r} is not a regular expression: {error}"
+            ) from None
+    return rules

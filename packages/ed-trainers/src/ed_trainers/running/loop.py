@@ -58,7 +58,7 @@ class Job:
         probes: previews and benchmarks, called every few steps.
         begin: creates the state before training, unless a checkpoint has a later state.
         adopt: accepts a state whose arrays replace those of `begin`.
-        save_model: writes the trained model to a directory.
+        save_model: writes the trained model to a directory, and returns the written directory.
         notify: calls the callbacks.
     """
 
@@ -69,7 +69,7 @@ class Job:
     probes: tuple[Probe, ...]
     begin: Callable[[], EasyDeLState]
     adopt: Callable[[EasyDeLState], None]
-    save_model: Callable[[Path], None]
+    save_model: Callable[[Path], Path]
     notify: Notify
 
 
@@ -390,14 +390,15 @@ class TrainingLoop:
     def _save_model(self, target: Path, which: str, checkpoint: Path | None) -> str | None:
         """Write the trained model; return why it could not be, where the disk is full."""
         try:
-            self.job.save_model(target)
+            written = self.job.save_model(target)
         except Exception as error:
             if not disk.is_full(error):
                 raise
             room = disk.room(target, size_of(jax.tree.leaves(self._state().graphstate)))
             again = f"; {checkpoint} is intact: run the same command again" if checkpoint else ""
             return f"the model could not be written to {target}: {room}{again}"
-        self._say(f"trained {self.step} steps; the model{which} is in {target}")
+        what = "the model" if written == target else "the adapter of the model"
+        self._say(f"trained {self.step} steps; {what}{which} is in {written}")
         return None
 
     def _settle(self, best: int | None) -> str:

@@ -8,6 +8,7 @@ run start with them. `ed_elarge.config.table` assigns them to sections and actio
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from ed_data import check_names
+from ed_data.checks import check_names
 from ed_data.config import FILE_TYPES, Inform
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
@@ -30,6 +31,16 @@ from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import OtherModelSection
 from ed_elarge.errors import Problem, ValuePath
 
+#: Variables of launchers with several processes, whose devices form one mesh.
+_SEVERAL_HOSTS = (
+    "COORDINATOR_ADDRESS",
+    "JAX_COORDINATOR_ADDRESS",
+    "OMPI_COMM_WORLD_SIZE",
+    "SLURM_NTASKS",
+    "TPU_WORKER_HOSTNAMES",
+)
+_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -86,6 +97,12 @@ def data(run: RunConfig) -> Iterator[Problem]:
             for name, message in _inform(inform):
                 yield Problem(("mixture", key, i, name), message)
     yield from _first_rows(run)
+    for path, place in (
+        (("cache_dir",), mixture.cache_dir),
+        (("save", "path"), mixture.save.path if mixture.save is not None else None),
+    ):
+        if place is not None and (message := _without_place(place)):
+            yield Problem(("mixture", *path), message)
     if mixture.cache_dir is not None and "://" not in mixture.cache_dir:
         for message in _unwritable(Path(mixture.cache_dir)):
             yield Problem(("mixture", "cache_dir"), message)
@@ -141,6 +158,46 @@ def include_path(run: RunConfig) -> Iterator[Problem]:
     for i, directory in enumerate(run.eval.include_path):
         if not Path(directory).is_dir():
             yield Problem(("eval", "include_path", i), f"no such directory: {directory}")
+
+
+def device_warnings(run: RunConfig) -> Iterator[Problem]:
+    """Yield a warning if the mesh needs more devices than this machine has, or does not divide."""
+    count = _local_devices(run.platform.backend if run.platform is not None else None)
+    if run.sharding is None or count is None or run.sharding.dcn_axis_dims is not None:
+        return
+    dims = run.sharding.axis_dims
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    if fixed > count or (-1 in dims and count % fixed):
+        ways = "a multiple of " if -1 in dims else ""
+        message = (
+            f"{list(dims)} needs {ways}{fixed} devices, and this machine has {count}: change the "
+            "sizes, or run on other hosts"
+        )
+        yield Problem(("sharding", "axis_dims"), message)
+
+
+def _local_devices(backend: str | None) -> int | None:
+    """Return the number of devices that jax will find, without jax; None for several hosts."""
+    if any(os.environ.get(name) for name in _SEVERAL_HOSTS):
+        return None
+    first = (backend or os.environ.get("JAX_PLATFORMS") or "").partition(",")[0]
+    if first in ("", "gpu", "cuda") and any(
+        map(find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))
+    ):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        files = len(glob.glob("/dev/nvidia[0-9]*"))
+        found = files if visible is None else len([v for v in visible.split(",") if v.strip()])
+        if found:
+            return found
+    tpus = len(glob.glob("/dev/accel*")) if find_spec("libtpu") is not None else 0
+    if first in ("", "tpu") and tpus:
+        return tpus
+    if first not in ("", "cpu"):
+        return None
+    flags = re.search(
+        r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    return int(flags[1] if flags else os.environ.get("JAX_NUM_CPU_DEVICES") or 1)
 
 
 # Checks of actions; paths start at their parameters.
@@ -199,7 +256,7 @@ def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> It
     if directory.is_dir():
         if not any((directory / name).exists() for name in needed):
             yield Problem(path, f"the directory contains no {' or '.join(needed)}")
-    elif value.count("/") != 1 or value.startswith((".", "/", "~")):
+    elif not _HUB_ID.fullmatch(value):
         yield Problem(path, "no such directory, and a hub id has the form organization/name")
 
 
@@ -208,12 +265,22 @@ def _inform(inform: Inform) -> Iterator[tuple[str, str]]:
     if inform.kind == "python":
         yield from (("data_files", m) for m in _not_importable(str(inform.data_files)))
     for file in inform.files if inform.kind in FILE_TYPES else ():
-        if "://" not in file and not _exists(file):
+        if message := _without_place(file):
+            yield "data_files", message
+        elif "://" not in file and not _exists(file):
             yield "data_files", f"no such file: {file}"
     for key in ("format_callback", "preprocessing_fn"):
         address = getattr(inform, key)
         if isinstance(address, str):
             yield from ((key, message) for message in _not_importable(address))
+
+
+def _without_place(address: str) -> str:
+    """Return why an address such as `s3://` names nothing, or an empty string."""
+    scheme, sign, rest = address.partition("://")
+    if sign and scheme != "file" and not rest.strip("/"):
+        return f"{address!r} names no bucket: write {scheme}://BUCKET/PATH"
+    return ""
 
 
 def _exists(file: str) -> bool:

@@ -60,6 +60,21 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def end_of_text(run: RunConfig) -> Iterator[Problem]:
+    """Check that the token between packed documents is in the vocabulary."""
+    mixture, model = run.mixture, run.model
+    if mixture is None or model is None or mixture.pack_eos_token_id is None:
+        return
+    train = model.tokenizer_section.train
+    size = train.vocab_size if train is not None else (run.known_model or {}).get("vocab_size")
+    if type(size) is int and not 0 <= mixture.pack_eos_token_id < size:
+        yield Problem(
+            ("mixture", "pack_eos_token_id"),
+            f"{mixture.pack_eos_token_id} is not in the vocabulary of {size} tokens: use a token "
+            "id below, or omit the key for the end token of the tokenizer",
+        )
+
+
 def base_config(run: RunConfig) -> Iterator[Problem]:
     """Check the keys and values of `base_config`."""
     section = run.base_config
@@ -138,6 +153,8 @@ def mesh_axes(run: RunConfig) -> Iterator[Problem]:
     config = (run.model.config if run.model is not None else None) or {}
     placed = own.get("partition_axis") or config.get("partition_axis")
     known = set(AXIS_NAMES) | _strings(placed)
+    if not all(isinstance(name, str) for name in names):
+        return  # another check reports the types
     unknown = [i for i, name in enumerate(names) if name not in known]
     for i in unknown:
         name = names[i]

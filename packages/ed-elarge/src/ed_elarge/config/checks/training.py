@@ -117,7 +117,7 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
     reads = [*entry.needs, *entry.may_read]
     for name, role in ROLES.items():
         section = role.section
-        if section in run.written and name not in reads:
+        if section in run.written and name not in reads and run.actions:
             listing = (
                 ", ".join(ROLES[other].section for other in reads if other in ROLES)
                 or "no other model"

@@ -15,7 +15,7 @@ from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
 from ed_infra.enums import TaskType
-from ed_trainers.arguments import ARGUMENTS, TrainingArguments, idle_options
+from ed_trainers.arguments import ARGUMENTS, ROLES, TrainingArguments, idle_options
 
 from ed_elarge.config.action_options import GenerateOptions
 from ed_elarge.config.adaptation import QuantizationSection
@@ -46,6 +46,8 @@ def trainer(options: TrainingArguments, run: RunConfig) -> Unused:
     if run.mixture is not None and not run.has_held_out:
         why = "no texts are held out: set mixture.eval_fraction or mixture.eval_informs"
         yield "evaluation_steps eval_batch_size", why
+    if options.save_steps is None and options.save_best_k is None:
+        yield "save_total_limit", "save_steps is not set: the run saves one checkpoint, at its end"
     yield from idle_options(options)
 
 
@@ -123,6 +125,16 @@ def of_other_methods(run: RunConfig) -> Iterator[Problem]:
         for key, methods in of_other_kinds(written, run.method, ARGUMENTS).items():
             listed = ", ".join(methods)
             yield _warning(("trainer", key), f"{run.method} does not read the key ({listed} do)")
+
+
+def other_models(run: RunConfig) -> Iterator[Problem]:
+    """Yield the models that the method does not read; in a run with actions they are errors."""
+    if run.trainer is None or run.actions:
+        return
+    reads = (*run.method_entry.needs, *run.method_entry.may_read)
+    for name, role in ROLES.items():
+        if role.section in run.written and name not in reads:
+            yield _warning((role.section,), f"{run.method} does not read the model")
 
 
 def without_effect(run: RunConfig) -> Iterator[Problem]:

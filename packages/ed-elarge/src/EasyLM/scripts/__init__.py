@@ -1,0 +1,1 @@
+"""The import paths of EasyLM's documentation; `ed_elarge.easylm` has the classes."""

@@ -1,0 +1,38 @@
+"""Warnings about values that are valid and probably mistakes. Paths start at the sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.errors import Problem
+
+#: Actions that use the trained model of the run.
+_AFTER_TRAINING = ("eval", "generate", "serve")
+
+
+def warnings(run: RunConfig) -> Iterator[Problem]:
+    """Yield each warning."""
+    yield from _unsaved_model(run)
+    yield from _pages(run)
+
+
+def _unsaved_model(run: RunConfig) -> Iterator[Problem]:
+    used = [action.name for action in run.actions if action.name in _AFTER_TRAINING]
+    if run.trainer is not None and not run.trainer.do_last_save and run.will("train") and used:
+        message = (
+            f"the trained model is not saved: {', '.join(dict.fromkeys(used))} of this run use the "
+            "model in memory, and no later run can load it"
+        )
+        yield Problem(("trainer", "do_last_save"), message)
+
+
+def _pages(run: RunConfig) -> Iterator[Problem]:
+    size = run.esurge.page_size if run.esurge is not None else 1
+    if size & (size - 1):
+        near = 1 << size.bit_length()
+        message = (
+            f"{size} is not a power of two, so kernels of accelerators cannot read the pages: use "
+            f"{near // 2} or {near}"
+        )
+        yield Problem(("esurge", "page_size"), message)
