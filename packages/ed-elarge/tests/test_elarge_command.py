@@ -18,7 +18,7 @@ from ed_elarge.command.runs import run_file, with_one_action
 from ed_elarge.config import nodes
 from ed_elarge.config.layers import with_settings
 from ed_elarge.config.normalize import normalize
-from ed_elarge.config.templates import names, template
+from ed_elarge.config.templates import has_data, names, template
 from ed_elarge.errors import InputError
 from run_files import run, small, with_texts
 from typer.testing import CliRunner
@@ -48,7 +48,7 @@ def test_template_is_a_valid_run_file_without_warnings(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [n for n in names() if n not in ("eval", "serve")])
+@pytest.mark.parametrize("name", [n for n in names() if n not in ("eval", "serve") and has_data(n)])
 def test_template_runs_on_the_example_data(here: Path, name: str, quickstart_model: Path) -> None:
     (here / "models").mkdir()
     for model in ("student", "teacher", "mine"):

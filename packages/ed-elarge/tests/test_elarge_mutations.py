@@ -540,7 +540,11 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("mixture.pack_eos_token_id", 300, "is not in the vocabulary of 300 tokens"),
     ("mixture.cache_dir", "", "is an empty text"),
     ("mixture.informs.0.name", "", "is an empty text"),
-    ("mixture.informs.1", {"type": "json", "data_files": "s3://"}, "names no bucket"),
+    (
+        "mixture.informs.1",
+        {"type": "json", "data_files": "s3://", "name": "texts"},
+        "names no bucket",
+    ),
     ("mixture.save.path", "gs:///", "names no bucket"),
     ("trainer.save_directory", " ", "save_directory is empty"),
     ("trainer.run_name", "", "is an empty text"),

@@ -23,7 +23,9 @@ class _FileFirst(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the command `run` before a run file."""
-        if not args or (args[0] not in self.commands and args[0] not in _OWN):
+        completes = ctx.resilient_parsing  # of the shell: the words are not a whole command
+        known = not args or args[0] in self.commands or args[0] in _OWN
+        if not completes and (not args or not known):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 

@@ -57,7 +57,7 @@ def read(path: str | Path) -> Document:
 
 def _read(path: Path, above: tuple[Path, ...]) -> Document:
     """Read a file that the files `above` include."""
-    name, here = str(path), path.absolute()
+    name, here = str(path), path.resolve()
     if here in above:
         files = " -> ".join(file.name for file in (*above, here))
         raise InputError(name, [Problem((), f"the file includes itself: {files}")])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ed_elarge.config.checks import advice, unused
+from ed_elarge.config.other_programs import moved
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.table import (
     ACTIONS,
@@ -38,7 +39,9 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
-    filled = _fill_batch_size(sections)
+    moved_sections, found = moved(sections)
+    problems.extend(problem._replace(path=(*prefix, *problem.path)) for problem in found)
+    filled = _fill_batch_size(moved_sections)
     misspelled = set[str]()
     for name, value in sections.items():
         if name not in SECTIONS:

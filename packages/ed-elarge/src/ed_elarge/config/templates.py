@@ -73,6 +73,11 @@ def names() -> list[str]:
     return [*METHODS, *ACTION_TEMPLATES]
 
 
+def has_data(name: str) -> bool:
+    """Return whether the example data has rows of the method; others name a data set."""
+    return name not in METHODS or METHODS[name].rows in _ROWS
+
+
 def template(name: str, file: str) -> str:
     """Return the text of a run file.
 
@@ -92,7 +97,7 @@ def _of_method(name: str, file: str) -> str:
     source = f'{{type: python, data_files: "ed_elarge.example_data:{rows}"}}'
     if not rows:  # a method of another package
         source = "{type: ORGANIZATION/DATASET}"
-    packed = entry.rows not in _UNPACKED
+    packed = rows and entry.rows not in _UNPACKED
     parts = [_HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file), _model(name)]
     for role in entry.roles:
         if role.required:
@@ -114,6 +119,8 @@ def _of_method(name: str, file: str) -> str:
 
 def _model(name: str) -> str:
     entry = METHODS[name]
+    if entry.rows not in _ROWS:
+        return "model:\n  name_or_path: ORGANIZATION/MODEL\n"
     if any(role.required for role in entry.roles):
         return (
             "model: # the student; teacher and student have the same tokenizer\n"

@@ -153,6 +153,11 @@ EQUIVALENT: dict[str, str] = {
     "flash_attention": "base_config: {values: {attn_mechanism: flash_attn2}}",
     "early_stopping_patience": "save_best_k and load_best_model_at_end",
     # EasyDeL
+    "use_wandb": "report_to: wandb",
+    "packing": "mixture.pack_tokens",
+    "assistant_only_loss": "mixture.tokenization.assistant_only_loss",
+    "dataset_text_field": "content_field of each entry of mixture.informs",
+    "truncation_mode": "omit it: texts keep their first tokens, and prompts their last tokens",
     "save_optimizer_state": "omit it: a checkpoint contains the optimizer, so that a run continues "
     "bit for bit; <save_directory>/model has the weights alone",
     "step_partition_spec": _MESH,
