@@ -131,11 +131,12 @@ class DataProcessor:
         return self.loader.steps_per_epoch or 0
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        if not hasattr(self.loader, "batch_at"):
-            yield from self.loader
+        loader: Any = self.loader
+        if not hasattr(loader, "batch_at"):  # a stream
+            yield from loader
             return
         for step in range(len(self)):
-            yield dict(self.loader.batch_at(step))
+            yield dict(loader.batch_at(step))
 
 
 class ModelServer:

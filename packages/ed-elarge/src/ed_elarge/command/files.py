@@ -85,7 +85,12 @@ def _explain(key: str) -> None:
     if not found:
         holder = reference.find(path[:-1]) if len(path) > start + 1 else []
         models = [reference.nested(one.field.annotation) for one in holder] or [*owners.values()]
-        names = {n for model in models if model for n in (*model.model_fields, *model.ALIASES)}
+        names = {
+            n
+            for model in models
+            if model
+            for n in (*model.model_fields, *getattr(model, "ALIASES", ()))
+        }
         raise ConfigError(f"there is no key {key!r}{did_you_mean(path[-1], names)}")
     for one in found:
         of = f" ({', '.join(one.kinds)})" if one.kinds else ""
