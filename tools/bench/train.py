@@ -132,7 +132,9 @@ def jax_step(
     model = model_class.create(
         config, seed=0, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype("float32")
     )
-    tokenizer = {"processing_class": Words(fields["vocab_size"])} if method == "mlm" else {}
+    tokenizer: dict[str, Any] = {}
+    if method == "mlm":
+        tokenizer["processing_class"] = Words(fields["vocab_size"])
     trainer = trainer_class(trained)(arguments, model, **tokenizer)
     schedule = build_schedule(arguments, 1000)
     state = EasyDeLState.create(model=trainer.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -77,20 +78,24 @@ def compare(method: str, kind: str, model_type: str, batch: harness.Arrays) -> d
         param_dtype=jnp.float32,
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
-    ours = harness.our_outcome(harness.trainer_of(method, model), batch)
+    ours = trained(harness.our_outcome(harness.trainer_of(method, model), batch))
     theirs = getattr(transformers, kind).from_pretrained(folder(kind)).eval().double()
     tensors = {name: torch.tensor(array) for name, array in batch.items()}
     tensors["labels"] = tensors["labels"].long()
     for name in {"input_values", "input_features"} & {*tensors}:
         tensors[name] = tensors[name].double()
-    wanted = harness.their_outcome(theirs, theirs(**tensors).loss, {})
-    # The positions of the encoder of Whisper are not trained.
-    for outcome in (ours, wanted):
-        outcome.gradients.pop("model.encoder.embed_positions.weight", None)
+    wanted = trained(harness.their_outcome(theirs, theirs(**tensors).loss, {}))
     return harness.errors(ours, wanted)
 
 
 _SEQ2SEQ = "speech-sequence-to-sequence"
+
+
+def trained(outcome: harness.Outcome) -> harness.Outcome:
+    """Return an outcome without the positions of Whisper's encoder, which are not trained."""
+    fixed = "model.encoder.embed_positions.weight"
+    gradients = {name: array for name, array in outcome.gradients.items() if name != fixed}
+    return replace(outcome, gradients=gradients)
 
 
 def labels(rng: np.random.Generator, width: int) -> np.ndarray:

@@ -45,12 +45,16 @@ def load_or_train(
         from ed_data import texts, train_bpe
 
         print(f"training a tokenizer of {options.vocab_size} tokens", flush=True)
+        pairs = any(column.second is not None for column in schema.columns)
+        # sentence-transformers would apply a chat template to the two texts of a pair.
+        template = {"chat_template": None} if pairs else {}
         return train_bpe(
             texts(mixture, "train", schema=schema),
             options.vocab_size,
             min_frequency=options.min_frequency,
             mask_token=mask_token,
             special_tokens=special_tokens,
+            **template,
         )
 
     def load(folder: Path) -> PreTrainedTokenizerBase:
