@@ -61,7 +61,7 @@ MASKED = (
     .replace(" num_key_value_heads: 2,", "")
     .replace("trainer_type: sft", "trainer_type: mlm\n  whole_word_mask: true")
 )
-#: Runs of encoders and encoder-decoders: the data and the method of an example.
+#: Runs of encoders, encoder-decoders and models of speech: data and method of an example.
 FROM_EXAMPLES = (
     "token_classification",
     "sequence_classification",
@@ -70,6 +70,8 @@ FROM_EXAMPLES = (
     "question_answering",
     "multiple_choice",
     "span_corruption",
+    "ctc",
+    "whisper",
     "seq2seq_sft",
     "seq2seq_dpo",
 )
@@ -78,7 +80,8 @@ FROM_EXAMPLES = (
 def of_example(method):
     """Return a run file that trains the model of an example on its data."""
     example = yaml.safe_load((EXAMPLES / f"{method}.yaml").read_text())
-    for inform in example["mixture"]["informs"]:
+    mixture = example["mixture"]
+    for inform in [*mixture["informs"], *mixture.get("eval_informs", [])]:
         if inform.get("type") != "python":
             inform["data_files"] = str(EXAMPLES.parent / inform["data_files"])
     run = yaml.safe_load(RUN)

@@ -69,7 +69,10 @@ def their_transcript(folder: Path, file: Path) -> tuple[str, list[int]]:
 
     samples, rate = soundfile.read(file, dtype="float32")
     pipeline = transformers.pipeline("automatic-speech-recognition", model=str(folder))
-    text = pipeline({"raw": samples, "sampling_rate": rate})["text"]
+    # The pipeline searches with five beams by default.
+    options = {"generate_kwargs": {"num_beams": 1, "max_new_tokens": 20}}
+    more = options if hasattr(pipeline.model, "generate") else {}
+    text = pipeline({"raw": samples, "sampling_rate": rate}, **more)["text"]
     processor, model = pipeline.feature_extractor, pipeline.model
     features = processor(samples, sampling_rate=rate, return_tensors="pt")
     with torch.no_grad():
@@ -115,7 +118,10 @@ def test_trained_model_recognizes_spoken_words_and_has_transcripts_of_transforme
         pytest.skip("espeak-ng is not installed")
     monkeypatch.chdir(tmp_path)
     spoken(tmp_path)
-    values = with_data(example(name, evaluation_steps=50), tmp_path)
+    values = with_data(example(name), tmp_path)
+    if name == "ctc":
+        values["trainer"]["max_training_steps"] = 500
+        values["model"]["config"]["mask_time_prob"] = 0.0
     found = run(values)
     record_property("summary", f"{name} on spoken words: eval_wer {found['eval_wer']:.3f}")
     assert found["eval_wer"] <= 0.25

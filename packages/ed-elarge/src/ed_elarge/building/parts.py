@@ -440,7 +440,9 @@ def trainer(elm: eLargeModel) -> Trainer:
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     run = elm.config
-    if run.tasks[0] in GENERATING:
+    if run.schema.task == "speech_seq2seq":
+        speech.set_language(elm.part("model"), _mixture(run).tokenization)
+    elif run.tasks[0] in GENERATING:
         stop_after_answers(elm.part("model"), elm.part("tokenizer"))
     others = (*run.method_entry.needs, *run.method_entry.may_read)
     given = [name for name in others if run.sections.get(f"{name}_model") is not None]

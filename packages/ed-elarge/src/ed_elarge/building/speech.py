@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ed_data.config import Tokenization
 from ed_data.tokens.audio import TimeSteps
 from ed_infra.errors import ConfigError
 
@@ -102,6 +103,19 @@ def set_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         "begin_suppress_tokens": [tokenizer.eos_token_id],
     }
     model.generation_json = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def set_language(model: Any, tokenization: Tokenization) -> None:
+    """Write the language and the task of the transcripts to generation_config.json.
+
+    transformers then begins transcripts with these tokens by default, as after Hugging Face's
+    recipe.
+    """
+    own = {"language": tokenization.language, "task": tokenization.task}
+    named = {name: value for name, value in own.items() if value is not None}
+    if named:
+        stored = json.loads(model.generation_json) if model.generation_json else {}
+        model.generation_json = json.dumps({**stored, **named}, indent=2, sort_keys=True) + "\n"
 
 
 def time_steps(config: Any) -> TimeSteps:
