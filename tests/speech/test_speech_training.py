@@ -68,7 +68,7 @@ def their_transcript(folder: Path, file: Path) -> tuple[str, list[int]]:
     import transformers
 
     samples, rate = soundfile.read(file, dtype="float32")
-    pipeline = transformers.pipeline("automatic-speech-recognition", model=str(folder))
+    pipeline: Any = transformers.pipeline("automatic-speech-recognition", model=str(folder))
     # The pipeline searches with five beams by default.
     options = {"generate_kwargs": {"num_beams": 1, "max_new_tokens": 20}}
     more = options if hasattr(pipeline.model, "generate") else {}

@@ -87,6 +87,7 @@ def batches(loader: Any, count: int = 2) -> Iterator[dict[str, np.ndarray]]:
     return (loader.batch_at(step) for step in range(count))
 
 
+@pytest.mark.proves("mixture.tokenization.language", "mixture.tokenization.task")
 def test_features_and_labels_of_whisper_equal_transformers(folder: Path, whisper: Any) -> None:
     tokenization = {"max_length": 24, "language": "German", "task": "translate"}
     loader = of_whisper(mixture(folder, tokenization=tokenization), whisper)
@@ -183,6 +184,13 @@ def test_transcript_is_found_under_names_of_known_datasets(
         of_ctc(mixture(folder, {"content_field": "txt"}), letters)
 
 
+@pytest.mark.proves("mixture.informs.audio_field")
+def test_recording_is_read_from_the_named_field(folder: Path, letters: Any) -> None:
+    write(folder, [{"sound": "2.flac", "audio": "0.flac", "text": "two"}])
+    found = of_ctc(mixture(folder, {"audio_field": "sound"}), letters).batch_at(0)
+    assert found["attention_mask"][0].sum() == 0.5 * RATE
+
+
 def test_dataset_with_an_audio_feature_is_read_without_its_decoder(
     folder: Path, letters: Any
 ) -> None:
@@ -209,6 +217,9 @@ def test_streamed_and_divided_batches_equal_indexed_batches(folder: Path, letter
             np.testing.assert_array_equal(array[1:], part.batch_at(step)[name])
 
 
+@pytest.mark.proves(
+    "mixture.informs.min_duration_in_seconds", "mixture.informs.max_duration_in_seconds"
+)
 def test_durations_outside_the_limits_are_dropped_and_counted(folder: Path, letters: Any) -> None:
     limits = {"min_duration_in_seconds": 0.35, "max_duration_in_seconds": 0.55}
     loader = of_ctc(mixture(folder, limits), letters)
