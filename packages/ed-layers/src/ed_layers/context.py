@@ -39,6 +39,8 @@ from ed_infra.sharding.placement import constrain
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers.dropout import dropped
+
 if TYPE_CHECKING:
     from ed_infra.inputs import Encoded
 
@@ -127,7 +129,7 @@ class Ctx:
         if self.key is None or not rate:
             return x
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
-        return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+        return dropped(x, rate, key)
 
     def layer_dropped(self, x: Float[Array, "b s d"], out: Float[Array, "b s d"]) -> jax.Array:
         """Return the output of a layer, or its input x if training skips the layer."""

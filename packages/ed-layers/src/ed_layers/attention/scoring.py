@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.masks import MaskInfo
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.dropout import mixed, seed_of, threshold_of
 
 #: Features beyond causal self-attention with grouped heads and segments, which every mechanism
 #: supports: name -> words for messages.
@@ -236,31 +238,20 @@ def kept(
 ) -> Bool[Array, ...]:
     """Return which attention weights dropout keeps, from the key and the coordinates of a weight.
 
-    All mechanisms drop the same weights, whatever their blocks. The bits are an integer hash (the
-    finalizer of Wellons' `lowbias32`), which is cheaper than a PRNG and sufficient for dropout.
+    All mechanisms drop the same weights, whatever their blocks. The bits are the integer hash of
+    `ed_layers.dropout`.
 
     Args:
         key: random key.
         rate: probability of dropping.
         row, head, query, position: coordinates, int arrays that broadcast against each other.
     """
-    seed = seed_of_dropout(key)
+    seed = seed_of(key)
     x = seed[0]
     for coordinate in (row, head, query):
-        x = _mix(x ^ (coordinate.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
-    x = _mix(x ^ _mix(position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77) ^ seed[1]))
-    return x >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
-
-
-def seed_of_dropout(key: jax.Array) -> UInt[Array, " 2"]:
-    """Return the two numbers from which `kept` computes its bits."""
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+        x = mixed(x ^ (coordinate.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
+    x = mixed(x ^ mixed(position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77) ^ seed[1]))
+    return x >= threshold_of(rate)
 
 
 def padded(x: jax.Array, axis: int, count: int) -> jax.Array:

@@ -35,6 +35,8 @@ from ed_models.generation.decoding import (
 from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.options import GenerationOptions, vocab_size_of
 from ed_models.generation.prompts import (
+    SMALLEST_BUCKET,
+    SMALLEST_START,
     PromptBatch,
     TokenRows,
     bucket,
@@ -182,7 +184,9 @@ def _generate(
     seed: int,
 ) -> GenerateOutput:
     """Run the prefill, then the decoding loop that the options select."""
-    tokens, valid = prompts.aligned()
+    # A decoder begins with one token, or with a few.
+    smallest = SMALLEST_START if is_encoder_decoder(model) else SMALLEST_BUCKET
+    tokens, valid = prompts.aligned(smallest)
     room = bucket(options.max_new_tokens)
     copies = options.num_return_sequences if options.beams is None else options.beams.size
     split, leaves = Split.of(cast(nnx.Module, model), model.config.mesh)

@@ -19,7 +19,8 @@ from jaxtyping import Bool, Int
 
 from ed_models.protocol import LanguageModel
 
-_SMALLEST_BUCKET = 16
+#: Smallest number of positions of a prompt, and of a decoder's first tokens.
+SMALLEST_BUCKET, SMALLEST_START = 16, 1
 #: Output of an encoder [b, t, d], which callers may pass instead of the encoder's inputs.
 ENCODER_OUTPUTS = "encoder_outputs"
 TokenRows = jax.Array | np.ndarray | Sequence[Sequence[int]]
@@ -66,9 +67,9 @@ class PromptBatch:
             raise ConfigError(f"row {int(np.argmin(lengths))} of input_ids contains only padding")
         return cls(_in_vocabulary(ids, kept, vocab_size), kept, lengths)
 
-    def aligned(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return right-aligned tokens and their validity, [b, w]."""
-        return right_aligned(self.ids, self.kept, bucket(int(self.lengths.max())))
+    def aligned(self, smallest: int = SMALLEST_BUCKET) -> tuple[np.ndarray, np.ndarray]:
+        """Return right-aligned tokens and their validity, [b, w]; w is at least `smallest`."""
+        return right_aligned(self.ids, self.kept, bucket(int(self.lengths.max()), smallest))
 
     def source(self, model: LanguageModel) -> Int[np.ndarray, "b u"]:
         """Return the tokens of the encoder, or of the prompts; -1 = padding.
@@ -104,9 +105,9 @@ class PromptBatch:
         )
 
 
-def bucket(n: int) -> int:
-    """Round up to a power of two, at least 16, to limit the number of compiled programs."""
-    return max(_SMALLEST_BUCKET, 1 << (n - 1).bit_length())
+def bucket(n: int, smallest: int = SMALLEST_BUCKET) -> int:
+    """Round up to a power of two, at least `smallest`, to limit the number of compiled programs."""
+    return max(smallest, 1 << (n - 1).bit_length())
 
 
 def right_aligned(ids: np.ndarray, kept: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
+from ed_layers import dropout
 from ed_layers.activations import activation
 from ed_layers.parts import Parts
 from flax import nnx
@@ -143,8 +143,7 @@ def dropped(x: jax.Array, key: jax.Array | None, rate: float, site: int) -> jax.
     """Apply dropout to the features of a head; a `key` of None leaves them unchanged."""
     if key is None or not rate:
         return x
-    kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), 0)
+    return dropout.dropped(x, rate, jax.random.fold_in(key, site))
 
 
 @dataclass(frozen=True)

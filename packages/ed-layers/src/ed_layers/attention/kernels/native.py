@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
+from ed_layers import dropout
 from ed_layers.attention.kernel import Cached, Call, Kernel, Paged, Projected, reasons
 from ed_layers.attention.kernels.paged import NAMES
 from ed_layers.attention.kernels.softmax import share_beside
-from ed_layers.attention.scoring import Scoring, seed_of_dropout
+from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Numbers
 from ed_layers.devices import mesh_of
 from ed_layers.native import attention as native
@@ -144,7 +145,7 @@ def seed_of(scoring: Scoring) -> Int[Array, " n"]:
     """Return the seed of dropout; an empty array without dropout."""
     if scoring.dropout_key is None or scoring.dropout == 0:
         return jnp.zeros((0,), jnp.int32)
-    return jax.lax.bitcast_convert_type(seed_of_dropout(scoring.dropout_key), jnp.int32)
+    return jax.lax.bitcast_convert_type(dropout.seed_of(scoring.dropout_key), jnp.int32)
 
 
 def layer_of(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
