@@ -90,9 +90,10 @@ def model_of(shape: str) -> Any:
         return transformers.WhisperForConditionalGeneration(config)
     if shape == "t5-small":
         return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(decoder_start_token_id=0)
+            transformers.T5Config(**{"decoder_start_token_id": 0})
         )
     vocab = 58101
+    settings = {"static_position_embeddings": True, "tie_word_embeddings": True}
     config = transformers.MarianConfig(
         vocab_size=vocab,
         d_model=512,
@@ -105,13 +106,12 @@ def model_of(shape: str) -> Any:
         max_position_embeddings=512,
         activation_function="swish",
         scale_embedding=True,
-        static_position_embeddings=True,
         pad_token_id=vocab - 1,
         decoder_start_token_id=vocab - 1,
         bos_token_id=0,
         eos_token_id=0,
         forced_eos_token_id=None,
-        tie_word_embeddings=True,
+        **settings,
     )
     return transformers.MarianMTModel(config)
 
@@ -187,9 +187,9 @@ class Torch:
             suppress_tokens=suppressed(self.model.config, self.speech),
         )
         with self.torch.inference_mode():
-            found = GenerationMixin.generate(
-                self.model, decoder_input_ids=ids, generation_config=config, **inputs
-            )
+            # Whisper overrides `generate` by a loop over windows.
+            generate: Any = GenerationMixin.generate
+            found = generate(self.model, decoder_input_ids=ids, generation_config=config, **inputs)
         return found[:, -tokens:].numpy()
 
 
