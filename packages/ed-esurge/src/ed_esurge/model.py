@@ -25,6 +25,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.decoder_start import DecoderStart
+from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.outputs import LabelSet
 from ed_esurge.tokenizer import Tokenizer
 
@@ -159,18 +161,60 @@ def encoder_names(model: LanguageModel) -> tuple[str, ...]:
     )
 
 
-def decoder_start_token_id(model: LanguageModel) -> int | None:
-    """Return the first token of an encoder-decoder's decoder; None for other models.
+def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
+    """Return the first tokens and the rules of an encoder-decoder; None for other models.
+
+    The values are those of generation_config.json, or of config.json if that file lacks them.
 
     Raises:
-        ConfigError: the configuration lacks the token.
+        ConfigError: the configuration lacks the first token, or a value is invalid.
     """
     if not is_encoder_decoder(model):
         return None
-    token = getattr(model.config, "decoder_start_token_id", None)
-    if token is None:
+    stored = json.loads(getattr(model, "generation_json", None) or "{}")
+
+    def value(name: str) -> Any:
+        return stored[name] if name in stored else getattr(model.config, name, None)
+
+    def tokens(name: str) -> tuple[int, ...]:
+        found = value(name)
+        found = () if found is None else found if isinstance(found, list | tuple) else (found,)
+        vocab = vocab_size_of(model)
+        if not all(isinstance(token, int) and 0 <= token < vocab for token in found):
+            raise ConfigError(
+                f"{name}={list(found)!r:.100} of the checkpoint must be token ids below {vocab}"
+            )
+        return tuple(found)
+
+    start, bos, eos = (
+        tokens(name)
+        for name in ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+    )
+    if not start:
         raise ConfigError("the configuration of the encoder-decoder has no decoder_start_token_id")
-    return int(token)
+    rules = TokenRules(
+        tokens("suppress_tokens"), tokens("begin_suppress_tokens"), eos[0] if eos else None
+    )
+    words = tuple(tuple(word) for word in value("bad_words_ids") or ())
+    unused = [name for name in _UNUSED if name in stored and stored[name] != _UNUSED[name]]
+    if unused:
+        given = ", ".join(f"{name}={stored[name]}" for name in unused)
+        once(logger, f"the engine ignores options of generation_config.json: {given}")
+    return DecoderStart(
+        start[0],
+        bos[0] if bos else None,
+        rules if rules != TokenRules() else None,
+        tuple(word for word in words if len(word)),
+    )
+
+
+#: Options of generation_config.json without an effect in the engine, and their defaults.
+_UNUSED: Mapping[str, Any] = {
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+}
 
 
 def encoder_example(model: LanguageModel) -> dict[str, np.ndarray]:

@@ -102,6 +102,10 @@ class SamplingParams(Options):
     bad_words: Annotated[tuple[Word, ...], Field(max_length=MAX_BAD_WORDS)] = ()
     """Strings that may not be generated, matched as tokens with and without a leading space."""
 
+    forced_bos_token_id: Whole | None = None
+    """Token after the start token of an encoder-decoder, such as the target language of a
+    translation. The completion does not contain the token. None: that of the checkpoint."""
+
     structured_outputs: StructuredOutputs | None = None
     """Grammar of the output. Only tokens that the grammar allows are sampled."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
@@ -52,6 +53,7 @@ class Add:
         max_tokens: maximum number of generated tokens; prompt and `max_tokens` fit the context.
         eos_token_ids: ids that end a completion.
         bad_token_ids: token sequences that may not be generated.
+        rules: rules of the checkpoint for the tokens; None = no rules.
         stops: stop strings, including those of the engine.
         priority: priority under the `priority` policy; smaller is scheduled first.
         prompt: the text of the prompt; None for a prompt of token ids.
@@ -67,6 +69,7 @@ class Add:
     max_tokens: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    rules: TokenRules | None = None
     stops: tuple[str, ...] = ()
     priority: int = 0
     prompt: str | None = None

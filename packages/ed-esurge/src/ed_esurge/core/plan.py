@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 #: Group -> `(saves, loads)`: host page -> device page, and device page -> host page.
@@ -37,6 +38,8 @@ class NewSequence:
         end_token_ids: ids that may not be sampled before `min_tokens` tokens.
         bad_token_ids: token sequences that may not be generated.
         adapter: number of the LoRA adapter; 0 = none.
+        rules: rules of the checkpoint for the tokens; None = no rules.
+        max_tokens: maximum number of generated tokens.
     """
 
     request_id: str
@@ -48,6 +51,8 @@ class NewSequence:
     end_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     adapter: int = 0
+    rules: TokenRules | None = None
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.plan import NewSequence, PlanRow
+from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.outputs import FinishReason
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
@@ -51,6 +52,7 @@ class Request:
         arrival: number of the request in order of arrival, the tie-break of the scheduler.
         seed: 32-bit seed of the sampling keys.
         bad_token_ids: token sequences that may not be generated.
+        rules: rules of the checkpoint for the tokens; None = no rules.
         salt: prefix of the prefix-cache keys.
         adapter: number of the LoRA adapter; 0 = none.
         encoder_inputs: inputs of the model's encoder, in the order of their placeholder tokens.
@@ -71,6 +73,7 @@ class Request:
     arrival: int = 0
     seed: int = 0
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    rules: TokenRules | None = None
     salt: bytes = b""
     adapter: int = 0
     encoder_inputs: tuple[EncoderInput, ...] = ()
@@ -118,7 +121,9 @@ class Request:
     def adjusted(self) -> bool:
         """Whether sampler state on the device changes the logits before sampling."""
         params = self.params
-        return isinstance(params, SamplingParams) and is_adjusted(params, self.bad_token_ids)
+        return isinstance(params, SamplingParams) and is_adjusted(
+            params, self.bad_token_ids, self.rules
+        )
 
     @property
     def reads_prefixes(self) -> bool:
@@ -148,6 +153,9 @@ class Request:
         for count, token in enumerate(tokens, 1):
             output.append(token)
             length = len(output)
+            if self.rules is not None and self.rules.forces_end(length - 1, self.max_tokens):
+                self.finish_reason = "length"
+                return count
             if length >= params.min_tokens:
                 if token in self.eos_token_ids:
                     self.finish_reason = "stop"
@@ -201,6 +209,8 @@ class Request:
             self.end_token_ids(),
             self.bad_token_ids,
             self.adapter,
+            self.rules,
+            self.max_tokens,
         )
 
     def end_token_ids(self) -> tuple[int, ...]:
@@ -217,7 +227,9 @@ def reads_prefixes(params: SamplingParams | PoolingParams) -> bool:
     return params.prompt_logprobs is None
 
 
-def is_adjusted(params: SamplingParams, bad_token_ids: Sequence[Sequence[int]]) -> bool:
+def is_adjusted(
+    params: SamplingParams, bad_token_ids: Sequence[Sequence[int]], rules: TokenRules | None
+) -> bool:
     """Return whether the options change the logits of a sequence before sampling."""
     return bool(
         params.penalized
@@ -225,4 +237,5 @@ def is_adjusted(params: SamplingParams, bad_token_ids: Sequence[Sequence[int]]) 
         or params.allowed_token_ids is not None
         or params.min_tokens
         or bad_token_ids
+        or rules is not None
     )

@@ -160,6 +160,7 @@ class OpenRequest:
                 arrival=arrival + index,
                 seed=seed,
                 bad_token_ids=add.bad_token_ids,
+                rules=add.rules,
                 salt=add.salt,
                 adapter=add.adapter,
                 encoder_inputs=add.encoder_inputs,

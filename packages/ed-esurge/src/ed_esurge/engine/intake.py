@@ -19,6 +19,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add, EncoderInput
+from ed_esurge.core.decoder_start import DecoderStart
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
@@ -109,6 +110,7 @@ def check_prompt(
     *,
     max_model_len: int,
     vocab_size: int,
+    apart: bool = False,
 ) -> CheckedPrompt:
     """Check the token ids of a prompt, and fit the prompt and `max_tokens` to the context.
 
@@ -117,6 +119,7 @@ def check_prompt(
         max_tokens: see `fit`.
         config: the engine's options.
         max_model_len, vocab_size: the engine's limits.
+        apart: see `fit`.
 
     Raises:
         TokenIdError: a token id is outside the vocabulary.
@@ -124,12 +127,17 @@ def check_prompt(
         ConfigError: the prompt is empty.
     """
     check_token_ids("the prompt", token_ids, vocab_size)
-    used, most = fit(token_ids, max_tokens, config, max_model_len)
+    used, most = fit(token_ids, max_tokens, config, max_model_len, apart=apart)
     return CheckedPrompt(used, most, removed=len(token_ids) - len(used))
 
 
 def fit(
-    prompt: list[int], max_tokens: int | None, config: EngineConfig, max_model_len: int
+    prompt: list[int],
+    max_tokens: int | None,
+    config: EngineConfig,
+    max_model_len: int,
+    *,
+    apart: bool = False,
 ) -> tuple[list[int], int]:
     """Truncate the prompt and reduce `max_tokens` according to the options, so that both fit.
 
@@ -139,6 +147,8 @@ def fit(
             room after the prompt.
         config: the engine's options.
         max_model_len: maximum length of prompt plus completion.
+        apart: whether the model is an encoder-decoder, whose encoder reads the prompt and whose
+            decoder generates the completion. Each of them has `max_model_len` positions.
 
     Returns:
         the prompt to use, and the number of tokens to generate: at least 1, or 0 if requested.
@@ -153,8 +163,10 @@ def fit(
     may_cut = config.auto_truncate_prompt and not config.strict_context
     if may_cut and not config.prefer_preserve_prompt and max_tokens is not None:
         room = max(room, min(max_tokens, max_model_len - 1))
-    longest = max_model_len - room
     least = 1 if max_tokens is None else max_tokens
+    if apart:
+        room = least = 0
+    longest = max_model_len - room
     if len(prompt) > longest and len(prompt) + least > max_model_len:
         if not may_cut:
             raise ContextLengthError(
@@ -166,7 +178,7 @@ def fit(
                 max_model_len,
             )
         prompt = truncate(prompt, longest, config.truncate_mode)
-    free = max_model_len - len(prompt)
+    free = max_model_len - (DECODER_PREFIX if apart else len(prompt))
     if max_tokens is None:
         return prompt, free
     if max_tokens > free:
@@ -181,6 +193,10 @@ def fit(
             )
         max_tokens = free
     return prompt, max_tokens
+
+
+#: Most tokens of a decoder before its completion: the start token, and a forced token.
+DECODER_PREFIX = 2
 
 
 def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
@@ -235,8 +251,8 @@ class Intake:
         grammars: compiler of structured outputs; None = structured outputs are not supported.
         encoder_names: names of the arrays that the model's encoder accepts; () = no encoder.
         encoder_rows: maximum number of encoder positions of one item.
-        decoder_start: first token of an encoder-decoder's decoder. Prompts are then inputs of the
-            encoder; None for other models.
+        decoder: first tokens of an encoder-decoder's decoder, and the rules of its tokens. Prompts
+            are then inputs of the encoder; None for other models.
         adapters: table of the loaded adapters; None = adapters are not supported.
     """
 
@@ -254,7 +270,7 @@ class Intake:
         grammars: Grammars | None = None,
         encoder_names: Sequence[str] = (),
         encoder_rows: int = 0,
-        decoder_start: int | None = None,
+        decoder: DecoderStart | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -266,7 +282,7 @@ class Intake:
         self._samples = samples
         self.grammars = grammars
         self.encoder_names, self.encoder_rows = tuple(encoder_names), encoder_rows
-        self._decoder_start = decoder_start
+        self._decoder = decoder
         self.adapters = adapters or AdapterTable(0)
         # A client request with many prompts repeats the same words for each prompt.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
@@ -313,7 +329,7 @@ class Intake:
         checked = self.check_prompt(prompt, 0 if sampling is None else sampling.max_tokens)
         ids, max_tokens = checked.token_ids, checked.max_tokens
         self._check_encoder_inputs(encoder_inputs, checked)
-        if self._decoder_start is not None:
+        if self._decoder is not None:
             if sampling is None or sampling.prompt_logprobs is not None:
                 raise ConfigError(
                     "an encoder-decoder has no pooled vector and no prompt_logprobs: its decoder "
@@ -321,7 +337,12 @@ class Intake:
                 )
             arrays = {"input_ids": np.asarray(ids, np.int32)}
             encoder_inputs = (EncoderInput.of(arrays, 0, len(ids)),)
-            ids = [self._decoder_start]
+            ids = self._decoder.prefix(sampling.forced_bos_token_id)
+        elif sampling is not None and sampling.forced_bos_token_id is not None:
+            raise ConfigError(
+                f"forced_bos_token_id={sampling.forced_bos_token_id} requires an encoder-decoder: "
+                "omit the option"
+            )
         options: dict[str, Any] = {} if sampling is None else self._sampling(sampling, max_tokens)
         return Add(
             request_id,
@@ -351,7 +372,8 @@ class Intake:
         ids = (
             encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         )
-        limits = {"max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
+        limits: dict[str, Any] = {"max_model_len": self.max_model_len}
+        limits |= {"vocab_size": self.vocab_size, "apart": self._decoder is not None}
         return replace(check_prompt(ids, max_tokens, self.config, **limits), text=text)
 
     def _check_encoder_inputs(self, items: Sequence[EncoderInput], checked: CheckedPrompt) -> None:
@@ -407,11 +429,14 @@ class Intake:
                 "another token, or omit min_tokens"
             )
         words = self._words(params.bad_words) if params.bad_words else ()
+        known = () if self._decoder is None else self._decoder.bad_words_ids
+        known = tuple(w for w in known if len(w) > 1 or w[0] not in self.eos_token_ids)
         gives_text = self.tokenizer is not None and params.detokenize
         return {
             "eos_token_ids": eos,
             # A word with a token outside the vocabulary is never generated.
-            "bad_token_ids": tuple(word for word in words if max(word) < self.vocab_size),
+            "rules": None if self._decoder is None else self._decoder.rules,
+            "bad_token_ids": (*known, *(word for word in words if max(word) < self.vocab_size)),
             "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
         }
 
@@ -440,6 +465,8 @@ class Intake:
                 "stop strings require a tokenizer: pass one to eSurge, or use stop_token_ids"
             )
         check_params_token_ids(params, self.vocab_size)
+        if params.forced_bos_token_id is not None:
+            check_token_ids("forced_bos_token_id", [params.forced_bos_token_id], self.vocab_size)
 
 
 def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:

@@ -28,7 +28,7 @@ from ed_esurge.engine.intake import (
 )
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
-    decoder_start_token_id,
+    decoder_start_of,
     embedding_settings_of,
     encoder_names,
     eos_token_ids,
@@ -105,7 +105,7 @@ class eSurge(EngineControl):
             grammars=grammars,
             encoder_names=encoder_names(runner.model),
             encoder_rows=encoder.capacity if encoder is not None else 0,
-            decoder_start=decoder_start_token_id(runner.model),
+            decoder=decoder_start_of(runner.model),
             adapters=self.loop.adapters,
         )
         self.compile_structured = self._intake.compile_structured

@@ -20,6 +20,7 @@ from ed_infra.specs import LoraSpec
 from ed_models.adapters.values import LayerAdapter
 
 from ed_esurge.core.commands import Command, EncoderInput
+from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.runner.result import NotFinite
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
@@ -33,6 +34,7 @@ CLASSES: dict[str, type] = {
         PoolingParams,
         StructuredOutputs,
         LayerAdapter,
+        TokenRules,
         LoraSpec,
     )
 }

@@ -143,4 +143,4 @@ def _plain(new: NewSequence) -> NewSequence:
     if isinstance(params, SamplingParams):
         kept = ("temperature", "top_k", "top_p", "min_p")
         params = SamplingParams(**{name: getattr(params, name) for name in kept})
-    return replace(new, params=params, end_token_ids=(), bad_token_ids=(), adapter=0)
+    return replace(new, params=params, end_token_ids=(), bad_token_ids=(), adapter=0, rules=None)

@@ -118,7 +118,7 @@ class SlotTables:
         self._adjusted[slot] = None
         if isinstance(params, PoolingParams):
             return
-        if is_adjusted(params, new.bad_token_ids):
+        if is_adjusted(params, new.bad_token_ids, new.rules):
             self._adjusted[slot] = Adjustment(new, params, self.vocab_size)
             self._set(
                 slot,
@@ -212,7 +212,8 @@ class Adjustment:
     def __init__(self, new: NewSequence, params: SamplingParams, vocab_size: int) -> None:
         self._new, self._params, self._vocab_size = new, params, vocab_size
         self._tokens = list(new.token_ids)
-        self.held: tuple[int, frozenset[int]] | None = None  # tokens counted, banned tokens
+        # Tokens counted, banned tokens, and the only allowed token.
+        self.held: tuple[int, frozenset[int], int | None] | None = None
 
     def grow(self, row: PlanRow) -> None:
         """Append the new tokens of a row."""
@@ -222,17 +223,17 @@ class Adjustment:
     def update(self) -> Line | None:
         """Return `(slot, bias [v], seen [v])` if the row must be written before the next sampling;
         None otherwise."""
-        banned = self._banned()
-        now = (len(self._tokens), banned)
+        banned, forced = self._banned(), self._forced()
+        now = (len(self._tokens), banned, forced)
         if self.held == now:
             return None
         self.held = now
-        return np.int32(self._new.slot), self._bias(banned), self._seen()
+        return np.int32(self._new.slot), self._bias(banned, forced), self._seen()
 
     def sampled(self, count: int) -> None:
         """Record that the device counts `count` more tokens."""
         assert self.held is not None, "a line is written before its sequence samples"
-        self.held = (self.held[0] + count, self.held[1])
+        self.held = (self.held[0] + count, *self.held[1:])
 
     def _banned(self) -> frozenset[int]:
         """Return the tokens that are forbidden next and may be allowed in a later step."""
@@ -244,9 +245,21 @@ class Adjustment:
             *head, last = word
             if not head or output[-len(head) :] == head:
                 banned.add(last)
+        if self._new.rules is not None:
+            banned.update(self._new.rules.banned(len(output)))
         return frozenset(banned)
 
-    def _bias(self, banned: frozenset[int]) -> np.ndarray:
+    def _forced(self) -> int | None:
+        """Return the only token that is allowed next; None = no such token."""
+        new, count = self._new, len(self._tokens) - self._new.prompt_len
+        ends = new.rules is not None and new.rules.forces_end(count, new.max_tokens)
+        return new.rules.forced_eos_token_id if new.rules is not None and ends else None
+
+    def _bias(self, banned: frozenset[int], forced: int | None) -> np.ndarray:
+        if forced is not None:
+            bias = np.full(self._vocab_size, -np.inf, np.float32)
+            bias[forced] = 0
+            return bias
         allowed = self._params.allowed_token_ids
         bias = np.zeros(self._vocab_size, np.float32)
         if allowed is not None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -259,6 +260,7 @@ def _prompts(
         vocab_size=engine.vocab_size,
         chat_template=chat_template,
         oai_like_processor=oai_like_processor,
+        apart=getattr(engine, "task", None) == TaskType.SEQUENCE_TO_SEQUENCE,
     )
 
 

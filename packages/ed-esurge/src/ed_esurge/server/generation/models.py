@@ -210,6 +210,7 @@ class ServedModel:
                 "logit_bias",
                 "allowed_token_ids",
                 "bad_words",
+                "forced_bos_token_id",
             )
             if (value := getattr(request, name)) is not None
         }

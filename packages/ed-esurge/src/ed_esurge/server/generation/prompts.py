@@ -13,6 +13,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import (
+    DECODER_PREFIX,
     CheckedPrompt,
     ContextLengthError,
     TokenIdError,
@@ -68,6 +69,7 @@ class PromptEncoder:
         vocab_size: size of the model's vocabulary.
         images: reader of the images in conversations.
         chat_template: Jinja text that replaces the template of the tokenizer.
+        apart: whether the model is an encoder-decoder, see `ed_esurge.engine.intake.fit`.
         oai_like_processor: whether templates that support OpenAI's list of content parts receive
             such a list; False = content is always text.
     """
@@ -82,11 +84,12 @@ class PromptEncoder:
         images: ChatImages,
         chat_template: str | None = None,
         oai_like_processor: bool = True,
+        apart: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.images = images
         self.config = config
-        self.max_model_len = max_model_len
+        self.max_model_len, self._apart = max_model_len, apart
         self.vocab_size = vocab_size
         # A longer text always has more tokens than `max_model_len`.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -246,8 +249,10 @@ class PromptEncoder:
         """
         count = len(tokens)
         if last is not None:
-            tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
-        limits = {"max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
+            room = 0 if self._apart else wanted or 1
+            tokens = tokens[-(last if last > 0 else self.max_model_len - room) :]
+        limits: dict[str, Any] = {"max_model_len": self.max_model_len, "apart": self._apart}
+        limits["vocab_size"] = self.vocab_size
         try:
             checked = check_prompt(tokens, wanted, self.config, **limits)
             return replace(checked, removed=count - len(checked))
@@ -256,6 +261,14 @@ class PromptEncoder:
         except ContextLengthError as error:
             count, requested = error.prompt_tokens, error.max_tokens or 0
             room = error.max_model_len - count
+            if self._apart and room >= 0:
+                room = error.max_model_len - DECODER_PREFIX
+                raise APIError(
+                    f"the request has {requested} tokens in the completion, and this model "
+                    f"generates at most {room}: request fewer",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                ) from None
             ways = "shorten it" if room < 1 else f"shorten it, or request at most {room} tokens"
             raise APIError(
                 f"this model's maximum context length is {error.max_model_len} tokens; the request "

@@ -180,6 +180,7 @@ class GenerationRequest(Guided, OtherSamplers):
     stop_token_ids: Annotated[TokenIds | None, few(MAX_STOP_TOKENS)] = None
     allowed_token_ids: Annotated[TokenIds | None, few(MAX_LISTED)] = None
     bad_words: Annotated[list[Word] | None, few(MAX_BAD_WORDS)] = None
+    forced_bos_token_id: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
