@@ -188,9 +188,9 @@ def test_images_require_the_task_of_the_model(llava: Path, tmp_path: Path) -> No
 def test_method_rejects_a_task_that_it_does_not_train() -> None:
     sections = {
         "model": {"name_or_path": "org/model", "task": "seq2seq-lm"},
-        "trainer": {"trainer_type": "dpo"},
+        "trainer": {"trainer_type": "orpo"},
     }
-    with pytest.raises(InputError, match="dpo trains no model for 'sequence-to-sequence'"):
+    with pytest.raises(InputError, match="orpo trains no model for 'sequence-to-sequence'"):
         eLargeModel(sections).validate()
 
 
