@@ -89,9 +89,9 @@ def model_of(shape: str) -> Any:
         )
         return transformers.WhisperForConditionalGeneration(config)
     if shape == "t5-small":
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**{"decoder_start_token_id": 0})
-        )
+        config = transformers.T5Config()
+        config.decoder_start_token_id = 0
+        return transformers.T5ForConditionalGeneration(config)
     vocab = 58101
     settings = {"static_position_embeddings": True, "tie_word_embeddings": True}
     config = transformers.MarianConfig(
