@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import transformers
 import yaml
-from ed_elarge.actions.execution import execute
 from ed_elarge.command.runs import run_file
 from ed_elarge.config import nodes
 from ed_elarge.config.layers import merged
@@ -142,6 +141,20 @@ def test_yaml_block_is_a_valid_run_file(one: Example, here: Path) -> None:
             assert "has no effect" in warning
 
 
+def process(arguments: list[str], devices: int = 1) -> str:
+    """Run Python with some simulated devices, and return its output."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "XLA_FLAGS": flags, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
@@ -151,14 +164,16 @@ def test_yaml_block_is_a_valid_run_file(one: Example, here: Path) -> None:
 )
 def test_yaml_block_runs(one: Example, here: Path) -> None:
     is_part = line_of(one) in (*PARTS, *ALTERNATIVES)
-    for number, text in enumerate(run_files(one)):
+    Path("rest.yaml").write_text(REST.replace("rest}", f"rest-{line_of(one)}}}"))
+    Path("train.yaml").write_text("actions: [train]\n")
+    for text in run_files(one):
         if line_of(one) in ALTERNATIVES and "[1, 4, 8, 1, 1]" in text:
-            text = text.replace("[1, 4, 8, 1, 1]", "[1, 2, 4, 1, 1]")  # eight devices, not 32
-        document = (completed if is_part else nodes.parse)(text, f"{one.name}.{number}")
-        run = normalize(document)
-        if not run.actions:
-            run = normalize(merged(document, nodes.parse("actions: [train]", "actions")))
-        assert execute(run) == 0
+            text = text.replace("[1, 4, 8, 1, 1]", "[1, 1, 2, 1, 1]")  # two devices, not 32
+        Path("block.yaml").write_text(text)
+        below = ["rest.yaml", *([] if "actions:" in text else ["train.yaml"])]
+        run = f"include: {[*below, 'block.yaml']}\n" if is_part else text
+        Path("run.yaml").write_text(run)
+        process(["-m", "easydel.scripts.elarge", "run.yaml"], 2 if "2, 1" in text else 1)
     written = {"397": "eval_results.json", "710": "saved_config.yaml"}.get(line_of(one))
     if written:
         assert Path(written).is_file()
@@ -265,30 +280,42 @@ def test_004_594(elarge: Guide, here: Path) -> None:
     assert elarge.run("004:594")["elm"].config.sharding.axis_dims == (1, -1, 1, 1, 1)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(1500)
-def test_004_534(here: Path) -> None:
-    names = Guide("004", {}).run("004:534")
-    assert names["trainer_output"].metrics["steps"] > 0
+#: Code after a block of the guide: what the reader has, and what the block must have made.
+AFTER = {
+    "004:534": "assert trainer_output.metrics['steps'] > 0",
+    # The block after the next one builds these models beside the trained one.
+    "004:607": "model = {'name_or_path': 'model-name'}\n"
+    "elm.update_config({'teacher_model': model, 'reference_model': model})\n"
+    # The first block has trained other data into the default directory.
+    "elm.update_config({'trainer': {'max_training_steps': 2, 'save_directory': 'second'}})",
+    "004:624": "assert model.is_quantized and esurge.max_model_len == 4096 and teacher is not None",
+    "004:650": "assert {'hellaswag', 'mmlu', 'gsm8k'} <= {*results['results']}",
+    "004:669": "",
+}
+
+
+@pytest.fixture(scope="module")
+def python_blocks(shared: Path) -> str:
+    """The output of a program of the blocks from `import` to `clear_cache`."""
+    before = Path.cwd()
+    os.chdir(shared)
+    try:
+        found = {one.name: one for one in ALL}
+        parts = [
+            f"{found[name].body}\n{after}\nprint('done {name}', flush=True)\n"
+            for name, after in AFTER.items()
+        ]
+        Path("blocks.py").write_text("\n".join(parts))
+        return process(["blocks.py"])
+    finally:
+        os.chdir(before)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("line", ["607", "624", "650", "669"])
-def test_004_python(elarge: Guide, here: Path, line: str) -> None:
-    names = elarge.run("004:607")
-    if line in ("624", "650", "669"):
-        # The reader has these models; the block builds them beside the trained one.
-        if "teacher" not in names:
-            model = {"name_or_path": "model-name"}
-            names["elm"].update_config({"teacher_model": model, "reference_model": model})
-        elarge.run("004:624")
-        assert names["model"].is_quantized and names["esurge"].max_model_len == 4096
-    if line in ("650", "669"):
-        elarge.run("004:650")
-        assert {"hellaswag", "mmlu", "gsm8k"} <= {*names["results"]["results"]}
-    if line == "669":
-        elarge.run("004:669")
+@pytest.mark.parametrize("name", AFTER)
+def test_python_block_of_the_elarge_guide_runs(python_blocks: str, name: str) -> None:
+    assert f"done {name}" in python_blocks
 
 
 def test_002_sessions(here: Path) -> None:

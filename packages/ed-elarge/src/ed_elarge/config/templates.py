@@ -37,6 +37,8 @@ _ROWS = {
 _ENCODED = ("sequence_classification", "cross_encoder")
 #: Options that a method needs for its example data.
 _NEEDED: dict[str, dict[str, Any]] = {
+    "gkd": {"lmbda": 1.0},  # every completion is the student's
+    "question_answering": {"doc_stride": 16},
     "sequence_classification": {"label_names": ["negative", "positive"], "text_pairs": True},
     "token_classification": {"label_names": ["O", "B-PER", "B-LOC"]},
 }
@@ -132,7 +134,7 @@ def _model(name: str) -> str:
         "model:\n"
         "  # An existing model: replace config and tokenizer by name_or_path: ORGANIZATION/MODEL\n"
         f"  config: {{{config}}}\n"
-        "  tokenizer: {train: {vocab_size: 320}}\n"
+        "  tokenizer: {train: {vocab_size: 400}}\n"
     )
 
 
