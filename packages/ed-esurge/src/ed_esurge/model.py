@@ -190,8 +190,18 @@ def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
         tokens(name)
         for name in ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
     )
+    start = start or tokens("bos_token_id")
     if not start:
-        raise ConfigError("the configuration of the encoder-decoder has no decoder_start_token_id")
+        raise ConfigError(
+            "the configuration of the encoder-decoder has neither decoder_start_token_id nor "
+            "bos_token_id"
+        )
+    other = getattr(model.config, "decoder_vocab_size", None)
+    if other not in (None, vocab_size_of(model)):
+        raise ConfigError(
+            f"the decoder has its own vocabulary of {other} tokens (decoder_vocab_size), and the "
+            "engine serves one vocabulary: use model.generate"
+        )
     rules = TokenRules(
         tokens("suppress_tokens"), tokens("begin_suppress_tokens"), eos[0] if eos else None
     )
