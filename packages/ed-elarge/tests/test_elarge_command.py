@@ -78,8 +78,11 @@ def test_schema_accepts_templates_and_refuses_unknown_keys() -> None:
     assert code == 0
     validator = jsonschema.Draft202012Validator(json.loads(out))
     for name in names():
-        errors = [*validator.iter_errors(yaml.safe_load(template(name, "x")))]
+        errors = [*validator.iter_errors(nodes.parse(template(name, "x")).value)]
         assert not errors, (name, errors[:2])
+    for file in (Path(__file__).parents[3] / "examples").glob("*.yaml"):
+        errors = [*validator.iter_errors(nodes.read(file).value)]
+        assert not errors, (file, errors[:2])
     for broken in ({"trainer": {"learning_ratee": 1}}, {"trainr": {}}, {"actions": ["trian"]}):
         assert [*validator.iter_errors(broken)]
 

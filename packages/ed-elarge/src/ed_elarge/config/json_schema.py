@@ -26,6 +26,17 @@ class _Lenient(GenerateJsonSchema):
         """Return the empty schema."""
         return {}
 
+    def function_before_schema(self, schema: Any) -> JsonSchemaValue:
+        """Return the schema of a value that a function converts.
+
+        The function accepts other spellings, which the schema of its result would refuse. Numbers
+        and option classes keep their schemas: their functions refuse values.
+        """
+        made = super().function_before_schema(schema)
+        kind = schema["schema"].get("type")
+        is_class = ("$ref" in made or "properties" in made) and kind not in ("enum", "literal")
+        return made if is_class or kind in ("int", "float") else {}
+
 
 def schema() -> dict[str, Any]:
     """Return the schema of run files."""
