@@ -9,7 +9,7 @@ import pytest
 from ed_esurge.speech.engine import SpeechEngine
 from ed_esurge.speech.errors import QueueFullError
 from ed_esurge.speech.options import TranscriptionOptions
-from ed_esurge.speech.turns import DeviceTurns, Places, RoundRobin
+from ed_esurge.speech.turns import DeviceTurns, RoundRobin, TurnPlaces
 from ed_esurge.testing import ScriptedTranscriber
 from numpy import zeros
 
@@ -47,7 +47,7 @@ def test_short_work_of_another_client_runs_within_long_work():
 
 def test_one_client_uses_half_of_the_places_and_of_the_queue():
     async def check() -> None:
-        places = Places(4)
+        places = TurnPlaces(4)
         for _ in range(2):
             await places.enter("a", 8)
         waiting = [asyncio.create_task(places.enter("a", 8)) for _ in range(2)]

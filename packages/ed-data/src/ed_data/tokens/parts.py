@@ -109,7 +109,7 @@ def _joined(ids: list[int], types: list[int], eos: int, *, has_types: bool) -> T
     return TokenSequence(whole, types=tuple(types))
 
 
-class Window(NamedTuple):
+class ContextWindow(NamedTuple):
     """A window of the second text of a pair, with the first text before it.
 
     Attributes:
@@ -130,7 +130,7 @@ def windows(
     eos: int,
     max_length: int,
     stride: int,
-) -> list[Window]:
+) -> list[ContextWindow]:
     """Return the windows of pairs of texts, in order; only the second text is divided.
 
     Args:
@@ -154,7 +154,7 @@ def windows(
     ends = tokenizer("a", "b")["input_ids"][-1:] == [eos]
     room = max_length if ends else max_length - 1
 
-    def encode(pairs: list[DocumentField]) -> list[list[Window]]:
+    def encode(pairs: list[DocumentField]) -> list[list[ContextWindow]]:
         texts: list[Any] = [pair.content for pair in pairs]
         made = tokenizer(
             [first for first, _ in texts],
@@ -167,7 +167,7 @@ def windows(
             return_token_type_ids=True,
             verbose=False,
         )
-        result: list[list[Window]] = [[] for _ in pairs]
+        result: list[list[ContextWindow]] = [[] for _ in pairs]
         for number, pair in enumerate(made["overflow_to_sample_mapping"]):
             ids, types = made["input_ids"][number], made["token_type_ids"][number]
             sequence = _joined(ids, types, eos, has_types=has_types)
@@ -176,7 +176,7 @@ def windows(
             offsets = [
                 place if of == 1 else None for of, place in zip(texts_of, places, strict=True)
             ]
-            result[pair].append(Window(sequence, offsets, pair))
+            result[pair].append(ContextWindow(sequence, offsets, pair))
         return result
 
     problem = "the tokenizer cannot encode the texts, or the question leaves no room for a window"
@@ -184,7 +184,7 @@ def windows(
     return [window for of_pair in found for window in of_pair]
 
 
-def answered(window: Window, cls: int | None, answer: tuple[int, int]) -> TokenSequence:
+def answered(window: ContextWindow, cls: int | None, answer: tuple[int, int]) -> TokenSequence:
     """Return the tokens of a window with the tokens of an answer.
 
     Without an answer in the window, the answer is the classification token, or the first token.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
-from ed_elarge.command.runs import Settings
+from ed_elarge.command.runs import RunSettings
 from ed_elarge.exits import guarded
 
 
@@ -123,7 +123,7 @@ def diff(
     run: Annotated[
         bool, typer.Option("--run", help="Compare two runs: values, versions and seeds.")
     ] = False,
-    settings: Settings = None,
+    settings: RunSettings = None,
 ) -> None:
     """Print the values that differ between two run files, defaults included.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ed_elarge.command.runs import File, Settings
+from ed_elarge.command.runs import File, RunSettings
 from ed_elarge.exits import guarded
 
 app = typer.Typer(help="Measure attention, decoding and training on this machine.")
@@ -107,7 +107,7 @@ def decode(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 64,
     rounds: Rounds = 3,
-    settings: Settings = None,
+    settings: RunSettings = None,
 ) -> None:
     """Measure the engine with the model of FILE: seconds of a prompt, and tokens per second."""
     raise typer.Exit(guarded(lambda: _decode(file, batch, prompt, tokens, rounds, settings or [])))
@@ -153,7 +153,7 @@ def _decode(
 def train(
     file: File,
     steps: Annotated[int, typer.Option(min=2, max=100_000, help="Number of steps.")] = 10,
-    settings: Settings = None,
+    settings: RunSettings = None,
 ) -> None:
     """Train the model of FILE for some steps into a temporary folder, and print tokens per second.
 

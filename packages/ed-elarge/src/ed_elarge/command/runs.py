@@ -18,7 +18,7 @@ DryRun = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Log more, and show tracebacks of bad input.")
 ]
-Settings = Annotated[
+RunSettings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -34,7 +34,7 @@ def run(
         str | None, typer.Option("--config", "-c", help="The run file, by name.")
     ] = None,
     dry_run: DryRun = False,
-    settings: Settings = None,
+    settings: RunSettings = None,
     verbose: Verbose = False,
 ) -> None:
     """Execute the actions of FILE: train, evaluate, generate with and serve a model."""
@@ -45,28 +45,28 @@ def run(
 
 
 def train(
-    file: File, dry_run: DryRun = False, settings: Settings = None, verbose: Verbose = False
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
 ) -> None:
     """Train the model of FILE; its other actions are not executed."""
     raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "train"))
 
 
 def evaluate(
-    file: File, dry_run: DryRun = False, settings: Settings = None, verbose: Verbose = False
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
 ) -> None:
     """Evaluate the model of FILE on benchmarks, with the parameters of its action `eval`."""
     raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "eval"))
 
 
 def serve(
-    file: File, dry_run: DryRun = False, settings: Settings = None, verbose: Verbose = False
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
 ) -> None:
     """Serve the model of FILE, with the parameters of its action `serve`."""
     raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "serve"))
 
 
 def generate(
-    file: File, dry_run: DryRun = False, settings: Settings = None, verbose: Verbose = False
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
 ) -> None:
     """Print completions of the model of FILE, with the parameters of its action `generate`."""
     raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "generate"))

@@ -22,7 +22,7 @@ from ed_infra.options import Options
 from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 from ed_trainers.options.classification import ClassifierArguments
-from ed_trainers.options.rows import Rows
+from ed_trainers.options.rows import RowKind
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
@@ -156,7 +156,7 @@ class RunConfig:
     def schema(self) -> schemas.Schema:
         """Schema of the mixture's rows for the method of the trainer."""
         entry, trainer = self.method_entry, self.trainer
-        rows = (trainer.rows if trainer is not None else None) or Rows(entry.rows)
+        rows = (trainer.rows if trainer is not None else None) or RowKind(entry.rows)
         if self.task == TaskType.SEQUENCE_TO_SEQUENCE != entry.task:
             return _OF_ENCODER_DECODERS[rows.name]
         if self.task == TaskType.SPEECH_SEQUENCE_TO_SEQUENCE and rows.name == "text":

@@ -22,7 +22,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.command.load import add_model_arguments, engine_of
 
 if TYPE_CHECKING:
-    from ed_esurge.server.generation.models import ModelServer
+    from ed_esurge.server.generation.models import ServedModels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def _open(name: str, mode: str) -> IO[bytes]:
 
 
 async def answer_lines(
-    server: ModelServer, source: IO[bytes], to: IO[bytes], concurrency: int
+    server: ServedModels, source: IO[bytes], to: IO[bytes], concurrency: int
 ) -> tuple[int, int]:
     """Answer lines in order, several concurrently.
 

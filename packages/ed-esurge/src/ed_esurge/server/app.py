@@ -20,7 +20,7 @@ from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.images import ChatImages
-from ed_esurge.server.generation.models import ModelServer, ServedModel, ServerState
+from ed_esurge.server.generation.models import ServedModel, ServedModels, ServerState
 from ed_esurge.server.generation.prompts import PromptEncoder
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.http import errors
@@ -173,7 +173,7 @@ def create_app(
     else:
         models = [model(engine, served_model_name)]
     batches = None if batch_directory is None else BatchStore(batch_directory, limits)
-    server = ModelServer(models, state, metrics, batches)
+    server = ServedModels(models, state, metrics, batches)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -264,7 +264,7 @@ def _prompts(
     )
 
 
-def _register(app: FastAPI, server: ModelServer, endpoint: Endpoint) -> None:
+def _register(app: FastAPI, server: ServedModels, endpoint: Endpoint) -> None:
     """Add the route of an endpoint. Model names may contain slashes."""
     path = endpoint.path.replace("{model}", "{model:path}")
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]

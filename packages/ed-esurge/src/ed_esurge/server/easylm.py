@@ -19,14 +19,14 @@ from pydantic import Field
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ModelServer, ServedModel, new_id
+from ed_esurge.server.generation.models import ServedModel, ServedModels, new_id
 from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.routing import Endpoint, post
 
-#: Texts of one request.
-Texts = Annotated[list[str], Field(min_length=1, max_length=1024)]
+#: EasyLMTexts of one request.
+EasyLMTexts = Annotated[list[str], Field(min_length=1, max_length=1024)]
 #: Maximum number of generated tokens, as in EasyLM.
 MAX_TOKENS = 1024
 
@@ -36,8 +36,8 @@ class InferenceRequest(RequestBody):
 
     ALIASES: ClassVar[dict[str, str]] = {"prefix": "prefix_text"}
 
-    prefix_text: Texts | None = None
-    text: Texts | None = None
+    prefix_text: EasyLMTexts | None = None
+    text: EasyLMTexts | None = None
     until: list[str] | list[list[str]] | None = None
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     max_tokens: Annotated[int, Field(gt=0, lt=2**31)] = MAX_TOKENS
@@ -150,7 +150,7 @@ def _within_lifetime(work: Callable[[ServedModel, Any], Awaitable[dict[str, Any]
     return handle
 
 
-async def ready(server: ModelServer, request: Request) -> Response:
+async def ready(server: ServedModels, request: Request) -> Response:
     """Answer that the server is ready."""
     return PlainTextResponse("Ready!\n")
 

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server.generation.models import ModelServer, ServedModel
+from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.http.auth import Access, owner_of
 from ed_esurge.server.http.fields import RequestBody
 
@@ -39,12 +39,12 @@ class Endpoint:
 
     Attributes:
         answer: the handler. With a body: receives the model of the request, the body and the
-            request. Without a body: receives the `ModelServer` and the request.
+            request. Without a body: receives the `ServedModels` and the request.
         returns: model of the answer, or the media type of a text.
         accepts: model of the body; None without a body.
         streams: whether the answer can be a stream of events.
         refusals: statuses of errors.
-        whole_server: whether a handler with a body receives the `ModelServer` instead of a model.
+        whole_server: whether a handler with a body receives the `ServedModels` instead of a model.
         access: who may call the endpoint of a server with keys.
         batched: whether the lines of a batch may call the endpoint.
         form: whether the body is a form with a file (multipart/form-data), instead of JSON.
@@ -93,7 +93,7 @@ def post(
 
 
 async def dispatch(
-    server: ModelServer, endpoint: Endpoint, body: BaseModel | None, request: Request
+    server: ServedModels, endpoint: Endpoint, body: BaseModel | None, request: Request
 ) -> Response:
     """Return the answer of an endpoint to a request over HTTP or to a line of a batch.
 

@@ -22,7 +22,7 @@ from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.speech.audio import SHORTEST, decoded
 from ed_esurge.speech.options import TranscriptionOptions
-from ed_esurge.speech.turns import DeviceTurns, Places
+from ed_esurge.speech.turns import DeviceTurns, TurnPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class SpeechEngine:
         names = ("max_target_positions", "max_position_embeddings")
         limits = [getattr(config, name) for name in names if getattr(config, name, None)]
         self.max_model_len = int(limits[0]) if limits else 2**20  # a CTC model writes no tokens
-        self._places, self._turns = Places(RUNNING), DeviceTurns()
+        self._places, self._turns = TurnPlaces(RUNNING), DeviceTurns()
         self._threads = ThreadPoolExecutor(RUNNING, thread_name_prefix="ed-esurge-speech")
         self._attempts: dict[int, float] = {}  # thread -> start of its attempt
 

@@ -100,7 +100,7 @@ class DeviceTurns:
                 after[1].set()
 
 
-class Places:
+class TurnPlaces:
     """The places of running transcriptions. One client uses at most half of them.
 
     Not thread-safe: all calls belong to one event loop.

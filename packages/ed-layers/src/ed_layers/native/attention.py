@@ -23,7 +23,7 @@ from ed_layers.native.library import TARGETS
 Mask = Sequence[jax.Array]
 
 
-class Rule(NamedTuple):
+class AttentionRule(NamedTuple):
     """The static settings of a call.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(
-    rule: Rule,
+    rule: AttentionRule,
     q: Float[Array, "b s h k"],
     k: Float[Array, "b t g k"],
     v: Float[Array, "b t g d"],

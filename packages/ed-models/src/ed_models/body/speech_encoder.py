@@ -73,7 +73,7 @@ class FrontEnd(nnx.Module):
         return self.projection(self.layer_norm(x)), lengths
 
 
-class LayerAdapter(nnx.Module):
+class AttentionAdapter(nnx.Module):
     """`linear_2(relu(linear_1(norm(x))))`: the parameters of a language (MMS)."""
 
     def __init__(self, parts: Parts):
@@ -86,12 +86,12 @@ class LayerAdapter(nnx.Module):
         return self.linear_2(jax.nn.relu(self.linear_1(self.norm(x), ctx)), ctx)
 
 
-class AdaptedLayer(DecoderLayer):
+class AttentionAdapterLayer(DecoderLayer):
     """A pre-norm layer, and an adapter whose output is added to that of the layer."""
 
     def __init__(self, parts: Parts, **settings):
         super().__init__(parts, **settings)
-        self.adapter_layer = LayerAdapter(parts)
+        self.adapter_layer = AttentionAdapter(parts)
 
     def __call__(self, x, ctx, cache, layer):
         x, cache, report = super().__call__(x, ctx, cache, layer)
@@ -104,7 +104,7 @@ def encoder_layer(parts: Parts, index: int) -> DecoderLayer:
     own = SelfAttention(parts, bias=True, position=None, mask=BIDIRECTIONAL)
     mlp = MLP(parts, dropout=config.activation_dropout)
     if config.adapter_attn_dim is not None:
-        return AdaptedLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
+        return AttentionAdapterLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
     if config.do_stable_layer_norm:
         return DecoderLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
     return EncoderLayer(parts, index, self_attn=own, mlp=mlp)
@@ -158,7 +158,7 @@ class AdapterConvolution(nnx.Module):
         return values * jax.nn.sigmoid(gate)
 
 
-class Adapter(nnx.Module):
+class DownsamplingAdapter(nnx.Module):
     """An optional projection, and convolutions that shorten the output of the encoder."""
 
     def __init__(self, parts: Parts):

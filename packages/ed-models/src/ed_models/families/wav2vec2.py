@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import layer_context
 from ed_models.body.spec_augment import SpecAugment
-from ed_models.body.speech_encoder import Adapter, FrontEnd, SpeechEncoder
+from ed_models.body.speech_encoder import DownsamplingAdapter, FrontEnd, SpeechEncoder
 from ed_models.tasks.ctc import CTCModel
 from ed_models.weights.rules import STANDARD, Rule, equal, permute, renamed
 
@@ -87,7 +87,7 @@ class Wav2Vec2Model(EasyDeLBaseModule):
             )
         self.encoder = SpeechEncoder(parts)
         if config.add_adapter:
-            self.adapter = Adapter(parts)
+            self.adapter = DownsamplingAdapter(parts)
 
     @property
     def features(self) -> int:

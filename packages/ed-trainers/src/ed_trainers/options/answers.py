@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.rows import Rows
+from ed_trainers.options.rows import RowKind
 
 
 class QuestionAnsweringArguments(TrainingArguments):
@@ -19,9 +19,9 @@ class QuestionAnsweringArguments(TrainingArguments):
     """Number of tokens that consecutive windows of a long context share."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowKind:
         """Kind of the rows."""
-        return Rows("answer", {"stride": self.doc_stride})
+        return RowKind("answer", {"stride": self.doc_stride})
 
 
 class MultipleChoiceArguments(TrainingArguments):
@@ -33,9 +33,9 @@ class MultipleChoiceArguments(TrainingArguments):
     """Number of choices of a row: `choices`, a list of texts, or `choice_1`, `choice_2`, …."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowKind:
         """Kind of the rows."""
-        return Rows("choice", {"choices": self.num_choices})
+        return RowKind("choice", {"choices": self.num_choices})
 
     @property
     def sides(self) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from ed_trainers.options.optimizers import (
     problem,
 )
 from ed_trainers.options.other_names import EQUIVALENT, SAME
-from ed_trainers.options.rows import Rows
+from ed_trainers.options.rows import RowKind
 
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
 Decisions = tuple[tuple[str, Flag], ...]
@@ -237,7 +237,7 @@ class TrainingArguments(Options):
     """Number of traced steps."""
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> RowKind | None:
         """Kind of the rows, if it depends on options; None: the kind that the method names."""
         return None
 

@@ -8,7 +8,7 @@ from ed_infra.options import Count
 from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, TrainingArguments, conflict
-from ed_trainers.options.rows import Rows
+from ed_trainers.options.rows import RowKind
 
 
 class ClassifierArguments(TrainingArguments):
@@ -38,9 +38,9 @@ class ClassifierArguments(TrainingArguments):
         return value
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowKind:
         """Kind of the rows."""
-        return Rows(self.ROWS)
+        return RowKind(self.ROWS)
 
     @property
     def config_fields(self) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class SequenceClassificationArguments(ClassifierArguments):
     """Classify pairs of texts: rows also have `text_pair`, and the model reads token types."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowKind:
         """Kind of the rows."""
-        return Rows(f"pair_{self.ROWS}" if self.text_pairs else self.ROWS)
+        return RowKind(f"pair_{self.ROWS}" if self.text_pairs else self.ROWS)
 
 
 class TokenClassificationArguments(ClassifierArguments):

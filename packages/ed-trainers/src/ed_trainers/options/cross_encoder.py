@@ -8,7 +8,7 @@ from ed_infra.options import Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import TrainingArguments, conflict
-from ed_trainers.options.rows import Rows
+from ed_trainers.options.rows import RowKind
 
 #: The losses of `cross_encoder`.
 BCE, SCORE_MSE, CONTRASTIVE = "binary_cross_entropy", "mse", "localized_contrastive"
@@ -60,8 +60,8 @@ class CrossEncoderArguments(TrainingArguments):
         return ("positive", *(f"negative_{i + 1}" for i in range(self.num_negatives)))
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowKind:
         """Kind of the rows."""
         if self.loss_type == CONTRASTIVE:
-            return Rows("candidate", {"negatives": self.num_negatives})
-        return Rows("relevance")
+            return RowKind("candidate", {"negatives": self.num_negatives})
+        return RowKind("relevance")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, conflict
 from ed_trainers.options.noise import NoiseArguments
-from ed_trainers.options.rows import Rows
+from ed_trainers.options.rows import RowKind
 
 Temperatures = Annotated[
     tuple[Positive, ...],
@@ -115,14 +115,14 @@ class EmbeddingArguments(NoiseArguments):
         return tuple(f"margin_{number + 1}" for number in range(count))
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowKind:
         """Kind of the rows."""
         if self.loss_type in SCORED:
-            return Rows("scored_pair")
+            return RowKind("scored_pair")
         margins = self.loss_type == MARGIN_MSE
         if not self.num_negatives:
-            return Rows("embedding")
-        return Rows("embedding", {"negatives": self.num_negatives, "margins": margins})
+            return RowKind("embedding")
+        return RowKind("embedding", {"negatives": self.num_negatives, "margins": margins})
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowKind:
     """The kind of the rows of a method, for the program that builds the loader.
 
     Attributes:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ed_esurge.server.batches.uploads import check_form, receive
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ModelServer
+from ed_esurge.server.generation.models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody, few
@@ -107,7 +107,7 @@ class BatchList(AnswerBody):
     has_more: bool
 
 
-def _store(server: ModelServer) -> BatchStore:
+def _store(server: ServedModels) -> BatchStore:
     if server.batches is None:
         raise APIError(
             "this server does not store files: start the server with batch_directory to enable "
@@ -118,7 +118,7 @@ def _store(server: ModelServer) -> BatchStore:
     return server.batches
 
 
-async def upload(server: ModelServer, request: Request) -> JSONResponse:
+async def upload(server: ServedModels, request: Request) -> JSONResponse:
     """Store a file.
 
     Raises:
@@ -143,7 +143,7 @@ async def upload(server: ModelServer, request: Request) -> JSONResponse:
             path.unlink(missing_ok=True)
 
 
-async def files(server: ModelServer, request: Request) -> JSONResponse:
+async def files(server: ServedModels, request: Request) -> JSONResponse:
     """Return the files of the key, newest first."""
     known = _store(server).files(owner_of(request.scope))
     purpose = request.query_params.get("purpose")
@@ -152,12 +152,12 @@ async def files(server: ModelServer, request: Request) -> JSONResponse:
     return JSONResponse({"object": "list", "data": page, "has_more": more})
 
 
-async def file(server: ModelServer, request: Request) -> JSONResponse:
+async def file(server: ServedModels, request: Request) -> JSONResponse:
     """Return the metadata of a file. Raises APIError: 404."""
     return JSONResponse(public(_file(server, request)))
 
 
-async def content(server: ModelServer, request: Request) -> FileResponse:
+async def content(server: ServedModels, request: Request) -> FileResponse:
     """Return the content of a file. Raises APIError: 404."""
     known = _file(server, request)
     path = _store(server).content(known["id"])
@@ -165,7 +165,7 @@ async def content(server: ModelServer, request: Request) -> FileResponse:
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
 
-async def delete(server: ModelServer, request: Request) -> JSONResponse:
+async def delete(server: ServedModels, request: Request) -> JSONResponse:
     """Delete a file. Raises APIError: 404; 409, an unfinished batch reads the file."""
     name = request.path_params["file_id"]
     with refused_when_full():
@@ -173,11 +173,11 @@ async def delete(server: ModelServer, request: Request) -> JSONResponse:
     return JSONResponse({"id": name, "object": "file", "deleted": True})
 
 
-def _file(server: ModelServer, request: Request) -> JsonFields:
+def _file(server: ServedModels, request: Request) -> JsonFields:
     return _store(server).file(request.path_params["file_id"], owner_of(request.scope))
 
 
-async def create(server: ModelServer, body: BatchRequest, request: Request) -> JSONResponse:
+async def create(server: ServedModels, body: BatchRequest, request: Request) -> JSONResponse:
     """Queue a batch.
 
     Raises:
@@ -192,7 +192,7 @@ async def create(server: ModelServer, body: BatchRequest, request: Request) -> J
     return JSONResponse(public(batch))
 
 
-async def batches(server: ModelServer, request: Request) -> JSONResponse:
+async def batches(server: ServedModels, request: Request) -> JSONResponse:
     """Return the batches of the key, newest first."""
     page, more = _page(_store(server).batches(owner_of(request.scope)), request)
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -201,12 +201,12 @@ async def batches(server: ModelServer, request: Request) -> JSONResponse:
     )
 
 
-async def batch(server: ModelServer, request: Request) -> JSONResponse:
+async def batch(server: ServedModels, request: Request) -> JSONResponse:
     """Return the state of a batch. Raises APIError: 404."""
     return JSONResponse(public(_batch(server, request)))
 
 
-async def cancel(server: ModelServer, request: Request) -> JSONResponse:
+async def cancel(server: ServedModels, request: Request) -> JSONResponse:
     """Cancel a batch. Lines in progress are answered, and the answers remain available.
 
     Raises:
@@ -221,7 +221,7 @@ async def cancel(server: ModelServer, request: Request) -> JSONResponse:
     return JSONResponse(public(known))
 
 
-def _batch(server: ModelServer, request: Request) -> JsonFields:
+def _batch(server: ServedModels, request: Request) -> JsonFields:
     return _store(server).batch(request.path_params["batch_id"], owner_of(request.scope))
 
 

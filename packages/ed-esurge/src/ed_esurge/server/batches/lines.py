@@ -12,7 +12,7 @@ from ed_infra.options import Options
 from fastapi import Request
 from pydantic import Field, ValidationError
 
-from ed_esurge.server.generation.models import ModelServer
+from ed_esurge.server.generation.models import ServedModels
 from ed_esurge.server.http.auth import OWNER
 from ed_esurge.server.http.body import BODY_BYTES, aside, parsed_json
 from ed_esurge.server.http.errors import APIError, from_validation
@@ -32,7 +32,7 @@ class BatchLine(Options):
 
 
 async def answer_line(
-    server: ModelServer,
+    server: ServedModels,
     raw: bytes,
     name: str,
     endpoints: Mapping[str, Endpoint],
@@ -120,7 +120,7 @@ def _check(line: BatchLine, endpoints: Mapping[str, Endpoint], seen: set[str] | 
 
 
 async def _answer(
-    server: ModelServer, endpoint: Endpoint, body: dict[str, Any], raw: bytes, owner: str
+    server: ServedModels, endpoint: Endpoint, body: dict[str, Any], raw: bytes, owner: str
 ) -> tuple[int, Any]:
     """Return status and body of the answer, as over HTTP."""
     scope = {
@@ -152,7 +152,7 @@ async def _answer(
     return response.status_code, json.loads(bytes(response.body))
 
 
-def _parsed(server: ModelServer, raw: bytes) -> Any:
+def _parsed(server: ServedModels, raw: bytes) -> Any:
     most = server.state.limits.max_body_bytes
     if len(raw) > most:
         raise APIError(

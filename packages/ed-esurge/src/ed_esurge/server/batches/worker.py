@@ -21,7 +21,7 @@ from ed_esurge.server.batches.lines import (
     interrupted_line,
     succeeded,
 )
-from ed_esurge.server.generation.models import ModelServer
+from ed_esurge.server.generation.models import ServedModels
 from ed_esurge.server.routing import Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, open_private
 
@@ -35,7 +35,7 @@ TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, e
 
 
 @asynccontextmanager
-async def running(server: ModelServer, endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
+async def running(server: ServedModels, endpoints: Mapping[str, Endpoint]) -> AsyncIterator[None]:
     """Answer batches during the block. The next start resumes an unfinished batch.
 
     Args:
@@ -56,7 +56,7 @@ async def running(server: ModelServer, endpoints: Mapping[str, Endpoint]) -> Asy
 
 @dataclass(frozen=True)
 class _Worker:
-    server: ModelServer
+    server: ServedModels
     store: BatchStore
     endpoints: Mapping[str, Endpoint]
 

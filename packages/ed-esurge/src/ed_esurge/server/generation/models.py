@@ -400,7 +400,7 @@ class ServedModel:
         return np.stack([job.result() for job in jobs])
 
 
-class ModelServer:
+class ServedModels:
     """The models of a server.
 
     Args:

@@ -17,7 +17,7 @@ from ed_esurge.server.generation.answers import (
     TokenizedText,
     TokenizerInfo,
 )
-from ed_esurge.server.generation.models import ModelServer, ServedModel
+from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.body import aside, size_of
@@ -58,7 +58,7 @@ async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Reque
     return JSONResponse({"prompt": await model.prompts.decode(body.tokens)})
 
 
-async def info(server: ModelServer, request: Request) -> JSONResponse:
+async def info(server: ServedModels, request: Request) -> JSONResponse:
     """Return the configuration of the tokenizer; query parameter: `model`.
 
     Raises:
@@ -92,12 +92,12 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-async def names(server: ModelServer, request: Request) -> JSONResponse:
+async def names(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models, and the adapters that the key may use."""
     return JSONResponse({"object": "list", "data": server.cards(owner_of(request.scope))})
 
 
-async def one(server: ModelServer, request: Request) -> JSONResponse:
+async def one(server: ServedModels, request: Request) -> JSONResponse:
     """Return one model or adapter.
 
     Raises:

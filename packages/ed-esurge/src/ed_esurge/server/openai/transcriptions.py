@@ -24,7 +24,7 @@ from ed_esurge.server.routing import post
 from ed_esurge.speech.deltas import TextDeltas
 from ed_esurge.speech.options import TranscriptionOptions
 
-Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
+TranscriptFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
 _SPEAKERS = "the model does not distinguish speakers, omit the field"
 #: Formats with times of segments.
 TIMED = ("verbose_json", "srt", "vtt")
@@ -42,7 +42,7 @@ class AudioRequest(RequestBody):
     model: str | None = None
     prompt: Annotated[str, Field(max_length=2**14)] | None = None
     """Earlier text, or names as the recording spells them. The model reads the last tokens."""
-    response_format: Format = "json"
+    response_format: TranscriptFormat = "json"
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Temperature of the draws. 0: greedy, and higher temperatures after failed attempts."""
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 
 from ed_esurge.server.generation.answers import Sleeping
-from ed_esurge.server.generation.models import ModelServer, ServedModel
+from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.server.http.fields import RequestBody
@@ -24,7 +24,7 @@ from ed_esurge.server.routing import READING, Endpoint, post
 LEVELS = {"1": 1, "2": 2}
 
 
-async def sleep(server: ModelServer, request: Request) -> JSONResponse:
+async def sleep(server: ServedModels, request: Request) -> JSONResponse:
     """Release the device memory of the models; query parameters: `level` and `model`.
 
     Raises:
@@ -44,7 +44,7 @@ async def sleep(server: ModelServer, request: Request) -> JSONResponse:
     return _state(models)
 
 
-async def wake_up(server: ModelServer, request: Request) -> JSONResponse:
+async def wake_up(server: ServedModels, request: Request) -> JSONResponse:
     """Resume after `sleep`; query parameter: `model`.
 
     Raises:
@@ -56,12 +56,12 @@ async def wake_up(server: ModelServer, request: Request) -> JSONResponse:
     return _state(models)
 
 
-async def is_sleeping(server: ModelServer, request: Request) -> JSONResponse:
+async def is_sleeping(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether the models sleep; query parameter: `model`. Raises APIError: see `sleep`."""
     return _state(_asked(server, request, ("model",)))
 
 
-async def reset_prefix_cache(server: ModelServer, request: Request) -> Response:
+async def reset_prefix_cache(server: ServedModels, request: Request) -> Response:
     """Clear the prefix cache of the models; query parameter: `model`.
 
     Running requests are recomputed, and prefixes in host memory are cleared as well, independent
@@ -77,7 +77,7 @@ async def reset_prefix_cache(server: ModelServer, request: Request) -> Response:
     return Response()
 
 
-def _asked(server: ModelServer, request: Request, known: Sequence[str]) -> list[ServedModel]:
+def _asked(server: ServedModels, request: Request, known: Sequence[str]) -> list[ServedModel]:
     if not server.state.enable_sleep_mode:
         raise APIError(
             "sleep mode is disabled: start the server with enable_sleep_mode",
@@ -98,7 +98,7 @@ def _check_query(request: Request, known: Sequence[str]) -> None:
             )
 
 
-def _models(server: ModelServer, request: Request) -> list[ServedModel]:
+def _models(server: ServedModels, request: Request) -> list[ServedModel]:
     name = request.query_params.get("model")
     return [*server.models] if name is None else [server.find(name, owner_of(request.scope))]
 

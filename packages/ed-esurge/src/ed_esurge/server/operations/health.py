@@ -24,8 +24,8 @@ from ed_esurge.server.generation.answers import HealthState, Load, Version
 from ed_esurge.server.generation.models import (
     ROUTES_OF_ENCODERS,
     SPEECH_TASKS,
-    ModelServer,
     ServedModel,
+    ServedModels,
     new_id,
 )
 from ed_esurge.server.http.errors import APIError
@@ -44,14 +44,14 @@ def _down(reason: str, status: str = "down") -> JSONResponse:
     return JSONResponse({"status": status, "reason": reason}, 503)
 
 
-async def live(server: ModelServer, request: Request) -> JSONResponse:
+async def live(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether every engine runs."""
     if not _healthy(server):
         return _down("the engine is not running")
     return JSONResponse({"status": "ok"})
 
 
-async def ready(server: ModelServer, request: Request) -> JSONResponse:
+async def ready(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether the server accepts requests."""
     if _healthy(server) and server.state.draining:
         return _down("the server is stopping", "draining")
@@ -62,11 +62,11 @@ async def ready(server: ModelServer, request: Request) -> JSONResponse:
     return await live(server, request)
 
 
-def _healthy(server: ModelServer) -> bool:
+def _healthy(server: ServedModels) -> bool:
     return all(model.engine.is_healthy for model in server.models)
 
 
-async def decode(server: ModelServer, request: Request) -> JSONResponse:
+async def decode(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether every model generates a token, or a vector if it generates no tokens.
 
     Concurrent checks share one request.
@@ -104,24 +104,24 @@ async def _decode(model: ServedModel) -> str | None:
         return str(error)
 
 
-async def metrics(server: ModelServer, request: Request) -> Response:
+async def metrics(server: ServedModels, request: Request) -> Response:
     """Return the text for Prometheus."""
     return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def ping(server: ModelServer, request: Request) -> Response:
+async def ping(server: ServedModels, request: Request) -> Response:
     """Return the status of `ready` without a body."""
     return Response(status_code=(await ready(server, request)).status_code)
 
 
-async def load(server: ModelServer, request: Request) -> JSONResponse:
+async def load(server: ServedModels, request: Request) -> JSONResponse:
     """Return the number of waiting and running requests."""
     numbers = [stats for model in server.models for stats in model.engine.replica_stats()]
     names = ("num_requests_running", "num_requests_waiting")
     return JSONResponse({"server_load": int(sum(one[name] for one in numbers for name in names))})
 
 
-async def version(server: ModelServer, request: Request) -> JSONResponse:
+async def version(server: ServedModels, request: Request) -> JSONResponse:
     """Return the version of the server."""
     return JSONResponse({"version": server_version()})
 

@@ -13,7 +13,7 @@ from importlib.resources import files
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from ed_esurge.server.generation.models import ModelServer
+from ed_esurge.server.generation.models import ServedModels
 from ed_esurge.server.routing import Endpoint
 
 
@@ -52,7 +52,7 @@ def policy() -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-async def playground(server: ModelServer, request: Request) -> HTMLResponse:
+async def playground(server: ServedModels, request: Request) -> HTMLResponse:
     """Return the page, which contains no data of the server."""
     headers = {
         "Content-Security-Policy": policy(),

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ModelServer, ServedModel
+from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.body import aside, size_of
@@ -273,13 +273,13 @@ def _error_event(error: APIError) -> str:
     return named_event("error", {"type": "error", **error.envelope()})
 
 
-async def retrieve(server: ModelServer, request: Request) -> Response:
+async def retrieve(server: ServedModels, request: Request) -> Response:
     """Return a stored response. Raises APIError: 404."""
     name, owner = request.path_params["response_id"], owner_of(request.scope)
     return JSONResponse(server.state.responses.get(name, owner).response)
 
 
-async def delete(server: ModelServer, request: Request) -> Response:
+async def delete(server: ServedModels, request: Request) -> Response:
     """Delete a stored response. Raises APIError: 404."""
     name = request.path_params["response_id"]
     server.state.responses.delete(name, owner_of(request.scope))

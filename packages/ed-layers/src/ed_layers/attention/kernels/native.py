@@ -69,7 +69,7 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
     causal = call.mask_info.causal
-    rule = native.Rule(scoring.scale, scoring.soft_cap or 0.0, causal, scoring.dropout)
+    rule = native.AttentionRule(scoring.scale, scoring.soft_cap or 0.0, causal, scoring.dropout)
     arrays = (call.q, call.k, call.v, distances_of(scoring))
     rest = (mask_of(call.mask_info), limits_of(scoring), seed_of(scoring))
     out, lse = native.attention(rule, *arrays, *rest)  # type: ignore[misc]
