@@ -93,7 +93,7 @@ def model_of(shape: str) -> Any:
         config.decoder_start_token_id = 0
         return transformers.T5ForConditionalGeneration(config)
     vocab = 58101
-    settings = {"static_position_embeddings": True, "tie_word_embeddings": True}
+    settings: dict[str, Any] = {"static_position_embeddings": True, "tie_word_embeddings": True}
     config = transformers.MarianConfig(
         vocab_size=vocab,
         d_model=512,
@@ -188,8 +188,10 @@ class Torch:
         )
         with self.torch.inference_mode():
             # Whisper overrides `generate` by a loop over windows.
-            generate: Any = GenerationMixin.generate
-            found = generate(self.model, decoder_input_ids=ids, generation_config=config, **inputs)
+            mixin: Any = GenerationMixin
+            found = mixin.generate(
+                self.model, decoder_input_ids=ids, generation_config=config, **inputs
+            )
         return found[:, -tokens:].numpy()
 
 

@@ -429,8 +429,10 @@ class Intake:
                 "another token, or omit min_tokens"
             )
         words = self._words(params.bad_words) if params.bad_words else ()
-        known = () if self._decoder is None else self._decoder.bad_words_ids
-        known = tuple(w for w in known if len(w) > 1 or w[0] not in self.eos_token_ids)
+        known: list[tuple[int, ...]] = []
+        if self._decoder is not None:
+            ends_alone = {(token,) for token in self.eos_token_ids}
+            known = [word for word in self._decoder.bad_words_ids if word not in ends_alone]
         gives_text = self.tokenizer is not None and params.detokenize
         return {
             "eos_token_ids": eos,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -37,7 +38,8 @@ def resampled(
     common = math.gcd(source, target)
     up, down = target // common, source // common
     half = PERIODS * max(up, down)
-    window = firwin(2 * half + 1, 1 / max(up, down), window=("kaiser", KAISER)).astype(np.float32)
+    kaiser: Any = "kaiser", KAISER  # scipy's annotation lacks windows with an argument
+    window = np.asarray(firwin(2 * half + 1, 1 / max(up, down), window=kaiser), np.float32)
     # The first sample of each step is a multiple of `down`, so the output has a whole index.
     margin = (half // up // down + 2) * down
     step = -(-STEP // down) * down

@@ -28,6 +28,7 @@ from ed_esurge.server.generation.models import (
     ServedModels,
     new_id,
 )
+from ed_esurge.server.generation.speech import speech_engine
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import Endpoint
 
@@ -87,7 +88,7 @@ async def _decode(model: ServedModel) -> str | None:
     try:
         async with asyncio.timeout(DECODE_SECONDS):
             if model.task in SPEECH_TASKS:
-                await model.engine.check()
+                await speech_engine(model).check()
                 return None
             if model.task in ROUTES_OF_ENCODERS:
                 await model.vectors([prompt], PoolingParams())
