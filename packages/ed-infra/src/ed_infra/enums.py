@@ -57,8 +57,9 @@ TASK_ALIASES: dict[str, str] = {
 
 #: Activations by Hugging Face's names; `ed_layers.activations` implements them.
 ACTIVATION_NAMES = (
-    "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu",
-    "swish", "tanh",
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "leaky_relu", "linear", "mish", "quick_gelu", "relu",
+    "relu2", "relu6", "sigmoid", "silu", "swish", "tanh",
 )  # fmt: skip
 
 
