@@ -1,11 +1,12 @@
-"""Documented flows of the official clients with a server in a separate process.
+r"""Documented flows of the official clients with a server in a separate process.
 
 `openai` and `anthropic` are in the test group; their flows over a scripted engine run by default.
-The flows of `litellm`, `langchain` and `instructor`, and those over a model, run nightly. These
-clients have many dependencies, so they require a separate environment:
+The flows of `litellm`, `langchain`, `instructor` and `cohere`, and those over a model, run nightly.
+These clients have many dependencies, so they require a separate environment:
 
     uv venv clients --python 3.11
-    uv pip install -p clients litellm langchain langchain-openai langchain-anthropic instructor
+    uv pip install -p clients litellm langchain langchain-openai langchain-anthropic \
+        instructor cohere
     EASYDEL_CLIENTS_PYTHON=clients/bin/python pytest -m "" tests/e2e/test_official_clients.py
 """
 
@@ -29,6 +30,7 @@ CLIENTS = {
     "litellm": ("litellm",),
     "langchain": ("langchain", "langchain_openai", "langchain_anthropic"),
     "instructor": ("instructor", "openai", "anthropic"),
+    "cohere": ("cohere",),
 }
 NIGHTLY = pytest.mark.nightly
 

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import time
+import wave
 from typing import Any, Literal
 
 from flows import KEY, MODEL, WEATHER, flow, main, raises, weather
@@ -141,10 +142,48 @@ def files_and_batches(url: str) -> None:
     ai.files.delete(file.id)
 
 
+def silence(seconds: int) -> tuple[str, bytes]:
+    """Return the name and the content of a WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(8000)
+        out.writeframes(bytes(16000 * seconds))
+    return "silence.wav", file.getvalue()
+
+
+@flow("scripted")
+def transcriptions(url: str) -> None:
+    create = client(url).audio.transcriptions.create
+    answer = create(model="speech", file=silence(3))
+    assert answer.text == "word0 word1 word2"
+    assert answer.usage.seconds == 3
+    verbose = create(
+        model="speech",
+        file=silence(2),
+        response_format="verbose_json",
+        timestamp_granularities=["segment"],
+    )
+    assert [(one.start, one.end, one.text) for one in verbose.segments] == [
+        (0, 1, "word0"),
+        (1, 2, "word1"),
+    ]
+    assert create(model="speech", file=silence(1), response_format="text") == "word0\n"
+    subtitles = create(model="speech", file=silence(1), response_format="srt")
+    assert subtitles == "1\n00:00:00,000 --> 00:00:01,000\nword0\n\n"
+    events = list(create(model="speech", file=silence(3), stream=True))
+    assert "".join(event.delta for event in events[:-1]) == events[-1].text == answer.text
+    with raises(BadRequestError):
+        create(model="speech", file=("a.wav", b"text"))
+    with raises(BadRequestError):
+        create(model=MODEL, file=silence(1))
+
+
 @flow("scripted")
 def models_and_errors(url: str) -> None:
     ai = client(url)
-    assert [model.id for model in ai.models.list()] == [MODEL]
+    assert [model.id for model in ai.models.list()] == [MODEL, "speech"]
     assert ai.models.retrieve(MODEL).id == MODEL
     with raises(NotFoundError, lambda error: error.code == "model_not_found"):
         ai.chat.completions.create(model="gpt", messages=[ASK])

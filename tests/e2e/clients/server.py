@@ -11,7 +11,8 @@ import sys
 from typing import Any
 
 from ed_esurge.server.launch import serve
-from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from ed_esurge.speech.engine import SpeechEngine
+from ed_esurge.testing import ScriptedEngine, ScriptedTranscriber, byte_tokenizer
 
 MODEL = "tiny"
 TEMPLATE = (
@@ -37,13 +38,12 @@ def reply(prompt: str) -> str:
 
 
 def scripted() -> Any:
-    """Return an engine that follows a script."""
+    """Return an engine that follows a script, and a model for speech with a word per second."""
     tokenizer = byte_tokenizer(TEMPLATE)
     engine = ScriptedEngine(
         lambda tokens, _: reply(tokenizer.decode(tokens)), tokenizer=tokenizer, max_model_len=16384
     )
-    engine.model_name = MODEL
-    return engine
+    return {MODEL: engine, "speech": SpeechEngine(ScriptedTranscriber())}
 
 
 def tiny() -> Any:

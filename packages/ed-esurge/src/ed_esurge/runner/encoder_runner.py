@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -13,7 +13,7 @@ from ed_models.adapters.values import Adapter
 from ed_models.protocol import LanguageModel
 from tqdm import tqdm
 
-from ed_esurge.core.plan import NewSequence, StepPlan
+from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.model import classifies, embedding_settings_of, vocab_size_of
 from ed_esurge.runner.buckets import geometric
@@ -25,11 +25,39 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 SHORTEST = 16
 
 
+def grouped(
+    rows: Sequence[PlanRow], seqs: Sequence[int], lengths: Sequence[int]
+) -> Iterator[tuple[list[PlanRow], int, int]]:
+    """Yield the batches of a step: rows, and the number of sequences and tokens to pad to.
+
+    A batch contains the rows of one length bucket. More than half of the sequences of a batch are
+    rows, unless the smallest batch is larger.
+
+    Args:
+        rows: rows of a step.
+        seqs: possible numbers of sequences, ascending.
+        lengths: possible numbers of tokens, ascending.
+    """
+    of_length: dict[int, list[PlanRow]] = {}
+    for row in rows:
+        length = next(size for size in lengths if size >= len(row.token_ids))
+        of_length.setdefault(length, []).append(row)
+    for length, left in sorted(of_length.items()):
+        while left:
+            count = len(left)
+            size = next((size for size in seqs if size >= count), seqs[-1])
+            if 2 * count <= size:
+                size = max((one for one in seqs if one <= count), default=size)
+            yield left[:size], size, length
+            left = left[size:]
+
+
 class EncoderRunner:
     """Implements `Runner` for a model without keys and values, such as BERT.
 
-    Each step runs complete prompts as one padded batch and returns one vector per prompt: the
-    embedding of the model's own pooling, or the logits of a classifier.
+    Each step runs complete prompts and returns one vector per prompt: the embedding of the model's
+    own pooling, or the logits of a classifier. Prompts of similar lengths form a padded batch, so a
+    long prompt does not pad the short prompts of the same step.
 
     Args:
         model: the model. Its arrays are not copied.
@@ -89,11 +117,18 @@ class EncoderRunner:
         """Start a step and return without waiting for the device; see `Runner.run`."""
         for new in plan.started:
             self._started[new.slot] = new
-        longest = max(len(row.token_ids) for row in plan.rows)
-        seqs = next(size for size in self._seqs if size >= len(plan.rows))
-        length = next(size for size in self._lengths if size >= longest)
+        vectors = None
+        for rows, seqs, length in grouped(plan.rows, self._seqs, self._lengths):
+            part = self._call(*self._filled(rows, seqs, length))
+            vectors = part if vectors is None else vectors + part  # of different slots
+        assert vectors is not None, "a step has at least one row"
+        nothing = jnp.zeros((1, 3), jnp.int32)  # no row samples
+        return StepResult(plan, nothing, (0,) * len(plan.rows), vectors=vectors)
+
+    def _filled(self, rows: Sequence[PlanRow], seqs: int, length: int) -> tuple[np.ndarray, ...]:
+        """Return the arguments of `_vectors` for some rows of a step."""
         batch = ids, mask, types, prompts, slots, normalize = self._batch(seqs, length)
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(rows):
             new = self._started[row.slot]
             if not isinstance(new.params, PoolingParams):
                 raise RequestError(row.request_id) from ConfigError("an encoder samples no tokens")
@@ -104,9 +139,7 @@ class EncoderRunner:
             prompts[index] = new.params.prompt_length
             slots[index] = row.slot
             normalize[index] = new.params.normalize and not self._classifies
-        vectors = self._call(*batch)
-        nothing = jnp.zeros((1, 3), jnp.int32)  # no row samples
-        return StepResult(plan, nothing, (0,) * len(plan.rows), vectors=vectors)
+        return batch
 
     def _batch(self, seqs: int, length: int) -> tuple[np.ndarray, ...]:
         """Return the empty arguments of `_vectors`.
