@@ -157,5 +157,5 @@ def test_chunked_loss_step_matches_unchunked_step(step, method):
 def test_methods_without_chunks_train_no_language_model():
     """Methods without `lmhead_chunksize` train models with a few outputs, not a vocabulary."""
     without = {n for n, e in METHODS.items() if "lmhead_chunksize" not in e.arguments.model_fields}
-    vocabulary = {TaskType.CAUSAL_LM, TaskType.MASKED_LM}
+    vocabulary = {TaskType.CAUSAL_LM, TaskType.MASKED_LM, TaskType.SEQUENCE_TO_SEQUENCE}
     assert without == {n for n, e in METHODS.items() if e.task not in vocabulary}
