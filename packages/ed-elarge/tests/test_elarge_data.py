@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ed_elarge.__main__ import data_app
+from ed_elarge.command.main import app
 from run_files import with_changes
 from typer.testing import CliRunner
 
@@ -30,7 +30,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_the_report_of_a_run_file(run_file: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(data_app, [str(run_file), "--output", str(page), "--near"])
+    done = CliRunner().invoke(app, ["data", str(run_file), "--output", str(page), "--near"])
     assert done.exit_code == 0, done.output
     assert "61" in done.output and "length of the documents" in done.output
     assert "'content' is null" in done.output
@@ -43,7 +43,7 @@ def test_the_page_is_written_in_the_directory_of_the_trainer(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert CliRunner().invoke(data_app, [str(run_file)]).exit_code == 0
+    assert CliRunner().invoke(app, ["data", str(run_file)]).exit_code == 0
     assert (tmp_path / "run" / "data.html").is_file()
 
     settings = yaml.safe_load(run_file.read_text())
@@ -51,7 +51,7 @@ def test_the_page_is_written_in_the_directory_of_the_trainer(
     settings["mixture"]["batch_size"] = 4
     del settings["trainer"], settings["actions"]
     run_file.write_text(yaml.safe_dump(settings))
-    done = CliRunner().invoke(data_app, [str(run_file)])
+    done = CliRunner().invoke(app, ["data", str(run_file)])
     assert done.exit_code == 0 and "length of the documents" in done.output, done.output
     assert "wrote" not in done.output
     assert not list((tmp_path / "here").iterdir())
@@ -59,10 +59,10 @@ def test_the_page_is_written_in_the_directory_of_the_trainer(
 
 def test_invalid_data_command_exits_with_error(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"content": ')
-    done = CliRunner().invoke(data_app, [str(run_file)])
+    done = CliRunner().invoke(app, ["data", str(run_file)])
     assert done.exit_code == 2
     assert "rows.jsonl:1: not JSON" in done.stderr
     (tmp_path / "empty.yaml").write_text("trainer: {trainer_type: sft}\n")
-    done = CliRunner().invoke(data_app, [str(tmp_path / "empty.yaml")])
+    done = CliRunner().invoke(app, ["data", str(tmp_path / "empty.yaml")])
     assert done.exit_code == 2
     assert "the section 'mixture' is missing" in done.stderr
