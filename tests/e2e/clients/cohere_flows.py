@@ -45,9 +45,9 @@ def rerank_of_version_2(url: str) -> None:
 @flow("scripted")
 def errors_have_a_status(url: str) -> None:
     client = cohere.ClientV2(api_key=KEY, base_url=root(url))
-    for options, status in (({"model": "other"}, 404), ({"model": MODEL, "top_n": 0}, 400)):
+    for documents, model, status in ((DOCUMENTS, "other", 404), ([], MODEL, 400)):
         with raises(ApiError, lambda error, status=status: error.status_code == status):
-            client.rerank(query=QUERY, documents=DOCUMENTS, **options)
+            client.rerank(model=model, query=QUERY, documents=documents)
 
 
 if __name__ == "__main__":
