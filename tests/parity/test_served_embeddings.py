@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torch]
 
 LIMIT = 1e-5
 #: Pooling, include_prompt, Dense, Normalize of each checkpoint.
-KINDS: dict[str, tuple[str, bool, bool, bool]] = {
+KINDS: dict[str, tuple[str | list[str], bool, bool, bool]] = {
     "mean": ("mean", True, False, False),
     "mean without prompt, dense, normalized": ("mean", False, True, True),
     "cls, normalized": ("cls", True, False, True),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
@@ -262,7 +262,7 @@ class SpeechEngine:
         """Raise ConfigError: adapters are not supported."""
         self._refused("LoRA adapters")
 
-    def list_lora_adapters(self) -> Sequence[LoadedAdapter]:
+    def list_lora_adapters(self) -> list[LoadedAdapter]:
         """Return no adapters."""
         return []
 
