@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,3 +26,17 @@ def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM.create(config, seed=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def example_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder with the data of the examples, and a model of the quickstart."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "texts.txt").write_text("some text\n")
+    shutil.copytree(Path(__file__).parents[3] / "examples" / "data", tmp_path / "examples" / "data")
+    model = tmp_path / "runs" / "quickstart" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "tokenizer.json").write_text("{}")
+    return tmp_path

@@ -6,217 +6,26 @@ the location of the changed key, without a traceback. `VALID` lists valid mutati
 mutations that are reported at another key of the same contradiction, and `KNOWN` mutations that
 another package reports in two messages.
 
-The default run tests a fixed part of the mutations; `-m nightly` tests all of them.
+The default run tests the files themselves; `-m nightly` tests all mutations.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from ed_elarge.__main__ import run_file
 from ed_elarge.config import nodes
 from ed_elarge.errors import InputError, ValuePath, dotted
+from maximal_run_file import DEEP, MAXIMAL, dry_run, written
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PART = 32
-"""The default run tests one mutation in this number."""
-
-#: Every section and action with (nearly) every key, each at a value that means something.
-MAXIMAL = """
-model:
-  config:
-    model_type: llama
-    hidden_size: 64
-    intermediate_size: 128
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    head_dim: 16
-    max_position_embeddings: 512
-    tie_word_embeddings: true
-    initializer_range: 0.05
-    rms_norm_eps: 1.0e-5
-    attention_dropout: 0.1
-    hidden_act: silu
-    rope_theta: 10000.0
-    attention_bias: false
-  tokenizer: {train: {vocab_size: 300, min_frequency: 3}}
-  task: causal-language-model
-loader:
-  dtype: bfloat16
-  param_dtype: float32
-  precision: highest
-  verbose: true
-sharding:
-  axis_dims: [1, -1, 1, 1, 1]
-  axis_names: [dp, fsdp, ep, tp, sp]
-  dcn_axis_dims: [1, 1, 1, 1, 1]
-  auto_shard_model: true
-  fsdp_is_ep_bound: false
-  sp_is_ep_bound: false
-platform:
-  backend: cpu
-  platform: jax
-base_config:
-  values:
-    attn_mechanism: flash
-    decode_attn_mechanism: vanilla
-    blocksize_q: 64
-    attn_softmax_dtype: float32
-    kvdtype: bfloat16
-    sequence_axis_name: sp
-    scan_layers: false
-    gradient_checkpointing: nothing_saveable
-    fcm_max_ratio: 0.1
-  operation_configs:
-    flash_attn2: {platform: jax, block_q: 64, block_k: 64}
-mixture:
-  informs:
-    - type: python
-      data_files: pydoc_data.topics:topics
-      name: topics
-      preprocessing_fn: textwrap:dedent
-      format_callback: copy:copy
-      format_fields: {content: body}
-      content_field: body
-      num_rows: 50
-    - {data_files: texts.jsonl, split: train, content_field: text}
-  eval_fraction: 0.1
-  eval_informs:
-    - {type: txt, data_files: texts.txt, sample_by: paragraph}
-  cache_dir: cache
-  cache_remote_files: false
-  text_target_field: prose
-  batch_size: 8
-  seed: 3
-  shuffle_buffer_size: 100
-  pack_tokens: true
-  pack_seq_length: 128
-  pack_eos_token_id: 0
-  pack_strategy: first_fit
-  pack_shuffle: true
-  pack_shuffle_buffer_factor: 8
-  pack_on_the_fly: true
-  block_mixture: true
-  mixture_block_size: 512
-  stop_strategy: first_exhausted
-  mixture_weights: {topics: 0.5, texts: 0.5}
-  prefetch_workers: 1
-  prefetch_buffer_size: 2
-  tokenization:
-    max_length: 64
-    truncation: true
-    add_special_tokens: false
-    output_field: tokens
-    batch_size: 100
-  save: {path: saved, format: parquet, num_shards: 2, compression: zstd, overwrite: true}
-trainer:
-  trainer_type: sft
-  learning_rate: 1.0e-3
-  optimizer: adamw
-  optimizer_kwargs: {b1: 0.9, b2: 0.95, eps: 1.0e-8, nesterov: true}
-  scheduler: cosine
-  learning_rate_end: 1.0e-5
-  warmup_steps: 5
-  weight_decay: 0.1
-  clip_grad: 1.0
-  tx_mu_dtype: bfloat16
-  master_dtype: float32
-  max_training_steps: 20
-  training_time_limit: 90min
-  total_batch_size: 8
-  gradient_accumulation_steps: 2
-  eval_batch_size: 4
-  seed: 7
-  save_directory: runs/maximal
-  save_steps: 10
-  save_total_limit: 2
-  do_last_save: true
-  resume_if_possible: false
-  log_steps: 2
-  report_steps: 2
-  evaluation_steps: 10
-  progress_bar_type: json
-  use_tensorboard: false
-  lmhead_chunksize: 64
-esurge:
-  max_model_len: 256
-  max_num_seqs: 4
-  max_num_batched_tokens: 64
-  long_prefill_token_threshold: 32
-  page_size: 16
-  hbm_utilization: 0.5
-  cpu_cache_gib: 0.5
-  enable_prefix_caching: false
-  scheduling_policy: priority
-  compile_runner: false
-  use_aot_forward: false
-  async_scheduling: false
-  overlap_execution: true
-  min_input_pad: 8
-  max_num_seq_buckets: [2, 4]
-  max_logprobs: 5
-  seed: 11
-  silent_mode: true
-  auto_truncate_prompt: true
-  truncate_mode: middle
-  auto_cap_new_tokens: true
-  prefer_preserve_prompt: false
-  reserve_tokens: 8
-  extra_eos_token_ids: [1]
-  extra_stops: ["END"]
-  destroy_pages_on_pause: false
-eval:
-  tasks: [heldout_perplexity, heldout_cloze]
-  num_fewshot: 0
-  max_new_tokens: 32
-  temperature: 0.5
-  top_p: 0.9
-  batch_size: 16
-  use_tqdm: false
-  limit: 10
-  cache_requests: true
-  check_integrity: true
-  write_out: true
-  log_samples: true
-  bootstrap_iters: 10
-  apply_chat_template: false
-  system_instruction: Be brief.
-  predict_only: false
-  random_seed: 1
-  numpy_random_seed: 2
-  fewshot_random_seed: 3
-  output_path: results.json
-  print_results: false
-actions:
-  - validate
-  - to_yaml: {path: saved.yaml}
-  - train
-  - eval: {tasks: [heldout_cloze], engine: esurge, limit: 5}
-  - generate: {prompts: [The], max_new_tokens: 8, temperature: 0.7, top_k: 5, top_p: 0.9, seed: 1,
-               repetition_penalty: 1.1}
-  - serve: {host: 127.0.0.1, port: 0, log_level: error, served_model_name: m, api_key: k,
-            require_api_key: true, cors_origins: ["*"], allowed_hosts: [a.example],
-            enable_function_calling: true, tool_parser_name: hermes, reasoning_parser: none,
-            oai_like_processor: true, drain_seconds: 5, lora_directory: loras,
-            batch_directory: batches, otlp_traces_endpoint: "http://127.0.0.1:4318/v1/traces",
-            enable_sleep_mode: true, unknown_fields: refuse,
-            limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
-            max_connections: 3, max_generations: 4, max_stored_responses: 5,
-            max_file_bytes: 2048, max_files: 7, max_batches: 8, max_batch_requests: 9,
-            batch_concurrency: 10,
-            body_timeout: 5.0, request_timeout: 6.0}}
-"""
+"""Number of parts of the mutations."""
 
 VALUES: dict[str, Any] = {
     "true": True,
@@ -232,7 +41,6 @@ VALUES: dict[str, Any] = {
     "half": 0.5,
 }
 KEYS = ("misspelled", "upper", "twice")
-DEEP = {"deep-list": "[" * 1000 + "]" * 1000, "deep-mapping": "{a: " * 1000 + "1" + "}" * 1000}
 
 
 class Case(NamedTuple):
@@ -273,18 +81,6 @@ def copied(value: Any, path: ValuePath, case: Case) -> Any:
     if case.kind in KEYS:
         return {case.key[-1] if k == first else k: v for k, v in value.items()}
     return {k: new if k == first else v for k, v in value.items()}
-
-
-def written(value: Any, depth: int = 0) -> str:
-    """Format a document as YAML; a trailing space of a key is removed."""
-    start = "\n" + "  " * depth
-    if isinstance(value, dict) and value:
-        return "".join(f"{start}{k.strip()}: {written(v, depth + 1)}" for k, v in value.items())
-    if isinstance(value, list) and value:
-        return "".join(f"{start}- {written(v, depth + 1)}" for v in value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f".{value}"
-    return value if value in DEEP.values() else json.dumps(value)
 
 
 def cases(file: str, value: Any, path: ValuePath = ()) -> Iterator[Case]:
@@ -446,14 +242,6 @@ DOCUMENTS = {name: yaml.safe_load(text) for name, text in FILES.items()}
 ALL = [case for name, document in DOCUMENTS.items() for case in cases(name, document)]
 
 
-def dry_run(text: str) -> tuple[int, str]:
-    Path("run.yaml").write_text(text)
-    error = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
-        code = run_file("run.yaml", dry_run=True)
-    return code, error.getvalue()
-
-
 def complaint(case: Case) -> str:
     """Return the defect of the response to a changed file, or an empty string."""
     try:
@@ -485,21 +273,8 @@ def complaint(case: Case) -> str:
     return ""
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts.jsonl").write_text('{"text": "some text"}\n')
-    (tmp_path / "texts.txt").write_text("some text\n")
-    shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
-    model = tmp_path / "runs" / "quickstart" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text('{"model_type": "llama"}')
-    (model / "tokenizer.json").write_text("{}")
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_the_files_themselves_are_valid(folder: Path, name: str) -> None:
+def test_the_files_themselves_are_valid(example_folder: Path, name: str) -> None:
     code, text = dry_run(FILES[name])
     assert code == 0, text
     assert not text or name == "maximal"  # it has keys without effect
@@ -517,103 +292,13 @@ def wrong(tried: list[Case]) -> list[str]:
     return out
 
 
-def changed(document: Any, path: ValuePath, value: Any) -> Any:
-    """Return a copy of a document with one value set; missing mappings are created."""
-    if not path:
-        return value
-    first, *rest = path
-    if isinstance(document, list):
-        return [changed(v, tuple(rest), value) if i == first else v for i, v in enumerate(document)]
-    old = document if isinstance(document, dict) else {}
-    return {**old, first: changed(old.get(first), tuple(rest), value)}
-
-
-#: Broken values of `MAXIMAL`: path of the key, value, words of the error or warning.
-BROKEN: list[tuple[str, Any, str]] = [
-    ("model", {"name_or_path": "nope/"}, "no such directory"),
-    ("loader.param_dtype", "float", "write float32 or float64"),
-    ("sharding.axis_dims", [3, 7, 1, 1, 1], "needs 21 devices"),
-    ("sharding.axis_dims", [3, -1, 1, 1, 1], "needs a multiple of 3 devices"),
-    ("base_config.values.sharding_rules", [["(", ["tp"]]], "is not a regular expression"),
-    ("sharding.partition_rules", [["(", ["tp"]]], "is not a regular expression"),
-    ("base_config.values.sharding_axis_names", [{"a": 1}, "b", "c"], "should be a valid string"),
-    ("mixture.pack_eos_token_id", 300, "is not in the vocabulary of 300 tokens"),
-    ("mixture.cache_dir", "", "is an empty text"),
-    ("mixture.informs.0.name", "", "is an empty text"),
-    (
-        "mixture.informs.1",
-        {"type": "json", "data_files": "s3://", "name": "texts"},
-        "names no bucket",
-    ),
-    ("mixture.save.path", "gs:///", "names no bucket"),
-    ("trainer.save_directory", " ", "save_directory is empty"),
-    ("trainer.run_name", "", "is an empty text"),
-    ("esurge.page_size", 3, "use 2 or 4"),
-    ("trainer.save_steps", None, "save_steps is not set: the run saves one checkpoint"),
-    ("trainer.do_last_save", False, "the trained model is not saved: eval, generate, serve"),
-    ("mixture.mixture_schedule", {"pionts": []}, "did you mean 'points'"),
-    (
-        "mixture.mixture_schedule",
-        {"points": [{"stpe": 10, "weights": {"topics": 1, "texts": 0}}]},
-        "unknown key 'stpe'; did you mean 'step'",
-    ),
-    (
-        "mixture.mixture_schedule",
-        {"points": [{"step": 10, "weights": {"topisc": 1, "texts": 0}}]},
-        "there is no inform 'topisc'; did you mean 'topics'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "words"), BROKEN)
-def test_broken_value_is_refused_or_warned_about(
-    folder: Path, path: str, value: Any, words: str
-) -> None:
-    keys = tuple(int(part) if part.isdigit() else part for part in path.split("."))
-    document = yaml.safe_load(MAXIMAL)
-    if keys[:2] == ("base_config", "values") or keys[1:] == ("axis_dims",):
-        document["sharding"].pop("axis_names", None)
-        document["sharding"].pop("dcn_axis_dims", None)
-    if keys[:2] == ("mixture", "mixture_schedule"):
-        document["mixture"].pop("stop_strategy")
-    text = written(changed(document, keys, value))
-    _, answer = dry_run(text)
-    places = re.findall(r"run\.yaml:(\d+):\d+: (.*)", answer)
-    assert any(words in message for _, message in places), answer
-    line = next(int(line) for line, message in places if words in message)
-    span = nodes.parse(text).span(keys, on_key=True)
-    owner = next((part for part in reversed(keys) if isinstance(part, str)), "")
-    lines = text.splitlines()
-    near = "\n".join(lines[max(0, line - 2) : line + 1])
-    assert span is not None and (span.line <= line - 1 or owner in near), answer
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("section", ["trainer", "mixture", "esurge", "eval", "loader"])
-def test_typo_within_two_edits_suggests_the_key(folder: Path, section: str) -> None:
-    document = yaml.safe_load(MAXIMAL)
-    tried = 0
-    for key in document[section]:
-        if len(key) < 5:
-            continue
-        for typo in (key[:-1], key + "s", key[0] + key[2] + key[1] + key[3:], key[:2] + key[3:]):
-            if typo == key or typo in document[section]:
-                continue
-            other = {typo if k == key else k: v for k, v in document[section].items()}
-            code, answer = dry_run(written({**document, section: other}))
-            tried += 1
-            assert code == 2, (typo, answer)
-            assert f"did you mean {key!r}" in answer, (typo, answer)
-    assert tried > 10
-
-
-@pytest.mark.nightly
-def test_a_part_of_the_broken_files(folder: Path) -> None:
+def test_a_part_of_the_broken_files(example_folder: Path) -> None:
     assert not wrong(ALL[::PART])
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(1, PART))
-def test_remaining_mutated_files_raise_no_unexpected_error(folder: Path, part: int) -> None:
+def test_remaining_mutated_files_raise_no_unexpected_error(example_folder: Path, part: int) -> None:
     assert not wrong(ALL[part::PART])
