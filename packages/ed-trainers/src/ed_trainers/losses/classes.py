@@ -5,10 +5,14 @@ Legend: b rows, c classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric
 from ed_models.protocol import LanguageModel
 from jaxtyping import Array, Float, Int
@@ -48,3 +52,13 @@ def class_losses(
     right = (jnp.argmax(scores, axis=-1) == targets).astype(jnp.float32)
     count = jnp.sum(weights)
     return jnp.sum(weights * losses), count, Metric.of(jnp.sum(weights * right), count)
+
+
+def outputs_of_texts(model: LanguageModel, rows: Inputs, key: jax.Array | None) -> Any:
+    """Call a model on rows that contain one text each.
+
+    The model receives the segments as its mask, which marks the tokens that represent the text.
+    """
+    names = {*model.input_names} - {"segment_ids", "attention_mask"}
+    call = cast(Callable[..., Any], model)
+    return call(**rows.select(names), attention_mask=rows["segment_ids"], key=key)

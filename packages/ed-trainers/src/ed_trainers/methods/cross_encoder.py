@@ -8,9 +8,6 @@ Legend: b rows, n documents of a row, s positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +21,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.choices import choice_batch
-from ed_trainers.losses.classes import class_losses
+from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.pairs import as_rows
 from ed_trainers.options.cross_encoder import BCE, CONTRASTIVE, CrossEncoderArguments
@@ -80,13 +77,11 @@ def loss(
     key: jax.Array | None,
 ) -> Loss:
     """Return the loss summed over the rows, and the accuracy."""
-    call = cast(Callable[..., SequenceClassifierOutput], models.learner)
-    names = {*models.learner.input_names} - {"segment_ids", "attention_mask"}
     labels, weights = batch["labels"], batch["weights"]
     texts = {name: x for name, x in batch.items() if name not in ("labels", "weights")}
     compared = run.arguments.loss_type == CONTRASTIVE
     rows = as_rows(texts) if compared else Inputs(texts)
-    output = call(**rows.select(names), attention_mask=rows["segment_ids"], key=key)
+    output: SequenceClassifierOutput = outputs_of_texts(models.learner, rows, key)
     scores = output.logits[:, 0].astype(jnp.float32)
     count = jnp.sum(weights)
     if compared:

@@ -5,9 +5,6 @@ Legend: b rows, n choices, s positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
@@ -19,7 +16,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.choices import choice_batch
-from ed_trainers.losses.classes import class_losses
+from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.options.answers import MultipleChoiceArguments
 from ed_trainers.trainer import Trainer
 
@@ -58,9 +55,7 @@ def loss(
 ) -> Loss:
     """Return the cross-entropy, summed over the rows."""
     del run
-    call = cast(Callable[..., SequenceClassifierOutput], models.learner)
-    names = {*models.learner.input_names} - {"segment_ids", "attention_mask"}
-    output = call(**batch.select(names), attention_mask=batch["segment_ids"], key=key)
+    output: SequenceClassifierOutput = outputs_of_texts(models.learner, batch, key)
     total, rows, accuracy = class_losses(output.logits, batch["targets"], batch["weights"])
     return Loss.of(output, total, rows, accuracy=accuracy)
 

@@ -8,9 +8,6 @@ Legend: b rows, s positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.classes import class_losses
+from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.options.answers import QuestionAnsweringArguments
 from ed_trainers.trainer import Trainer
@@ -79,9 +76,7 @@ def loss(
     tokens of both spans.
     """
     del run
-    call = cast(Callable[..., QuestionAnsweringOutput], models.learner)
-    names = {*models.learner.input_names} - {"segment_ids", "attention_mask"}
-    output = call(**batch.select(names), attention_mask=batch["segment_ids"], key=key)
+    output: QuestionAnsweringOutput = outputs_of_texts(models.learner, batch, key)
     terms = []
     for name, logits in zip(POSITIONS, (output.start_logits, output.end_logits), strict=True):
         weights = batch[name.replace("positions", "weights")]

@@ -5,9 +5,6 @@ Legend: b rows, s positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import jax
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import SequenceClassifierOutput
@@ -16,7 +13,7 @@ from ed_infra.sharding.axes import LogicalAxes
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.classes import class_losses, class_targets
+from ed_trainers.losses.classes import class_losses, class_targets, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.options.classification import SequenceClassificationArguments
 from ed_trainers.trainer import Trainer
@@ -44,10 +41,7 @@ def loss(
 ) -> Loss:
     """Return the cross-entropy, summed over the rows."""
     del run
-    call = cast(Callable[..., SequenceClassifierOutput], models.learner)
-    # A row is one text: the mask shows the model which token represents the text.
-    names = {*models.learner.input_names} - {"segment_ids", "attention_mask"}
-    output = call(**batch.select(names), attention_mask=batch["segment_ids"], key=key)
+    output: SequenceClassifierOutput = outputs_of_texts(models.learner, batch, key)
     total, rows, accuracy = class_losses(output.logits, batch["targets"], batch["weights"])
     return Loss.of(output, total, rows, accuracy=accuracy)
 
