@@ -69,8 +69,9 @@ def newest(directory: Path) -> int:
     return max(map(int, names), default=0)
 
 
-def whole(directory: Path, *extra: str) -> list[dict]:
-    finish(start(directory, *extra))
+def whole(directory: Path, *extra: str, process: subprocess.Popen | None = None) -> list[dict]:
+    """Return the rows of an uninterrupted run, which `process` may have begun."""
+    finish(process or start(directory, *extra))
     rows = exact(directory)
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert [r["step"] for r in rows if "eval_loss" in r] == [5, 10, 15, 20, 24]
@@ -97,7 +98,9 @@ def killed_and_resumed(directory: Path, kills: list[int], *extra: str) -> list[d
 def test_killed_once_and_while_saving(tmp_path, monkeypatch):
     one_device(monkeypatch)
     kill = random.Random(time.time_ns()).randint(6, 14)
-    assert killed_and_resumed(tmp_path / "killed", [kill]) == whole(tmp_path / "whole")
+    uninterrupted = start(tmp_path / "whole")
+    killed = killed_and_resumed(tmp_path / "killed", [kill])
+    assert killed == whole(tmp_path / "whole", process=uninterrupted)
 
 
 @pytest.mark.nightly
