@@ -55,8 +55,8 @@ LEARNED = {
 }
 #: Further examples of a method.
 MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo", "whisper"}
-#: Examples that run by default: pairs, and a reward model.
-DAILY = ("dpo", "reward")
+#: Examples that run by default.
+DAILY = ("dpo",)
 #: Examples that start with the model of the quickstart.
 TEACHES = ("distillation", "seq_kd", "gkd", "chat_lora")
 
