@@ -54,8 +54,8 @@ hypothesis.settings.load_profile("default")
 #: Resident bytes of a worker above which its compiled programs are dropped after a test file.
 MANY_PROGRAMS = 3 << 30
 
-#: Thresholds of the garbage collector. With Python's own, collections take a tenth of a run, because
-#: each walks over all modules of jax and torch.
+#: Thresholds of the garbage collector. With the thresholds of Python, collections take a tenth of a
+#: run, because each walks over all modules of jax and torch.
 COLLECTIONS = (50_000, 20, 50)
 
 #: Programs that share a compiler context; a context keeps the constants of its programs.
@@ -65,7 +65,8 @@ PROGRAMS_OF_A_CONTEXT = 500
 def pytest_configure(config: pytest.Config) -> None:
     """Collect garbage rarely, and compile faster with jaxlib 0.10.
 
-    Later versions of jaxlib need neither flags nor shared contexts. The flags are for default runs only: a run of nightly tests compiles as users do.
+    Later versions of jaxlib need neither flags nor shared contexts. The flags are for default runs
+    only: a run of nightly tests compiles as users do.
     """
     gc.set_threshold(*COLLECTIONS)
     if not importlib.metadata.version("jaxlib").startswith("0.10."):
