@@ -15,8 +15,9 @@ from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.rows import recordings
 from ed_data.rows.documents import Documents
+from ed_data.rows.example import RowAudio
 from ed_data.rows.recordings import samples_of
-from ed_data.schema import CTC, SPEECH_SEQ2SEQ, TEXT, RowAudio, Schema
+from ed_data.schema import CTC, SPEECH_SEQ2SEQ, TEXT, Schema
 from ed_data.tokens.audio import TimeSteps
 from ed_data.tokens.speech_tokenizers import train_ctc, train_whisper
 

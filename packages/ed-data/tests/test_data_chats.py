@@ -18,7 +18,8 @@ from ed_data import (
     check_names,
     documents,
 )
-from ed_data.schema import PREFERENCE, TEXT, Example
+from ed_data.rows.example import Example
+from ed_data.schema import PREFERENCE, TEXT
 from ed_data.tokens.encoder import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st

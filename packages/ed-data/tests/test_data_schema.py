@@ -11,7 +11,8 @@ from ed_data import Column, DataError, Schema, StreamLoader, build_loader, conte
 from ed_data.batches.arrays import BatchLayout
 from ed_data.order.mixing import IntArray
 from ed_data.order.windows import PlannedRows
-from ed_data.schema import PREFERENCE, TEXT, Example
+from ed_data.rows.example import Example
+from ed_data.schema import PREFERENCE, TEXT
 from ed_data.storage.lazy import LazyTokens
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding

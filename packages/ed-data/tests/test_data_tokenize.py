@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from ed_data import DataError, Tokenization
 from ed_data.cache import new_file, new_folder
-from ed_data.schema import Example
+from ed_data.rows.example import Example
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import TokenStore, write_store
-from ed_data.tokens.encoder import EncodedDocuments, Encoder
+from ed_data.tokens.encoded import EncodedDocuments
+from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding
 
 CHAT = [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ed_data import DataError, build_loader
 from ed_data.order import stream
-from ed_data.schema import Example
+from ed_data.rows.example import Example
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding, EncodingJob
 from ed_data.tokens.processes import Workers

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from ed_data.order.packing import Packing, pack
     from ed_data.report import Report, data_report
     from ed_data.rows.documents import documents
+    from ed_data.rows.example import Example
     from ed_data.rows.splits import contents, default_cache_dir, texts
     from ed_data.save import remove_cache, save_mixture
-    from ed_data.schema import Column, Example, Schema, Value
+    from ed_data.schema import Column, Schema, Value
     from ed_data.sources import read_rows
     from ed_data.tokens.bpe import train_bpe
 
@@ -34,7 +35,8 @@ _OWNERS = {
     "batches.prompts": "PromptLoader build_prompts",
     "report": "Report data_report",
     "save": "remove_cache save_mixture",
-    "schema": "Column Example Schema Value",
+    "rows.example": "Example",
+    "schema": "Column Schema Value",
     "sources": "read_rows",
     "tokens.bpe": "train_bpe",
     "rows.documents": "documents",

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.order.windows import PlannedRows
+from ed_data.rows.example import RowAudio, RowImage
 from ed_data.schema import (
     CLASSIFYING,
     NO_VALUE,
     ONE_PER_ROW,
-    RowAudio,
-    RowImage,
     Task,
     Value,
 )

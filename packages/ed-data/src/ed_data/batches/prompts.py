@@ -20,8 +20,9 @@ from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder
 from ed_data.order.options import document_order, order_details
 from ed_data.rows.documents import Documents
+from ed_data.rows.example import Example
 from ed_data.rows.splits import default_cache_dir, file_cache, named, split_members
-from ed_data.schema import COMPLETION, PROMPT, Content, Example, Schema
+from ed_data.schema import COMPLETION, PROMPT, Content, Schema
 from ed_data.sources import open_source
 from ed_data.storage.lazy import ReadAgain
 from ed_data.storage.prepare import report

@@ -13,7 +13,7 @@ from ed_data.errors import DataError
 from ed_data.order.mixing import Shares, permutation
 from ed_data.order.schedule import ScheduledShares
 from ed_data.rows.documents import Documents, Placed, Tally
-from ed_data.schema import Example
+from ed_data.rows.example import Example
 from ed_data.sources.lines import START, Spot
 
 SHARDS, _DRAWS = 5, 6  # identify uses of the seed, as in mixing

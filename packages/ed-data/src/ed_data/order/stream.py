@@ -20,9 +20,9 @@ from ed_data.order.mixing import permutation
 from ed_data.order.reading import Drawn, Mark, MixedDocuments
 from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
 from ed_data.rows.documents import Tally
-from ed_data.schema import RowMedium
+from ed_data.rows.example import RowMedium
 from ed_data.storage.store import TokenArrays
-from ed_data.tokens.encoder import EncodedDocuments, SequenceArrays
+from ed_data.tokens.encoded import EncodedDocuments, SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Minimum number of documents of a window: enough for best-fit to fill rows to 99 %.

@@ -8,9 +8,10 @@ import numpy as np
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, listing
+from ed_data.rows.example import RowAudio
 from ed_data.rows.media_files import found_file
 from ed_data.rows.recordings import header
-from ed_data.schema import AUDIO, Audio, Row, RowAudio
+from ed_data.schema import AUDIO, Audio, Row
 
 _KEY = "audio_field"
 

@@ -23,6 +23,7 @@ from ed_data.rows.contents import (
     numbered,
     span,
 )
+from ed_data.rows.example import Example, RowAudio, RowImage
 from ed_data.rows.images import ImageReader
 from ed_data.rows.preferences import separated
 from ed_data.rows.template import template_arguments
@@ -31,10 +32,7 @@ from ed_data.schema import (
     OPTIONAL_FIELDS,
     TEXT,
     Content,
-    Example,
     Row,
-    RowAudio,
-    RowImage,
     Schema,
 )
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes

@@ -11,8 +11,9 @@ import numpy as np
 
 from ed_data.config import Inform
 from ed_data.errors import DataError
+from ed_data.rows.example import RowImage
 from ed_data.rows.media_files import found_file
-from ed_data.schema import IMAGE, IMAGES, Content, Image, Message, Row, RowImage
+from ed_data.schema import IMAGE, IMAGES, Content, Image, Message, Row
 
 #: Types of message parts that are images: of transformers, and of OpenAI.
 _PART_TYPES = ("image", "image_url")

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.schema import Audio, RowAudio
+from ed_data.rows.example import RowAudio
+from ed_data.schema import Audio
 
 if TYPE_CHECKING:
     from soundfile import _SoundFileInfo

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.rows.documents import Documents
-from ed_data.schema import TEXT, Content, Example, Schema
+from ed_data.rows.example import Example
+from ed_data.schema import TEXT, Content, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
 

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.rows.documents import Documents, Placed, Tally
-from ed_data.schema import Example, RowMedium
+from ed_data.rows.example import Example, RowMedium
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
 from ed_data.storage.store import IntArray, digest_of
-from ed_data.tokens.encoder import SequenceArrays
+from ed_data.tokens.encoded import SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Number of tokens in memory, about 128 MiB.

@@ -26,7 +26,7 @@ from ed_data.sources import open_source
 from ed_data.storage.background import BackgroundTokens, Through
 from ed_data.storage.lazy import LazyTokens, ReadAgain
 from ed_data.storage.store import VERSION, StoredTokens, StorePart, TokenStore, write_store
-from ed_data.tokens.encoder import EncodedDocuments
+from ed_data.tokens.encoded import EncodedDocuments
 from ed_data.tokens.parallel import Encoding
 
 log = logging.getLogger("ed_data")

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError, did_you_mean
+from ed_data.rows.example import Example, RowAudio
 from ed_data.rows.recordings import header, samples_of
-from ed_data.schema import Example, RowAudio, Task
+from ed_data.schema import Task
 from ed_data.tokens.items import ended
 
 if TYPE_CHECKING:

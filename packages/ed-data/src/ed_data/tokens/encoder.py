@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
 from ed_data.rows.contents import kind_of, of_one_kind
-from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
+from ed_data.rows.example import Example
+from ed_data.schema import NO_VALUE, TEXT, Column, Schema
 from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.chats import ChatEncoder
+from ed_data.tokens.encoded import EncodedDocuments
 from ed_data.tokens.images import ImageEncoder
 from ed_data.tokens.items import DocumentField, TokenSequence, ended, with_blame
 from ed_data.tokens.parts import answered, by_words, in_pairs, windows
@@ -31,56 +33,6 @@ log = logging.getLogger("ed_data")
 
 #: Increased when the same rows produce different tokens, which invalidates older caches.
 _VERSION = 2
-
-
-_NO_MASK, _NO_VALUES = np.empty(0, np.uint8), np.empty((0, 0), np.float32)
-
-
-class SequenceArrays(NamedTuple):
-    """The arrays of one sequence.
-
-    Attributes:
-        tokens: [tokens].
-        mask: [tokens] 1 for tokens with loss; empty if every token has loss.
-        values: [tokens, values]; empty if the schema has no values.
-    """
-
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.uint8]
-    values: NDArray[np.float32]
-
-    def part(self, start: int, stop: int) -> SequenceArrays:
-        """Return the tokens `start` to `stop` (exclusive)."""
-        part = slice(start, stop)
-        return SequenceArrays(self.tokens[part], self.mask[part], self.values[part])
-
-
-class EncodedDocuments(NamedTuple):
-    """The tokens of some documents.
-
-    Attributes:
-        tokens: one array for each column of each document, document after document.
-        masks: 1 for tokens with loss, in the same order; None if every token has loss.
-        digests: `Example.digest` of each document.
-        contents: `Example.content_digest` of each document; None if they equal the digests.
-        values: float32 [tokens, values] of each sequence, see `schema.Value`; None if the schema
-            has no values.
-    """
-
-    tokens: list[NDArray[np.int64]]
-    masks: list[NDArray[np.uint8]] | None
-    digests: list[int]
-    contents: list[int] | None = None
-    values: list[NDArray[np.float32]] | None = None
-
-    def sequences(self) -> list[SequenceArrays]:
-        """Return the arrays of each sequence, in the order of `tokens`."""
-        masks = self.masks or [_NO_MASK] * len(self.tokens)
-        values = self.values or [_NO_VALUES] * len(self.tokens)
-        return [
-            SequenceArrays(ids.astype(np.int32), mask.astype(np.uint8), value)
-            for ids, mask, value in zip(self.tokens, masks, values, strict=True)
-        ]
 
 
 class Skipped(Protocol):

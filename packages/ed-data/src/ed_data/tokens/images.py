@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.schema import RowImage
+from ed_data.rows.example import RowImage
 
 if TYPE_CHECKING:
     import PIL.Image

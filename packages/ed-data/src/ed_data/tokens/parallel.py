@@ -12,8 +12,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from ed_data.rows.documents import Tally
-from ed_data.schema import Example
-from ed_data.tokens.encoder import EncodedDocuments, Encoder
+from ed_data.rows.example import Example
+from ed_data.tokens.encoded import EncodedDocuments
+from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.processes import Workers
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ed_data.rows.example import RowAudio
 from ed_data.rows.recordings import samples_of
-from ed_data.schema import RowAudio
 from ed_infra.errors import ConfigError
 
 from ed_elarge.actions.execution import Session

@@ -1,0 +1,125 @@
+"""A document: the fields of one row, named as in the schema, with its images or its recording."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from ed_data.schema import Audio, Content, Image, Row
+
+
+class RowImage(NamedTuple):
+    """An image of a row.
+
+    Attributes:
+        source: path, bytes or pixels.
+        where: inform, file, row and number of the image, for messages.
+    """
+
+    source: Image
+    where: str
+
+
+class RowAudio(NamedTuple):
+    """The recording of a row.
+
+    Attributes:
+        source: path, bytes or samples.
+        where: inform, file and row, for messages.
+    """
+
+    source: Audio
+    where: str
+
+
+RowMedium: TypeAlias = RowImage | RowAudio
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A document: the fields of one row, named as in the schema.
+
+    Attributes:
+        fields: the contents, in the order of `Schema.fields`.
+        extra: the row's `additional_fields`.
+        place: file and line (or row) of the document, for messages.
+        values: the numbers, in the order of `Schema.values`.
+        images: in the order of their placeholders in the fields.
+        template: arguments of the chat template; see `ed_data.rows.template`.
+        audio: the recording of which a field is the transcript.
+    """
+
+    fields: dict[str, Content]
+    extra: Row = field(default_factory=dict)
+    place: str = ""
+    values: tuple[float | tuple[float, ...], ...] = ()
+    images: tuple[RowImage, ...] = ()
+    template: dict[str, Any] = field(default_factory=dict)
+    audio: RowAudio | None = None
+
+    @property
+    def content(self) -> Content:
+        """The first field."""
+        return next(iter(self.fields.values()))
+
+    @property
+    def image(self) -> Image | list[Image] | None:
+        """The image of the row; a list if the row has several, None if it has none."""
+        sources = [image.source for image in self.images]
+        return sources[0] if len(sources) == 1 else sources or None
+
+    @property
+    def media(self) -> tuple[RowMedium, ...]:
+        """The images, or the recording."""
+        return self.images if self.audio is None else (self.audio,)
+
+    @property
+    def digest(self) -> int:
+        """A 64-bit hash of all fields, equal in every file and every run."""
+        more: list[Any] = [self.template] if self.template else []
+        if self.audio is not None:
+            return _hash([self.fields, _audio_key(self.audio.source)])
+        if self.images:
+            keys = [_image_key(image.source) for image in self.images]
+            return _hash([self.fields, self.values, keys[0] if len(keys) == 1 else keys, *more])
+        if self.values or more:
+            return _hash([self.fields, self.values, *more])
+        return _hash(self.content if len(self.fields) == 1 else self.fields)
+
+    @property
+    def content_digest(self) -> int:
+        """A 64-bit hash of the content, which decides whether the document is held out."""
+        return _hash(self.content)
+
+
+def _image_key(image: Image) -> str:
+    if isinstance(image, dict):
+        raw = image["bytes"]
+    elif isinstance(image, bytes | str):
+        raw = image
+    else:  # pixels
+        raw = f"{image.shape}{image.dtype}".encode() + image.tobytes()
+    return hashlib.blake2b(raw).hexdigest() if isinstance(raw, bytes) else raw
+
+
+def _audio_key(audio: Audio) -> str:
+    """Return a text that identifies a recording: the name of a file, or a hash of the content."""
+    if isinstance(audio, dict) and audio.get("bytes"):
+        audio = audio["bytes"]
+    if isinstance(audio, bytes):
+        return hashlib.blake2b(audio).hexdigest()
+    if isinstance(audio, str):
+        return audio.replace("\\", "/").rpartition("/")[2]
+    samples = audio["array"]
+    rate = f"{audio['sampling_rate']}{samples.shape}{samples.dtype}".encode()
+    return hashlib.blake2b(rate + samples.tobytes()).hexdigest()
+
+
+def _hash(value: object) -> int:
+    text = (
+        value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+    )
+    raw = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(raw, "little")
