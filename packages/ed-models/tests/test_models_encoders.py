@@ -112,6 +112,7 @@ def test_bert_checkpoints_serve_every_task_and_load_in_transformers(tmp_path: Pa
 
 @pytest.mark.torch
 def test_bert_classifier_starts_from_a_masked_language_model(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(**BERT)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
