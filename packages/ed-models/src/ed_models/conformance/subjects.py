@@ -180,11 +180,16 @@ class Subject:
 
     @property
     def is_in_transformers(self) -> bool:
-        """Whether `transformers` has a model of the task and model type."""
-        from transformers import CONFIG_MAPPING
+        """Whether `transformers` has a model of the task and model type.
 
-        known = self.model_type in CONFIG_MAPPING
-        return known and CONFIG_MAPPING[self.model_type] in self.torch_class._model_mapping
+        Without torch, `transformers` lists no models, and a known model type is enough.
+        """
+        from transformers import CONFIG_MAPPING
+        from transformers.utils import is_torch_available
+
+        if self.model_type not in CONFIG_MAPPING or not is_torch_available():
+            return self.model_type in CONFIG_MAPPING
+        return CONFIG_MAPPING[self.model_type] in self.torch_class._model_mapping
 
     def load(self, dims: tuple[int, ...] = ONE, **config_kwargs: Any) -> Any:
         """Load the checkpoint as a model of this project."""
