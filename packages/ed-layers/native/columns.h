@@ -30,13 +30,6 @@ inline int64_t rows_ahead(int64_t rows, int64_t bytes_of_row) {
   return rows * most(1, kFetched / (rows * bytes_of_row));
 }
 
-// What to fetch early: the vectors [first, last) of each input, in the tile `ahead` numbers behind.
-// Passes over the rows of x share a tile: each fetches a part, so that memory works all the time.
-struct Early {
-  int64_t ahead = kTile;
-  int64_t first = 0, last = 0;  // none
-};
-
 // A block of columns of the matrix in one format.
 template <Format format, bool has_zero>
 struct Weights {
@@ -47,15 +40,14 @@ struct Weights {
 
   // V vectors of input i, whose parity is known.
   template <int parity, int V>
-  ED_INLINE void get(int64_t i, Vec* row, const Early early) const {
-    const bool far = early.last > 0;
+  ED_INLINE void get(int64_t i, Vec* row, bool far) const {
     int64_t at = (format == Format::kFourBits ? i / 2 : i) * stride;
     ED_UNROLL
     for (int c = 0; c < V; ++c, at += kLanes) {
       if constexpr (format == Format::kFloat32) {
         auto* from = static_cast<const float*>(w) + at;
         row[c] = load(from);
-        if (early.first <= c && c < early.last) prefetch(from + early.ahead);
+        if (far) prefetch(from + kTile);
       } else if constexpr (format == Format::kBfloat16) {
         auto* from = static_cast<const uint16_t*>(w) + at;
         row[c] = load_numbers(from);
@@ -82,7 +74,7 @@ struct Weights {
 // any.
 template <int R, int V, typename W>
 void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const float* scale,
-              float* sums, int64_t sums_stride, const Early early) {
+              float* sums, int64_t sums_stride, bool far) {
   Vec acc[R][V] = {};
   if (scale == nullptr) {
     ED_UNROLL
@@ -92,7 +84,7 @@ void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const floa
   }
   auto add = [&](auto parity, int64_t i) __attribute__((always_inline)) {
     Vec row[V];
-    w.template get<decltype(parity)::value, V>(i, row, early);
+    w.template get<decltype(parity)::value, V>(i, row, far);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       Vec number = broadcast(x[r * x_stride + i]);
@@ -240,18 +232,11 @@ struct Part {
         }
         // Blocks of `all` columns, the last of them narrow.
         auto by = [&](auto weights, int64_t all, bool far) __attribute__((always_inline)) {
-          int64_t pass = 0, passes = (rows + kRows - 1) / kRows;
-          int64_t next = column + kTile < last ? kTile : k * p.outputs - (column - first);
           row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-            Early early{next};
-            if (far && rows > 8)
-              early.first = kVectors * pass / passes, early.last = kVectors * ++pass / passes;
-            else if (far)
-              early.last = kVectors;
             auto block = [&](auto v, int64_t c) {
               multiply<decltype(r)::value, decltype(v)::value>(
                   numbers + at * p.inputs, p.inputs, weights(c), k, scale ? scale + c : scale,
-                  tile + at * width + c, width, early);
+                  tile + at * width + c, width, far && (at == 0 || rows <= 8));
             };
             over_blocks(all, block);
           });
@@ -286,17 +271,16 @@ struct Part {
   template <int V>
   static void unpack(const Weights<format, has_zero> w, int64_t k, float* panel) {
     Vec row[V];
-    const Early all{kTile, 0, V};
     auto keep = [&](int64_t i) __attribute__((always_inline)) {
       ED_UNROLL
       for (int c = 0; c < V; ++c) store(panel + i * kTile + c * kLanes, row[c]);
     };
     int64_t i = 0;
     for (; i + 1 < k; i += 2) {
-      w.template get<0, V>(i, row, all), keep(i);
-      w.template get<1, V>(i + 1, row, all), keep(i + 1);
+      w.template get<0, V>(i, row, true), keep(i);
+      w.template get<1, V>(i + 1, row, true), keep(i + 1);
     }
-    if (i < k) w.template get<0, V>(i, row, all), keep(i);
+    if (i < k) w.template get<0, V>(i, row, true), keep(i);
   }
 };
 
