@@ -9,20 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.config import nodes
-from ed_elarge.errors import ValuePath
+from ed_elarge.config.layers import replaced
 from maximal_run_file import MAXIMAL, dry_run, written
-
-
-def changed(document: Any, path: ValuePath, value: Any) -> Any:
-    """Return a copy of a document with one value set; missing mappings are created."""
-    if not path:
-        return value
-    first, *rest = path
-    if isinstance(document, list):
-        return [changed(v, tuple(rest), value) if i == first else v for i, v in enumerate(document)]
-    old = document if isinstance(document, dict) else {}
-    return {**old, first: changed(old.get(first), tuple(rest), value)}
-
 
 #: Broken values of `MAXIMAL`: path of the key, value, words of the error or warning.
 BROKEN: list[tuple[str, Any, str]] = [
@@ -72,7 +60,7 @@ def test_broken_value_is_refused_or_warned_about(
         document["sharding"].pop("dcn_axis_dims", None)
     if keys[:2] == ("mixture", "mixture_schedule"):
         document["mixture"].pop("stop_strategy")
-    text = written(changed(document, keys, value))
+    text = written(replaced(document, keys, value))
     _, answer = dry_run(text)
     places = re.findall(r"run\.yaml:(\d+):\d+: (.*)", answer)
     assert any(words in message for _, message in places), answer

@@ -97,7 +97,7 @@ def with_settings(document: Document, settings: Sequence[str], parse: Any) -> Do
 def _set(document: Document, path: ValuePath, value: Any, layer: Document) -> Document:
     """Return a document with one changed value, whose location is in `layer`."""
     out = Document(document.name, document.text, keys=dict(document.keys))
-    out.value = _replaced(document.value, path, value)
+    out.value = replaced(document.value, path, value)
     inside = lambda other: other[: len(path)] == path  # noqa: E731
     out.values = {k: v for k, v in document.values.items() if not inside(k)}
     out.keys = {k: v for k, v in document.keys.items() if not inside(k)}
@@ -123,14 +123,15 @@ def _typed(value: Any, keys: Iterable[str]) -> tuple[ValuePath, str]:
     return tuple(path), ""
 
 
-def _replaced(value: Any, path: ValuePath, new: Any) -> Any:
+def replaced(value: Any, path: ValuePath, new: Any) -> Any:
+    """Return a copy of a document with one value set; missing mappings are created."""
     if not path:
         return new
     first, *rest = path
     if isinstance(value, list):
-        return [_replaced(v, tuple(rest), new) if i == first else v for i, v in enumerate(value)]
+        return [replaced(v, tuple(rest), new) if i == first else v for i, v in enumerate(value)]
     old = value if isinstance(value, Mapping) else {}
-    return {**old, first: _replaced(old.get(first), tuple(rest), new)}
+    return {**old, first: replaced(old.get(first), tuple(rest), new)}
 
 
 def _nested(path: ValuePath, value: Any) -> Any:
