@@ -45,10 +45,14 @@ LEARNED = {
     "ctc": ("eval_wer", 0, 0.1),
     "whisper": ("eval_wer", 0, 0.3),
     "grpo": ("eval_reward", 0.9, 1),
+    "gspo": ("eval_reward", 0.9, 1),
+    "gfpo": ("eval_reward", 0.9, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),
     "ppo": ("eval_reward", 0.6, 1),
     "gkd": ("eval_loss", 0, 0.05),
+    "on_policy_distillation": ("eval_loss", 0, 0.05),
+    "sparse_distillation": ("eval_loss", 0, 0.05),
     "xpo": ("eval_reward", 0.9, 1),
     "nash_md": ("eval_reward", 3.5, 4),
     "chat_lora": ("eval_loss", 0, 3.0),
@@ -58,7 +62,14 @@ MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo", "whisper"}
 #: Examples that run by default.
 DAILY = ("dpo",)
 #: Examples that start with the model of the quickstart.
-TEACHES = ("distillation", "seq_kd", "gkd", "chat_lora")
+TEACHES = (
+    "distillation",
+    "seq_kd",
+    "gkd",
+    "on_policy_distillation",
+    "sparse_distillation",
+    "chat_lora",
+)
 
 
 def test_every_method_has_an_example() -> None:

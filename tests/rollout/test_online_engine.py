@@ -142,7 +142,7 @@ def test_online_training_on_every_mesh_matches_one_device(on_one_device, tmp_pat
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("method", ["grpo", "rloo", "rlvr"])
+@pytest.mark.parametrize("method", ["grpo", "gspo", "gfpo", "rloo", "rlvr"])
 def test_online_training_with_scanned_model_matches_unrolled_model(tmp_path, method):
     outputs = []
     for scan in (True, False):

@@ -145,17 +145,20 @@ def theirs(
     options: dict[str, Any],
     functions: list[Callable[..., Any]],
     corrects: str = "",
+    given: Any = None,
+    group: int = GROUP,
 ) -> Outcome:
     """Compute the same rows and loss with TRL's trainer."""
     import torch
     from datasets import Dataset
 
-    given = completions()
+    given = completions() if given is None else given
+    count = len(given)
     with tempfile.TemporaryDirectory() as directory:
         arguments = config_of(
             config,
             directory,
-            num_generations=GROUP,
+            num_generations=group,
             num_iterations=2,
             max_completion_length=8,
             **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
@@ -165,7 +168,7 @@ def theirs(
             model=model,
             reward_funcs=functions,
             args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": "t3"}] * 6),
+            train_dataset=Dataset.from_list([{"prompt": "t3"}] * count),
             processing_class=tokenizer(),
         )
         trainer.ref_model = hf_model(folder(1)).eval()
@@ -180,7 +183,7 @@ def theirs(
             trainer.vllm_importance_sampling_clip_max = 3.0
             trainer.vllm_importance_sampling_clip_min = None
         model.train()
-        inputs = trainer._generate_and_score_completions([{"prompt": "t3"}] * 6)
+        inputs = trainer._generate_and_score_completions([{"prompt": "t3"}] * count)
         with torch.no_grad():
             later = dict(hf_model(moved()).named_parameters())
             for name, parameter in model.named_parameters():
@@ -215,6 +218,57 @@ def grpo(loss_type: str, corrects: str = "", **options: Any) -> dict[str, float]
         ours("grpo", own, functions, completions()),
         theirs(GRPOTrainer, GRPOConfig, other, functions, corrects),
     )
+
+
+def gspo() -> dict[str, float]:
+    """Compare `gspo` and its defaults with `trl.GRPOTrainer` and the settings of the paper."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    paper = {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "beta": 0.0,
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    }
+    functions = functions_of({})
+    return errors(
+        ours("gspo", {"importance_sampling_correction": "none"}, functions, completions()),
+        theirs(GRPOTrainer, GRPOConfig, paper, functions),
+    )
+
+
+def gfpo(remain: int, **options: Any) -> dict[str, float]:
+    """Compare `gfpo` with `trl.GRPOTrainer` on the completions that the formula selects."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    functions, given = functions_of({}), completions()
+    scored = zip(*(f(given.completion_ids) for f in functions), strict=True)
+    rewards = [sum(x for x in own if x is not None) for own in scored]
+    lengths = [len(ids) for ids in given.completion_ids]
+    efficiency = [reward / count for reward, count in zip(rewards, lengths, strict=True)]
+    largest = max(map(abs, efficiency))
+    of_length = options.get("length_weight", 0.5) * options.get("filter_by_length", True)
+    scores = [
+        0.5 * e / largest + of_length * (1 - n / 8)
+        for e, n in zip(efficiency, lengths, strict=True)
+    ]
+    kept = []
+    for start in range(0, len(scores), GROUP):
+        order = sorted(range(start, start + GROUP), key=lambda i: -scores[i])
+        kept += sorted(order[:remain])
+    own = {"beta": 0.04, "num_remains_in_group": remain, "importance_sampling_correction": "none"}
+    mine = ours("gfpo", {**own, **options}, functions, given)
+    other = {"beta": 0.04, "loss_type": "dapo"}
+    selected = given.select(kept)
+    others = theirs(GRPOTrainer, GRPOConfig, other, functions, given=selected, group=remain)
+    # Ours also counts the completions that are not trained in the figures of rewards and lengths.
+    trained = {
+        name: value
+        for name, value in others.metrics.items()
+        if not name.startswith(("rewards/", "reward_std", "completions/"))
+    }
+    return errors(mine, Outcome(others.loss, trained, others.gradients))
 
 
 def rlvr() -> dict[str, float]:
@@ -262,6 +316,12 @@ CASES: dict[str, Case] = {
     ),
     "grpo divergence without ratio": Case(
         GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)
+    ),
+    "gspo": Case(GRPO, gspo),
+    "gfpo": Case("`trl.GRPOTrainer` on the completions that 2508.09726 selects", partial(gfpo, 2)),
+    "gfpo by efficiency": Case(
+        "`trl.GRPOTrainer` on the completions that 2508.09726 selects",
+        partial(gfpo, 2, filter_by_length=False),
     ),
     "rloo": Case(RLOO, rloo),
     "rloo normalized": Case(

@@ -55,7 +55,7 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
         max_completion_length=COMPLETION,
         **arguments,
     )
-    more = {} if method == "gkd" else {"reward_functions": [scores_of]}
+    more = {} if "teacher" in frozen else {"reward_functions": [scores_of]}
     rollout = FixedRollout([a.answer for a in completed(0)])
     kind: Any = trainer_class(method)
     trainer = kind(
@@ -227,6 +227,69 @@ def gkd(beta: float) -> dict[str, float]:
     )
 
 
+def on_policy_distillation(**options: float) -> dict[str, float]:
+    """Compare `on_policy_distillation` with the loss of `trl.DistillationTrainer`."""
+    import torch
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    frozen = {"teacher": harness.folder(1)}
+    trainer, prompts = online("on_policy_distillation", frozen, **options)
+    tensors = harness.answer_tensors(completed(0))
+    model, teacher = models()
+    inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
+    hidden = model.model(**inputs).last_hidden_state[:, :-1]
+    with torch.no_grad():
+        wanted = teacher.model(**inputs).last_hidden_state[:, :-1]
+        own = Side(model, completed(0))
+    loss, _, _ = _chunked_divergence_loss(
+        hidden,
+        wanted,
+        model.lm_head.weight,
+        teacher.lm_head.weight,
+        tensors["completion_mask"][:, 1:],
+        options.get("beta", 1.0),
+        temperature=options.get("temperature", 1.0),
+    )
+    metrics = {"nll_loss": -own.logps.sum() / own.mask.sum()}
+    return harness.errors(
+        harness.our_outcome(trainer, prompts), harness.their_outcome(model, loss, metrics)
+    )
+
+
+def sparse_distillation(add_tail: bool, temperature: float) -> dict[str, float]:
+    """Compare `sparse_distillation` with the loss of TRL's ServerDistillationTrainer."""
+    import torch
+    from trl.experimental.server_distillation import ServerDistillationTrainer
+
+    trainer, prompts = online(
+        "sparse_distillation",
+        {"teacher": harness.folder(1)},
+        loss_top_k=5,
+        loss_add_tail=add_tail,
+        temperature=temperature,
+    )
+    tensors = harness.answer_tensors(completed(0))
+    model, teacher = models()
+    inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
+    logps = torch.log_softmax(model(**inputs).logits[:, :-1] / temperature, dim=-1)
+    with torch.no_grad():
+        wanted = torch.log_softmax(teacher(**inputs).logits[:, :-1] / temperature, dim=-1)
+        found = wanted.topk(5, dim=-1)
+        own = Side(model, completed(0))
+    labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)[:, 1:]
+    theirs: Any = SimpleNamespace(
+        loss_add_tail=add_tail,
+        _reduce_divergence_loss=ServerDistillationTrainer._reduce_divergence_loss,
+    )
+    loss = ServerDistillationTrainer._compute_server_forward_kl_loss(
+        theirs, {"topk_logprobs": found.values, "topk_token_ids": found.indices}, logps, labels
+    )
+    metrics = {"nll_loss": -own.logps.sum() / own.mask.sum()}
+    return harness.errors(
+        harness.our_outcome(trainer, prompts), harness.their_outcome(model, loss, metrics)
+    )
+
+
 def xpo(loss_type: str) -> dict[str, float]:
     """Compare `xpo` with algorithm 1 of 2405.21046."""
     import torch
@@ -287,6 +350,7 @@ def nash_md() -> dict[str, float]:
 
 
 _PPO = "1707.06347, 1506.02438, torch in float64"
+_SERVER = "`trl.experimental.server_distillation.ServerDistillationTrainer`, in float64"
 CASES = {
     "ppo": harness.Case(_PPO, ppo),
     "ppo k3, temperature, whitened rewards, penalty": harness.Case(
@@ -297,6 +361,17 @@ CASES = {
     ),
     "gkd": harness.Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.5)),
     "gkd forward": harness.Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.0)),
+    "on_policy_distillation": harness.Case(
+        "`trl.DistillationTrainer`, in float64", on_policy_distillation
+    ),
+    "on_policy_distillation Jensen-Shannon, temperature": harness.Case(
+        "`trl.DistillationTrainer`, in float64",
+        partial(on_policy_distillation, beta=0.3, temperature=0.7),
+    ),
+    "sparse_distillation": harness.Case(_SERVER, partial(sparse_distillation, True, 1.0)),
+    "sparse_distillation normalized, temperature": harness.Case(
+        _SERVER, partial(sparse_distillation, False, 0.7)
+    ),
     "xpo": harness.Case("2405.21046, torch in float64", partial(xpo, "sigmoid")),
     "xpo ipo": harness.Case("2405.21046, torch in float64", partial(xpo, "ipo")),
     "nash_md": harness.Case("2312.00886, torch in float64", nash_md),

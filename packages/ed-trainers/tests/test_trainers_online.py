@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers.arguments import arguments_class
+from ed_trainers.online.phase import HELD_OUT
 from ed_trainers.rewards import RewardError
 from method_runs import StopAt, near, near_reports, rows_of
-from online_runs import Prompts, even, one_step, online, phase_of
+from online_runs import NEW, Prompts, even, one_step, online, phase_of
 
-GROUPS = ("grpo", "rloo", "rlvr")
+GROUPS = ("grpo", "gspo", "gfpo", "rloo", "rlvr")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,61 @@ def plain(toy_of_module):
     return functools.cache(
         lambda method: one_step(method, toy_of_module(), num_iterations=2, beta=0.1)
     )
+
+
+def test_presets_of_grpo_are_grpo_with_the_settings_of_their_papers(toy_of_module):
+    for given in ({}, {"beta": 0.1, "epsilon": 0.01, "epsilon_high": None}):
+        settings = {"beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4, **given}
+        left = one_step("gspo", toy_of_module(), num_iterations=2, **given)
+        right = one_step("grpo", toy_of_module(), num_iterations=2, loss_type="gspo", **settings)
+        near(left[0], right[0], 0)
+        assert left[1] == right[1]
+    left, right = (one_step(method, toy_of_module(), beta=0.1) for method in ("gfpo", "grpo"))
+    near(left[0], right[0], 0)
+    assert left[1] == right[1], "without num_remains_in_group nothing is filtered"
+
+
+def test_filtered_groups_keep_the_short_and_efficient_completions(toy_of_module, tmp_path):
+    given = {"num_remains_in_group": 2, "rows": 4, "eval_dataset": Prompts(2, generations=1)}
+    run = online("gfpo", toy_of_module(), tmp_path, num_return_sequences=4, **given)
+    phase, options = phase_of(run), run.arguments
+    assert options.loader_batch_size == 2, "two prompts with two trained completions each"
+    sampled = phase.complete(run.feed.dataset.batch_at(0), run.weights(), 0)
+    assert len(sampled) == 8
+    rows, figures = phase.rows_of(sampled, run.weights(), 0)
+    rewards = np.asarray(even(sampled.completion_ids))
+    lengths = np.asarray([len(ids) for ids in sampled.completion_ids])
+    efficiency = rewards / lengths
+    scores = 0.5 * efficiency / efficiency.max() + 0.5 * (1 - lengths / NEW)
+    kept = [
+        4 * group + one
+        for group in range(2)
+        for one in sorted(np.argsort(-scores[4 * group :][:4], kind="stable")[:2])
+    ]
+    np.testing.assert_allclose(rows["rewards"], rewards[kept], rtol=1e-6)
+    of_groups = rewards[kept].reshape(2, 2)
+    wanted = (of_groups - of_groups.mean(1, keepdims=True)) / (
+        of_groups.std(1, ddof=1, keepdims=True) + 1e-4
+    )
+    np.testing.assert_allclose(rows["advantages"], wanted.reshape(-1), atol=1e-5)
+    for row, number in enumerate(kept):
+        own = sampled.prompt_ids[number] + sampled.completion_ids[number]
+        assert rows["input_ids"][row, : len(own)].tolist() == own
+    assert figures["rewards/even/mean"] == pytest.approx(rewards.mean()), "of all completions"
+    assert figures["completions/mean_trained_length"] == lengths[kept].mean()
+    held_out = phase.generate(run.feed.dataset.batch_at(0), run.weights(), HELD_OUT)
+    assert len(held_out.rows["rewards"]) == 8, "an evaluation counts all completions"
+    assert 0 <= run.evaluate()["eval_reward"] <= 1
+
+
+def test_a_completion_without_a_reward_remains_last(toy_of_module, tmp_path):
+    def half(completion_ids):
+        return [None if i % 4 < 2 else 0.1 for i in range(len(completion_ids))]
+
+    given = {"num_remains_in_group": 3, "rows": 6, "rewards": (half,)}
+    run = online("gfpo", toy_of_module(), tmp_path, num_return_sequences=4, **given)
+    rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    np.testing.assert_array_equal(rows["scored"].reshape(2, 3).sum(1), [2, 2])
 
 
 @pytest.mark.nightly
@@ -206,5 +262,21 @@ def test_options_that_contradict_each_other():
     ]:
         with pytest.raises(ValidationError, match=words):
             arguments_class("grpo")(**given)
+    for method, given, words in [
+        ("gspo", {"importance_sampling_level": "token"}, "omit it, or use grpo"),
+        ("gfpo", {"num_remains_in_group": 4}, "use fewer than num_return_sequences"),
+        ("gfpo", {"num_remains_in_group": 1}, "greater than or equal to 2"),
+        ("gfpo", {"num_remains_in_group": 3, "total_batch_size": 8}, "num_remains_in_group 3"),
+        ("gfpo", {"filter_by_length": False, "filter_by_efficiency": False}, "or use grpo"),
+        ("on_policy_distillation", {"lmbda": 0.5}, "omit lmbda, or use gkd"),
+        ("sparse_distillation", {"loss_top_k": 0}, "greater than or equal to 1"),
+    ]:
+        with pytest.raises(ValidationError, match=words):
+            arguments_class(method)(**given)
+    assert ("trainer_type", "num_remains_in_group is not set: nothing is filtered, as in grpo") in (
+        arguments_class("gfpo")().idle()
+    )
+    assert arguments_class("sparse-distillation")(top_k_teacher=3).loss_top_k == 3
+    assert arguments_class("Nash-MD") is arguments_class("nash_md")
     assert arguments_class("grpo")(kl_coef=0.3, group_size=8).beta == 0.3
     assert arguments_class("rlvr")(reward_funcs="exact").reward_functions == ("exact",)

@@ -22,10 +22,13 @@ from method_runs import StopAt, near, near_reports, rows_of
 from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online, phase_of
 from pydantic import ValidationError
 
-METHODS = ("ppo", "gkd", "xpo", "nash_md")
+DISTILLED = ("gkd", "on_policy_distillation", "sparse_distillation")
+METHODS = ("ppo", *DISTILLED, "xpo", "nash_md")
 GIVEN = {
     "ppo": {"num_iterations": 2, "beta": 0.1},
     "gkd": {"rewards": (), "lmbda": 1.0},
+    "on_policy_distillation": {"rewards": (), "temperature": 0.7},
+    "sparse_distillation": {"rewards": (), "loss_top_k": 5, "temperature": 0.7},
     "xpo": {"alpha": 0.1},
     "nash_md": {},
 }
@@ -57,13 +60,13 @@ def toy(toy):
 
 
 def step(method, toy, dims=(1, 1, 1, 1, 1), accumulation=1, **given):
-    others = {"gkd": "teacher", "ppo": "reference", "xpo": "reference", "nash_md": "reference"}
-    frozen = {others[method]: toy(dims, seed=5)}
-    if method == "gkd":
+    role = "teacher" if method in DISTILLED else "reference"
+    frozen = {role: toy(dims, seed=5)}
+    if role == "teacher":
         # Toys of other seeds have nearly equal outputs, so the divergence would be mostly rounding.
         kernel = frozen["teacher"].kernel
         kernel.set_value(10 * kernel[...])
-    return one_step(method, toy(dims), accumulation, frozen=frozen, **GIVEN[method], **given)
+    return one_step(method, toy(dims), accumulation, frozen=frozen, **{**GIVEN[method], **given})
 
 
 @pytest.mark.nightly
@@ -173,6 +176,21 @@ def test_unscored_completions_have_no_loss_weight(toy, tmp_path):
     rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
     assert rows["weights"][::2].any(axis=1).all() and not rows["weights"][1::2].any()
     np.testing.assert_array_equal(rows["scored"], [1, 0] * 4)
+
+
+# Distillation.
+
+
+def test_presets_of_gkd_are_gkd_and_a_support_of_all_tokens_is_the_vocabulary(toy):
+    given = {"lmbda": 1.0, "beta": 1.0, "temperature": 1.0}
+    left, right = step("on_policy_distillation", toy, temperature=1.0), step("gkd", toy, **given)
+    near(left[0], right[0], 0)
+    assert left[1] == right[1]
+    for tail in (True, False):
+        whole = step("sparse_distillation", toy, beta=1.0, loss_top_k=32, loss_add_tail=tail)
+        near(whole[0], step("on_policy_distillation", toy)[0], 1e-4)
+    few = step("sparse_distillation", toy, beta=1.0)
+    assert abs(few[1]["loss"] - whole[1]["loss"]) > 1e-4
 
 
 # GKD.

@@ -28,8 +28,18 @@ from ed_trainers.options.cross_encoder import CrossEncoderArguments
 from ed_trainers.options.ctc import CTCArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
-from ed_trainers.options.gkd import GKDArguments
-from ed_trainers.options.groups import GRPOArguments, RLOOArguments, RLVRArguments
+from ed_trainers.options.gkd import (
+    GKDArguments,
+    OnPolicyDistillationArguments,
+    SparseDistillationArguments,
+)
+from ed_trainers.options.groups import (
+    GFPOArguments,
+    GRPOArguments,
+    GSPOArguments,
+    RLOOArguments,
+    RLVRArguments,
+)
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.mlm import MLMArguments
 from ed_trainers.options.next_token import NextTokenArguments
@@ -209,10 +219,20 @@ _SHIPPED: dict[str, MethodEntry] = {
         task=TaskType.TOKEN_CLASSIFICATION,
     ),
     "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
+    "gspo": _online(GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD),
+    "gfpo": _online(GFPOArguments, "ed_trainers.methods.gfpo:GFPOTrainer", REFERENCE, REWARD),
     "rloo": _online(RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD),
     "rlvr": _online(RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD),
     "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE, REWARD),
     "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER),
+    "on_policy_distillation": _online(
+        OnPolicyDistillationArguments,
+        "ed_trainers.methods.gkd:OnPolicyDistillationTrainer",
+        TEACHER,
+    ),
+    "sparse_distillation": _online(
+        SparseDistillationArguments, "ed_trainers.methods.gkd:SparseDistillationTrainer", TEACHER
+    ),
     "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE, REWARD),
     "nash_md": _online(
         NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE, REWARD
@@ -290,11 +310,14 @@ _NEEDED = {
 
 
 def method(trainer_type: str) -> MethodEntry:
-    """Return the entry of a method.
+    """Return the entry of a method. `nash-md` and `NASH_MD` are spellings of `nash_md`.
 
     Raises:
         ConfigError: The method is unknown.
     """
+    if isinstance(trainer_type, str) and trainer_type not in METHODS:
+        plain = trainer_type.lower().replace("-", "_")
+        trainer_type = plain if plain in METHODS else trainer_type
     if not isinstance(trainer_type, str) or trainer_type not in METHODS:
         raise unknown_name("trainer_type", trainer_type, METHODS)
     return METHODS[trainer_type]

@@ -26,10 +26,13 @@ from jaxtyping import Array, Float, Int
 from ed_trainers.contract import Batch
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import by_device
+from ed_trainers.options.gkd import Support
 from ed_trainers.placement import Placement
 
 # Several arrays of [c, v] exist at the same time.
 DEFAULT_CHUNK = 256
+# TRL's constant: keeps the logarithm of the tail finite.
+_SMALLEST_TAIL = 1e-7
 
 
 def token_divergences(
@@ -41,6 +44,7 @@ def token_divergences(
     beta: float,
     temperature: float,
     chunk: int | None = None,
+    support: Support | None = None,
 ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
     """Divergence of both distributions at each position, and the student's log-probabilities.
 
@@ -57,6 +61,7 @@ def token_divergences(
         beta: 0 to 1.
         temperature: both logits are divided by it, for the divergence alone.
         chunk: number of tokens whose logits exist at the same time on a device.
+        support: the tokens that are compared; None: the vocabulary.
 
     Returns:
         `(divergence, logp)` in nats, float32, sharded as the targets are; `logp` of each target at
@@ -75,6 +80,8 @@ def token_divergences(
             logp = target_logit(jax.nn.log_softmax(logits, axis=-1), target)
             log_q = jax.nn.log_softmax(logits / temperature, axis=-1)
             log_p = jax.nn.log_softmax(other(hidden_of_teacher) / temperature, axis=-1)
+            if support is not None:
+                log_q, log_p = restricted(log_q, log_p, support)
             return carry, (_divergence(log_q, log_p, beta), logp)
 
         flat = (x.reshape(-1, x.shape[-1]) for x in (student, teacher))
@@ -100,6 +107,7 @@ def compared(
     beta: float,
     temperature: float,
     chunk: int | None,
+    support: Support | None = None,
     noise: float | None = None,
     hidden_states: bool = False,
 ) -> tuple[CausalLMOutput, CausalLMOutput, Float[Array, "b s"], Float[Array, "b s"]]:
@@ -138,8 +146,32 @@ def compared(
         beta=beta,
         temperature=temperature,
         chunk=chunk,
+        support=support,
     )
     return output, wanted, divergence, logp
+
+
+def restricted(
+    log_q: Float[Array, "c v"], log_p: Float[Array, "c v"], support: Support
+) -> tuple[Float[Array, "c k"], Float[Array, "c k"]]:
+    """Return the log-probabilities of student q and teacher p on the tokens of a support.
+
+    The tokens are the most probable ones of one model, the same for both models.
+    """
+    ranked = log_q if support.of_student else log_p
+    _, tokens = jax.lax.top_k(jax.lax.stop_gradient(ranked), min(support.top_k, ranked.shape[-1]))
+    chosen = [jnp.take_along_axis(x, tokens, axis=-1) for x in (log_q, log_p)]
+    if not support.add_tail:
+        own, other = (x - jax.nn.logsumexp(x, axis=-1, keepdims=True) for x in chosen)
+    else:
+        own, other = (jnp.concatenate([x, _tail(x)], axis=-1) for x in chosen)
+    return own, other
+
+
+def _tail(logps: Float[Array, "c k"]) -> Float[Array, "c 1"]:
+    """Return the logarithm of the probability that is missing to 1, at least TRL's 1e-7."""
+    total = jnp.minimum(jax.nn.logsumexp(logps, axis=-1, keepdims=True), -_SMALLEST_TAIL)
+    return jnp.log(-jnp.expm1(total))
 
 
 def _divergence(

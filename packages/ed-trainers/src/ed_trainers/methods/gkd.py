@@ -4,6 +4,10 @@ Agarwal et al., arXiv:2306.13649, algorithm 1: the student completes a share `lm
 generations, the teacher or the data complete the others. The loss is the divergence of the two
 distributions of each token of the completions. `losses.divergence` has the divergences.
 
+`on_policy_distillation` is the same method with completions of the student only, and
+`sparse_distillation` also compares the teacher's most probable tokens only. Both equal TRL's
+`DistillationTrainer`, with a teacher that is a model or a server of log-probabilities.
+
 Legend: n completions, b rows, s positions.
 """
 
@@ -113,7 +117,8 @@ def loss(run: MethodRun[GKDArguments], models: Models, batch: Batch, key: jax.Ar
         key,
         placement=run.placement,
         beta=run.arguments.beta,
-        temperature=1.0,
+        temperature=run.arguments.loss_temperature,
+        support=run.arguments.support,
         chunk=run.arguments.lmhead_chunksize,
         noise=run.arguments.neftune_noise_alpha,
     )
@@ -139,4 +144,24 @@ class GKDTrainer(Trainer):
     """
 
     entry = METHODS["gkd"]
+    record = GKD
+
+
+class OnPolicyDistillationTrainer(Trainer):
+    """Trains a model on a teacher's distributions of the model's own completions.
+
+    `arguments` are `OnPolicyDistillationArguments`.
+    """
+
+    entry = METHODS["on_policy_distillation"]
+    record = GKD
+
+
+class SparseDistillationTrainer(Trainer):
+    """Trains a model on the most probable tokens of a teacher, on the model's own completions.
+
+    `arguments` are `SparseDistillationArguments`.
+    """
+
+    entry = METHODS["sparse_distillation"]
     record = GKD

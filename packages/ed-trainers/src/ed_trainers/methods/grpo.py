@@ -5,7 +5,8 @@ TRL's trainer: the ratio is clipped as in PPO, and the divergence from the refer
 `exp(d) - d - 1`, is added to the loss of each token. Truncated importance sampling between engine
 and trainer is from Yao et al. (2025).
 
-`rlvr` (Lambert et al., arXiv:2411.15124) is the same method with rewards that rules verify.
+`rlvr` (Lambert et al., arXiv:2411.15124) is the same method with rewards that rules verify, and
+`gspo` (Zheng et al., arXiv:2507.18071) the same method with one ratio for each completion.
 
 Legend: n completions, s positions, p prompts, g completions of a prompt (n = p g).
 """
@@ -52,12 +53,23 @@ _SMALL = 1e-4
 
 
 def rows(
-    run: MethodRun[GRPOArguments], completions: Completions, weights: Weights, number: int
+    run: MethodRun[GRPOArguments],
+    completions: Completions,
+    weights: Weights,
+    number: int,
+    scores: Scores | None = None,
 ) -> PhaseRows:
     """Return the rows of `group_rows`, with `correction` [n, s] for the engine's sampling."""
     asks = keeps_old(run) or run.arguments.has_reference
     made, figures = group_rows(
-        run, completions, weights, number, asks=asks, ask=policies, advantages=advantages
+        run,
+        completions,
+        weights,
+        number,
+        asks=asks,
+        ask=policies,
+        advantages=advantages,
+        scores=scores,
     )
     if not run.arguments.corrects:
         return made, figures
@@ -94,18 +106,16 @@ def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dic
 
 
 def advantages(
-    run: MethodRun[GRPOArguments], scores: Scores, made: dict[str, np.ndarray]
+    run: MethodRun[GRPOArguments], groups: np.ndarray, made: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """Return the rewards minus the mean of their group, scaled by `scale_rewards`, [n]."""
+    """Return the rewards [p, g] minus the mean of their group, scaled by `scale_rewards`."""
     del made
-    arguments = run.arguments
-    groups = scores.total.reshape(-1, arguments.num_return_sequences)
     found = groups - nanmean(groups)
-    if arguments.scale_rewards == "group":
+    if run.arguments.scale_rewards == "group":
         found = found / (nanstd(groups) + _SMALL)
-    elif arguments.scale_rewards == "batch":
-        found = found / (nanstd(scores.total) + _SMALL)
-    return found.reshape(-1)
+    elif run.arguments.scale_rewards == "batch":
+        found = found / (nanstd(groups.reshape(-1)) + _SMALL)
+    return found
 
 
 def group_rows(
@@ -116,7 +126,8 @@ def group_rows(
     *,
     asks: bool,
     ask: Question,
-    advantages: Callable[[MethodRun, Scores, dict[str, np.ndarray]], np.ndarray],
+    advantages: Callable[[MethodRun, np.ndarray, dict[str, np.ndarray]], np.ndarray],
+    scores: Scores | None = None,
 ) -> PhaseRows:
     """Return one row per completion, with the arrays of `ask`, and figures for the log.
 
@@ -130,7 +141,8 @@ def group_rows(
         number: number of the generation.
         asks: whether the loss or the advantages read arrays of `ask`.
         ask: returns arrays [n, s] from the models.
-        advantages: returns the advantage of each completion, [n], NaN without a reward.
+        advantages: returns the advantages from the rewards, both [p, g], NaN without a reward.
+        scores: the rewards, if they are already known.
     """
     options = run.arguments
     assert isinstance(options, GroupArguments), "the options of a method that compares groups"
@@ -140,11 +152,12 @@ def group_rows(
         made["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
     if asks:
         made |= run.part(Phase).ask(ask, made, weights)
-    scores = run.part(Scorer).score(completions, made, weights)
+    if scores is None:
+        scores = run.part(Scorer).score(completions, made, weights)
     known = np.isfinite(scores.total)
-    found = advantages(run, scores, made)
     count = len(completions)
-    groups = scores.total.reshape(-1, options.num_return_sequences)
+    groups = scores.total.reshape(-1, scores.per_prompt or options.num_return_sequences)
+    found = advantages(run, groups, made).reshape(-1)
     figures = scores.figures()
     figures["frac_reward_zero_std"] = float(np.mean(nanstd(groups) < 1e-8))
     made |= {
@@ -316,11 +329,12 @@ def nanstd(values: np.ndarray) -> np.ndarray:
     return np.where(count > 1, np.sqrt(variance), np.nan)
 
 
-_TOKEN_ARRAYS = ("old_logps", "reference_logps", "correction")
+#: Arrays of rows with one value per token.
+TOKEN_ARRAYS = ("old_logps", "reference_logps", "correction")
 GRPO = online_method(
     rows=rows,
     loss=loss,
-    token_arrays=_TOKEN_ARRAYS,
+    token_arrays=TOKEN_ARRAYS,
     parts=(Scorer, Reference, EqualRewards),
     progress_columns=COLUMNS,
 )
@@ -330,6 +344,13 @@ class GRPOTrainer(Trainer):
     """Trains a model on groups of completions and their rewards; `arguments`: `GRPOArguments`."""
 
     entry = METHODS["grpo"]
+    record = GRPO
+
+
+class GSPOTrainer(Trainer):
+    """Trains a model with one ratio for each completion; `arguments` are `GSPOArguments`."""
+
+    entry = METHODS["gspo"]
     record = GRPO
 
 

@@ -18,7 +18,7 @@ from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.grpo import COLUMNS, EqualRewards, group_rows, nanmean, nanstd
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import PhaseRows, Scorer, Scores, online_method, policy_of
+from ed_trainers.online.phase import PhaseRows, Scorer, online_method, policy_of
 from ed_trainers.options.groups import RLOOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
@@ -50,16 +50,15 @@ def policies(run: MethodRun[RLOOArguments], models: Models, batch: Batch) -> dic
 
 
 def advantages(
-    run: MethodRun[RLOOArguments], scores: Scores, made: dict[str, np.ndarray]
+    run: MethodRun[RLOOArguments], groups: np.ndarray, made: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """Return the rewards minus the mean reward of the others of their group, [n]."""
-    arguments, rewards = run.arguments, scores.total
+    """Return the rewards [p, g] minus the mean reward of the others of their group."""
+    arguments = run.arguments
     if arguments.reward_clip_range is not None:
-        rewards = np.clip(rewards, *arguments.reward_clip_range)
+        groups = np.clip(groups, *arguments.reward_clip_range)
     if arguments.has_reference:
         apart = (made["old_logps"] - made["reference_logps"]) * made["weights"]
-        rewards = rewards - arguments.beta * apart.sum(-1)
-    groups = rewards.reshape(-1, arguments.num_return_sequences)
+        groups = groups - arguments.beta * apart.sum(-1).reshape(groups.shape)
     count = np.isfinite(groups).sum(-1, keepdims=True)
     others = np.nansum(groups, axis=-1, keepdims=True) - groups
     baseline = np.where(count > 1, others / np.maximum(count - 1, 1), np.nan)

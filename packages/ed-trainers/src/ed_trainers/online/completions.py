@@ -64,6 +64,24 @@ class Completions:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
+    def select(self, numbers: Sequence[int]) -> Completions:
+        """Return the completions with these numbers, in this order."""
+
+        def some(values: Sequence[Any]) -> list[Any]:
+            return [values[number] for number in numbers]
+
+        whole = self.documents
+        return Completions(
+            prompts=some(self.prompts),
+            prompt_ids=some(self.prompt_ids),
+            completion_ids=some(self.completion_ids),
+            logprobs=some(self.logprobs),
+            completions=some(self.completions),
+            ended=some(self.ended),
+            fields={name: some(values) for name, values in self.fields.items()},
+            documents=None if whole is None else lambda: some(whole()),
+        )
+
     def rows(self, length: int) -> Prepared:
         """Return one row for each completion: the prompt, then the completion with weights of 1.
 

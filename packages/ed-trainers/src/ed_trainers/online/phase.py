@@ -352,11 +352,13 @@ class Scores(NamedTuple):
         each: [n, k]; NaN where a function does not apply.
         total: [n], weighted; NaN where no function applies.
         names: names of the k rewards.
+        per_prompt: number of completions of a prompt, if some of them were removed.
     """
 
     each: np.ndarray
     total: np.ndarray
     names: tuple[str, ...]
+    per_prompt: int | None = None
 
     def figures(self) -> dict[str, float]:
         """Return the mean and the standard deviation of each reward, with TRL's names."""

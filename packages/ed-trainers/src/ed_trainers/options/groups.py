@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from ed_infra.options import NotNegative, Positive, choice
+from ed_infra.options import Fraction, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, TrainingArguments, conflict
@@ -138,6 +138,91 @@ class RLVRArguments(GRPOArguments):
 
     trainer_type: Literal["rlvr"] = "rlvr"  # type: ignore[assignment]
     reward_functions: RewardNames = ("math_answer",)
+
+
+class GSPOArguments(GRPOArguments):
+    """Group sequence policy optimization (Zheng et al., arXiv:2507.18071): `grpo` with one ratio
+    for each completion, and the defaults of the paper."""
+
+    trainer_type: Literal["gspo"] = "gspo"  # type: ignore[assignment]
+    beta: NotNegative = 0.0
+    """Weight of the divergence from the reference; 0: no reference."""
+    epsilon: Positive = 3e-4
+    """Lower clipping bound of the probability ratio: 1 - `epsilon`. Ratios of completions are
+    means over their tokens, so the bounds are narrower than those of `grpo`."""
+    epsilon_high: Positive | None = 4e-4
+    """Upper clipping bound of the probability ratio: 1 + `epsilon_high`; None: `epsilon`."""
+    loss_type: Annotated[str, choice("loss_type", GRPO_LOSSES)] = "grpo"
+    """Aggregation of the losses, as in `grpo`."""
+    importance_sampling_level: Literal["token", "sequence"] = "sequence"
+    """`sequence`: each completion has a ratio. `grpo` has ratios of tokens."""
+
+    @field_validator("importance_sampling_level")
+    @classmethod
+    def _gspo_is_of_sequences(cls, value: str, info: ValidationInfo) -> str:
+        del info
+        if value == "token":
+            raise conflict("gspo has a ratio for each completion: omit it, or use grpo")
+        return value
+
+
+class GFPOArguments(GRPOArguments):
+    """Group filtered policy optimization (Shrivastava et al., arXiv:2508.09726): `grpo` on the
+    completions of each group with the best filter scores."""
+
+    ROWS_OPTION: ClassVar[str] = "num_remains_in_group"
+
+    trainer_type: Literal["gfpo"] = "gfpo"  # type: ignore[assignment]
+    num_remains_in_group: Annotated[int, Field(ge=2, le=4095)] | None = None
+    """Number of completions per prompt that are trained: those with the highest filter scores among
+    `num_return_sequences`. None: all, as in `grpo`. An evaluation counts all completions."""
+    filter_by_length: Flag = True
+    """Add `length_weight` times (1 - length / `max_completion_length`) to the filter score."""
+    filter_by_efficiency: Flag = True
+    """Add `efficiency_weight` times the reward per token to the filter score, relative to the
+    largest reward per token of the generation."""
+    length_weight: Fraction = 0.5
+    """Weight of a short completion in the filter score."""
+    efficiency_weight: Fraction = 0.5
+    """Weight of the reward per token in the filter score."""
+
+    @field_validator("num_remains_in_group")
+    @classmethod
+    def _removes_some(cls, value: int | None, info: ValidationInfo) -> int | None:
+        size = info.data.get("num_return_sequences")
+        if value is not None and size is not None and value >= size:
+            raise conflict(
+                f"{value} of {size} completions remain, so nothing is filtered: use fewer than "
+                f"num_return_sequences ({size}), or omit it"
+            )
+        return value
+
+    @field_validator("filter_by_efficiency")
+    @classmethod
+    def _has_a_score(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("filter_by_length") is False:
+            raise conflict(
+                "without filter_by_length and filter_by_efficiency there is no filter score: keep "
+                "one of the two, or use grpo"
+            )
+        return value
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """See `OnlineArguments`."""
+        return self.num_remains_in_group or self.num_return_sequences
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        out = super().idle()
+        if self.num_remains_in_group is None:
+            names = ("filter_by_length", "filter_by_efficiency", "length_weight")
+            reason = "num_remains_in_group is not set: nothing is filtered, as in grpo"
+            return [*out, *((n, reason) for n in ("trainer_type", *names, "efficiency_weight"))]
+        for name in ("length", "efficiency"):
+            if not getattr(self, f"filter_by_{name}"):
+                out.append((f"{name}_weight", f"filter_by_{name} is false"))
+        return out
 
 
 class RLOOArguments(

@@ -20,6 +20,8 @@ class OnlineArguments(TrainingArguments):
         **TrainingArguments.ALIASES,
         "max_new_tokens": "max_completion_length",
     }
+    #: Option that sets `rows_per_prompt`, for messages.
+    ROWS_OPTION: ClassVar[str] = "num_return_sequences"
 
     max_prompt_length: Count = 512
     """Maximum number of prompt tokens; longer prompts keep their last tokens."""
@@ -70,9 +72,9 @@ class OnlineArguments(TrainingArguments):
         if rows % self.rows_per_prompt:
             raise conflict(
                 f"total_batch_size {self.total_batch_size} times steps_per_generation "
-                f"{self.steps_per_generation} is not a multiple of num_return_sequences "
+                f"{self.steps_per_generation} is not a multiple of {self.ROWS_OPTION} "
                 f"{self.rows_per_prompt}: total_batch_size counts completions, and each prompt has "
-                "num_return_sequences of them"
+                f"{self.ROWS_OPTION} of them"
             )
         return self
 
