@@ -6,11 +6,13 @@ run and all later runs share.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import os
 import pathlib
 import re
+import ssl
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+# The workers of a run use all cores already, and waiting threads of torch occupy a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -141,6 +145,15 @@ def processes_without_torch() -> None:
     """Hide torch from processes that tests start; see `tests/subprocesses/sitecustomize.py`."""
     path = [str(ROOT / "tests" / "subprocesses"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ssl_context() -> Iterator[None]:
+    """Read the certificates of the system once, and not for each HTTP client of a test."""
+    create = ssl.create_default_context
+    ssl.create_default_context = functools.cache(create)
+    yield
+    ssl.create_default_context = create
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -45,6 +45,16 @@ def context(segments: np.ndarray, **more) -> Ctx:
     return Ctx(mask_info.q_index, {}, mask_info, **more)
 
 
+@nnx.jit
+def output(module: SummaryAttention, x: jax.Array, ctx: Ctx) -> jax.Array:
+    """Return the output of the layer, computed by one program."""
+    return module(x, ctx, None, 0)[0]
+
+
+def attended(module: SummaryAttention, x: jax.Array, segments: np.ndarray) -> jax.Array:
+    return output(module, x, context(segments, **tables()))
+
+
 def tables() -> dict[str, jax.Array]:
     rng = np.random.default_rng(1)
     names = "buckets", "summary_buckets"
@@ -53,22 +63,21 @@ def tables() -> dict[str, jax.Array]:
 
 def test_packed_segment_has_the_numbers_of_the_segment_alone() -> None:
     module, x = layer(), jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 8)), jnp.float32)
-    whole, _ = module(x, context(SEGMENTS, **tables()), None, 0)
+    whole = attended(module, x, SEGMENTS)
     for number in (1, 2, 3):
         at = np.flatnonzero(SEGMENTS[0] == number)
-        ctx = context(np.ones((1, len(at)), int), **tables())
-        alone, _ = module(x[:, at], ctx, None, 0)
+        alone = attended(module, x[:, at], np.ones((1, len(at)), int))
         np.testing.assert_allclose(whole[:, at], alone, atol=1e-5)
 
 
 def test_far_token_reaches_others_only_by_its_summary() -> None:
     module, rng = layer(), np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 12, 8)), jnp.float32)
-    ctx = context(np.ones((1, 12), int), **tables())
+    segments = np.ones((1, 12), int)
     moved = x.at[0, 11].add(1.0).at[0, 10].add(-1.0)  # the sum of their block is unchanged
-    before, after = (module(each, ctx, None, 0)[0] for each in (x, moved))
+    before, after = (attended(module, each, segments) for each in (x, moved))
     np.testing.assert_allclose(before[:, :9], after[:, :9], atol=1e-7)
-    other = module(x.at[0, 11].add(1.0), ctx, None, 0)[0]
+    other = attended(module, x.at[0, 11].add(1.0), segments)
     assert np.abs(before[:, 0] - other[:, 0]).max() > 1e-5
 
 
