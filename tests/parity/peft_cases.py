@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 from ed_infra.specs import LoraSpec
+from ed_layers.lora.saved_modules import SavedParam
 from ed_models.adapters.lora import apply_lora, lora_layers
 from ed_models.conformance import forward
+from flax import nnx
 
 
 def trained(model: Any, spec: LoraSpec) -> Any:
@@ -19,6 +21,11 @@ def trained(model: Any, spec: LoraSpec) -> Any:
             variable = getattr(layer, name)
             noise = 0.1 * jax.random.normal(jax.random.key(i), variable.shape)
             variable.set_value(variable.get_value() + noise)
+    state = nnx.state(model, SavedParam)
+    for i, (_, variable) in enumerate(nnx.to_flat_state(state)):
+        noise = 0.1 * jax.random.normal(jax.random.key(100 + i), variable.get_value().shape)
+        variable.set_value(variable.get_value() + noise)
+    nnx.update(model, state)
     return model
 
 

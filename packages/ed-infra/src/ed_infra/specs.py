@@ -178,6 +178,9 @@ class LoraSpec:
             layer but the head.
         rslora: the scale is `alpha / sqrt(rank)`, not `alpha / rank` (Kalajdzievski 2023).
         dora: the length of each column of `W + A B` is learned (Liu et al. 2024).
+        modules_to_save: names of modules that are trained in full beside the adapters, and saved
+            with them (PEFT): `"classifier"`, `"lm_head"`, `"model.embed_tokens"`. These modules
+            have no adapters.
     """
 
     rank: int = 16
@@ -186,6 +189,7 @@ class LoraSpec:
     targets: str | tuple[str, ...] | None = None
     rslora: bool = False
     dora: bool = False
+    modules_to_save: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.rank):
@@ -194,8 +198,9 @@ class LoraSpec:
             raise ConfigError(f"LoRA dropout must be in [0, 1), got {self.dropout}")
         if self.alpha is not None and not 0.0 < self.alpha < float("inf"):
             raise ConfigError(f"LoRA alpha must be a number above 0, got {self.alpha}")
-        if isinstance(self.targets, list):
-            object.__setattr__(self, "targets", tuple(self.targets))
+        for name in ("targets", "modules_to_save"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def scale(self) -> float:

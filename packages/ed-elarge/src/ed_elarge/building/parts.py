@@ -315,7 +315,10 @@ def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
         with run.blame("lora", "name_or_path"):
             return load_adapter(model, hub.resolve(section.name_or_path)).shard_model()
     from ed_infra.specs import LoraSpec
+    from ed_models.adapters.saved_modules import parameters_of
 
+    with run.blame("lora", "modules_to_save"):
+        parameters_of(model, section.modules_to_save or ())
     with run.blame("lora", "targets" if section.targets else ""):
         spec = LoraSpec(**section.model_dump(exclude={"name_or_path"}))
         return model.apply_lora(spec, seed=run.trainer.seed if run.trainer is not None else 0)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import LoraSpec
 from ed_layers.lora.layers import ADAPTED, AdaptedLayer, LoRAEmbed
+from ed_layers.lora.saved_modules import drop_copies, has_copies, keep_copies
 from ed_layers.projections.linear import Linear
 from ed_layers.quantization.model import QuantParam, matrix_of
 from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
+
+from ed_models.adapters.saved_modules import parameters_of, with_saved_modules
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -32,12 +37,13 @@ def apply_lora(
 
     Args:
         model: any module.
-        spec: rank, scale, dropout and targets. Linear layers and embeddings can be targets. Or
-            several specifications, each with the canonical names of its layers.
+        spec: rank, scale, dropout, targets and modules to save. Linear layers and embeddings can
+            be targets. Or several specifications, each with the canonical names of its layers.
         key: random key; the same key produces the same adapters in every layout of the layers.
 
     Raises:
-        ConfigError: the model has adapters, or a target matches no layer.
+        ConfigError: the model has adapters, a target matches no layer, or a module to save does
+            not exist.
     """
     if has_lora(model):
         raise ConfigError(
@@ -47,12 +53,35 @@ def apply_lora(
     if isinstance(spec, LoraSpec):
         kinds = tuple(ADAPTED) if spec.targets else (Linear,)
         targets = [(target, spec) for target in targets_of(spec)]
+        if spec.modules_to_save:
+            return _with_saved(model, spec, key)
     else:
         kinds = tuple(ADAPTED)
         targets = [(f"^{re.escape(n)}$", one) for one, names in spec.items() for n in names]
     adapted = {one: partial(_adapted, one) for _, one in targets}
     rules: Rules[Replace] = Rules(((t, adapted[one]) for t, one in targets), kind="LoRA target")
     return transform(model, rules, key=key, of=kinds)
+
+
+def _with_saved(model: M, spec: LoraSpec, key: jax.Array | None) -> M:
+    """Add adapters to the layers outside of the saved modules, and copies of these modules."""
+    saved = parameters_of(model, spec.modules_to_save or ())
+    plain = replace(spec, modules_to_save=None)
+    kinds = tuple(ADAPTED) if spec.targets else (Linear,)
+    names = {name.rpartition(".")[0] for name in saved}
+    adapted = partial(_adapted, plain)
+    rules: list[tuple[str, Replace | None]] = [(target, adapted) for target in targets_of(plain)]
+    inside = [
+        re.escape(name)
+        for path, node in nnx.iter_modules(cast(nnx.Module, model))
+        if isinstance(node, kinds)
+        for name in parameter_names.canonical(path)
+        if name in names
+    ]
+    if inside:
+        rules.insert(0, (f"^(?:{'|'.join(inside)})$", None))
+    made = transform(model, Rules(rules, kind="LoRA target"), key=key, of=kinds)
+    return with_saved_modules(made, saved)
 
 
 def targets_of(spec: LoraSpec) -> tuple[str, ...]:
@@ -92,7 +121,7 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
             f"merge with dequantize=True, which makes the matrices plain ({then:.1f} MiB instead "
             f"of {now:.1f}), or keep the adapter separate"
         )
-    return _every(model, lambda layer, _key: layer.merged())
+    return _every(model, lambda layer, _key: layer.merged(), keep_copies)
 
 
 def quantized_bases(model: object) -> list[QArray]:
@@ -108,12 +137,15 @@ def _sizes(matrix: QArray) -> tuple[int, int]:
 
 def remove_lora(model: M) -> M:
     """Return a copy of a model without its adapters and with the base weights."""
-    return _every(model, lambda layer, _key: layer.base())
+    return _every(model, lambda layer, _key: layer.base(), drop_copies)
 
 
 def has_lora(model: object) -> bool:
-    """Return whether a layer of the model has an adapter."""
-    return next(lora_layers(model), None) is not None
+    """Return whether a layer of the model has an adapter, or is trained in full beside adapters."""
+    return any(
+        isinstance(node, AdaptedLayer) or has_copies(node)
+        for _, node in nnx.iter_modules(cast(nnx.Module, model))
+    )
 
 
 def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], AdaptedLayer]]:
@@ -123,11 +155,15 @@ def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], AdaptedLayer]]
             yield path, node
 
 
-def _every(model: M, replace: Any) -> M:
+def _every(model: M, change: Any, finish: Callable[[nnx.Module], None]) -> M:
+    """Replace every adapted layer, and change every module with trained copies in place."""
     if not has_lora(model):
         raise ConfigError("the model has no adapters")
-    rules: Rules[Replace] = Rules([("", replace)], kind="LoRA target")
+    adapted = next(lora_layers(model), None) is not None
+    rules: Rules[Replace] = Rules([("", change)] if adapted else (), kind="LoRA target")
     plain = transform(model, rules, of=tuple(ADAPTED.values()))
+    for _, node in list(nnx.iter_modules(cast(nnx.Module, plain))):
+        finish(node)
     rejoin(plain)
     # Adapters that wait under a name were made for the weights before.
     vars(plain).pop("named_adapters", None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,15 @@ from ed_models.adapters.peft_layout import (
     parted,
     unpacked,
 )
-from ed_models.adapters.values import LayerAdapter, M, adapter_of, put_adapter
+from ed_models.adapters.saved_modules import covering, module_names, weights_of
+from ed_models.adapters.values import (
+    LayerAdapter,
+    M,
+    adapter_of,
+    layers_of,
+    put_adapter,
+    saved_of,
+)
 from ed_models.checkpoints.checks import ADAPTER_NAME
 from ed_models.checkpoints.finite import is_finite
 
@@ -48,10 +56,15 @@ _TASK_TYPES: Mapping[TaskType | None, str] = {
     TaskType.BASE_MODULE: "FEATURE_EXTRACTION",
     TaskType.EMBEDDING: "FEATURE_EXTRACTION",
 }
+#: Task -> PEFT's name, and the heads that PEFT's class of the task trains in full.
+_HEADS: Mapping[TaskType | None, tuple[str, tuple[str, ...]]] = {
+    TaskType.SEQUENCE_CLASSIFICATION: ("SEQ_CLS", ("classifier", "score")),
+    TaskType.TOKEN_CLASSIFICATION: ("TOKEN_CLS", ("classifier", "score")),
+    TaskType.QUESTION_ANSWERING: ("QUESTION_ANS", ("qa_outputs",)),
+}
 #: Settings of PEFT that change numbers and are not computed here: name -> the value that is.
 _UNUSED: dict[str, object] = {
     "bias": "none",
-    "modules_to_save": None,
     "layers_pattern": None,
     "layer_replication": None,
     "lora_bias": False,
@@ -75,13 +88,14 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     if not adapter:
         raise ConfigError("the model has no adapters; save_pretrained writes its weights")
     matrices = matrices_of(model)
+    layers, saved = layers_of(adapter), saved_of(adapter)
     touched = {
         name: matrix
         for name, matrix in matrices.items()
-        if any(piece.ours in adapter for piece in matrix.pieces)
+        if any(piece.ours in layers for piece in matrix.pieces)
     }
     placed = {piece.ours for matrix in touched.values() for piece in matrix.pieces}
-    if homeless := sorted(adapter.keys() - placed):
+    if homeless := sorted(layers.keys() - placed):
         raise ConfigError(
             f"PEFT's layout has no place for adapters of {', '.join(homeless[:_LISTED])}: "
             "transformers' model has no such matrix; merge them (unwrap_lora_to_layers) and save "
@@ -91,17 +105,23 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     tensors: dict[str, np.ndarray] = {}
     specs: dict[str, LoraSpec] = {}
     for name, matrix in touched.items():
-        specs[name], whole = joined(matrix, adapter)
+        specs[name], whole = joined(matrix, layers)
         kinds = _EMBEDDING if matrix.is_embedding else _LINEAR
         for kind, value in zip(kinds, packed(matrix, whole.a, whole.b), strict=True):
             tensors[f"{_PREFIX}{keys[name]}.{kind}"] = value
         if whole.magnitude is not None:
             tensors[f"{_PREFIX}{keys[name]}.{_MAGNITUDE}"] = whole.magnitude
+    whole_tensors, modules = _saved_tensors(model, saved)
+    tensors |= whole_tensors
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
-    task_type = _TASK_TYPES.get(getattr(type(model), "model_task", None))
+    task = getattr(type(model), "model_task", None)
+    task_type = _TASK_TYPES.get(task)
+    if task in _HEADS and not set(_HEADS[task][1]).isdisjoint(modules):
+        task_type = _HEADS[task][0]
     settings = _settings(specs, touched, matrices, base, task_type)
+    settings["modules_to_save"] = modules or None
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -114,7 +134,7 @@ def load_adapter(model: M, directory: str | Path) -> M:
     return put_adapter(model, read_adapter(model, directory))
 
 
-def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAdapter]:
+def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAdapter | np.ndarray]:
     """Read an adapter in PEFT's layout that was made for a model; its arrays are not touched.
 
     Raises:
@@ -135,10 +155,90 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
                 f"{directory / TENSORS}: tensor {name!r} has NaN or infinite numbers: train the "
                 "adapter again, or download the file again"
             )
-    return _ours(_by_module(tensors, directory), settings, model, directory)
+    saved = [name for name in tensors if _is_saved(name, settings)]
+    found: dict[str, LayerAdapter | np.ndarray] = {}
+    if saved:
+        found |= _ours_of_saved({name: tensors.pop(name) for name in saved}, model, directory)
+    found |= _ours(_by_module(tensors, directory), settings, model, directory)
+    if not found:
+        raise CheckpointError(f"{directory / TENSORS} holds no adapter of any layer")
+    return found
+
+
+def _is_saved(name: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a tensor belongs to a module of `modules_to_save`."""
+    kinds = (*_LINEAR, *_EMBEDDING, _MAGNITUDE, f"{_INNER}.weight")
+    if not name.startswith(_PREFIX) or name.endswith(tuple(f".{kind}" for kind in kinds)):
+        return False
+    path = name.removeprefix(_PREFIX).rpartition(".")[0]
+    modules = ["."]
+    for part in path.split("."):
+        modules.append(f"{modules[-1]}{part}.")
+    # As in PEFT, a name selects every module that ends with the name.
+    names = settings.get("modules_to_save") or ()
+    return any(module.endswith(f"{name}.") for module in modules for name in names)
+
+
+def _ours_of_saved(
+    tensors: Mapping[str, np.ndarray], model: nnx.Module, directory: Path
+) -> dict[str, np.ndarray]:
+    """Return our parameters of the modules that are trained in full."""
+    weights = weights_of(model)
+    theirs = {_PREFIX + new: old for old, new in module_names(model, weights).items()}
+    wrong, values = [], {}
+    for name, value in tensors.items():
+        tensor = theirs.get(name)
+        if tensor is None:
+            wrong.append(f"{name}: no such tensor{did_you_mean(name, theirs)}")
+        elif value.shape != weights.hf_shapes[tensor]:
+            wrong.append(
+                f"{name}: {list(value.shape)} does not fit {list(weights.hf_shapes[tensor])}"
+            )
+        else:
+            values[tensor] = value.astype(np.float32)
+    _check_fits(wrong, directory)
+    ours = dict.fromkeys(piece.ours for tensor in values for piece in weights.by_hf[tensor])
+    found = {}
+    for name in ours:
+        rest = [p.hf for p in weights.by_ours[name] if p.hf not in values]
+        wrong += [f"{tensor}: the tensor is missing" for tensor in dict.fromkeys(rest)]
+        if not rest:
+            found[name] = np.empty(weights.shapes[name], np.float32)
+            window = [range(size) for size in weights.shapes[name]]
+            weights.load(name, window, lambda hf, index: values[hf][index], found[name])
+    _check_fits(wrong, directory)
+    return found
+
+
+def _check_fits(wrong: Sequence[str], directory: Path) -> None:
+    if wrong:
+        listed = "\n  ".join(wrong[:_LISTED])
+        if len(wrong) > _LISTED:
+            listed += f"\n  and {len(wrong) - _LISTED} more"
+        raise CheckpointError(
+            f"the adapter in {directory} was made for another model than this one:\n  {listed}"
+        )
 
 
 # Ours -> theirs.
+
+
+def _saved_tensors(
+    model: Any, saved: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the tensors of the modules that are trained in full, and the names of the modules."""
+    if not saved:
+        return {}, []
+    weights = weights_of(model)
+    theirs = module_names(model, weights)
+    names = [n for n, pieces in weights.by_hf.items() if all(p.ours in saved for p in pieces)]
+    tensors = {
+        f"{_PREFIX}{theirs[name]}": np.ascontiguousarray(
+            weights.save(name, lambda ours, at: saved[ours][at])
+        )
+        for name in names
+    }
+    return tensors, covering(model, weights, names)
 
 
 def _keys(matrices: Mapping[str, Matrix]) -> dict[str, str]:
@@ -171,7 +271,7 @@ def _settings(
     task_type: str | None,
 ) -> dict[str, object]:
     """The text of adapter_config.json."""
-    first = next(iter(specs.values()))
+    first = next(iter(specs.values()), LoraSpec())
 
     def targets(parameters: bool) -> list[str]:
         """Return the last parts of the names if these are unique, otherwise the names."""
@@ -291,15 +391,7 @@ def _ours(
                 wrong.append(f"{module}: {_MAGNITUDE} is {got}, not [{matrix.sizes[1]}]")
                 continue
         adapter |= parted(matrix, LayerAdapter(spec, *ours, magnitude), shapes)
-    if wrong:
-        listed = "\n  ".join(wrong[:_LISTED])
-        if len(wrong) > _LISTED:
-            listed += f"\n  and {len(wrong) - _LISTED} more"
-        raise CheckpointError(
-            f"the adapter in {directory} was made for another model than this one:\n  {listed}"
-        )
-    if not adapter:
-        raise CheckpointError(f"{directory / TENSORS} holds no adapter of any layer")
+    _check_fits(wrong, directory)
     return adapter
 
 

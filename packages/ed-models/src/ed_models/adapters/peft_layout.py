@@ -26,12 +26,11 @@ from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_layers.lora.layers import ADAPTED
-from ed_layers.lora.slots import SlotParam
 from ed_layers.projections.linear import ExpertLinear
 from flax import nnx
 
-from ed_models.adapters.values import Adapter, LayerAdapter
-from ed_models.checkpoints.loading import weight_map
+from ed_models.adapters.saved_modules import weights_of
+from ed_models.adapters.values import LayerAdapter
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.blocks import Piece, Shape
 from ed_models.weights.rules import renamer, split, transpose
@@ -107,8 +106,7 @@ class Matrix:
 
 def matrices_of(model: Any) -> dict[str, Matrix]:
     """Return the matrices of transformers' model that can have adapters, by name."""
-    base = nnx.state(model, lambda path, v: not isinstance(v, nnx.LoRAParam | SlotParam))
-    weights = weight_map(type(model), base, model.config)
+    weights = weights_of(model)
     modules: Modules = getattr(type(model), "MODULES", Modules())
     rename = renamer(modules.names)
     kinds = {
@@ -183,7 +181,9 @@ def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
 # Ours -> theirs, and back.
 
 
-def joined(matrix: Matrix, adapter: Adapter) -> tuple[LoraSpec, LayerAdapter]:
+def joined(
+    matrix: Matrix, adapter: Mapping[str, LayerAdapter]
+) -> tuple[LoraSpec, LayerAdapter]:
     """Combine our adapters into one adapter of their matrix.
 
     If our adapters share A, the result has this A. Otherwise the A are concatenated, and the ranks

@@ -20,7 +20,7 @@ from ed_layers.transform import Replace, transform
 from flax import nnx
 
 from ed_models.adapters.lora import ALL_LINEAR, has_lora
-from ed_models.adapters.values import Adapter, M
+from ed_models.adapters.values import Adapter, LayerAdapter, M, layers_of
 
 _LISTED = 10
 
@@ -73,13 +73,16 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
 
     Raises:
         ConfigError: the adapter uses DoRA, exceeds the rank of the slots, contains numbers that are
-            not finite, or changes layers without slots; the message lists all problems.
+            not finite, has modules that are trained in full, or changes layers without slots; the
+            message lists all problems.
     """
     wrong: list[str] = []
     places = dict(_places(model))
     for name, layer in adapter.items():
         parent, _, matrix = name.rpartition(".")
-        if layer.spec.dora:
+        if not isinstance(layer, LayerAdapter):
+            wrong.append(f"{parent}: a module that is trained in full (modules_to_save)")
+        elif layer.spec.dora:
             wrong.append(f"{parent}: DoRA")
         elif matrix == "embedding":
             wrong.append(f"{parent}: an embedding")
@@ -104,13 +107,14 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
         out = np.zeros((*leading, rows, columns), np.float32)
         is_a = path[-1] == "lora_a"
         for i, name in enumerate(parameter_names.canonical(path[:-1])):
-            layer = adapter.get(f"{name}.kernel")
+            layer = layers.get(f"{name}.kernel")
             if layer is not None:
                 value = layer.a if is_a else layer.b * layer.spec.scale
                 place = out[i] if leading else out
                 place[: value.shape[0], : value.shape[1]] = value
         return variable.replace(out)
 
+    layers = layers_of(adapter)
     flat = nnx.to_flat_state(nnx.state(model, SlotParam))
     return nnx.from_flat_state([(path, values(path, variable)) for path, variable in flat])
 

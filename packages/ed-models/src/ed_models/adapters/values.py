@@ -16,6 +16,7 @@ from ed_layers.quantization.model import matrix_of
 from flax import nnx
 
 from ed_models.adapters.lora import apply_lora, lora_layers
+from ed_models.adapters.saved_modules import put_saved_values, saved_values, with_saved_modules
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -37,13 +38,24 @@ class LayerAdapter:
     magnitude: np.ndarray | None = None
 
 
-#: Canonical name of a matrix (`model.layers.3.self_attn.q_proj.kernel`) -> its adapter.
-Adapter = Mapping[str, LayerAdapter]
+#: Canonical name of a matrix (`model.layers.3.self_attn.q_proj.kernel`) -> its adapter; canonical
+#: name of a parameter that is trained in full -> its values, float32.
+Adapter = Mapping[str, LayerAdapter | np.ndarray]
 
 
-def adapter_of(model: nnx.Module) -> dict[str, LayerAdapter]:
+def adapter_of(model: nnx.Module) -> dict[str, LayerAdapter | np.ndarray]:
     """Return the active adapter of a model; empty if no adapter is active."""
-    return dict(_read(model))
+    return {**dict(_read(model)), **saved_values(model)}
+
+
+def layers_of(adapter: Adapter) -> dict[str, LayerAdapter]:
+    """Return the low-rank part of an adapter."""
+    return {name: x for name, x in adapter.items() if isinstance(x, LayerAdapter)}
+
+
+def saved_of(adapter: Adapter) -> dict[str, np.ndarray]:
+    """Return the parameters of an adapter that are trained in full."""
+    return {name: x for name, x in adapter.items() if not isinstance(x, LayerAdapter)}
 
 
 def put_adapter(model: M, adapter: Adapter) -> M:
@@ -54,18 +66,19 @@ def put_adapter(model: M, adapter: Adapter) -> M:
         adapter: the values of an adapter for a model with the same shapes.
     """
     by_spec: dict[LoraSpec, list[str]] = {}
-    for name, layer in adapter.items():
+    layers, saved = layers_of(adapter), saved_of(adapter)
+    for name, layer in layers.items():
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
-    adapted = apply_lora(model, by_spec)
+    adapted = apply_lora(model, by_spec) if by_spec else model
     for path, layer in lora_layers(adapted):
         path = parameter_names.normalize(path)
         names = [f"{name}.{matrix_of(layer)[0]}" for name in parameter_names.canonical(path)]
         for field in ("a", "b", "magnitude"):
-            values = [getattr(adapter[name], field) for name in names]
+            values = [getattr(layers[name], field) for name in names]
             if values[0] is not None:
                 stacked = np.stack(values) if parameter_names.is_stacked(path) else values[0]
                 getattr(layer, f"lora_{field}").set_value(stacked)
-    return adapted
+    return put_saved_values(with_saved_modules(adapted, saved), saved) if saved else adapted
 
 
 def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
