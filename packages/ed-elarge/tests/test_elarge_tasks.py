@@ -13,6 +13,7 @@ import yaml
 from ed_elarge import eLargeModel
 from ed_elarge.__main__ import run_file
 from ed_elarge.errors import InputError
+from ed_esurge.sampling import PoolingParams
 from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.testing import require_torch
@@ -332,3 +333,58 @@ def test_encoder_trains_and_is_loaded_by_transformers(
     theirs = torch_output(saved, kind, input_ids=ids).logits
     ours = output(saved, task, input_ids=ids, attention_mask=np.ones_like(ids)).logits
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.nightly
+def test_head_of_classifier_is_trained_in_full_beside_adapters(bert: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"{'cat' if n % 2 else 'dog'} {n}", "label": f"c{n % 2}"} for n in range(32)]
+    data = save_rows(tmp_path / "rows.jsonl", rows)
+    model = {"name_or_path": str(bert), "task": "sequence-classification"}
+    sections = {
+        "model": model,
+        "lora": {"rank": 2, "modules_to_save": ["classifier", "pooler"]},
+        "mixture": {
+            "informs": [{"data_files": data}],
+            "pack_tokens": False,
+            "tokenization": {"max_length": 32},
+        },
+        "trainer": {"trainer_type": "sequence_classification", "label_names": ["c0", "c1"]},
+    }
+    assert train(tmp_path, sections, ["train"]) == 0
+    adapter = tmp_path / "run" / "adapter"
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["classifier", "pooler"]
+    ids = np.random.default_rng(0).integers(5, 200, (1, 12))
+    merged = output(tmp_path / "run" / "model", model["task"], input_ids=ids).logits
+    # The head of the base is random here, and the adapter contains the trained head.
+    served = eLargeModel(
+        {
+            "model": model,
+            "lora": {"name_or_path": str(adapter)},
+            "esurge": {"max_model_len": 32, "max_num_seqs": 2, "compile_runner": False},
+        }
+    )
+    params = PoolingParams(normalize=False)
+    found = served.build_esurge().embed([ids[0].tolist()], params)[0].pooled
+    np.testing.assert_allclose(found, np.asarray(merged)[0], atol=1e-5)
+
+
+def test_unknown_module_to_save_is_an_error_at_its_key(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {
+        "model": {"name_or_path": str(bert), "task": "sequence-classification"},
+        "lora": {"rank": 2, "modules_to_save": ["clasifier"]},
+        "mixture": {
+            "informs": [
+                {"data_files": save_rows(tmp_path / "a.jsonl", [{"text": "a", "label": "x"}] * 16)}
+            ],
+            "pack_tokens": False,
+            "tokenization": {"max_length": 32},
+        },
+        "trainer": {"trainer_type": "sequence_classification", "label_names": ["x", "y"]},
+    }
+    assert train(tmp_path, sections, ["train"]) == 1
+    errors = capsys.readouterr().err
+    assert "lora.modules_to_save" in errors
+    assert "no module 'clasifier'; did you mean 'classifier'" in errors

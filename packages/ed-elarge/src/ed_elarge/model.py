@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ed_elarge.evaluation.harness import Tasks
+    from ed_elarge.evaluation.local import LocalTasks
 
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -268,26 +269,25 @@ class eLargeModel(Setters):
     def eval(
         self, tasks: Sequence[str] | str | None = None, *, engine: str = "auto", **options: Any
     ) -> dict[str, Any]:
-        """Evaluate with lm-evaluation-harness on the engine.
+        """Evaluate on the engine with lm-evaluation-harness, or on local tasks.
 
         Args:
-            tasks: Task names; the default is `tasks` of the section `eval`.
+            tasks: Task names; the default is `tasks` of the section `eval`, then all of its
+                `local_tasks`.
             engine: `esurge` or `auto`, which selects `esurge`.
             options: Keys of the section `eval` for this call.
 
         Returns:
-            The results of lm-eval. They are also written to a JSON file (`output_path`); without a
-            trainer only if `output_path` is set.
+            The results, in the form of lm-eval. They are also written to a JSON file
+            (`output_path`); without a trainer only if `output_path` is set.
 
         Raises:
             ConfigError: An option is invalid, a task is unknown, or its data is not available.
         """
-        from ed_elarge.evaluation import harness
-
         if tasks is not None:
             options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
         prepared = self.prepare_eval(_options(EvalOptions, {"engine": engine, **options}))
-        return harness.run(self.build_esurge(), prepared)
+        return prepared.run(self.build_esurge())
 
     def run_benchmarks(
         self, tasks: Sequence[str] | str | None = None, **options: Any
@@ -305,16 +305,21 @@ class eLargeModel(Setters):
             tasks = trainer.benchmarks
         return harness.figures(self.eval(tasks, **options))
 
-    def prepare_eval(self, options: EvalOptions) -> Tasks:
+    def prepare_eval(self, options: EvalOptions) -> Tasks | LocalTasks:
         """Load the tasks of an evaluation and their data, for a later `eval`."""
-        from ed_elarge.evaluation import harness
+        from ed_elarge.config import local_tasks
+        from ed_elarge.evaluation import harness, local
 
         merged = options.over(self.config.eval)
         directory = self.config.directory / "eval" if self.config.trainer is not None else None
-        return self.once(
-            f"tasks {merged.model_dump_json()}",
-            lambda: harness.Tasks(merged, self.held_out_texts, directory),
-        )
+        own = local_tasks.chosen(merged.local_tasks, merged.tasks)
+
+        def load() -> Tasks | LocalTasks:
+            if own:
+                return local.LocalTasks(merged, own, directory)
+            return harness.Tasks(merged, self.held_out_texts, directory)
+
+        return self.once(f"tasks {merged.model_dump_json()}", load)
 
     def generate(
         self, prompts: Sequence[Prompt] | Chat | str | None = None, **options: Any

@@ -239,7 +239,6 @@ def probes_of(
         _check_writes(model, "generation_interval")
         probes.append(Previews(arguments, tokenizer, held_out))
     if arguments.benchmark_interval is not None and arguments.benchmarks:
-        _check_writes(model, "benchmarks")
         if benchmark is None:
             raise ConfigError(
                 "benchmarks need an engine, and the trainer has none: train with ed-elarge, or "

@@ -181,7 +181,7 @@ def _newest_step(directory: Path) -> int | None:
 
 
 def evaluate(session: Session, options: EvalOptions) -> None:
-    """Evaluate with lm-evaluation-harness."""
+    """Evaluate with lm-evaluation-harness, or on local tasks."""
     elm = session.elm
     results = elm.eval(**options.model_dump(exclude_unset=True))
     tasks = elm.prepare_eval(options)  # cached

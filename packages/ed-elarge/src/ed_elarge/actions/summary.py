@@ -14,6 +14,7 @@ from ed_infra.enums import TaskType
 
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.evaluation import harness
+from ed_elarge.evaluation.local import EVALUATOR
 from ed_elarge.evaluation.prompts import trains_on_chats
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Summary:
         self.heldout: HeldoutMetrics | None = None
         self.evaluation: dict[str, dict[str, float]] = {}
         self.results: Path | None = None
+        self.local: set[str] = set()
         self.samples: list[tuple[Prompt, str]] = []
         self.chats = False
         self.task = TaskType.CAUSAL_LM
@@ -70,6 +72,8 @@ class Summary:
     def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
         """Record the metrics of an evaluation and the file with its results."""
         self.evaluation.update(harness.figures(results))
+        if results.get("evaluator") == EVALUATOR:
+            self.local |= set(results["results"])
         self.results = path
 
     def print_location_of_model(self) -> None:
@@ -129,7 +133,7 @@ class Summary:
                 ("  bits per byte", f"{heldout.bits_per_byte:.4f}", ""),
             ]
         for task, metrics in self.evaluation.items():
-            rows.append((task, "", "by lm-eval"))
+            rows.append((task, "", "on local rows" if task in self.local else "by lm-eval"))
             shown = harness.shown(metrics)
             rows += [(f"  {name}", f"{value:.4f}", "") for name, value in shown.items()]
         return rows

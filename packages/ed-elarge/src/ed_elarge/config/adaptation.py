@@ -51,9 +51,9 @@ class LoraSection(Options):
     dora: bool = False
     """Also train the norm of each column of the weights (DoRA)."""
     modules_to_save: Patterns | None = None
-    """Names of modules that are trained in full and saved with the adapters, as in PEFT: the head of
-    a classifier (`classifier`, `score`), `lm_head`, `embed_tokens`. The last parts of a name are
-    sufficient. These modules have no adapters."""
+    """Names of modules that are trained in full and saved with the adapters, as in PEFT:
+    `classifier`, `score`, `lm_head`, `embed_tokens`. The last parts of a name are sufficient. These
+    modules have no adapters."""
 
     @model_validator(mode="after")
     def _one_source(self) -> LoraSection:

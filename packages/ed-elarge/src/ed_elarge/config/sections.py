@@ -24,8 +24,12 @@ from pydantic import (
     StrictBool,
     StrictStr,
     Tag,
+    field_validator,
     model_validator,
 )
+
+from ed_elarge.config.local_tasks import LocalTask, check_names
+from ed_elarge.heldout_tasks import NAMES as HELDOUT_TASKS
 
 MAX_DEVICES = 2**20
 
@@ -322,7 +326,7 @@ class BaseConfigSection(SetsConfig):
 
 
 class EvalSection(Options):
-    """Options of lm-evaluation-harness, under its own names."""
+    """Options of lm-evaluation-harness, under its own names, and tasks on local files."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "fewshot": "num_fewshot",
@@ -331,6 +335,8 @@ class EvalSection(Options):
 
     tasks: tuple[Name, ...] = ()
     """Tasks of the action `eval` if the action lists none."""
+    local_tasks: tuple[LocalTask, ...] = ()
+    """Tasks of embedding models and rerankers on local files. Without `tasks`, all of them run."""
     include_path: tuple[Name, ...] = ()
     """Directories with further task files."""
     num_fewshot: Whole | None = None
@@ -365,3 +371,9 @@ class EvalSection(Options):
     """JSON file for the results. None: `eval/results.json` in the directory of the trainer; without
     a trainer the results are only printed."""
     print_results: bool = True
+
+    @field_validator("local_tasks")
+    @classmethod
+    def _separate_names(cls, value: tuple[LocalTask, ...]) -> tuple[LocalTask, ...]:
+        check_names(value, HELDOUT_TASKS)
+        return value

@@ -192,7 +192,7 @@ SECTIONS: dict[str, Section] = {
     "eval": Section(
         EvalSection,
         checks=(training.evaluation_tasks,),
-        machine_checks=(machine.include_path,),
+        machine_checks=(machine.include_path, machine.local_tasks),
         unused=unused.evaluation,
     ),
 }
@@ -274,7 +274,7 @@ ACTIONS: dict[str, ActionKind] = {
         prepare="ed_elarge.actions.execution:prepare_train",
     ),
     "eval": ActionKind(
-        "evaluate with lm-evaluation-harness",
+        "evaluate with lm-evaluation-harness, or on local tasks",
         "ed_elarge.actions.execution:evaluate",
         EvalOptions,
         needs=("model",),

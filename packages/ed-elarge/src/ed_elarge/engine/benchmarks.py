@@ -1,4 +1,4 @@
-"""Benchmarks during training: lm-eval tasks on an engine that borrows the weights."""
+"""Benchmarks during training, on an engine that borrows the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class EngineBenchmark:
     """Runs the tasks of `trainer.benchmarks`; see `ed_trainers.probes.Benchmark`.
 
-    The results of lm-eval are written to `benchmarks/<step>.json` in the run's directory.
+    The results are written to `benchmarks/<step>.json` in the run's directory.
 
     Args:
         elm: The run: its tasks, the section `eval` and the section `esurge`.
@@ -34,4 +34,4 @@ class EngineBenchmark:
         """Run the tasks with the current weights, and return task -> metric -> value."""
         results = self._elm.config.directory / "benchmarks" / f"{weights.version}.json"
         with engine_of_run(self._elm, weights.model).serving(weights) as engine:
-            return harness.figures(harness.run(engine, self._tasks, results))
+            return harness.figures(self._tasks.run(engine, results))

@@ -84,57 +84,57 @@ class Tasks:
                 detail = f"{type(error).__name__}: {reason[0] if reason else ''}"
                 raise ConfigError(f"the task {name!r} cannot be loaded ({detail})") from error
 
+    def run(self, engine: eSurge, results_file: Path | None = None) -> dict[str, Any]:
+        """Evaluate the model and write the results to a file.
 
-def run(engine: eSurge, tasks: Tasks, results_file: Path | None = None) -> dict[str, Any]:
-    """Evaluate the model and write the results to a file.
+        Args:
+            engine: The engine with the model.
+            results_file: The file of the results; the default is `results`.
 
-    Args:
-        engine: The engine with the model.
-        tasks: The tasks.
-        results_file: The file of the results; the default is `tasks.results`.
+        Returns:
+            The results of lm-eval as JSON values.
+        """
+        from ed_esurge.lm_eval import eSurgeLM
+        from lm_eval.evaluator import simple_evaluate
 
-    Returns:
-        The results of lm-eval as JSON values.
-    """
-    from ed_esurge.lm_eval import eSurgeLM
-    from lm_eval.evaluator import simple_evaluate
-
-    options = tasks.options
-    adapter = eSurgeLM(engine, max_gen_toks=options.max_new_tokens, batch_size=options.batch_size)
-    if not options.use_tqdm:
-        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
-            setattr(adapter, name, functools.partial(getattr(adapter, name), disable_tqdm=True))
-    sampling = {"temperature": options.temperature, "top_p": options.top_p}
-    keywords: dict[str, Any] = {k: value for k, value in sampling.items() if value is not None}
-    if options.temperature:
-        keywords["do_sample"] = True
-    keywords |= options.gen_kwargs or {}
-    results = simple_evaluate(
-        model=adapter,
-        tasks=list(options.tasks),
-        task_manager=tasks.manager,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        cache_requests=options.cache_requests,
-        check_integrity=options.check_integrity,
-        write_out=options.write_out,
-        log_samples=options.log_samples,
-        bootstrap_iters=options.bootstrap_iters,
-        apply_chat_template=options.apply_chat_template,
-        system_instruction=options.system_instruction,
-        fewshot_as_multiturn=options.fewshot_as_multiturn,
-        gen_kwargs=keywords or None,
-        predict_only=options.predict_only,
-        random_seed=options.random_seed,
-        numpy_random_seed=options.numpy_random_seed,
-        fewshot_random_seed=options.fewshot_random_seed,
-    )
-    text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
-    file = results_file or tasks.results
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
-    return json.loads(text)
+        options = self.options
+        adapter = eSurgeLM(
+            engine, max_gen_toks=options.max_new_tokens, batch_size=options.batch_size
+        )
+        if not options.use_tqdm:
+            for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+                setattr(adapter, name, functools.partial(getattr(adapter, name), disable_tqdm=True))
+        sampling = {"temperature": options.temperature, "top_p": options.top_p}
+        keywords: dict[str, Any] = {k: value for k, value in sampling.items() if value is not None}
+        if options.temperature:
+            keywords["do_sample"] = True
+        keywords |= options.gen_kwargs or {}
+        results = simple_evaluate(
+            model=adapter,
+            tasks=list(options.tasks),
+            task_manager=self.manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            cache_requests=options.cache_requests,
+            check_integrity=options.check_integrity,
+            write_out=options.write_out,
+            log_samples=options.log_samples,
+            bootstrap_iters=options.bootstrap_iters,
+            apply_chat_template=options.apply_chat_template,
+            system_instruction=options.system_instruction,
+            fewshot_as_multiturn=options.fewshot_as_multiturn,
+            gen_kwargs=keywords or None,
+            predict_only=options.predict_only,
+            random_seed=options.random_seed,
+            numpy_random_seed=options.numpy_random_seed,
+            fewshot_random_seed=options.fewshot_random_seed,
+        )
+        text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
+        file = results_file or self.results
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, "utf-8")
+        return json.loads(text)
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:

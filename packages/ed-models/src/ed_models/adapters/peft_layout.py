@@ -181,9 +181,7 @@ def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
 # Ours -> theirs, and back.
 
 
-def joined(
-    matrix: Matrix, adapter: Mapping[str, LayerAdapter]
-) -> tuple[LoraSpec, LayerAdapter]:
+def joined(matrix: Matrix, adapter: Mapping[str, LayerAdapter]) -> tuple[LoraSpec, LayerAdapter]:
     """Combine our adapters into one adapter of their matrix.
 
     If our adapters share A, the result has this A. Otherwise the A are concatenated, and the ranks

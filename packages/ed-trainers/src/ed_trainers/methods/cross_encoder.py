@@ -8,6 +8,8 @@ Legend: b rows, n documents of a row, s positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric, SequenceClassifierOutput
 from ed_infra.sharding.axes import LogicalAxes
+from ed_models.protocol import LanguageModel
 from jax.nn import log_sigmoid
 
 from ed_trainers.arguments import METHODS
@@ -24,7 +27,9 @@ from ed_trainers.losses.choices import choice_batch
 from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.pairs import as_rows
+from ed_trainers.methods.held_out import HeldOutOutputs, score_metrics
 from ed_trainers.options.cross_encoder import BCE, CONTRASTIVE, CrossEncoderArguments
+from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 
 
@@ -98,8 +103,27 @@ def loss(
     return Loss.of(output, jnp.sum(weights * (scores - labels) ** 2), count)
 
 
+def measure(
+    run: MethodRun[CrossEncoderArguments], batches: Iterable[HostBatch], state: EasyDeLState
+) -> dict[str, float]:
+    """Return the metrics of the scores of held-out rows."""
+
+    def scores(model: LanguageModel, batch: Batch) -> jax.Array:
+        texts = {name: x for name, x in batch.items() if name not in ("labels", "weights")}
+        rows = as_rows(texts) if run.arguments.sides else Inputs(texts)
+        found = outputs_of_texts(model, rows, None).logits[:, 0].astype(jnp.float32)
+        return found.reshape(len(batch["weights"]), -1) if run.arguments.sides else found
+
+    return score_metrics(run, run.part(HeldOutOutputs).each(batches, state, scores))
+
+
 CROSS_ENCODER = Method[CrossEncoderArguments](
-    prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
+    prepare=prepare,
+    loss=loss,
+    measure=measure,
+    parts=(HeldOutOutputs,),
+    per_token=False,
+    progress_columns=("loss", "accuracy"),
 )
 
 

@@ -9,7 +9,7 @@ Legend: b rows, s positions, c texts of a pair, p pairs of a row at most, n = b 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
@@ -28,6 +28,7 @@ from ed_trainers.losses.pairs import as_rows, pair_batch
 from ed_trainers.losses.scoring import noise_of
 from ed_trainers.losses.segments import last_tokens
 from ed_trainers.losses.similarity import cosent_loss, margin_losses, ranking_losses, unit
+from ed_trainers.methods.held_out import HeldOutOutputs, vector_metrics
 from ed_trainers.options.embedding import (
     COSENT,
     COSINE,
@@ -37,6 +38,7 @@ from ed_trainers.options.embedding import (
     EmbeddingArguments,
 )
 from ed_trainers.placement import with_arrays
+from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 
 #: Role of the model whose embeddings are targets of `mse`.
@@ -205,10 +207,27 @@ def _cuts(run: MethodRun[EmbeddingArguments], width: int) -> list[tuple[int, flo
     return sorted(zip(dims, weights, strict=True))
 
 
+def measure(
+    run: MethodRun[EmbeddingArguments], batches: Iterable[HostBatch], state: EasyDeLState
+) -> dict[str, float]:
+    """Return the metrics of retrieval, or the correlations with the scores, of held-out rows."""
+    numbers = ("present", *run.arguments.scores)
+    sides = len(run.arguments.sides)
+
+    def vectors(model: LanguageModel, batch: Batch) -> jax.Array:
+        rows = as_rows({name: array for name, array in batch.items() if name not in numbers})
+        slots = batch["present"].shape[-1]
+        found = embed(model, rows, slots, None, run.arguments).embeddings
+        return found.reshape(-1, sides, *found.shape[1:]).astype(jnp.float32)
+
+    return vector_metrics(run, run.part(HeldOutOutputs).each(batches, state, vectors))
+
+
 EMBEDDING = Method[EmbeddingArguments](
     prepare=prepare,
     loss=loss,
-    parts=(PairSlots,),
+    measure=measure,
+    parts=(PairSlots, HeldOutOutputs),
     whole_batches=True,  # the shape of `present` depends on all rows
     per_token=False,
     progress_columns=("loss", "accuracy"),

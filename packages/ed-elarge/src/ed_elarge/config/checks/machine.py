@@ -153,6 +153,16 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
                 yield Problem((*here, name, *([setting] if setting else [])), message)
 
 
+def local_tasks(run: RunConfig) -> Iterator[Problem]:
+    """Check that the files of local tasks exist; remote files (`gs://…`) are not accessed."""
+    for i, task in enumerate(run.eval.local_tasks if run.eval is not None else ()):
+        for key, files in task.files().items():
+            for file in files:
+                if "://" not in file and not glob.glob(file) and not Path(file).exists():
+                    problem = f"{file} does not exist"
+                    yield Problem(("eval", "local_tasks", i, key), problem)
+
+
 def include_path(run: RunConfig) -> Iterator[Problem]:
     """Check the directories with task files."""
     for i, directory in enumerate(run.eval.include_path):

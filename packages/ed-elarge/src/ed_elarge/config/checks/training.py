@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 from ed_data.checks import without_recordings, without_tokens
 from ed_infra.enums import TaskType
-from ed_infra.errors import did_you_mean
+from ed_infra.errors import ConfigError, did_you_mean
 from ed_trainers.arguments import ROLES
 from ed_trainers.options.online import RewardedArguments
 
 from ed_elarge import heldout_tasks
+from ed_elarge.config import local_tasks
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection
 from ed_elarge.errors import Problem, ValuePath
@@ -167,13 +168,29 @@ def transcribes(run: RunConfig, action: Action) -> Iterator[Problem]:
 
 
 def evaluates(run: RunConfig, action: Action) -> Iterator[Problem]:
-    """Check that lm-evaluation-harness supports the model's task."""
-    if run.task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
+    """Check that the tasks can evaluate a model for its task."""
+    if run.is_broken("eval"):
+        return
+    options = action.options.over(run.eval) if run.eval is not None else None
+    if options is not None and local_tasks.chosen(options.local_tasks, options.tasks):
+        if run.task not in local_tasks.EVALUATED and _has_task(run):
+            known = ", ".join(repr(task.value) for task in local_tasks.EVALUATED)
+            message = (
+                f"local_tasks evaluate models for {known}, and the model is for "
+                f"{run.task.value!r}: set model.task, or omit the action {action.name}"
+            )
+            yield Problem((), message, True)
+    elif run.task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
         message = (
             f"lm-evaluation-harness needs a causal language model, and the model is for "
-            f"{run.task.value!r}: omit the action {action.name}"
+            f"{run.task.value!r}: omit the action {action.name}, or set eval.local_tasks"
         )
         yield Problem((), message, True)
+
+
+def _has_task(run: RunConfig) -> bool:
+    """Return whether the file determines the task of the model, which is otherwise a default."""
+    return run.trainer is not None or (run.model is not None and run.model.task is not None)
 
 
 # Tasks of an evaluation.
@@ -191,9 +208,15 @@ def benchmarks(run: RunConfig) -> Iterator[Problem]:
     trainer = run.trainer
     if trainer is None or run.eval is None:
         return
+    own = {task.label for task in run.eval.local_tasks}
+    local = bool(trainer.benchmarks) and own.issuperset(trainer.benchmarks)
     for option in ("generation_interval", "benchmark_interval"):
-        if run.task not in GENERATING and getattr(trainer, option) is not None:
+        set_here = getattr(trainer, option) is not None
+        possible = run.task in GENERATING or (local and option == "benchmark_interval")
+        if set_here and not possible:
             message = f"the model is for {run.task.value!r} and generates no text: omit the key"
+            if option == "benchmark_interval":
+                message += ", or name tasks of eval.local_tasks in benchmarks"
             yield Problem(("trainer", option), message, True)
     named = run.eval.model_copy(update={"tasks": trainer.benchmarks})
     yield from _tasks(run, named, ("trainer", "benchmarks"), run.will("train"))
@@ -204,7 +227,12 @@ def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:
     if run.eval is None:
         return
     merged = action.options.over(run.eval)
-    if not merged.tasks:
+    try:
+        local_tasks.chosen(merged.local_tasks, merged.tasks)
+    except ConfigError as error:
+        yield Problem((), str(error), True)
+        return
+    if not merged.tasks and not merged.local_tasks:
         names = ", ".join(heldout_tasks.NAMES)
         yield Problem((), f"no tasks are given; tasks of this package: {names}", True)
     elif action.options.tasks:
@@ -215,8 +243,14 @@ def _tasks(
     run: RunConfig, options: EvalSection, path: ValuePath, run_here: bool
 ) -> Iterator[Problem]:
     reported = False
+    own = [local.label for local in options.local_tasks]
     for i, task in enumerate(options.tasks):
-        if task in heldout_tasks.NAMES:
+        if task in own:
+            continue
+        if own and did_you_mean(task, own) and not options.include_path:
+            message = f"unknown task {task!r}{did_you_mean(task, own)}"
+            yield Problem((*path, i), message)
+        elif task in heldout_tasks.NAMES:
             if run_here and not run.is_broken("mixture") and not run.has_held_out and not reported:
                 reported = True
                 message = (

@@ -69,7 +69,19 @@ def quantization(options: QuantizationSection, run: RunConfig) -> Unused:
         yield "platform", "XLA computes the products of quantized weights on every platform"
 
 
+#: Keys of the section `eval` that only lm-evaluation-harness reads.
+_OF_HARNESS = (
+    "include_path num_fewshot max_new_tokens temperature top_p cache_requests check_integrity "
+    "write_out log_samples bootstrap_iters apply_chat_template system_instruction "
+    "fewshot_as_multiturn gen_kwargs predict_only random_seed numpy_random_seed "
+    "fewshot_random_seed"
+)
+
+
 def evaluation(options: EvalSection, run: RunConfig) -> Unused:
+    own = {task.label for task in options.local_tasks}
+    if own and own.issuperset(options.tasks):
+        yield _OF_HARNESS, "only lm-evaluation-harness reads the key, and all tasks are local"
     if options.temperature == 0:
         yield "top_p", _GREEDY
     if not options.apply_chat_template:

@@ -1,0 +1,149 @@
+"""Evaluation tasks in the style of MTEB, whose rows are in local files (`eval.local_tasks`).
+
+A new kind of task is one entry of `KINDS`, and the file of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.options import Count, Options, choice
+from pydantic import BeforeValidator, Field, model_validator
+
+
+@dataclass(frozen=True)
+class LocalKind:
+    """One kind of task.
+
+    Attributes:
+        files: The keys of its files.
+        evaluates: Address of the class that reads the rows and evaluates a model; see
+            `ed_elarge.evaluation.local.LocalTasks`.
+        ranks: Whether its metrics have cutoffs (`k`).
+        scores_pairs: Whether models that score pairs of texts are evaluated, too.
+    """
+
+    files: tuple[str, ...]
+    evaluates: str
+    ranks: bool = False
+    scores_pairs: bool = False
+
+
+_HERE = "ed_elarge.evaluation"
+#: `type` of a task -> its kind.
+KINDS: dict[str, LocalKind] = {
+    "retrieval": LocalKind(
+        ("queries", "corpus", "qrels"), f"{_HERE}.retrieval:Retrieval", ranks=True
+    ),
+    "sts": LocalKind(("data_files",), f"{_HERE}.similarity:Similarity"),
+    "classification": LocalKind(
+        ("train_files", "test_files"), f"{_HERE}.classification:Classification"
+    ),
+    "reranking": LocalKind(
+        ("data_files",), f"{_HERE}.reranking:Reranking", ranks=True, scores_pairs=True
+    ),
+}
+_FILES = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.files))
+#: Tasks of models that `eval.local_tasks` evaluate.
+EVALUATED = (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION, TaskType.AUTO_BIND)
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+
+Files = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(min_length=1),
+    BeforeValidator(_one_or_more),
+]
+Cutoffs = Annotated[
+    tuple[Annotated[Count, Field(le=1000)], ...],
+    Field(min_length=1, max_length=16),
+    BeforeValidator(_one_or_more),
+]
+
+
+class LocalTask(Options):
+    """A task of embedding models and rerankers on local files (jsonl, csv, tsv, parquet, …)."""
+
+    type: Annotated[str, choice("type", tuple(KINDS))]
+    """`retrieval`: search in a corpus. `sts`: semantic similarity of two texts. `classification`: a
+    logistic regression on embeddings. `reranking`: the order of the documents of each query."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the task in `tasks` and in the results. None: the type."""
+    queries: Files | None = None
+    """retrieval: rows with `_id` and `text`."""
+    corpus: Files | None = None
+    """retrieval: rows with `_id`, `text` and optionally `title`, which precedes the text."""
+    qrels: Files | None = None
+    """retrieval: rows with `query-id`, `corpus-id` and `score`; above 0 is relevant."""
+    data_files: Files | None = None
+    """sts: rows with `sentence1`, `sentence2` and `score`. reranking: rows with `query`, and the
+    lists `positive` and `negative`."""
+    train_files: Files | None = None
+    """classification: rows with `text` and `label`, on which the regression is fitted."""
+    test_files: Files | None = None
+    """classification: rows with `text` and `label`, which are classified."""
+    k: Cutoffs = (10,)
+    """Cutoffs of nDCG, MRR and recall: one number or several."""
+
+    @model_validator(mode="after")
+    def _has_files(self) -> LocalTask:
+        kind = KINDS[self.type]
+        missing = [key for key in kind.files if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: a {self.type} task needs these files")
+        other = [key for key in _FILES if key not in kind.files and getattr(self, key) is not None]
+        other += ["k"] if not kind.ranks and "k" in self.model_fields_set else []
+        if other:
+            raise ValueError(
+                f"{', '.join(other)}: a {self.type} task reads only {', '.join(kind.files)}"
+                + (" and k" if kind.ranks else "")
+                + ": omit the key"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """The name of the task."""
+        return self.name or self.type
+
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """Return the files of the task by key."""
+        return {key: getattr(self, key) for key in KINDS[self.type].files}
+
+
+def check_names(tasks: Iterable[LocalTask], taken: Iterable[str]) -> None:
+    """Check that each task has a name of its own.
+
+    Raises:
+        ValueError: Two tasks have one name, or a task has the name of another evaluation.
+    """
+    seen = set(taken)
+    for task in tasks:
+        if task.label in seen:
+            raise ValueError(f"two tasks have the name {task.label!r}: set name")
+        seen.add(task.label)
+
+
+def chosen(tasks: Iterable[LocalTask], names: Iterable[str]) -> list[LocalTask]:
+    """Return the local tasks among the tasks of an evaluation; all if there are no names.
+
+    Raises:
+        ConfigError: Only some of the names are local tasks.
+    """
+    by_name = {task.label: task for task in tasks}
+    names = list(names) or list(by_name)
+    found = [by_name[name] for name in names if name in by_name]
+    if found and len(found) < len(names):
+        others = ", ".join(name for name in names if name not in by_name)
+        raise ConfigError(
+            f"{others}: one evaluation runs either local tasks ({', '.join(by_name)}) or tasks of "
+            "lm-evaluation-harness: use two actions"
+        )
+    return found

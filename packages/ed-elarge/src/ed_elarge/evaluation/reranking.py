@@ -1,0 +1,65 @@
+"""Reranking: the order of the documents of each query, by a cross-encoder or by embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+from ed_data import DataError
+from ed_infra.errors import ConfigError
+from ed_trainers.figures.ranking import ranked, reranking_metrics, similarities
+
+from ed_elarge.config.local_tasks import LocalTask
+from ed_elarge.evaluation.local_rows import limited, rows_of, text, texts
+from ed_elarge.evaluation.text_model import TextModel
+
+
+class Reranking:
+    """Queries with relevant and other documents.
+
+    Args:
+        task: The files and cutoffs.
+        limit: Number of queries, or below 1 the fraction of them.
+
+    Raises:
+        DataError: A row is broken, or has no relevant or no other document.
+    """
+
+    def __init__(self, task: LocalTask, limit: float | None) -> None:
+        assert task.data_files
+        rows = []
+        for place, row in rows_of(task.data_files):
+            query = text(place, row, "query")
+            positive, negative = (texts(place, row, name) for name in ("positive", "negative"))
+            for name, found in (("positive", positive), ("negative", negative)):
+                if not found:
+                    raise DataError(f"{place}: {name} is empty, and nothing can be ranked")
+            rows.append((query, positive, negative))
+        self._rows = rows[: limited(len(rows), limit)]
+        self._k = task.k
+
+    def evaluate(self, model: TextModel) -> dict[str, float]:
+        """Return the MAP of the whole lists, and MRR and nDCG at each cutoff."""
+        rankings = []
+        for (_, positive, negative), scores in zip(self._rows, self._scores(model), strict=True):
+            gains = np.repeat([1.0, 0.0], [len(positive), len(negative)])
+            rankings.append(ranked(scores, gains))
+        return reranking_metrics(rankings, self._k)
+
+    def _scores(self, model: TextModel) -> list[np.ndarray]:
+        """Return the scores of the documents of each query."""
+        documents = [positive + negative for _, positive, negative in self._rows]
+        ends = np.cumsum([len(own) for own in documents])[:-1]
+        queries = [query for query, _, _ in self._rows]
+        if model.scores_pairs:
+            pairs = [(q, d) for q, own in zip(queries, documents, strict=True) for d in own]
+            return np.split(model.score(pairs), ends)
+        if not model.embeds:
+            raise ConfigError(
+                "a reranking task needs a cross-encoder with one output (num_labels=1) or an "
+                "embedding model, and the model is a classifier with several labels"
+            )
+        asked = model.embed(queries, "query")
+        found = np.split(model.embed([d for own in documents for d in own], "document"), ends)
+        return [
+            similarities(query[None], own, model.similarity)[0]
+            for query, own in zip(asked, found, strict=True)
+        ]

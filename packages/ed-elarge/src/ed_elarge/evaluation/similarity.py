@@ -1,0 +1,43 @@
+"""Semantic textual similarity: the cosines of pairs of texts follow the scores of the data."""
+
+from __future__ import annotations
+
+import numpy as np
+from ed_trainers.figures.correlation import correlations, cosines
+
+from ed_elarge.config.local_tasks import LocalTask
+from ed_elarge.evaluation.local_rows import limited, number, rows_of, text
+from ed_elarge.evaluation.text_model import TextModel
+
+_SENTENCES = ("sentence1", "sentence2")
+
+
+class Similarity:
+    """Pairs of texts with scores.
+
+    Args:
+        task: The files.
+        limit: Number of pairs, or below 1 the fraction of them.
+
+    Raises:
+        DataError: A row is broken.
+    """
+
+    def __init__(self, task: LocalTask, limit: float | None) -> None:
+        assert task.data_files
+        rows = [
+            (
+                text(place, row, "sentence1"),
+                text(place, row, "sentence2"),
+                number(place, row, "score"),
+            )
+            for place, row in rows_of(task.data_files)
+        ]
+        self._rows = rows[: limited(len(rows), limit)]
+
+    def evaluate(self, model: TextModel) -> dict[str, float]:
+        """Return the correlations of Spearman and Pearson."""
+        model.check_embeds("sts")
+        left, right, scores = map(list, zip(*self._rows, strict=True))
+        found = cosines(model.embed(left), model.embed(right))
+        return correlations(found, np.array(scores), prefix="cosine_")

@@ -1,0 +1,129 @@
+"""Embeddings of texts and scores of pairs of texts, computed by the serving engine.
+
+The texts are tokenized as in sentence-transformers: with the prompt of their role, and truncated to
+the maximum length of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from ed_infra.errors import ConfigError, EasyDeLError
+
+if TYPE_CHECKING:
+    from ed_esurge.engine import eSurge
+
+#: The role of a text, which selects the prompt. None: the default prompt of the checkpoint.
+Role = Literal["query", "document"] | None
+_DOCUMENTS = ("document", "passage", "corpus")
+
+
+class TextModel:
+    """An embedding model or a cross-encoder in an engine.
+
+    Args:
+        engine: The engine with a tokenizer.
+        batch_size: Texts that the engine receives at a time.
+        use_tqdm: Whether to show progress bars.
+    """
+
+    def __init__(self, engine: eSurge, *, batch_size: int = 512, use_tqdm: bool = False) -> None:
+        if engine.tokenizer is None:
+            raise ConfigError("an evaluation of texts needs a tokenizer: set model.tokenizer")
+        self._engine, self._size, self._bar = engine, batch_size, use_tqdm
+        self._tokenizer: Any = engine.tokenizer
+        self._settings = engine.embedding_settings
+        longest = self._settings.max_seq_length if self._settings is not None else None
+        self._limit = min(engine.max_model_len, longest or engine.max_model_len)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model returns an embedding of a text."""
+        return self._settings is not None
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the model returns one score for a pair of texts."""
+        labels = self._engine.labels
+        return labels is not None and len(labels.names) == 1
+
+    @property
+    def similarity(self) -> str:
+        """Name of the function that compares two embeddings."""
+        return "cosine" if self._settings is None else self._settings.similarity_fn_name
+
+    def check_embeds(self, kind: str) -> None:
+        """Raise an error if the model returns no embeddings.
+
+        Raises:
+            ConfigError: The model is a classifier.
+        """
+        if not self.embeds:
+            raise ConfigError(
+                f"a {kind} task compares embeddings, and {self._engine.model_name} returns none: "
+                "set model.task: embedding, or evaluate a reranking task"
+            )
+
+    def embed(self, texts: Sequence[str], role: Role = None) -> np.ndarray:
+        """Return the embeddings of texts, float32 [n, d]."""
+        parts = [self._embedded(part, role) for part in self._parts(texts)]
+        return np.concatenate(parts) if parts else np.zeros((0, 1), np.float32)
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+        """Return the score of each pair of texts before its activation, float64 [n]."""
+        found = [self._scored(part) for part in self._parts(pairs)]
+        return np.concatenate(found) if found else np.zeros(0)
+
+    def _parts(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        for start in range(0, len(items), self._size):
+            yield items[start : start + self._size]
+
+    def _embedded(self, texts: Sequence[str], role: Role) -> np.ndarray:
+        from ed_esurge.sampling import PoolingParams
+
+        settings = self._settings
+        assert settings is not None, "the tasks check that the model embeds"
+        prompt = self._prompt(role)
+        params = PoolingParams(normalize=False)
+        if prompt and not settings.include_prompt:
+            params = params.replace(prompt_length=self._prompt_tokens(prompt))
+        whole = [prompt + text for text in texts]
+        if settings.do_lower_case:
+            whole = [text.lower() for text in whole]
+        tokens = self._tokenizer(whole, truncation=True, max_length=self._limit)["input_ids"]
+        return self._pooled([list(map(int, row)) for row in tokens], params)
+
+    def _prompt(self, role: Role) -> str:
+        settings = self._settings
+        assert settings is not None
+        if role is None:
+            return settings.prompt()
+        names = _DOCUMENTS if role == "document" else ("query",)
+        stored = settings.prompts
+        return next((stored[name] for name in names if stored.get(name)), "") or settings.prompt()
+
+    def _prompt_tokens(self, prompt: str) -> int:
+        """Return the number of tokens of a prompt at the start of a text."""
+        tokens = self._tokenizer(prompt)["input_ids"]
+        last = (self._tokenizer.sep_token_id, self._tokenizer.eos_token_id)
+        return len(tokens) - (1 if tokens and tokens[-1] in last else 0)
+
+    def _scored(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+        from ed_esurge.sampling import PoolingParams
+
+        first, second = map(list, zip(*pairs, strict=True))
+        encoded = self._tokenizer(first, second, truncation="longest_first", max_length=self._limit)
+        types = encoded.get("token_type_ids") or [[]] * len(pairs)
+        starts = [next((i for i, kind in enumerate(row) if kind), None) for row in types]
+        params = [PoolingParams(normalize=False, second_text_start=start) for start in starts]
+        tokens = [list(map(int, row)) for row in encoded["input_ids"]]
+        return self._pooled(tokens, params)[:, 0].astype(np.float64)
+
+    def _pooled(self, tokens: list[list[int]], params: Any) -> np.ndarray:
+        outputs = self._engine.embed(tokens, params, use_tqdm=self._bar)
+        for output in outputs:
+            if output.pooled is None:
+                raise EasyDeLError(f"the engine returned no vector: {output.error}")
+        return np.stack([output.pooled for output in outputs]).astype(np.float32)
