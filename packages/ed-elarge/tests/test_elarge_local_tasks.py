@@ -56,7 +56,7 @@ def retrieval(folder: Path, **changed: Any) -> dict[str, Any]:
 
 def sts(folder: Path) -> dict[str, Any]:
     rows = [
-        {"sentence1": f"a {a} cat", "sentence2": f"a {b} cat", "score": float(a == b) + i / 9}
+        {"sentence1": f"a {a} cat", "sentence2": f"the cat: {b}", "score": float(a == b) + i / 9}
         for i, (a, b) in enumerate(zip(COLOURS, (*COLOURS[:4], *COLOURS[:4]), strict=True))
     ]
     return {"type": "sts", "data_files": save_rows(folder / "sts.jsonl", rows)}

@@ -122,8 +122,9 @@ class TextModel:
         return self._pooled(tokens, params)[:, 0].astype(np.float64)
 
     def _pooled(self, tokens: list[list[int]], params: Any) -> np.ndarray:
-        outputs = self._engine.embed(tokens, params, use_tqdm=self._bar)
-        for output in outputs:
+        vectors = []
+        for output in self._engine.embed(tokens, params, use_tqdm=self._bar):
             if output.pooled is None:
                 raise EasyDeLError(f"the engine returned no vector: {output.error}")
-        return np.stack([output.pooled for output in outputs]).astype(np.float32)
+            vectors.append(np.asarray(output.pooled, np.float32))
+        return np.stack(vectors)

@@ -5,6 +5,8 @@ The names are those of MTEB: `cosine_spearman`, `cosine_pearson`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
@@ -31,5 +33,5 @@ def correlations(found: np.ndarray, expected: np.ndarray, prefix: str = "") -> d
     names = (f"{prefix}spearman", f"{prefix}pearson")
     if len(found) < 2 or np.ptp(found) == 0 or np.ptp(expected) == 0:
         return dict.fromkeys(names, 0.0)
-    values = (spearmanr(found, expected).statistic, pearsonr(found, expected).statistic)
+    values: Any = (spearmanr(found, expected)[0], pearsonr(found, expected)[0])
     return dict(zip(names, map(float, values), strict=True))

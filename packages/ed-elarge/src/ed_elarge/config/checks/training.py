@@ -171,8 +171,9 @@ def evaluates(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the tasks can evaluate a model for its task."""
     if run.is_broken("eval"):
         return
-    options = action.options.over(run.eval) if run.eval is not None else None
-    if options is not None and local_tasks.chosen(options.local_tasks, options.tasks):
+    options = action.options.over(run.eval) if run.eval is not None else EvalSection()
+    own = [task.label for task in options.local_tasks]
+    if own and (not options.tasks or set(own) & set(options.tasks)):
         if run.task not in local_tasks.EVALUATED and _has_task(run):
             known = ", ".join(repr(task.value) for task in local_tasks.EVALUATED)
             message = (
