@@ -13,6 +13,8 @@ import pytest
 from ed_esurge.server.http.errors import MAX_MESSAGE
 from ed_esurge.server.launch import background
 from ed_esurge.speech.audio import decoded
+from ed_esurge.speech.channels import LOUDEST
+from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.engine import SpeechEngine
 from ed_esurge.speech.errors import AudioError
 from ed_esurge.testing import ScriptedTranscriber
@@ -109,19 +111,19 @@ def test_invalid_forms_return_short_errors(root, body):
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
 def test_mutated_files_are_read_or_refused(form):
     good = np.frombuffer(wav(0.3) if form == "WAV" else written(form, 0.3), np.uint8)
-    rng = np.random.default_rng(0)
+    rng, decoder = np.random.default_rng(0), DecoderProcess()
     read = 0
     for _ in range(150):
         file = good.copy()
         places = rng.integers(0, min(len(file), 200), rng.integers(1, 6))
         file[places] = rng.integers(0, 256, len(places))
         try:
-            samples = decoded(file.tobytes(), RATE, 5)
+            samples = decoded(file.tobytes(), RATE, 5, decoder)
         except AudioError:
             continue
         read += 1
         assert np.isfinite(samples).all()
         assert len(samples) <= 5 * RATE
-        assert np.abs(samples).max() <= 1
+        assert np.abs(samples).max() <= LOUDEST
     assert read < 150
     assert read or form == "OGG"  # whose pages have checksums

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
-import math
+import os
+import signal
 import struct
 import tracemalloc
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-from ed_esurge.speech.audio import decoded
+import soxr
+from ed_esurge.speech import audio
+from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
-from ed_esurge.speech.resampling import KAISER, PERIODS, resampled
+from ed_esurge.speech.resampling import resampled
 
 RATE = 16000
+decoded = partial(audio.decoded, decoder=DecoderProcess())
 
 
 def wav(
@@ -93,14 +99,10 @@ def test_frequencies_above_the_new_rate_are_removed():
 
 @pytest.mark.parametrize("rate", [8000, 44100, 44099, 48000])
 def test_resampling_in_blocks_equals_resampling_at_once(rate):
-    from scipy.signal import firwin, resample_poly
-
     values = np.random.default_rng(0).normal(size=rate * 14 + 7).astype(np.float32)
-    common = math.gcd(rate, RATE)
-    up, down = RATE // common, rate // common
-    most = max(up, down)
-    window = firwin(2 * PERIODS * most + 1, 1 / most, window=("kaiser", KAISER))
-    expected = resample_poly(values, up, down, window=window.astype(np.float32))
+    whole = soxr.resample(values, rate, RATE)
+    count = -(-len(values) * RATE // rate)
+    expected = np.pad(whole[:count], (0, count - len(whole[:count])))
     for parts in (1, 37):
         found = np.concatenate([*resampled(np.array_split(values, parts), rate, RATE)])
         np.testing.assert_array_equal(found, expected)
@@ -143,10 +145,11 @@ def test_bad_files_raise_an_audio_error(data, message):
         decoded(data, RATE, 10)
 
 
-def test_values_beyond_one_are_clipped():
-    assert (
-        np.abs(decoded(wav(np.full(9000, 1e30, "<f4"), encoding=3, bits=32), RATE, 10)).max() == 1
-    )
+def test_loud_samples_are_not_changed_and_samples_of_another_scale_are_an_error():
+    loud = np.tile(np.array([1.5, -1.25], "<f4"), 4500)
+    np.testing.assert_array_equal(decoded(wav(loud, encoding=3, bits=32), RATE, 10), loud)
+    with pytest.raises(AudioError, match=r"a sample of 1e\+30, but .* from -1 to 1: scale"):
+        decoded(wav(np.full(9000, 1e30, "<f4"), encoding=3, bits=32), RATE, 10)
 
 
 def test_recording_beyond_the_limit_is_not_decoded_completely():
@@ -194,3 +197,47 @@ def test_file_without_the_extra_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(AudioError, match=r"WAV files .* install ed-esurge\[audio\]"):
         decoded(b"fLaC" + bytes(100), RATE, 10)
+
+
+FAULTS = {
+    "crash": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
+    "hang": "while True: pass",
+    "exit": "import os\nos._exit(0)",
+    "memory": "import numpy\nnumpy.ones(2**40)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_the_decoding_library_ends_one_request(fault, monkeypatch, tmp_path: Path):
+    """A fake library has the fault for files that contain a word, and reads other files."""
+    pytest.importorskip("soundfile")
+    body = FAULTS[fault].replace("\n", "\n        ")
+    (tmp_path / "soundfile.py").write_text(
+        "class SoundFileError(Exception): pass\n"
+        "def SoundFile(file):\n"
+        "    if b'fault' in file.getvalue():\n"
+        f"        {body}\n"
+        "    raise SoundFileError('read')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    decoder = DecoderProcess(cpu_seconds=0.5)
+    for _ in range(2):
+        message = "needs more than 512 MiB" if fault == "memory" else "made the decoding library"
+        with pytest.raises(AudioError, match=message):
+            audio.decoded(b"fault" * 100, RATE, 1, decoder)
+        with pytest.raises(AudioError, match=r"that this server reads .*: read"):
+            audio.decoded(b"other" * 100, RATE, 1, decoder)
+
+
+def test_ended_worker_process_is_replaced():
+    pytest.importorskip("soundfile")
+    decoder = DecoderProcess()
+    with pytest.raises(AudioError, match="not an audio file"):
+        audio.decoded(b"other" * 100, RATE, 1, decoder)
+    first = decoder.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    decoder._connection.process.wait()
+    with pytest.raises(AudioError, match="not an audio file"):
+        audio.decoded(b"other" * 100, RATE, 1, decoder)
+    assert decoder.pid != first

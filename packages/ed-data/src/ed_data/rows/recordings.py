@@ -1,8 +1,9 @@
 """Recordings: files, bytes or samples to one channel of samples at a rate.
 
 `soundfile` decodes WAV, FLAC, OGG (Vorbis, Opus), MP3 and other formats; `soxr` changes the rate.
+`ed-esurge` decodes with equal steps, so training and serving compute equal features of a file.
 
-Legend: n samples.
+Legend: n samples, c channels.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 #: Largest encoded recording, and most samples of all channels of a decoded recording.
 MAX_BYTES, MAX_SAMPLES = 2**28, 2**28
+#: Samples of all channels that are decoded at once. The last bits of MP3 files depend on the size
+#: of the blocks; `ed-esurge` reads blocks of the same size.
+BLOCK = 2**22
 #: A header may claim more data than the file has. Programs that write to a pipe claim the maximum.
 _CLAIM = re.compile(r"data\s*:\s*(\d+)\s*\(should be (\d+)\)")
 _UNKNOWN_LENGTH = 0x7FFFF000
@@ -84,7 +88,8 @@ def header(audio: RowAudio) -> Header:
 def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     """Return the samples [n] of a recording: the mean of the channels, at a rate.
 
-    The numbers are those of `librosa.load(path, sr=rate)`.
+    The numbers are those of `librosa.load(path, sr=rate)`, except for the last bits of MP3 files
+    with more than `BLOCK` samples.
 
     Args:
         audio: the recording.
@@ -99,7 +104,7 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
         samples = source["array"].astype(np.float32, copy=False)
     else:
         try:
-            decoded, _ = _decoder().read(_openable(source, where), dtype="float32", always_2d=True)
+            decoded = _decoded(_openable(source, where))
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise _unreadable(where, error) from error
         if len(decoded) != facts.frames:
@@ -112,6 +117,17 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
         count = facts.samples_at(rate)
         samples = np.pad(samples[:count], (0, max(count - len(samples), 0)))
     return np.ascontiguousarray(samples, np.float32)
+
+
+def _decoded(file: str | io.BytesIO) -> NDArray[np.float32]:
+    """Return the samples [n, c] of a file."""
+    with _decoder().SoundFile(file) as opened:
+        opened.seek(0)  # as `soundfile.read` does; this changes the last bits of MP3 files
+        step = max(BLOCK // opened.channels, 1)
+        blocks = [opened.read(step, dtype="float32", always_2d=True)]
+        while len(blocks[-1]) == step:
+            blocks.append(opened.read(step, dtype="float32", always_2d=True))
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def _openable(source: Audio, where: str) -> str | io.BytesIO:
