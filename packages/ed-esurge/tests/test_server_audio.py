@@ -172,7 +172,12 @@ def test_deltas_of_a_stream_are_the_text(client, file):
         ({"language": "xx"}, "language", "known: de, en"),
         ({"temperature": "2"}, "temperature", "less than or equal to 1"),
         ({"prompt": "<|en|>"}, "prompt", "special token"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "times of words"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "use verbose_json"),
+        (
+            {"timestamp_granularities[]": "word", "response_format": "verbose_json"},
+            "timestamp_granularities",
+            "alignment_heads",
+        ),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "use verbose_json"),
         ({"response_format": "diarized_json"}, "response_format", "'verbose_json'"),
         ({"response_format": "srt", "stream": "true"}, "response_format", "no format srt"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.body.spec_augment import Spans
-from ed_models.speech import Segment, Transcriber, load_transcriber, pieces
+from ed_models.speech import Segment, Transcriber, Word, load_transcriber, pieces
+from ed_models.speech.alignment import TokenAligner, warped
 from ed_models.speech.pieces import pause
 from ed_models.speech.whisper import Thresholds
+from ed_models.speech.words import words_of
 
 from tests.speech_cases import (
     RATE,
@@ -247,3 +250,107 @@ def test_masked_spans_have_the_statistics_of_transformers() -> None:
     few = np.asarray(Spans(0.0001, 10, 2).mask(jax.random.key(1), jnp.asarray(lengths), size))
     assert (few.sum(axis=1) <= 20).all()
     assert (few.sum(axis=1) >= 10).all()
+
+
+HEADS = [[0, 1], [1, 0], [1, 3]]
+
+
+@pytest.fixture(scope="module")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transcriber, Any]:
+    """A Whisper with alignment heads, and the model of transformers."""
+    folder = tmp_path_factory.mktemp("aligned")
+    model = write_whisper(folder)
+    for name, parameter in model.named_parameters():
+        if "encoder_attn.q_proj" in name or "encoder_attn.k_proj" in name:
+            parameter.data.mul_(4)  # so that tokens attend to different positions
+    model.save_pretrained(folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alignment_heads": HEADS}))
+    model.generation_config.alignment_heads = HEADS
+    loaded = load_transcriber(folder, **FLOAT32)
+    return Transcriber(loaded.model, loaded.processor, thresholds=NEVER), model
+
+
+@pytest.mark.torch
+@pytest.mark.daily("1.7-2")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seconds", [0.43, 0.7, 1.7, 3.3])
+def test_times_of_tokens_equal_transformers(
+    aligned: tuple[Transcriber, Any], seconds: float, seed: int
+) -> None:
+    transcriber, model = aligned
+    samples = recording(seconds, seed=seed)
+    found = transcriber.transcribe(samples, temperature=0.0, word_timestamps=True)
+    form = {} if len(samples) <= RATE else {"truncation": False, "padding": "longest"}
+    inputs = transcriber.processor(
+        samples, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **form
+    )
+    theirs = model.generate(
+        inputs.input_features,
+        attention_mask=inputs.attention_mask,
+        return_segments=True,
+        return_timestamps=True,
+        return_token_timestamps=True,
+        task="transcribe",
+        temperature=(0.0,),
+        condition_on_prev_tokens=True,
+    )["segments"][0]
+    assert [list(s.tokens) for s in found.segments] == [s["tokens"].tolist() for s in theirs]
+    for segment, other in zip(found.segments, theirs, strict=True):
+        times = other["token_timestamps"].tolist()
+        assert segment.token_times == pytest.approx(times, abs=1e-4)
+    distinct = {time for segment in found.segments for time in segment.token_times or ()}
+    assert len(distinct) > (2 if seconds > 1 else 1), "the times depend on the tokens"
+
+
+@pytest.mark.torch
+def test_words_equal_those_of_transformers(aligned: tuple[Transcriber, Any]) -> None:
+    from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
+
+    transcriber, _ = aligned
+    tokenizer = transcriber.processor.tokenizer
+    texts = [
+        ' Hello, world! It\'s a (small) test - 12.5% of "all" words...',
+        "Grüße aus Köln 世界。 다음 ¿Qué? [a] {b}",
+        "¿",
+        " a\ufffd b",
+    ]
+    for language, name in (("en", "english"), ("zh", "chinese")):
+        for text in texts:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            times = [(float(n), float(n + 1)) for n in range(len(tokens))]
+            words = words_of(tokens, times, transcriber.text_of, language)
+            expected, _, places = _combine_tokens_into_words(tokenizer, tokens, name)
+            assert [word.text for word in words] == expected
+            assert [(w.start, w.end) for w in words] == [(p[0], p[-1] + 1) for p in places]
+    (word,) = words_of([65], [(0.5, 1.0)], lambda tokens: "a", None)
+    assert word == Word("a", 0.5, 1.0)
+
+
+@pytest.mark.torch
+def test_warped_path_equals_transformers() -> None:
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
+    rng = np.random.default_rng(0)
+    for n, t in ((1, 1), (1, 5), (4, 1), (7, 11), (12, 5), (20, 50)):
+        costs = rng.normal(size=(n, t))
+        for matrix in (costs, np.round(costs), np.full((n, t), np.nan)):  # also with ties
+            np.testing.assert_array_equal(warped(matrix), _dynamic_time_warping(matrix))
+    costs = rng.normal(size=(9, 30))
+    rows, columns = warped(costs)
+    steps = set(zip(np.diff(rows).tolist(), np.diff(columns).tolist(), strict=True))
+    assert steps == {(0, 1), (1, 0), (1, 1)}
+
+
+@pytest.mark.torch
+def test_times_of_words_require_valid_alignment_heads(
+    whisper: tuple[Transcriber, Any], aligned: tuple[Transcriber, Any]
+) -> None:
+    samples = recording(0.5)
+    with pytest.raises(ConfigError, match="requires alignment_heads in generation_config"):
+        whisper[0].transcribe(samples, word_timestamps=True)
+    transcriber = Transcriber(aligned[0].model, aligned[0].processor)
+    decoder: Any = transcriber.decoder
+    decoder.aligner = TokenAligner(transcriber.model, [[0, 1], [2, 0]])
+    with pytest.raises(ConfigError, match=r"has \[2, 0\]; the decoder has 2 layers with 4 heads"):
+        transcriber.transcribe(samples, word_timestamps=True)

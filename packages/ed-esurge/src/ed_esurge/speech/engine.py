@@ -21,6 +21,7 @@ from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.speech.audio import SHORTEST, decoded
+from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.options import TranscriptionOptions
 from ed_esurge.speech.turns import DeviceTurns, TurnPlaces
 
@@ -72,6 +73,7 @@ class SpeechEngine:
         limits = [getattr(config, name) for name in names if getattr(config, name, None)]
         self.max_model_len = int(limits[0]) if limits else 2**20  # a CTC model writes no tokens
         self._places, self._turns = TurnPlaces(RUNNING), DeviceTurns()
+        self._files = DecoderProcess()
         self._threads = ThreadPoolExecutor(RUNNING, thread_name_prefix="ed-esurge-speech")
         self._attempts: dict[int, float] = {}  # thread -> start of its attempt
 
@@ -129,7 +131,7 @@ class SpeechEngine:
         def work() -> Any:
             samples = audio
             if isinstance(audio, bytes):
-                samples = decoded(audio, self.sampling_rate, max_seconds)
+                samples = decoded(audio, self.sampling_rate, max_seconds, self._files)
             return self._transcribed(samples, options, client, aborted, put)
 
         def ended(done: Future[Any]) -> None:
@@ -174,6 +176,8 @@ class SpeechEngine:
             values["task"] = options.task
         if "timestamps" in self.transcriber.options:
             values["timestamps"] = options.timestamps
+        if options.word_timestamps:
+            values["word_timestamps"] = True
         if options.temperature:
             values["temperature"] = options.temperature
         with self._turns.turn(client):
@@ -200,7 +204,9 @@ class SpeechEngine:
             pass
 
     def warm_up(self) -> None:
-        """Compile the programs of greedy transcriptions, with and without times."""
+        """Compile the programs of greedy transcriptions, with and without times, and start the
+        process that reads audio files."""
+        self._files.start()
         samples = np.zeros(self.sampling_rate, np.float32)
         both: tuple[dict[str, bool], ...] = ({"timestamps": False}, {"timestamps": True})
         for options in both if "timestamps" in self.transcriber.options else ({},):

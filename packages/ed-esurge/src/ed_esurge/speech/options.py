@@ -12,6 +12,7 @@ class TranscriptionOptions:
     Attributes:
         temperature: None or 0 = greedy, and the model's higher temperatures after failed attempts.
         timestamps: whether the text has times. A model without this option has its own segments.
+        word_timestamps: whether words have times.
     """
 
     task: str = "transcribe"
@@ -19,4 +20,5 @@ class TranscriptionOptions:
     prompt: str | None = None
     temperature: float | None = None
     timestamps: bool = False
+    word_timestamps: bool = False
     seed: int = 0

@@ -6,6 +6,7 @@ Legend: n samples, m mel bins, f frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
 from ed_models.speech.pieces import LabelDecoder, PieceReader, SampleDecoder
 from ed_models.speech.transcript import Segment, Transcript
-from ed_models.speech.whisper import SpeechRequest, Thresholds, WhisperDecoder
+from ed_models.speech.whisper import FRAME, SpeechRequest, Thresholds, WhisperDecoder
+from ed_models.speech.words import words_of
 from ed_models.tasks.ctc import CTCModel
 
 #: Temperatures of the attempts to decode a window, if the caller gives none.
@@ -71,7 +73,8 @@ class Transcriber:
     def options(self) -> frozenset[str]:
         """Names of the arguments of `transcribe` that depend on the model."""
         if isinstance(self.decoder, WhisperDecoder):
-            return frozenset({"language", "task", "prompt", "timestamps", "max_new_tokens"})
+            names = ("language", "task", "prompt", "timestamps", "word_timestamps")
+            return frozenset((*names, "max_new_tokens"))
         return frozenset()
 
     @property
@@ -106,6 +109,7 @@ class Transcriber:
         prompt: str | None = None,
         temperature: float | Sequence[float] | None = None,
         timestamps: bool = False,
+        word_timestamps: bool = False,
         max_new_tokens: int | None = None,
         seed: int = 0,
         on_segment: Callable[[Segment], object] | None = None,
@@ -123,6 +127,8 @@ class Transcriber:
                 next one if an attempt fails its `thresholds`, and uses `TEMPERATURES` by default.
             timestamps: whether Whisper cuts the text into segments with times. A recording of more
                 than 30 seconds always has times.
+            word_timestamps: whether segments have words with times; implies `timestamps`. Requires
+                a Whisper checkpoint with `alignment_heads` in generation_config.json.
             max_new_tokens: most tokens of a window. Whisper only.
             seed: seed of the draws.
             on_segment: gets each segment as soon as it is complete. An exception that this function
@@ -148,7 +154,8 @@ class Transcriber:
                 language=language,
                 task=task,
                 prompt=prompt,
-                timestamps=timestamps,
+                timestamps=timestamps or word_timestamps,
+                sound_frames=self._sound_frames(samples) if word_timestamps else None,
                 temperatures=temperatures or TEMPERATURES,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
@@ -159,6 +166,7 @@ class Transcriber:
             given = {"language": language, "prompt": prompt, "max_new_tokens": max_new_tokens}
             given["task"] = None if task == "transcribe" else task
             given["timestamps"] = timestamps or None
+            given["word_timestamps"] = word_timestamps or None
             for name, value in given.items():
                 if value is not None:
                     raise ConfigError(
@@ -168,11 +176,44 @@ class Transcriber:
             found = self.pieces(samples, temperatures, seed, on_attempt)
         segments = []
         for segment in found:
+            if word_timestamps:
+                segment = self.with_words(segment, language)
             segments.append(segment)
             if on_segment is not None:
                 on_segment(segment)
         duration = len(samples) / self.sampling_rate
         return Transcript(self.whole_text(segments), language, duration, tuple(segments))
+
+    def _sound_frames(self, samples: Float[np.ndarray, " n"]) -> int:
+        """Return the frames of a recording, without those of padding.
+
+        Raises:
+            ConfigError: the checkpoint has no valid `alignment_heads`.
+        """
+        assert isinstance(self.decoder, WhisperDecoder)
+        if self.decoder.aligner is None:
+            raise ConfigError(
+                "word_timestamps requires alignment_heads in generation_config.json: copy them "
+                "from the checkpoint that was fine-tuned, or request times of segments"
+            )
+        self.decoder.aligner.check()
+        return -(-len(samples) // self.extract.hop_length)
+
+    def with_words(self, segment: Segment, language: str | None) -> Segment:
+        """Return a segment with the words of its tokens."""
+        assert isinstance(self.decoder, WhisperDecoder)
+        assert segment.token_times is not None
+        # A token begins when the token before it ends.
+        ends = segment.token_times
+        begins = (segment.seek * FRAME, *ends[:-1])
+        end = self.decoder.tokens.end
+        text = [
+            (token, (round(a, 2), round(b, 2)))
+            for token, a, b in zip(segment.tokens, begins, ends, strict=True)
+            if token < end
+        ]
+        tokens, times = [token for token, _ in text], [pair for _, pair in text]
+        return replace(segment, words=words_of(tokens, times, self.text_of, language))
 
     def pieces(
         self,

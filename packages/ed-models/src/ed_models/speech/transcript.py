@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Word:
+    """A word with the punctuation next to it; the times are in seconds."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Segment:
     """A piece of a transcript; the names are those of OpenAI's `verbose_json`.
 
@@ -21,6 +30,8 @@ class Segment:
         no_speech_prob: probability that the window contains no speech; 0 if the model does not
             estimate it.
         seek: start of the window of the segment, in frames of 10 ms.
+        token_times: time of each token in seconds, and
+        words: the words with their times; None unless they were requested.
     """
 
     id: int
@@ -33,6 +44,8 @@ class Segment:
     compression_ratio: float = 1.0
     no_speech_prob: float = 0.0
     seek: int = 0
+    token_times: tuple[float, ...] | None = None
+    words: tuple[Word, ...] | None = None
 
 
 @dataclass(frozen=True)

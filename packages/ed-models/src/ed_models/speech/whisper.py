@@ -26,6 +26,7 @@ from jaxtyping import Float
 from ed_models.generation.options import special_token
 from ed_models.generation.prompts import bucket, right_aligned
 from ed_models.generation.timestamps import TimestampRules
+from ed_models.speech.alignment import TokenAligner
 from ed_models.speech.transcript import Segment
 
 #: Seconds of a frame of a spectrogram, and of one step of the tokens of times.
@@ -155,13 +156,18 @@ class WhisperTokens:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The tokens of a window: the text and its times, without the end token."""
+    """The tokens of a window: the text and its times, without the end token.
+
+    Attributes:
+        ended: whether the end token followed the tokens.
+    """
 
     tokens: np.ndarray
     temperature: float
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,7 @@ class SpeechRequest:
         thresholds: see `Thresholds`.
         max_new_tokens: most tokens of a window; None = all that the model has positions for.
         seed: seed of draws.
+        sound_frames: frames with sound, if the times of tokens are wanted; None = no times.
         on_attempt: see `Transcriber.transcribe`.
     """
 
@@ -188,6 +195,7 @@ class SpeechRequest:
     thresholds: Thresholds
     max_new_tokens: int | None
     seed: int
+    sound_frames: int | None = None
     on_attempt: Callable[[], object] | None = None
 
 
@@ -204,6 +212,7 @@ class WhisperDecoder:
         self.tokens = WhisperTokens.read(model)
         self.window = STRIDE * model.config.max_source_positions
         self.positions = model.config.max_target_positions
+        self.aligner = TokenAligner.of(model)
 
     @cached_property
     def _programs(self) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
@@ -266,8 +275,12 @@ class WhisperDecoder:
                 continue
             conditioned = request.conditioned and attempt.temperature < 0.5
             pieces, moved = self.cut(attempt.tokens, count)
+            times = self.token_times(outputs, prefix, attempt, request, seek)
+            place = 0
             for begin, end, tokens in pieces:
                 history.append(tokens)
+                own_times = times[place : place + len(tokens)] if times is not None else None
+                place += len(tokens)
                 yield Segment(
                     id=number,
                     start=seek * FRAME + begin * STEP,
@@ -279,9 +292,26 @@ class WhisperDecoder:
                     compression_ratio=attempt.compression_ratio,
                     no_speech_prob=attempt.no_speech_prob,
                     seek=seek,
+                    token_times=own_times,
                 )
                 number += 1
             seek += moved if moved > 0 else count
+
+    def token_times(
+        self,
+        outputs: jax.Array,
+        prefix: list[int],
+        attempt: Attempt,
+        request: SpeechRequest,
+        seek: int,
+    ) -> tuple[float, ...] | None:
+        """Return the time of each token of a window in seconds; None if no times are wanted."""
+        if request.sound_frames is None or self.aligner is None:
+            return None
+        count = (request.sound_frames - seek) // STRIDE
+        tokens = list(map(int, attempt.tokens))
+        found = self.aligner.times(outputs, prefix, tokens, attempt.ended, count)
+        return tuple((found + seek * FRAME).tolist())
 
     def words(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
         """Return the tokens that are text."""
@@ -320,8 +350,9 @@ class WhisperDecoder:
             tokens, logprobs = self.decoded(outputs, prefix, request, temperature, number)
             average = float(np.mean(logprobs))
             ratio = compression_ratio(tokens, self.model.config.vocab_size)
-            text = tokens[:-1] if tokens[-1] == own.end else tokens
-            attempt = Attempt(text, temperature, average, ratio, no_speech)
+            ended = bool(tokens[-1] == own.end)
+            text = tokens[:-1] if ended else tokens
+            attempt = Attempt(text, temperature, average, ratio, no_speech, ended)
             guessed = limits.logprob is not None and average < limits.logprob
             repeats = limits.compression_ratio is not None and ratio > limits.compression_ratio
             if limits.no_speech is not None and guessed and no_speech > limits.no_speech:

@@ -60,7 +60,7 @@ class TranscriptionRequest(AudioRequest):
     timestamp_granularities: Annotated[
         list[Literal["segment", "word"]], few(2), BeforeValidator(_listed)
     ] = Field(default_factory=list)
-    """Only `segment` is supported, with the format verbose_json."""
+    """What has times in the format verbose_json. Words require Whisper with `alignment_heads`."""
     chunking_strategy: Annotated[
         None, unsupported("the model cuts the recording itself, omit the field", "auto")
     ] = None
@@ -97,6 +97,14 @@ class TranscriptSegment(AnswerBody):
     no_speech_prob: float
 
 
+class TranscriptWord(AnswerBody):
+    """A word; the times are in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptBody(AnswerBody):
     """Answer of both endpoints; the format verbose_json has all fields."""
 
@@ -106,6 +114,7 @@ class TranscriptBody(AnswerBody):
     language: str | None = None
     duration: float | None = None
     segments: list[TranscriptSegment] | None = None
+    words: list[TranscriptWord] | None = None
 
 
 async def transcribe(model: ServedModel, body: TranscriptionRequest, request: Request) -> Response:
@@ -115,12 +124,6 @@ async def transcribe(model: ServedModel, body: TranscriptionRequest, request: Re
         APIError: 400, the model or an option is not suitable, or the file is no audio file; 413,
             the recording is too long; 429, too many transcriptions run or wait.
     """
-    if "word" in body.timestamp_granularities:
-        raise APIError(
-            "times of words are not supported: use timestamp_granularities[]=segment",
-            param="timestamp_granularities",
-            code="unsupported_value",
-        )
     if body.timestamp_granularities and body.response_format != "verbose_json":
         raise APIError(
             f"timestamp_granularities has no effect with response_format {body.response_format}: "
@@ -151,12 +154,14 @@ async def _answer(
     stream: bool,
 ) -> Response:
     engine = speech_engine(model)
+    granularities = getattr(body, "timestamp_granularities", ())
     options = TranscriptionOptions(
         task=task,
         language=language,
         prompt=body.prompt,
         temperature=body.temperature,
         timestamps=body.response_format in TIMED,
+        word_timestamps="word" in granularities,
         seed=body.seed,
     )
     label = new_id("transcription", None)
@@ -181,7 +186,7 @@ async def _answer(
         return PlainTextResponse(subtitles(transcript.segments, form), headers=headers)
     content: dict[str, Any] = {"text": transcript.text, "usage": usage(transcript.duration)}
     if form == "verbose_json":
-        content = verbose(transcript, task) | content
+        content = verbose(transcript, task, granularities) | content
     return JSONResponse(content, headers=headers)
 
 

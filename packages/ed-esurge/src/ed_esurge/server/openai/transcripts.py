@@ -7,19 +7,29 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 
-def verbose(transcript: Any, task: str) -> dict[str, Any]:
+def verbose(
+    transcript: Any, task: str, granularities: Sequence[Literal["segment", "word"]] = ()
+) -> dict[str, Any]:
     """Return the fields of OpenAI's `verbose_json` in addition to the text.
 
     Args:
         transcript: a `Transcript` of ed-models.
         task: "transcribe" or "translate".
+        granularities: what has times; () = segments.
     """
-    return {
+    fields = {
         "task": task,
         "language": "english" if task == "translate" else language_name(transcript.language),
         "duration": transcript.duration,
-        "segments": [_segment(segment) for segment in transcript.segments],
     }
+    if "word" in granularities:
+        words = [word for segment in transcript.segments for word in segment.words]
+        fields["words"] = [
+            {"word": word.text.strip(), "start": word.start, "end": word.end} for word in words
+        ]
+    if "segment" in granularities or not granularities:
+        fields["segments"] = [_segment(segment) for segment in transcript.segments]
+    return fields
 
 
 def language_name(code: str | None) -> str:
@@ -33,7 +43,8 @@ def language_name(code: str | None) -> str:
 
 def _segment(segment: Any) -> dict[str, Any]:
     times = {name: round(getattr(segment, name), 3) for name in ("start", "end")}
-    return {**asdict(segment), **times, "tokens": list(segment.tokens)}
+    fields = {**asdict(segment), **times, "tokens": list(segment.tokens)}
+    return {name: fields[name] for name in fields if name not in ("token_times", "words")}
 
 
 def subtitles(segments: Sequence[Any], form: Literal["srt", "vtt"]) -> str:
