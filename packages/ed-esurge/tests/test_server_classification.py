@@ -201,7 +201,8 @@ def test_completions_of_an_encoder_return_400(url, model, task, route, stream):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "unsupported_task"
-    assert f"'{task}'" in error["message"] and error["message"].endswith(route)
+    assert f"'{task}'" in error["message"] and f"send the texts to {route};" in error["message"]
+    assert error["message"].endswith("generates tokens is 'generator'")
 
 
 @pytest.mark.parametrize(
@@ -228,14 +229,21 @@ def test_classify_limits_the_size_of_the_body():
         assert classify(url, model="scripted", input="a").status_code == 400
 
 
-def test_truncated_text_has_the_answer_of_its_last_tokens(url, token_ids):
-    answer = classify(url, input=TEXTS[2], truncate_prompt_tokens=7)
-    assert answer.headers["x-truncated-prompt-tokens"] == str(len(token_ids[2]) - 7)
-    assert answer.json()["usage"]["truncated_tokens"] == len(token_ids[2]) - 7
-    alone = classify(url, input=token_ids[2][-7:])
-    np.testing.assert_allclose(
-        answer.json()["data"][0]["probs"], alone.json()["data"][0]["probs"], atol=1e-5
-    )
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_truncated_text_has_the_answer_of_its_first_or_last_tokens(url, side):
+    text, tokenizer = "abcdefghijklmnop", byte_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    tokenizer.truncation_side = side or tokenizer.truncation_side
+    of_text = tokenizer(text, truncation=True, max_length=7)["input_ids"]
+    of_ids = ids[-7:] if side == "left" else ids[:7]
+    for given, kept in ((text, of_text), (ids, of_ids)):
+        answer = classify(url, input=given, truncate_prompt_tokens=7, truncation_side=side)
+        assert answer.headers["x-truncated-prompt-tokens"] == str(len(ids) - 7)
+        assert answer.json()["usage"]["truncated_tokens"] == len(ids) - 7
+        alone = classify(url, input=kept)
+        np.testing.assert_allclose(
+            answer.json()["data"][0]["probs"], alone.json()["data"][0]["probs"], atol=1e-5
+        )
 
 
 def test_openapi_document_describes_the_classify_route(url):

@@ -55,6 +55,7 @@ ACCESS = {
             "POST /v2/rerank",
             "POST /rerank",
             "POST /classify",
+            "POST /pooling",
             "POST /v1/audio/transcriptions",
             "POST /v1/audio/translations",
             "POST /loglikelihood",

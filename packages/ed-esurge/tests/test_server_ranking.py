@@ -224,7 +224,7 @@ def test_documents_are_cut_to_max_tokens_per_doc(url, model) -> None:
     [
         ({"documents": [{"title": "a"}]}, "documents[0]"),
         ({"documents": ["a", 5]}, "documents[1]"),
-        ({"documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ({"documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ({"documents": ["a"], "rank_fields": ["title"]}, "rank_fields"),
         ({"documents": ["a"], "max_chunks_per_doc": 4}, "max_chunks_per_doc"),
     ],

@@ -155,8 +155,9 @@ class RequestOutput:
         prompt_token_ids: the token ids of the prompt after truncation.
         prompt_logprobs: one entry per prompt token; the first is None. None when not requested.
         finished: whether all completions have a finish reason. No output follows.
-        pooled: the vector [d] of a request with `PoolingParams`, float32. The only output of such a
-            request has one completion without tokens, which has the finish reason.
+        pooled: the vector [d] of a request with `PoolingParams`, float32. The task `token_embed`
+            has one vector of each token, [n, d]. The only output of such a request has one
+            completion without tokens, which has the finish reason.
         error: the error message, if a completion has the finish reason "error".
         seed: value of `SamplingParams(seed=...)` that reproduces the tokens; None for a pooled
             request.

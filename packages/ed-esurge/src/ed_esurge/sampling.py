@@ -180,6 +180,9 @@ class PoolingParams(Options):
     prompt_length: Whole = 0
     """Number of tokens of the prompt of an embedding model, such as `query: `, at the start. A
     checkpoint with `include_prompt: false` does not pool these tokens."""
+    task: Literal["token_embed"] | None = None
+    """"token_embed" returns the last hidden state of each token instead of one vector. Requires an
+    embedding model. None: the pooled vector, or the logits of a classifier."""
     second_text_start: Whole | None = None
     """Index of the first token with the token type 1, for a pair of texts that a classifier reads.
     A classifier without token types, such as RoBERTa, does not use the index. None: one text."""

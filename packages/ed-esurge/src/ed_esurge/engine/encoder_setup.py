@@ -73,6 +73,7 @@ class EncoderSetup:
             self.model,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
+            max_num_batched_tokens=self.limits.token_budget,
         )
 
     def scheduler(self, runner: Runner) -> Scheduler:

@@ -320,7 +320,7 @@ class Intake:
                 )
             self._check(sampling)
         elif self._samples and isinstance(params, PoolingParams):
-            for name in ("prompt_length", "second_text_start"):
+            for name in ("prompt_length", "second_text_start", "task"):
                 if getattr(params, name):
                     raise ConfigError(
                         f"{name}={getattr(params, name)} requires an embedding model or a "

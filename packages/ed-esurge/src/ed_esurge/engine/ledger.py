@@ -131,7 +131,8 @@ class Ledger:
         if count is None:
             return None
         if not isinstance(params, SamplingParams):
-            return opened.pooled(result.pooled(index))
+            by_token = params.task == "token_embed"
+            return opened.pooled(result.token_states(index) if by_token else result.pooled(index))
         writer = opened.writers[row.request_id]
         if writer.finish_reason is not None:
             return None

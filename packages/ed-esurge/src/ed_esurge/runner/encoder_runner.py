@@ -63,13 +63,21 @@ class EncoderRunner:
         model: the model. Its arrays are not copied.
         max_num_seqs: maximum number of prompts of a step.
         max_model_len: maximum number of tokens of a prompt.
+        max_num_batched_tokens: maximum number of tokens of a step.
     """
 
     host = None
     num_pages: Mapping[str, int] = {}
     max_logprobs = 0
 
-    def __init__(self, model: LanguageModel, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+    ) -> None:
         self.weights = ServedWeights(model)
         self.model = self.weights.model
         self.vocab_size = vocab_size_of(model)
@@ -79,11 +87,12 @@ class EncoderRunner:
         settings = embedding_settings_of(model)
         self._excludes_prompts = settings is not None and not settings.include_prompt
         self._reads_types = self._classifies and "token_type_ids" in model.input_names
-        self._num_slots = max_num_seqs
+        self._num_slots, self._num_tokens = max_num_seqs, max_num_batched_tokens
         self._seqs = geometric(1, max_num_seqs, 4)
         self._lengths = geometric(min(SHORTEST, max_model_len), max_model_len, 2)
         self._started: dict[int, NewSequence] = {}  # by slot
         self._step = jax.jit(self._vectors)
+        self._token_step = jax.jit(self._states)
 
     def describe(self) -> str:
         """Return the number of shapes, for the log."""
@@ -117,13 +126,41 @@ class EncoderRunner:
         """Start a step and return without waiting for the device; see `Runner.run`."""
         for new in plan.started:
             self._started[new.slot] = new
-        vectors = None
-        for rows, seqs, length in grouped(plan.rows, self._seqs, self._lengths):
+        by_token = [row for row in plan.rows if self._returns_tokens(row)]
+        pooled = [row for row in plan.rows if not self._returns_tokens(row)]
+        vectors = states = None
+        for rows, seqs, length in grouped(pooled, self._seqs, self._lengths):
             part = self._call(*self._filled(rows, seqs, length))
             vectors = part if vectors is None else vectors + part  # of different slots
-        assert vectors is not None, "a step has at least one row"
+        starts = self._starts(plan) if by_token else {}
+        for rows, seqs, length in grouped(by_token, self._seqs, self._lengths):
+            ids, mask, _, _, _, normalize = self._filled(rows, seqs, length)
+            first = np.full(seqs, self._num_tokens, np.int32)  # out of range
+            first[: len(rows)] = [starts[row.slot] for row in rows]
+            part = self._token_step(self.weights.leaves, ids, mask, first, normalize)
+            states = part if states is None else states + part  # of different tokens
         nothing = jnp.zeros((1, 3), jnp.int32)  # no row samples
-        return StepResult(plan, nothing, (0,) * len(plan.rows), vectors=vectors)
+        places = (0,) * len(plan.rows)
+        return StepResult(plan, nothing, places, vectors=vectors, states=states)
+
+    def _returns_tokens(self, row: PlanRow) -> bool:
+        params = self._started[row.slot].params
+        if not isinstance(params, PoolingParams) or params.task is None:
+            return False
+        if self._classifies:
+            raise RequestError(row.request_id) from ConfigError(
+                f"task={params.task!r} requires an embedding model, and the model is a classifier"
+            )
+        return True
+
+    @staticmethod
+    def _starts(plan: StepPlan) -> dict[int, int]:
+        """Return the place of the first token of each slot among the flat tokens of a step."""
+        starts, place = {}, 0
+        for row in plan.rows:
+            starts[row.slot] = place
+            place += len(row.token_ids)
+        return starts
 
     def _filled(self, rows: Sequence[PlanRow], seqs: int, length: int) -> tuple[np.ndarray, ...]:
         """Return the arguments of `_vectors` for some rows of a step."""
@@ -173,8 +210,34 @@ class EncoderRunner:
         output: Any = self.weights.merged(leaves)(ids, attention_mask=mask, **inputs)
         vectors = output.logits if self._classifies else output.embeddings
         vectors = vectors.astype(jnp.float32)
-        norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-        unit = vectors / jnp.maximum(norm, 1e-12)
-        vectors = jnp.where(normalize[:, None], unit, vectors)
+        vectors = jnp.where(normalize[:, None], unit(vectors), vectors)
         empty = jnp.zeros((self._num_slots, vectors.shape[-1]), jnp.float32)
         return empty.at[slots].set(vectors, mode="drop")
+
+    def _states(
+        self,
+        leaves: list[jax.Array],
+        ids: jax.Array,
+        mask: jax.Array,
+        starts: jax.Array,
+        normalize: jax.Array,
+    ) -> jax.Array:
+        """Return the last hidden state of each flat token, float32 [num_tokens, d].
+
+        Args:
+            starts: place of the first token of each sequence; `num_tokens` = no tokens.
+        """
+        self.num_traces += 1
+        output: Any = self.weights.merged(leaves)(ids, attention_mask=mask)
+        states = output.last_hidden_state.astype(jnp.float32)
+        states = jnp.where(normalize[:, None, None], unit(states), states)
+        places = starts[:, None] + jnp.arange(ids.shape[1])
+        places = jnp.where(mask > 0, places, self._num_tokens)
+        empty = jnp.zeros((self._num_tokens, states.shape[-1]), jnp.float32)
+        return empty.at[places].set(states, mode="drop")
+
+
+def unit(vectors: jax.Array) -> jax.Array:
+    """Return vectors of length 1."""
+    norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.maximum(norm, 1e-12)

@@ -48,6 +48,7 @@ class StepResult:
         places: for each row of the plan, the index of its first sampled row in `packed`.
         scores: packed scores of the flat tokens, for prompt log-probabilities, or None.
         vectors: pooled vectors by slot, float32 [m, d], or None.
+        states: vectors of the flat tokens of requests with the task `token_embed`, or None.
         failures: errors of single sequences by request id. Their tokens are invalid.
     """
 
@@ -59,6 +60,7 @@ class StepResult:
         scores: jax.Array | None = None,
         vectors: jax.Array | None = None,
         failures: Mapping[str, Exception] | None = None,
+        states: jax.Array | None = None,
     ) -> None:
         self.plan, self.places = plan, places
         self.failures = failures or {}
@@ -66,6 +68,7 @@ class StepResult:
             "packed": packed,
             "scores": scores,
             "vectors": vectors,
+            "states": states,
         }
         self._tokens: list[int] | None = None
 
@@ -132,9 +135,7 @@ class StepResult:
         Raises:
             NotFinite: a log-probability is NaN.
         """
-        start = sum(len(row.token_ids) for row in self.plan.rows[:index])
-        stop = start + len(self.plan.rows[index].token_ids)
-        lines = self._host("scores")[start:stop]
+        lines = self._host("scores")[self._flat(index)]
         if np.isnan(np.ascontiguousarray(lines[:, 1]).view(np.float32)).any():
             raise NotFinite
         if count:
@@ -153,6 +154,22 @@ class StepResult:
         if not np.isfinite(vector).all():
             raise NotFinite
         return vector
+
+    def token_states(self, index: int) -> np.ndarray:
+        """Return the vectors of the tokens of row `index` of the plan, float32 [n, d].
+
+        Raises:
+            NotFinite: an element is NaN or infinite.
+        """
+        vectors = self._host("states")[self._flat(index)].copy()
+        if not np.isfinite(vectors).all():
+            raise NotFinite
+        return vectors
+
+    def _flat(self, index: int) -> slice:
+        """Return the places of the tokens of row `index` among the flat tokens of the step."""
+        start = sum(len(row.token_ids) for row in self.plan.rows[:index])
+        return slice(start, start + len(self.plan.rows[index].token_ids))
 
     def _column(self) -> list[int]:
         if self._tokens is None:

@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from ed_esurge.server.generation.abilities import Ability, require
 from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.http.auth import Access, owner_of
 from ed_esurge.server.http.fields import RequestBody
@@ -48,6 +49,7 @@ class Endpoint:
         access: who may call the endpoint of a server with keys.
         batched: whether the lines of a batch may call the endpoint.
         form: whether the body is a form with a file (multipart/form-data), instead of JSON.
+        ability: what the model of the body must be able to do; None = the handler checks the model.
     """
 
     path: str
@@ -62,6 +64,7 @@ class Endpoint:
     access: Access = "key"
     batched: bool = False
     form: bool = False
+    ability: Ability | None = None
 
 
 def post(
@@ -75,6 +78,7 @@ def post(
     access: Access = "key",
     batched: bool = False,
     form: bool = False,
+    ability: Ability | None = None,
 ) -> Endpoint:
     """Return an endpoint that answers a body for one model."""
     return Endpoint(
@@ -89,6 +93,7 @@ def post(
         access=access,
         batched=batched,
         form=form,
+        ability=ability,
     )
 
 
@@ -98,11 +103,14 @@ async def dispatch(
     """Return the answer of an endpoint to a request over HTTP or to a line of a batch.
 
     Raises:
-        APIError: 404, the model of the body does not exist; otherwise see the endpoint.
+        APIError: 400, the model of the body lacks the ability of the endpoint; 404, the model does
+            not exist; otherwise see the endpoint.
     """
     if body is None:
         return await endpoint.answer(server, request)
     if endpoint.whole_server:
         return await endpoint.answer(server, body, request)
     model = server.find(getattr(body, "model", None), owner_of(request.scope))
+    if endpoint.ability is not None:
+        require(model, endpoint.ability)
     return await endpoint.answer(model, body, request)

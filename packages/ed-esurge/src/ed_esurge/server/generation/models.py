@@ -27,8 +27,10 @@ from ed_esurge.engine.intake import (
 )
 from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
+from ed_esurge.server.generation.pooled_requests import PooledRequest
 from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.requests import GenerationRequest
@@ -40,14 +42,6 @@ from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer, ServerMetrics
 from ed_esurge.server.stores import BatchStore, ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
-
-#: Tasks of models that generate no tokens, and the routes that serve them.
-ROUTES_OF_ENCODERS = {
-    TaskType.EMBEDDING: "/v1/embeddings",
-    TaskType.SEQUENCE_CLASSIFICATION: "/classify",
-}
-#: Tasks of models that read audio.
-SPEECH_TASKS = (TaskType.SPEECH_SEQUENCE_TO_SEQUENCE, TaskType.CTC)
 
 
 class ServerState:
@@ -65,6 +59,7 @@ class ServerState:
         draining: whether the server is stopping.
         stopping: set when the server aborts the running requests.
         responses: the stored responses.
+        models: the models of the server.
     """
 
     def __init__(
@@ -83,6 +78,7 @@ class ServerState:
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)
+        self.models: tuple[ServedModel, ...] = ()
 
 
 class ServedModel:
@@ -146,23 +142,6 @@ class ServedModel:
     def embedding_settings(self) -> EmbeddingSettings:
         """The prompts of an embedding model; no prompts for other models."""
         return getattr(self.engine, "embedding_settings", None) or EmbeddingSettings()
-
-    def unsupported_task(self, constraint: str) -> APIError:
-        """Return the error for a request that the task of the model does not support.
-
-        Args:
-            constraint: why the model cannot answer, and what to do.
-        """
-        return APIError(
-            f"the model {self.name!r} has the task {self.task.value!r}: {constraint}",
-            param="model",
-            code="unsupported_task",
-        )
-
-    def check_reads_text(self) -> None:
-        """Raise APIError if the model reads audio."""
-        if self.task in SPEECH_TASKS:
-            raise self.unsupported_task("it reads audio, send files to /v1/audio/transcriptions")
 
     def adapters(self, owner: str) -> dict[str, LoadedAdapter]:
         """Return the loaded adapters that a key may use, by name."""
@@ -245,8 +224,8 @@ class ServedModel:
         """Return the lifetime of a request that starts now."""
         return RequestLifetime(request, self.state.stopping, self.state.limits.request_timeout)
 
-    def queue_options(self, request: GenerationRequest) -> RequestOptions:
-        """Return the keyword arguments of the engine's `generate` that queue a request.
+    def queue_options(self, request: GenerationRequest | PooledRequest) -> RequestOptions:
+        """Return the keyword arguments of the engine that queue a request.
 
         Raises:
             APIError: 400, the priority would have no effect.
@@ -297,10 +276,7 @@ class ServedModel:
             APIError: 400, the request is invalid, or the model generates no tokens; 500, the
                 request failed; 503, the engine does not run, or aborted the request.
         """
-        route = ROUTES_OF_ENCODERS.get(self.task)
-        if route is not None:
-            raise self.unsupported_task(f"it generates no tokens, send the texts to {route}")
-        self.check_reads_text()
+        require(self, GENERATES)
         self.check_running()
         span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
@@ -363,18 +339,35 @@ class ServedModel:
                 raise APIError(message, status=500, code="internal_error")
 
     async def vectors(
-        self, prompts: Sequence[CheckedPrompt], params: PoolingParams | Sequence[PoolingParams]
+        self,
+        prompts: Sequence[CheckedPrompt],
+        params: PoolingParams | Sequence[PoolingParams],
+        name: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> np.ndarray:
-        """Return the pooled vectors of prompts, [n, d] float32.
+        """Return the pooled vectors of prompts, [n, d] float32; see `pooled`."""
+        return np.stack(await self.pooled(prompts, params, name, **options))
+
+    async def pooled(
+        self,
+        prompts: Sequence[CheckedPrompt],
+        params: PoolingParams | Sequence[PoolingParams],
+        name: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[np.ndarray]:
+        """Return the pooled vector of each prompt, or the vectors of its tokens; float32.
 
         Args:
             params: options for all prompts, or for each prompt.
+            name: name of the request in the log and in traces.
+            options: see `queue_options`.
 
         Raises:
             APIError: see `generate`.
         """
-        self.check_reads_text()
-        name = new_id("embd", None)
+        require(self, POOLS)
+        options = options or self._options()
+        name = f"{name or new_id('embd', None)}-{uuid.uuid4().hex}"
 
         each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
 
@@ -382,9 +375,7 @@ class ServedModel:
             span = self._span(f"{name}-{place}", prompt, params)
             timer = self.metrics.request(len(prompt), span=span)
             with self._translated(timer):
-                output = await self.engine.embed(
-                    prompt, params, f"{name}-{place}", **self._options()
-                )
+                output = await self.engine.embed(prompt, params, f"{name}-{place}", **options)
                 timer.observe(output)
                 self._check_ended(output)
             assert output.pooled is not None, "the last output of a pooled request has the vector"
@@ -397,7 +388,7 @@ class ServedModel:
                 jobs = [group.create_task(one(*item)) for item in items]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return np.stack([job.result() for job in jobs])
+        return [job.result() for job in jobs]
 
 
 class ServedModels:
@@ -425,6 +416,7 @@ class ServedModels:
         batches: BatchStore | None = None,
     ) -> None:
         self.models, self.state, self.metrics = tuple(models), state, metrics
+        state.models = self.models
         self.batches, self.batch_added = batches, asyncio.Event()
         self.batch_trouble: str | None = None
         names = [name for model in self.models for name in model.names]

@@ -24,7 +24,12 @@ from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
-from ed_esurge.server.generation.text_pairs import encode_pair, first_tokens
+from ed_esurge.server.generation.text_pairs import (
+    Side,
+    encode_pair,
+    encode_text,
+    first_tokens,
+)
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate, texts_in
 
@@ -125,27 +130,54 @@ class PromptEncoder:
         prompts: Sequence[str | list[int]],
         *,
         add_special_tokens: bool = True,
-        last: int | None = None,
+        most: int | None = None,
+        side: Side | None = None,
         param: str,
     ) -> tuple[list[CheckedPrompt], int]:
         """Return checked prompts without completions, and the number of removed tokens.
 
         Args:
             prompts: texts, or token ids.
-            last, param: see `check`.
+            most: maximum number of tokens of a prompt; -1 = as many as fit. None: a prompt that is
+                too long is an error, unless the engine truncates prompts.
+            side: the side that loses tokens; None = `truncation_side` of the tokenizer.
+            param: the field of the prompts, for errors.
 
         Raises:
             APIError: 400, a prompt is too long, or a token id is outside the vocabulary.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self.encode(texts, add_special_tokens=add_special_tokens, param=param))
+        side = self.truncation_side(side)
+        limit = self.max_model_len if most is None or most < 1 else min(most, self.max_model_len)
+        if most is None:
+            whole = await self.encode(texts, add_special_tokens=add_special_tokens, param=param)
+            encoded = iter([(tokens, 0) for tokens in whole])
+        else:
+            self._check_texts(texts, param)
+
+            def work() -> list[tuple[list[int], int]]:
+                options = {"add_special_tokens": add_special_tokens}
+                return [encode_text(self.tokenizer, text, limit, side, **options) for text in texts]
+
+            encoded = iter(await self._aside(work, sum(map(len, texts)) + len(texts)))
         result, truncated = [], 0
         for prompt in prompts:
-            tokens = next(encoded) if isinstance(prompt, str) else prompt
-            checked = self.check(tokens, 0, param=param, last=last)
+            if isinstance(prompt, str):
+                tokens, removed = next(encoded)
+            else:
+                tokens, removed = prompt, 0
+                if most is not None and len(prompt) > limit:
+                    tokens = prompt[:limit] if side == "right" else prompt[-limit:]
+                    removed = len(prompt) - limit
+            checked = self.check(tokens, 0, param=param)
+            checked = replace(checked, removed=checked.removed + removed)
             truncated += checked.removed
             result.append(checked)
         return result, truncated
+
+    def truncation_side(self, side: Side | None) -> Side:
+        """Return the side of truncated texts that loses tokens: by default the tokenizer's."""
+        return side or getattr(self.tokenizer, "truncation_side", "right")
 
     async def pairs_of(
         self,

@@ -12,6 +12,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ed_esurge.sampling import PoolingParams
+from ed_esurge.server.generation.abilities import TRANSCRIBES, require
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.speech.errors import AudioError, AudioTooLongError, QueueFullError
@@ -20,10 +21,7 @@ from ed_esurge.speech.options import TranscriptionOptions
 
 def speech_engine(model: ServedModel) -> Any:
     """Return the engine of a model that transcribes. Raises APIError: 400, it is another model."""
-    if not hasattr(model.engine, "transcribe"):
-        raise model.unsupported_task(
-            "it reads no audio, send the file to a model such as Whisper (GET /v1/models)"
-        )
+    require(model, TRANSCRIBES, "it reads no audio, send the file to a model such as Whisper")
     return model.engine
 
 
@@ -87,11 +85,10 @@ async def heard(
     except QueueFullError as error:
         raise APIError(str(error), status=429, code="rate_limit_exceeded") from None
     except ConfigError as error:
-        names = ("language", "prompt", "temperature", "task")
-        param = next((name for name in names if str(error).startswith(name)), None)
-        raise APIError(
-            str(error), param="model" if param == "task" else param, code="invalid_value"
-        ) from None
+        fields = {name: name for name in ("language", "prompt", "temperature")}
+        fields |= {"task": "model", "word_timestamps": "timestamp_granularities"}
+        param = next((fields[name] for name in fields if str(error).startswith(name)), None)
+        raise APIError(str(error), param=param, code="invalid_value") from None
     except EasyDeLError as error:
         raise engine_unavailable(str(error)) from error
     finally:

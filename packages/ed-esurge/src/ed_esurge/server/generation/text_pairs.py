@@ -1,4 +1,4 @@
-"""Tokens of pairs of texts, and of the beginning of a text.
+"""Tokens of texts and of pairs of texts, up to a limit.
 
 Tokens are removed after tokenization, because the truncation of a tokenizer is a state that other
 threads share. The result equals that of the truncation of `transformers`.
@@ -6,9 +6,12 @@ threads share. The result equals that of the truncation of `transformers`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ed_esurge.server.http.errors import APIError
+
+#: The side of a text that loses tokens.
+Side = Literal["left", "right"]
 
 
 def encode_pair(
@@ -42,6 +45,45 @@ def encode_pair(
         kept = [place for place in kept if place not in removed]
     start = next((new for new, old in enumerate(kept) if types and types[old]), None)
     return [ids[place] for place in kept], start, len(ids) - len(kept)
+
+
+def encode_text(
+    tokenizer: Any, text: str, limit: int, side: Side, *, add_special_tokens: bool
+) -> tuple[list[int], int]:
+    """Return the token ids of a text, and the number of removed tokens.
+
+    The special tokens before and after the text are kept, as in the truncation of `transformers`.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        limit: maximum number of tokens.
+        side: "left" removes the first tokens of the text, "right" the last tokens.
+        add_special_tokens: whether the tokenizer adds special tokens.
+
+    Raises:
+        APIError: 400, the special tokens alone exceed the limit.
+    """
+    encoded = tokenizer(
+        text, add_special_tokens=add_special_tokens, return_special_tokens_mask=True
+    )
+    ids, special = list(encoded["input_ids"]), encoded["special_tokens_mask"]
+    if len(ids) <= limit:
+        return ids, 0
+    added = tokenizer.num_special_tokens_to_add() if add_special_tokens else 0
+    begin = next((place for place in range(added) if not special[place]), added)
+    end = len(ids)
+    while end > begin and begin + len(ids) - end < added and special[end - 1]:
+        end -= 1
+    room = limit - begin - (len(ids) - end)
+    if room < 1:
+        raise APIError(
+            f"truncate_prompt_tokens={limit} leaves no room for text beside the {limit - room} "
+            f"special tokens: use at least {limit - room + 1}",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    kept = ids[begin : begin + room] if side == "right" else ids[end - room : end]
+    return [*ids[:begin], *kept, *ids[end:]], len(ids) - limit
 
 
 def first_tokens(tokenizer: Any, text: str, count: int) -> str:

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
+from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, truncation
@@ -202,6 +203,7 @@ ENDPOINTS = (
         MessagesRequest,
         AnthropicAnswer,
         streams=True,
+        ability=GENERATES,
     ),
     post(
         "/v1/messages/count_tokens",

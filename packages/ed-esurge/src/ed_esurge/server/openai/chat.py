@@ -19,6 +19,7 @@ from ed_esurge.replies.events import (
     ReplyCall,
     ReplyText,
 )
+from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import ChatCompletion
 from ed_esurge.server.generation.logprobs import chat_logprobs, prompt_logprobs
 from ed_esurge.server.generation.models import ServedModel
@@ -180,5 +181,6 @@ ENDPOINTS = (
         ChatCompletion,
         streams=True,
         batched=True,
+        ability=GENERATES,
     ),
 )

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import Field, PlainValidator
 
+from ed_esurge.outputs import LabelSet
 from ed_esurge.sampling import PoolingParams
+from ed_esurge.server.generation.abilities import CLASSIFIES, unsupported_task
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
-from ed_esurge.server.generation.requests import as_prompts
-from ed_esurge.server.http.fields import RequestBody
-from ed_esurge.server.openai.embeddings import EmbeddingUsage, token_counts
+from ed_esurge.server.generation.pooled_requests import TextRequest
+from ed_esurge.server.openai.embeddings import EmbeddingUsage, EncodedTexts, token_counts
 from ed_esurge.server.routing import post
 
 
-class ClassificationRequest(RequestBody):
-    """Body of `POST /classify`. `input` is converted to a list."""
+class ClassificationRequest(TextRequest):
+    """Body of `POST /classify`."""
 
     ALIASES: ClassVar[dict[str, str]] = {"activation": "use_activation"}
 
-    input: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
-    model: str | None = None
-    user: str | None = None
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     use_activation: bool = True
     """Whether `probs` contains probabilities; false = logits."""
 
@@ -62,20 +58,15 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     Raises:
         APIError: 400, the model is not a classifier, or a text is too long.
     """
-    labels = model.labels
-    if labels is None:
-        raise model.unsupported_task("/classify requires the task 'sequence-classification'")
-    prompts, truncated = await model.prompts.tokens_of(
-        body.input,
-        add_special_tokens=body.add_special_tokens,
-        last=body.truncate_prompt_tokens,
-        param="input",
-    )
-    request_id = new_id("classify", None)
+    labels = labels_of(model, "/classify requires the task 'sequence-classification'")
+    request_id = new_id("classify", body.request_id)
+    texts = await EncodedTexts.of(model, body, embeds=False)
+    options = model.queue_options(body)
 
     async def whole() -> dict[str, Any]:
-        logits = await model.vectors(prompts, PoolingParams(normalize=False))
-        scores = labels.probabilities(logits) if body.use_activation else logits
+        params = PoolingParams(normalize=False)
+        logits = await model.vectors(texts.prompts, params, request_id, **options)
+        scores = activated(labels, logits, body.use_activation)
         data = [
             {
                 "index": index,
@@ -91,11 +82,27 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
             "created": int(time.time()),
             "model": model.name,
             "data": data,
-            "usage": token_counts(prompts, truncated),
+            "usage": token_counts(texts.prompts, texts.truncated),
         }
 
-    headers = answer_headers(request_id, truncated)
+    headers = answer_headers(request_id, texts.truncated)
     return await model.lifetime(request).answer(whole(), headers)
+
+
+def labels_of(model: ServedModel, why: str) -> LabelSet:
+    """Return the labels of a classifier.
+
+    Raises:
+        APIError: 400, the model is not a classifier; `why` names the constraint.
+    """
+    if model.labels is None:
+        raise unsupported_task(model, CLASSIFIES, why)
+    return model.labels
+
+
+def activated(labels: LabelSet, logits: np.ndarray, use_activation: bool) -> np.ndarray:
+    """Return the probabilities of logits, or the logits."""
+    return labels.probabilities(logits) if use_activation else logits
 
 
 ENDPOINTS = (

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.sampling import SamplingParams
+from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import Completion
 from ed_esurge.server.generation.logprobs import CompletionLogprobs, join, prompt_logprobs
 from ed_esurge.server.generation.models import ServedModel
@@ -230,5 +231,6 @@ ENDPOINTS = (
         Completion,
         streams=True,
         batched=True,
+        ability=GENERATES,
     ),
 )

@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
-import base64
+import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams
+from ed_esurge.server.generation.abilities import EMBEDS, require
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers, truncation
-from ed_esurge.server.generation.requests import as_prompts
+from ed_esurge.server.generation.pooled_requests import EncodingFields, PoolingName, TextRequest
+from ed_esurge.server.generation.text_pairs import Side
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.routing import post
 
-PoolingName = Literal["last", "mean"]
 
+class VectorRequest(TextRequest, EncodingFields):
+    """Fields of a request for vectors."""
 
-class EmbeddingRequest(RequestBody):
-    """Body of `POST /v1/embeddings`. `input` is converted to a list."""
+    ALIASES: ClassVar[dict[str, str]] = {"use_activation": "normalize"}
 
-    input: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     """Number of elements of each vector. Shorter vectors are normalized again."""
-    user: str | None = None
 
     # Extensions.
     pooling: PoolingName = "last"
-    normalize: bool = True
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     prompt_name: str | None = None
     """Name of the checkpoint's prompt that precedes each text. "" = no prompt; null = the default
-    prompt of the checkpoint. Token ids have no prompt."""
+    prompt of the checkpoint. Token ids and messages have no prompt."""
+
+
+class EmbeddingRequest(VectorRequest):
+    """Body of `POST /v1/embeddings`."""
+
+    normalize: bool = True
+    """Whether vectors have length 1; vLLM's name is `use_activation`."""
 
 
 class EmbeddingUsage(AnswerBody):
@@ -66,7 +67,9 @@ class Embedding(AnswerBody):
 class Embeddings(AnswerBody):
     """Answer of `POST /v1/embeddings`."""
 
+    id: str
     object: Literal["list"]
+    created: int
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
@@ -76,51 +79,114 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
     """Answer an embedding request.
 
     Raises:
-        APIError: 400, the model is a classifier, a text is too long, the prompt is unknown, or the
-            vectors have fewer dimensions than requested.
+        APIError: 400, the model returns no embeddings, a text is too long, the prompt is unknown,
+            or the vectors have fewer dimensions than requested.
     """
-    check_embeds(model)
-    try:
-        prompt = model.embedding_settings.prompt(body.prompt_name)
-    except ConfigError as error:
-        raise APIError(str(error), param="prompt_name", code="invalid_value") from None
-    prompts, truncated = await model.prompts.tokens_of(
-        [prompt + text if isinstance(text, str) else text for text in body.input],
-        add_special_tokens=body.add_special_tokens,
-        last=body.truncate_prompt_tokens,
-        param="input",
-    )
-    base = PoolingParams(pooling=body.pooling, normalize=body.normalize)
-    lengths = await prompt_lengths(model, prompt, prompts, [type(x) is str for x in body.input])
-    params = [base.replace(prompt_length=length) if length else base for length in lengths]
+    request_id = new_id("embd", body.request_id)
+    texts = await EncodedTexts.of(model, body)
+    params = await texts.embedding_params(body, normalize=body.normalize)
+    options = model.queue_options(body)
 
     async def whole() -> dict[str, Any]:
-        vectors = await model.vectors(prompts, params)
+        vectors = await model.vectors(texts.prompts, params, request_id, **options)
         if body.dimensions is not None:
             vectors = shortened(vectors, body.dimensions, normalize=body.normalize)
-        values = [_encoded(vector, body.encoding_format) for vector in vectors]
         return {
+            "id": request_id,
             "object": "list",
+            "created": int(time.time()),
             "data": [
-                {"object": "embedding", "index": index, "embedding": value}
-                for index, value in enumerate(values)
+                {"object": "embedding", "index": index, "embedding": body.encoded(vector)}
+                for index, vector in enumerate(vectors)
             ],
             "model": model.name,
-            "usage": token_counts(prompts, truncated),
+            "usage": token_counts(texts.prompts, texts.truncated),
         }
 
-    headers = answer_headers(new_id("embd", None), truncated)
+    headers = answer_headers(request_id, texts.truncated)
     return await model.lifetime(request).answer(whole(), headers)
 
 
-def check_embeds(model: ServedModel) -> None:
-    """Raise APIError if the model is a classifier: its logits are no embedding."""
-    if model.task == TaskType.SEQUENCE_CLASSIFICATION:
-        raise model.unsupported_task("it returns no embeddings, send the texts to /classify")
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The encoded texts of a request.
+
+    Attributes:
+        model: the model that reads the texts.
+        prompts: one prompt for each text, or the prompt of the conversation.
+        truncated: number of tokens that were removed.
+        prefix: prompt of the checkpoint before each text; "" without a prompt.
+        prefixed: whether each text starts with the prefix.
+    """
+
+    model: ServedModel
+    prompts: list[CheckedPrompt]
+    truncated: int
+    prefix: str
+    prefixed: list[bool]
+
+    @classmethod
+    async def of(
+        cls, model: ServedModel, body: TextRequest, *, embeds: bool = True
+    ) -> EncodedTexts:
+        """Encode the texts or the conversation of a request.
+
+        Args:
+            embeds: whether the texts are embedded, so that prompts of the checkpoint precede them.
+
+        Raises:
+            APIError: 400, the model returns no embeddings, a text is too long, or the prompt is
+                unknown.
+        """
+        if embeds:
+            require(model, EMBEDS)
+        limits: Any = {"most": body.truncate_prompt_tokens, "side": body.truncation_side}
+        if body.messages is not None:
+            encoded = await model.prompts.conversation(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs,
+            )
+            if encoded.encoder_inputs:
+                raise APIError(
+                    "images have no pooled vectors: send messages of text",
+                    param="messages",
+                    code="unsupported_value",
+                )
+            some = await model.prompts.tokens_of([encoded.tokens], param="messages", **limits)
+            return cls(model, *some, "", [False])
+        prefix, given = "", body.input or []
+        if embeds and isinstance(body, VectorRequest):
+            try:
+                prefix = model.embedding_settings.prompt(body.prompt_name)
+            except ConfigError as error:
+                raise APIError(str(error), param="prompt_name", code="invalid_value") from None
+        some = await model.prompts.tokens_of(
+            [prefix + text if isinstance(text, str) else text for text in given],
+            add_special_tokens=body.add_special_tokens is not False,
+            param="input",
+            **limits,
+        )
+        return cls(model, *some, prefix, [isinstance(text, str) for text in given])
+
+    async def embedding_params(
+        self, body: VectorRequest, *, normalize: bool
+    ) -> list[PoolingParams]:
+        """Return the options of each text."""
+        base = PoolingParams(pooling=body.pooling, normalize=normalize)
+        lengths = await prompt_lengths(
+            self.model, self.prefix, self.prompts, self.prefixed, body.truncation_side
+        )
+        return [base.replace(prompt_length=length) if length else base for length in lengths]
 
 
 async def prompt_lengths(
-    model: ServedModel, prompt: str, prompts: Sequence[CheckedPrompt], with_prompt: Sequence[bool]
+    model: ServedModel,
+    prompt: str,
+    prompts: Sequence[CheckedPrompt],
+    with_prompt: Sequence[bool],
+    side: Side | None = None,
 ) -> list[int]:
     """Return how many tokens at the start of each encoded text are not pooled.
 
@@ -128,12 +194,14 @@ async def prompt_lengths(
         prompt: text of the prompt of the checkpoint.
         prompts: the encoded texts.
         with_prompt: whether each text starts with the prompt.
+        side: the side that lost tokens; see `PromptEncoder.tokens_of`.
     """
     if model.embedding_settings.include_prompt or not prompt:
         return [0] * len(prompts)
     count = await model.prompts.prefix_length(prompt)
+    left = model.prompts.truncation_side(side) == "left"
     pairs = zip(prompts, with_prompt, strict=True)
-    return [max(0, count - encoded.removed) if starts else 0 for encoded, starts in pairs]
+    return [max(0, count - encoded.removed * left) if starts else 0 for encoded, starts in pairs]
 
 
 def token_counts(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:
@@ -158,12 +226,6 @@ def shortened(vectors: np.ndarray, count: int, *, normalize: bool) -> np.ndarray
     if not normalize:
         return vectors
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-
-
-def _encoded(vector: np.ndarray, encoding: str) -> Any:
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
 
 
 ENDPOINTS = (

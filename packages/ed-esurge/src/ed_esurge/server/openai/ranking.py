@@ -19,19 +19,15 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import LabelSet
 from ed_esurge.sampling import PoolingParams
+from ed_esurge.server.generation.abilities import RANKS, require
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
+from ed_esurge.server.generation.pooled_requests import PooledRequest, PoolingName
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.errors import APIError, InvalidField
-from ed_esurge.server.http.fields import RequestBody, few, unsupported
-from ed_esurge.server.openai.embeddings import (
-    EmbeddingUsage,
-    PoolingName,
-    check_embeds,
-    prompt_lengths,
-    token_counts,
-)
+from ed_esurge.server.http.fields import few, unsupported
+from ed_esurge.server.openai.embeddings import EmbeddingUsage, prompt_lengths, token_counts
 from ed_esurge.server.routing import post
 
 
@@ -57,40 +53,53 @@ RankedInputs = Annotated[
 ]
 
 
-class ScoreRequest(RequestBody):
+_NO_TEMPLATE = "scores use no chat template, put the instruction into the first text"
+_Count = Annotated[int | None, Field(ge=0, lt=2**31)]
+
+
+class ScoringRequest(PooledRequest):
+    """Fields of both kinds of requests."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"activation": "use_activation"}
+
+    max_tokens_per_query: _Count = None
+    """Number of tokens of each first text that are read; 0 or null = all."""
+    max_tokens_per_doc: _Count = None
+    """Number of tokens of each document that are read; 0 or null = all."""
+    use_activation: bool = True
+    """Whether a cross-encoder applies its activation; false = the logit."""
+    instruction: Annotated[None, unsupported(_NO_TEMPLATE, "")] = None
+    chat_template_kwargs: Annotated[None, unsupported(_NO_TEMPLATE, {})] = None
+
+    # Extension.
+    pooling: PoolingName = "last"
+
+
+class ScoreRequest(ScoringRequest):
     """Body of `POST /v1/score` in vLLM's format: pairs of texts, or one text and several texts."""
 
     ALIASES: ClassVar[dict[str, str]] = {
+        **ScoringRequest.ALIASES,
         **dict.fromkeys(("queries", "data_1"), "text_1"),
         **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
     }
 
     text_1: Texts
     text_2: Texts
-    model: str | None = None
-    user: str | None = None
-    pooling: PoolingName = "last"
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
-class RerankRequest(RequestBody):
+class RerankRequest(ScoringRequest):
     """Body of `POST /v1/rerank` in the formats of Jina and Cohere (v1 and v2)."""
 
     query: str
     documents: RankedInputs
-    model: str | None = None
-    user: str | None = None
     top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     """Number of documents to return, best first; 0 or null = all."""
     return_documents: bool = True
-    max_tokens_per_doc: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    """Number of tokens of each document that are read; null = all."""
     rank_fields: Annotated[Any, unsupported("only the field `text` is read", ["text"])] = None
     max_chunks_per_doc: Annotated[
         Any, unsupported("a document is one chunk, use max_tokens_per_doc", 1)
     ] = None
-    pooling: PoolingName = "last"
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
 class Score(AnswerBody):
@@ -173,9 +182,9 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
             param="text_1",
         )
     default = model.embedding_settings.prompt()
-    texts = _Texts(first, second, (default, default), body.pooling, body.truncate_prompt_tokens)
+    request_id = new_id("score", body.request_id)
+    texts = _Texts(first, second, (default, default), body, request_id)
     scorer = await _scorer(model, texts)
-    request_id = new_id("score", None)
 
     async def whole() -> dict[str, Any]:
         scores = await scorer.scores()
@@ -207,16 +216,9 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
         settings.first_prompt("query"),
         settings.first_prompt("document", "passage", "corpus"),
     )
-    texts = _Texts(
-        [body.query],
-        documents,
-        prompts,
-        body.pooling,
-        body.truncate_prompt_tokens,
-        body.max_tokens_per_doc,
-    )
+    request_id = new_id("rerank", body.request_id)
+    texts = _Texts([body.query], documents, prompts, body, request_id)
     scorer = await _scorer(model, texts)
-    request_id = new_id("rerank", None)
 
     async def whole() -> dict[str, Any]:
         scores = await scorer.scores()
@@ -251,17 +253,31 @@ class _Texts:
     Attributes:
         first, second: texts to compare: one by one, or the only first text with each second text.
         prefixes: prompts of an embedding model for the first and the second texts.
-        pooling: pooling of a language model.
-        last: maximum number of tokens of a prompt; see `PromptEncoder.tokens_of` and `pairs_of`.
-        most: number of tokens of each second text that are read; None = all.
+        body: the request.
+        request_id: name of the request in the log and in traces.
     """
 
     first: list[str]
     second: list[str]
     prefixes: tuple[str, str]
-    pooling: PoolingName
-    last: int | None = None
-    most: int | None = None
+    body: ScoringRequest
+    request_id: str
+
+    async def cut(self, model: ServedModel) -> tuple[list[str], list[str]]:
+        """Return the first and the second texts, up to the limits of their tokens."""
+        limits = self.body.max_tokens_per_query, self.body.max_tokens_per_doc
+        pairs = zip((self.first, self.second), limits, strict=True)
+        first, second = [
+            await model.prompts.first_tokens(some, most) if most else some for some, most in pairs
+        ]
+        return first, second
+
+    async def vectors(
+        self, model: ServedModel, prompts: list[CheckedPrompt], params: list[PoolingParams]
+    ) -> np.ndarray:
+        """Return the vectors of prompts of the request."""
+        options = model.queue_options(self.body)
+        return await model.vectors(prompts, params, self.request_id, **options)
 
 
 class _Scorer(Protocol):
@@ -289,7 +305,13 @@ async def _scorer(model: ServedModel, texts: _Texts) -> _Scorer:
     labels = model.labels
     if labels is not None and len(labels.names) == 1:
         return await _CrossEncoder.of(model, labels, texts)
-    check_embeds(model)
+    require(model, RANKS)
+    if not texts.body.use_activation:
+        raise APIError(
+            "false requires a cross-encoder, and this model compares vectors: omit the field",
+            param="use_activation",
+            code="unsupported_value",
+        )
     return await _BiEncoder.of(model, texts)
 
 
@@ -299,25 +321,42 @@ class _CrossEncoder:
 
     model: ServedModel
     labels: LabelSet
+    texts: _Texts
     prompts: list[CheckedPrompt]
     truncated: int
     params: list[PoolingParams]
 
     @classmethod
     async def of(cls, model: ServedModel, labels: LabelSet, texts: _Texts) -> _CrossEncoder:
-        first = texts.first * len(texts.second) if len(texts.first) == 1 else texts.first
-        pairs = list(zip(first, texts.second, strict=True))
+        body = texts.body
+        if body.truncation_side == "left":
+            raise APIError(
+                "pairs of texts lose tokens at the end of the longer text: omit the field",
+                param="truncation_side",
+                code="unsupported_value",
+            )
+        queries = texts.first
+        if body.max_tokens_per_query:
+            queries = await model.prompts.first_tokens(queries, body.max_tokens_per_query)
+        first = queries * len(texts.second) if len(queries) == 1 else queries
         encoded = await model.prompts.pairs_of(
-            pairs, longest=texts.last, most=texts.most, param="the texts"
+            list(zip(first, texts.second, strict=True)),
+            longest=body.truncate_prompt_tokens,
+            most=body.max_tokens_per_doc or None,
+            param="the texts",
         )
         params = [
             PoolingParams(normalize=False, second_text_start=pair.second_start) for pair in encoded
         ]
         prompts = [pair.prompt for pair in encoded]
-        return cls(model, labels, prompts, sum(prompt.removed for prompt in prompts), params)
+        truncated = sum(prompt.removed for prompt in prompts)
+        return cls(model, labels, texts, prompts, truncated, params)
 
     async def scores(self) -> np.ndarray:
-        return self.labels.scores(await self.model.vectors(self.prompts, self.params))
+        logits = await self.texts.vectors(self.model, self.prompts, self.params)
+        if not self.texts.body.use_activation:
+            return logits[:, 0].astype(np.float64)
+        return self.labels.scores(logits)
 
 
 @dataclass
@@ -325,6 +364,7 @@ class _BiEncoder:
     """A model whose vectors of texts are compared. The first prompts are the first texts."""
 
     model: ServedModel
+    texts: _Texts
     prompts: list[CheckedPrompt]
     truncated: int
     params: list[PoolingParams]
@@ -332,26 +372,30 @@ class _BiEncoder:
 
     @classmethod
     async def of(cls, model: ServedModel, texts: _Texts) -> _BiEncoder:
-        second = texts.second
-        if texts.most is not None:
-            second = await model.prompts.first_tokens(second, texts.most)
+        body = texts.body
         normalize = model.embedding_settings.similarity_fn_name == "cosine"
-        base = PoolingParams(pooling=texts.pooling, normalize=normalize)
+        base = PoolingParams(pooling=body.pooling, normalize=normalize)
         prompts: list[CheckedPrompt] = []
         params: list[PoolingParams] = []
         truncated = 0
-        for prefix, some in zip(texts.prefixes, (texts.first, second), strict=True):
+        for prefix, some in zip(texts.prefixes, await texts.cut(model), strict=True):
             encoded, removed = await model.prompts.tokens_of(
-                [prefix + text for text in some], last=texts.last, param="the texts"
+                [prefix + text for text in some],
+                most=body.truncate_prompt_tokens,
+                side=body.truncation_side,
+                param="the texts",
             )
-            lengths = await prompt_lengths(model, prefix, encoded, [True] * len(encoded))
+            lengths = await prompt_lengths(
+                model, prefix, encoded, [True] * len(encoded), body.truncation_side
+            )
             prompts += encoded
             params += [base.replace(prompt_length=length) if length else base for length in lengths]
             truncated += removed
-        return cls(model, prompts, truncated, params, len(texts.first))
+        return cls(model, texts, prompts, truncated, params, len(texts.first))
 
     async def scores(self) -> np.ndarray:
-        vectors = (await self.model.vectors(self.prompts, self.params)).astype(np.float64)
+        vectors = await self.texts.vectors(self.model, self.prompts, self.params)
+        vectors = vectors.astype(np.float64)
         left, right = vectors[: self.count], vectors[self.count :]
         match self.model.embedding_settings.similarity_fn_name:
             case "euclidean":

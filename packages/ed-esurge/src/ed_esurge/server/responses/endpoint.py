@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
+from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
@@ -295,6 +296,7 @@ ENDPOINTS = (
         ResponseAnswer,
         streams=True,
         batched=True,
+        ability=GENERATES,
     ),
     Endpoint(
         "/v1/responses/{response_id}",

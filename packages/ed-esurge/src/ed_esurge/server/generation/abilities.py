@@ -1,0 +1,125 @@
+"""Abilities of served models, and the error of a request for an ability that the model lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ed_infra.enums import TaskType
+
+from ed_esurge.outputs import LabelSet
+from ed_esurge.server.http.errors import APIError
+
+#: Tasks of models that generate no tokens, and the routes that serve them.
+ROUTES_OF_ENCODERS = {
+    TaskType.EMBEDDING: "/v1/embeddings",
+    TaskType.SEQUENCE_CLASSIFICATION: "/classify",
+}
+#: Tasks of models that read audio.
+SPEECH_TASKS = (TaskType.SPEECH_SEQUENCE_TO_SEQUENCE, TaskType.CTC)
+#: Most models that an error names.
+MOST_NAMED = 8
+
+
+class Model(Protocol):
+    """The facts of a `ServedModel` that decide its abilities."""
+
+    name: str
+    names: tuple[str, ...]
+    engine: Any
+    state: Any
+    """Its `models` are all models of the server."""
+
+    @property
+    def task(self) -> TaskType:
+        """The task of the model."""
+        ...
+
+    @property
+    def labels(self) -> LabelSet | None:
+        """The labels of a classifier; None for other models."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ability:
+    """An ability of models.
+
+    Attributes:
+        verb: the verb and its object for errors, such as "generates tokens".
+        has: returns whether a model has the ability.
+    """
+
+    verb: str
+    has: Callable[[Model], bool]
+
+
+def _reads_text(model: Model) -> bool:
+    return model.task not in SPEECH_TASKS
+
+
+def _embeds(model: Model) -> bool:
+    without = (TaskType.SEQUENCE_CLASSIFICATION, TaskType.SEQUENCE_TO_SEQUENCE)
+    return _reads_text(model) and model.task not in without
+
+
+def _ranks(model: Model) -> bool:
+    labels = model.labels
+    return _embeds(model) or (labels is not None and len(labels.names) == 1)
+
+
+GENERATES = Ability(
+    "generates tokens", lambda model: _reads_text(model) and model.task not in ROUTES_OF_ENCODERS
+)
+EMBEDS = Ability("returns embeddings", _embeds)
+CLASSIFIES = Ability("classifies texts", lambda model: model.labels is not None)
+RANKS = Ability("scores pairs of texts", _ranks)
+POOLS = Ability("pools texts", lambda model: _embeds(model) or model.labels is not None)
+EMBEDS_TOKENS = Ability(
+    "returns embeddings of tokens", lambda model: model.task == TaskType.EMBEDDING
+)
+TRANSCRIBES = Ability("reads audio", lambda model: hasattr(model.engine, "transcribe"))
+
+
+def route_of(model: Model) -> str:
+    """Return the advice for a request to an endpoint that the model does not serve."""
+    if model.task in SPEECH_TASKS:
+        return "it reads audio, send files to /v1/audio/transcriptions"
+    route = ROUTES_OF_ENCODERS.get(model.task)
+    if route is not None:
+        return f"it generates no tokens, send the texts to {route}"
+    return "it generates tokens, send the texts to /v1/completions or /v1/chat/completions"
+
+
+def require(model: Model, ability: Ability, why: str | None = None) -> None:
+    """Check that a model has an ability.
+
+    Args:
+        why: why the model cannot answer, and what to do; by default, the route of the model.
+
+    Raises:
+        APIError: 400 `unsupported_task`, which names the models of the server with the ability.
+    """
+    if not ability.has(model):
+        raise unsupported_task(model, ability, why)
+
+
+def unsupported_task(model: Model, ability: Ability, why: str | None = None) -> APIError:
+    """Return the error of `require`."""
+    others: Sequence[Model] = model.state.models
+    able = [repr(other.names[0]) for other in others if ability.has(other)]
+    if not able:
+        choice = f"no model of this server {ability.verb}"
+    elif len(able) == 1:
+        choice = f"the model of this server that {ability.verb} is {able[0]}"
+    else:
+        more = ", …" if len(able) > MOST_NAMED else ""
+        choice = f"a model of this server that {ability.verb} is one of "
+        choice += ", ".join(able[:MOST_NAMED]) + more
+    return APIError(
+        f"the model {model.name!r} has the task {model.task.value!r}: {why or route_of(model)}; "
+        f"{choice}",
+        param="model",
+        code="unsupported_task",
+    )
