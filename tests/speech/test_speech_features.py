@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_data import build_loader
-from ed_data.config import Inform, Mixture
+from ed_data.config import Inform, Mixture, Tokenization
 from ed_data.rows.example import RowAudio
 from ed_data.rows.recordings import BLOCK, samples_of
 from ed_data.schema import SPEECH_SEQ2SEQ
@@ -64,7 +64,7 @@ def test_features_of_every_format_and_rate_are_equal(
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     inform = Inform(data_files=str(tmp_path / "rows.jsonl"))
     loader: Any = build_loader(
-        Mixture(informs=[inform], tokenization={"max_length": 24}),
+        Mixture(informs=(inform,), tokenization=Tokenization(max_length=24)),
         processor.tokenizer,
         batch_size=len(CASES),
         shuffle=False,

@@ -84,7 +84,7 @@ def _write_samples(
     check_form(file.rate, file.channels)
     say(RATE, str(file.rate).encode())
     for block in mono(file.blocks(), int(seconds * file.rate)):
-        content = memoryview(block).cast("B")
+        content = block.data.cast("B")
         for begin in range(0, len(content), PIECE):
             say(SAMPLES, content[begin : begin + PIECE])
 

@@ -90,9 +90,11 @@ class TokenAligner:
         def weights(state: Any, outputs: jax.Array, tokens: jax.Array, valid: jax.Array) -> Any:
             body = nnx.merge(graphdef, state).model
             encoded = Encoded(outputs, jnp.ones(outputs.shape[:2], jnp.int32))
-            masks = {"attention_mask": valid}
+            masks: dict[str, Any] = {"attention_mask": valid}
             hidden = body(tokens, encoded=encoded, output_hidden_states=True, **masks).hidden_states
-            ctx, _ = layer_context(body.decoder_config, tokens.shape, ropes=body.ropes, **masks)
+            ctx, _ = layer_context(
+                body.decoder_config, (1, tokens.shape[1]), ropes=body.ropes, **masks
+            )
             ctx = replace(ctx, encoded=encoded)
             found = {}
             for layer in sorted({layer for layer, _ in self.heads}):
@@ -184,7 +186,8 @@ def warped(
         both, down, right = cost[i - 1, j - 1], cost[i - 1, j], cost[i, j - 1]
         kind = np.where((down < both) & (down < right), 1, 2)
         kind = np.where((both < down) & (both < right), 0, kind)
-        cost[i, j] = matrix[i - 1, j - 1] + np.choose(kind, (both, down, right))
+        with np.errstate(invalid="ignore"):  # costs may be NaN, as in `transformers`
+            cost[i, j] = matrix[i - 1, j - 1] + np.choose(kind, (both, down, right))
         step[i, j] = kind
     step[0, :], step[:, 0] = 2, 1
     rows, columns, i, j = [], [], n, t
