@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ed_elarge.command import checkpoints, files, machine, measurements, runs
+from ed_elarge.command import checkpoints, files, machine, measurements, plans, runs
 
 #: Options of the program itself; every other first word that is no command is a run file.
 _OWN = ("--help", "--version", "--install-completion", "--show-completion")
@@ -64,6 +64,7 @@ _COMMANDS = {
     "generate": runs.generate,
     "serve": runs.serve,
     "data": runs.data,
+    "plan": plans.plan,
     "init": files.init,
     "explain": files.explain,
     "schema": files.schema,

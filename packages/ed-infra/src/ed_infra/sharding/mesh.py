@@ -12,51 +12,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ed_infra.errors import MeshError
-from ed_infra.sharding.axes import AXIS_NAMES, check_names, check_sizes
+from ed_infra.sharding.axes import AXIS_NAMES, check_names, resolve_axis_dims
 
 # jax.Device is a variable to type checkers.
 Device = Any
 
 __all__ = ["AXIS_NAMES", "create_mesh", "resolve_axis_dims"]
-
-
-def resolve_axis_dims(
-    dims: Sequence[int], device_count: int, names: Sequence[str] = AXIS_NAMES
-) -> tuple[int, ...]:
-    """Replace `-1` in `dims` by the number of remaining devices.
-
-    Without `-1`, the product may be smaller than `device_count`: the mesh then uses the first
-    devices.
-
-    Raises:
-        MeshError: There are two `-1`, a size is below 1, or the sizes do not divide the number of
-            devices. The message contains the calculation.
-    """
-    dims = tuple(int(d) for d in dims)
-    if len(dims) != len(names):
-        raise MeshError(
-            f"{len(dims)} axis dims {dims} for {len(names)} axis names {tuple(names)}: "
-            "set one size for each name"
-        )
-    shown = ", ".join(f"{n}={d}" for n, d in zip(names, dims, strict=True))
-    check_sizes(dims, names)
-    fixed = math.prod(d for d in dims if d != -1)
-    product = " × ".join(str(d) for d in dims if d != -1)
-    if -1 not in dims:
-        if fixed > device_count:
-            raise MeshError(
-                f"mesh axes ({shown}) need {product} = {fixed} devices, but there are "
-                f"{device_count}: make the product at most {device_count}, or one axis -1"
-            )
-        return dims
-    if device_count % fixed:
-        divisors = [d for d in range(1, device_count + 1) if device_count % d == 0]
-        raise MeshError(
-            f"mesh axes ({shown}): {device_count} devices / ({product}) = "
-            f"{device_count / fixed:g} is not whole, so -1 cannot be resolved: the other sizes "
-            f"must multiply to one of {', '.join(map(str, divisors))}"
-        )
-    return tuple(device_count // fixed if d == -1 else d for d in dims)
 
 
 def create_mesh(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ed_infra.errors import ConfigError, MeshError, did_you_mean
+from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.sharding import places
 from ed_infra.sharding.axes import (
     ACTIVATION_AXES,
     DECODE_AXES,
     PARAM_AXES,
-    MeshAxes,
     PartitionAxis,
-    split,
 )
 
 __all__ = ["ACTIVATION_AXES", "PARAM_AXES", "PartitionAxis", "PartitionManager", "fit_spec"]
@@ -51,20 +49,8 @@ class PartitionManager:
         Raises:
             ConfigError: An axis is unknown.
         """
-        places = [self._look_up(a, PARAM_AXES, "parameter") for a in axes]
-        if shape is not None and mesh is not None and "expert" in axes:
-            at = list(axes).index("expert")
-            places[at] = self._experts(split(places[at]), shape[at], mesh)
-        return PartitionSpec(*_distinct(places))
-
-    def _experts(self, names: tuple[str, ...], experts: int, mesh: Mesh | AbstractMesh) -> MeshAxes:
-        """Return the mesh axes over which the experts are split, in the order of the mesh."""
-        chosen = [name for name in names if name in mesh.shape]
-        for name in self.expert_axes:
-            ways = math.prod(mesh.shape[axis] for axis in (*chosen, name) if axis in mesh.shape)
-            if name not in chosen and name in mesh.shape and experts % ways == 0:
-                chosen.append(name)
-        return tuple(sorted(chosen, key=mesh.axis_names.index))
+        sizes = None if mesh is None else mesh.shape
+        return PartitionSpec(*places.of_parameter(self.axis, axes, shape, sizes, self.expert_axes))
 
     def resolve(
         self,
@@ -88,38 +74,11 @@ class PartitionManager:
             hint = did_you_mean(mode, ["train", "prefill", "decode"])
             raise ConfigError(f"unknown mode {mode!r}{hint} (known: train, prefill, decode)")
         table = {**ACTIVATION_AXES, **(DECODE_AXES if mode == "decode" else {})}
-        spec = PartitionSpec(*_distinct([self._look_up(a, table, "activation") for a in axes]))
+        found = [places.look_up(self.axis, name, table, "activation") for name in axes]
+        spec = PartitionSpec(*places.distinct(found))
         if mesh is None:
             return spec
         return fit_spec(spec, shape, mesh)[0]
-
-    def _look_up(self, name: str | None, table: dict[str, str | None], kind: str) -> MeshAxes:
-        if name is None:
-            return None
-        if name in table:
-            field = table[name]
-            return None if field is None else getattr(self.axis, field)
-        if name in self.axis.mesh_axes():
-            return name
-        field = name if name.endswith("_axis") else f"{name}_axis"
-        if field in PartitionAxis.__dataclass_fields__:
-            return getattr(self.axis, field)
-        known = ", ".join([*table, *sorted(self.axis.mesh_axes())])
-        raise ConfigError(
-            f"unknown {kind} axis {name!r}{did_you_mean(name, table)} (known: {known})"
-        )
-
-
-def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
-    """Keep the first use of each mesh axis, because a spec can use an axis only once."""
-    used: set[str] = set()
-    result: list[MeshAxes] = []
-    for entry in axes:
-        names = split(entry)
-        kept = tuple(n for n in names if n not in used)
-        used.update(kept)
-        result.append(kept[0] if len(kept) == 1 else kept or None)
-    return result
 
 
 def fit_spec(
@@ -140,22 +99,5 @@ def fit_spec(
     Raises:
         MeshError: The spec has more entries than the shape.
     """
-    if shape is not None and len(spec) > len(shape):
-        raise MeshError(
-            f"partition spec {spec} has {len(spec)} entries for an array of {len(shape)} "
-            f"dimensions {tuple(shape)}"
-        )
-    entries: list[MeshAxes] = []
-    notes: list[str] = []
-    for i, entry in enumerate(spec):
-        names = tuple(n for n in split(entry) if mesh.shape.get(n, 1) > 1)
-        ways = math.prod(mesh.shape[n] for n in names)
-        if shape is not None and shape[i] % ways:
-            notes.append(
-                f"dimension {i} of {tuple(shape)} does not divide by {'×'.join(names)} = {ways}"
-            )
-            names = ()
-        entries.append(names[0] if len(names) == 1 else names or None)
-    while entries and entries[-1] is None:
-        entries.pop()
+    entries, notes = places.fitted(tuple(spec), shape, mesh.shape)
     return PartitionSpec(*entries), notes

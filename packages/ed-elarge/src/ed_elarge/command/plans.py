@@ -1,0 +1,75 @@
+"""The command `plan`: memory and time of a run file on named hardware. It does not import jax."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ed_elarge.command.runs import File, RunSettings, Verbose
+from ed_elarge.exits import guarded
+
+
+def plan(
+    file: File,
+    topology: Annotated[
+        str | None, typer.Option(metavar="TPU:SIZES", help="A TPU slice: --topology v5e:4x4.")
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="NxDEVICE", help="Devices: --devices 8xH200.")
+    ] = None,
+    compile_step: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Also compile the train step for as many simulated CPU devices, and compare.",
+        ),
+    ] = False,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds for the compiler, with --compile.")
+    ] = 600.0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for plan.json and plan.html."),
+    ] = None,
+    settings: RunSettings = None,
+    verbose: Verbose = False,
+) -> None:
+    """Predict memory and time of FILE on hardware that this machine does not need to have.
+
+    The exit code is 1 if the run does not fit.
+    """
+
+    def work() -> int:
+        from ed_elarge.config import nodes
+        from ed_elarge.config.layers import with_settings
+        from ed_elarge.config.normalize import normalize
+        from ed_elarge.plan import devices as hardware
+        from ed_elarge.plan.estimate import plan as estimate
+        from ed_elarge.plan.report import lines, to_dict
+
+        named = hardware.parse(topology, devices)
+        run = normalize(with_settings(nodes.read(file), settings or (), nodes.parse))
+        for warning in run.warning_texts():
+            print(f"warning: {warning}", file=sys.stderr)
+        made = estimate(run, named)
+        compiled = None
+        if compile_step:
+            from ed_elarge.plan.compiled import compare
+
+            compiled = compare(made, time_limit)
+        values = to_dict(made, compiled)
+        print("\n".join(lines(values)))
+        if output is not None:
+            from ed_elarge.plan.page import render
+
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "plan.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+            (output / "plan.html").write_text(render(values), "utf-8")
+            print(f"wrote {output / 'plan.json'} and {output / 'plan.html'}")
+        return int(not made.fits)
+
+    raise typer.Exit(guarded(work, verbose=verbose))

@@ -1,0 +1,172 @@
+"""Models and train steps of a run without arrays, for the child process that compiles them.
+
+This module imports jax, so only the child process of `ed_elarge.plan.compiled` imports it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from ed_infra import registry
+from ed_infra.sharding import placement
+from ed_layers.depth.stack import Stack
+from ed_models.checkpoints import hub
+from flax import nnx
+
+from ed_elarge.config.run_config import RunConfig
+
+
+def abstract_model(run: RunConfig, vocab_size: int | None) -> Any:
+    """Return the model of a run; its variables hold shapes, dtypes and shardings.
+
+    Args:
+        run: the run.
+        vocab_size: rows of the embedding of a new model; None = the configuration's.
+    """
+    config = model_config(run, vocab_size)
+    module = registry.get_module(run.task, config.model_type)
+    loader = run.loader
+    precision = None if loader.precision in (None, "default") else loader.precision
+
+    def build() -> Any:
+        made = module(config, loader.dtype, loader.param_dtype, precision, rngs=nnx.Rngs(0))
+        section = run.adapters
+        if section is None:
+            return made
+        from ed_infra.specs import LoraSpec
+
+        spec = LoraSpec(**section.model_dump(exclude={"name_or_path"}))
+        return made.apply_lora(spec, seed=0)
+
+    with nnx.use_eager_sharding(False):
+        graphdef, state = nnx.split(nnx.eval_shape(build))
+        placed = dict(nnx.to_flat_state(placement.shardings(state, config)))
+        flat = [
+            (path, variable.replace(_placed(variable.get_value(), placed[path])))
+            for path, variable in nnx.to_flat_state(state)
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def model_config(run: RunConfig, vocab_size: int | None) -> Any:
+    """Return the configuration of the model of a run, as the builders create it."""
+    from ed_elarge.building.parts import new_config
+
+    section = run.model
+    assert section is not None, "a plan has a model"
+    if section.config is not None:
+        return new_config(run, None if vocab_size is None else {"vocab_size": vocab_size})
+    changes = {field: value for field, (_, value) in run.config_fields().items()}
+    changes.setdefault("sharding_axis_dims", run.sharding.axis_dims)
+    changes.setdefault("sharding_axis_names", run.sharding.axis_names)
+    return hub.read_config(hub.resolve(str(section.name_or_path)), **changes)
+
+
+def _placed(value: Any, sharding: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(value)
+    places = jax.tree.leaves(sharding)
+    if len(places) != len(leaves):
+        places = places * len(leaves)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            for leaf, place in zip(leaves, places, strict=True)
+        ],
+    )
+
+
+def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
+    """Return the lowered train step of a run whose method reads rows of tokens."""
+    from ed_trainers.contract import MethodRun
+    from ed_trainers.methods import trainer_class
+    from ed_trainers.optimizers import build_optimizer, build_schedule
+    from ed_trainers.placement import Placement, microbatches
+    from ed_trainers.state import split_model
+    from ed_trainers.step import build_train_step
+
+    arguments = run.trainer
+    assert arguments is not None, "a plan of training has a trainer"
+    place = Placement(model.config)
+    record = trainer_class(run.method).record
+    method: Any = MethodRun(
+        run.method,
+        record,
+        arguments,
+        model,
+        placement=place,
+        weights=partial(_absent, "weights"),
+        learned=partial(_absent, "learned"),
+        present_reference=partial(_absent, "reference"),
+    )
+    method.bind({})
+    schedule = build_schedule(arguments, 1000)
+    tx = build_optimizer(arguments, schedule)
+    state = _state(split_model(model, arguments.trainable_rules), tx)
+    rows = arguments.total_batch_size
+    host = {
+        "input_ids": np.zeros((rows, length), np.int32),
+        "segment_ids": np.ones((rows, length), np.int32),
+    }
+    parts = microbatches(method.prepare(host), arguments.gradient_accumulation_steps)
+    names = list(parts)
+    batch = jax.tree.unflatten(
+        jax.tree.structure(parts),
+        [
+            jax.ShapeDtypeStruct(
+                parts[name].shape,
+                parts[name].dtype,
+                sharding=place.sharding(
+                    parts[name].shape, parts.axes_of(name)[: parts[name].ndim - 1], stacked=True
+                ),
+            )
+            for name in names
+        ],
+    )
+    step = build_train_step(
+        state, method, schedule, rows=rows // arguments.gradient_accumulation_steps, seed=0
+    )
+    return step.lower(tuple(jax.tree.leaves(state)), batch)
+
+
+def _state(parts: Any, tx: Any) -> Any:
+    from ed_trainers.placement import replicated
+    from ed_trainers.state import EasyDeLState
+
+    graphdef, graphstate, graphother = parts
+    everywhere = replicated(jax.tree.leaves(graphstate)[0].sharding)
+    step = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+    return EasyDeLState(step, graphstate, graphother, None, graphdef, tx).abstract(tx)
+
+
+def _absent(name: str) -> Any:
+    raise AssertionError(f"a step that is only compiled has no {name}")
+
+
+def tensors(model: Any) -> list[dict[str, Any]]:
+    """Return name, shape of one layer, number of layers, axes and dtype of each variable."""
+    from ed_infra import parameter_names
+
+    out = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        names = parameter_names.canonical(path)
+        stacked = parameter_names.is_stacked(path)
+        axes = variable.get_metadata().get("axes")
+        for leaf in jax.tree.leaves(variable.get_value()):
+            shape = leaf.shape[1:] if stacked else leaf.shape
+            out.append(
+                {
+                    "names": list(names),
+                    "shape": list(shape),
+                    "axes": None if axes is None else list(axes),
+                    "dtype": str(leaf.dtype),
+                    "kind": type(variable).__name__,
+                }
+            )
+    return out
+
+
+__all__ = ["Stack", "abstract_model", "lowered_train_step", "model_config", "tensors"]

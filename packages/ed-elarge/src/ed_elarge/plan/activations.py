@@ -1,0 +1,126 @@
+"""Values that one token needs in one layer, by the names of `ed_layers.context.named`. No jax.
+
+Legend: d hidden, h heads, g kv heads, k head dim, f intermediate, e experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ed_elarge.plan.mesh import PlanMesh
+from ed_elarge.plan.tensors import ModelShapes
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """Numbers of values of one token on one device, in the average layer.
+
+    Attributes:
+        d: values of the residual stream.
+        q, kv: values of the queries, and of the keys (as many as of the values).
+        f: values between the products of the feed-forward layer; with experts, of all experts that
+            a token uses.
+        gated: whether the feed-forward layer has a gate.
+        heads: number of query heads.
+    """
+
+    d: float
+    q: float
+    kv: float
+    f: float
+    gated: bool
+    heads: float
+
+    @classmethod
+    def of(cls, shapes: ModelShapes, mesh: PlanMesh) -> LayerValues:
+        """Return the values of a model on a mesh."""
+        tp = mesh.ways(mesh.axis.head_axis)
+        inner = mesh.ways(mesh.axis.mlp_intermediate_axis)
+        ways = {n: max(1, w) for n, w in (("q", tp), ("f", inner))}
+        kv_ways = mesh.ways(mesh.axis.kv_head_axis)
+        kv = shapes.kv_heads * shapes.head_dim
+        f, gated = _inner(shapes)
+        return cls(
+            d=shapes.hidden,
+            q=shapes.heads * shapes.head_dim / ways["q"],
+            kv=kv / (kv_ways if kv % kv_ways == 0 else 1),
+            f=f / ways["f"],
+            gated=gated,
+            heads=shapes.heads / ways["q"],
+        )
+
+    def kept(self, policy: str, targets: tuple[str, ...]) -> float:
+        """Return the values that the forward pass keeps for the backward pass, per token.
+
+        The input of the layer is always kept. See `ed_layers.depth.remat`.
+        """
+        products = self.q + 2 * self.kv + (2 if self.gated else 1) * self.f + 2 * self.d
+        everything = self.everything
+        if policy == "":
+            return everything
+        if policy == "nothing_saveable" or policy.startswith("save_and_offload"):
+            return self.d
+        if policy == "everything_saveable":
+            return everything
+        if policy == "offload_dot_with_no_batch_dims":
+            return self.d
+        if "dots" in policy:
+            return self.d + products
+        sizes = self.named()
+        if policy in ("save_only_these_names", "save_from_both_policies"):
+            base = products if policy == "save_from_both_policies" else 0.0
+            return self.d + base + sum(sizes.get(name, 0.0) for name in targets)
+        dropped = {
+            "mlp_notsaveable": _MLP,
+            "attn_notsaveable": _ATTENTION,
+            "mlp_attn_notsaveable": (*_MLP, *_ATTENTION),
+        }.get(policy, targets)
+        return max(self.d, everything - sum(sizes.get(name, 0.0) for name in dropped))
+
+    @property
+    def everything(self) -> float:
+        """Values that are kept without a policy: the arguments of products and of attention.
+
+        The input, two normed values and the residual; queries, keys and values in blocks of
+        attention, and its output; gate, up and their product.
+        """
+        attention = 2 * (self.q + 2 * self.kv) + self.q + self.heads
+        return 4 * self.d + attention + (3 if self.gated else 2) * self.f
+
+    def named(self) -> dict[str, float]:
+        """Return the values of each name."""
+        return {
+            "normed_input": 2 * self.d,
+            "attn_query": self.q,
+            "attn_key": self.kv,
+            "attn_value": self.kv,
+            "attn_output": self.q,
+            "attn_dense": self.d,
+            "residual": self.d,
+            "mlp_gate": self.f,
+            "mlp_up": self.f,
+            "mlp_down": self.d,
+            "mlp_output": self.d,
+        }
+
+
+_MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
+_ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
+
+
+def _inner(shapes: ModelShapes) -> tuple[float, bool]:
+    """Return the values between the products of the feed-forward layers, as the mean of layers."""
+    total, gated, layers = 0.0, False, 0
+    per_token = int(shapes.config.get("num_experts_per_tok") or 1)
+    for tensor in shapes.tensors:
+        if not tensor.name.endswith(("mlp.up_proj.kernel", "experts.up_proj.kernel")) and not (
+            tensor.name.endswith("shared_experts.up_proj.kernel")
+        ):
+            gated |= tensor.name.endswith("gate_proj.kernel")
+            continue
+        uses = per_token if tensor.axes[:1] == ("expert",) else 1
+        total += tensor.layers * uses * tensor.shape[-1]
+        layers = max(layers, tensor.layers)
+    if not total:
+        return float(shapes.config.get("intermediate_size") or 4 * shapes.hidden), True
+    return total / shapes.layers, gated

@@ -1,0 +1,93 @@
+"""The child process of a plan: `python -m ed_elarge.plan.answers` reads a request from its input.
+
+See `ed_elarge.plan.child`. The process compiles programs for simulated CPU devices and executes
+none of them, so no array of the model exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ed_elarge.config.normalize import normalize
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.errors import Document
+
+Request = Mapping[str, Any]
+
+
+def shapes(run: RunConfig, request: Request) -> dict[str, Any]:
+    """Return the tensors of the model class, with the number of layers of each."""
+    from ed_layers.cache.spec import LayerCacheSpec
+
+    from ed_elarge.plan.abstract import abstract_model, tensors
+
+    model = abstract_model(run, request["vocab"])
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in tensors(model):
+        names = one["names"]
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", names[0])
+        dtype = "" if one["dtype"] == str(model.param_dtype) else one["dtype"]
+        key = (name, tuple(one["shape"]), dtype)
+        row = {"name": name, "shape": one["shape"], "axes": one["axes"], "dtype": dtype}
+        merged.setdefault(key, {**row, "layers": 0})["layers"] += len(names)
+    caches = []
+    for specs in model.cache_specs():
+        for spec in specs if isinstance(specs, tuple) else (specs,):
+            if isinstance(spec, LayerCacheSpec):
+                width = 0 if spec.values_in_keys else spec.values
+                caches.append([spec.num_kv_heads, spec.head_dim, width, spec.window])
+    text = model.config.get_text_config()
+    fields = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "intermediate_size",
+        "num_experts_per_tok",
+    )
+    config = {name: getattr(text, name, None) for name in fields}
+    return {"tensors": [*merged.values()], "caches": caches, "config": config}
+
+
+def train(run: RunConfig, request: Request) -> dict[str, Any]:
+    """Compile the train step, and return the bytes of its arguments and temporary buffers."""
+    from ed_elarge.plan.abstract import abstract_model, lowered_train_step
+
+    model = abstract_model(run, request["vocab"])
+    compiled = lowered_train_step(run, model, request["length"]).compile()
+    return _memory(compiled.memory_analysis())
+
+
+def _memory(analysis: Any) -> dict[str, Any]:
+    return {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+        "temporary": analysis.temp_size_in_bytes,
+    }
+
+
+ANSWERS: dict[str, Callable[[RunConfig, Request], dict[str, Any]]] = {
+    "shapes": shapes,
+    "train": train,
+}
+
+
+def main() -> None:
+    """Answer the request on the standard input."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    request = json.load(sys.stdin)
+    run = normalize(Document(request["name"], value=request["run"]))
+    answer = ANSWERS[request["question"]](run, request)
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

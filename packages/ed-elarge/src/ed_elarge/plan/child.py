@@ -1,0 +1,68 @@
+"""A child process with jax on simulated CPU devices: compiled steps, and shapes of model classes.
+
+The parent sends one request as JSON; the last line of the child's output is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from ed_infra.errors import ConfigError
+
+from ed_elarge.config.run_config import RunConfig
+
+
+def ask(
+    run: RunConfig, question: str, *, devices: int, time_limit: float, **details: Any
+) -> dict[str, Any]:
+    """Return the answer of a child process.
+
+    Args:
+        run: the run; the child validates the same sections again.
+        question: a key of `ed_elarge.plan.answers.ANSWERS`.
+        devices: number of simulated devices.
+        time_limit: seconds, after which the child is killed.
+        details: further values of the request.
+
+    Raises:
+        ConfigError: the child failed, or exceeded the time limit.
+    """
+    request = json.dumps(
+        {"question": question, "name": run.document.name, "run": run.to_dict(), **details},
+        default=str,
+    )
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    kept = [f for f in flags if not f.startswith("--xla_force_host_platform_device_count")]
+    # This pass fails on reductions in bfloat16, and only the execution of a program needs it.
+    kept.append("--xla_disable_hlo_passes=all-reduce-promotion")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "ED_LAYERS_NATIVE": "0",
+        "XLA_FLAGS": " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"]),
+    }
+    command = [sys.executable, "-m", "ed_elarge.plan.answers"]
+    try:
+        done = subprocess.run(
+            command,
+            input=request,
+            capture_output=True,
+            text=True,
+            timeout=time_limit,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"the compiler needed more than {time_limit:g} s: raise --time-limit, or plan fewer "
+            "devices"
+        ) from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"the child process of the plan failed: {last}")
+    return json.loads(lines[-1])

@@ -1,0 +1,148 @@
+"""Devices of a plan: the table `devices.json`, and the options `--topology` and `--devices`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+
+from ed_infra.errors import ConfigError, unknown_name
+
+GIB = 2**30
+#: Fraction of the memory of a GPU that jax allocates, unless the variable is set.
+GPU_FRACTION, FRACTION_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+#: Other names of devices.
+_ALIASES = {
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v6": "v6e",
+    "v5": "v5p",
+    "a100-80": "a100",
+    "h100-80": "h100",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One row of `devices.json`.
+
+    Attributes:
+        name, title: the key, and the vendor's name.
+        kind: "tpu" or "gpu".
+        memory_gib: memory that the driver reports, GiB.
+        bf16, int8: peak FLOP/s in dense bfloat16, and operations/s in int8.
+        bandwidth: bytes/s of the memory.
+        link: bytes/s in one direction: of one link of a torus, or of a GPU inside its node.
+        links: "torus" (with `torus` dimensions) or "node" (of `node` devices).
+        network: bytes/s of one device between slices or nodes.
+        source: where the figures come from.
+    """
+
+    name: str
+    title: str
+    kind: str
+    memory_gib: float
+    bf16: float
+    int8: float
+    bandwidth: float
+    link: float
+    links: str
+    network: float
+    source: str
+    torus: int = 0
+    node: int = 0
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program can use: all of a TPU's memory, jax's share of a GPU's."""
+        share = 1.0
+        if self.kind == "gpu":
+            share = float(os.environ.get(FRACTION_VARIABLE) or GPU_FRACTION)
+        return int(self.memory_gib * GIB * share)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices of one kind, and their arrangement.
+
+    Attributes:
+        device: one device.
+        shape: sizes of a TPU's torus, or the number of GPUs.
+    """
+
+    device: Device
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def text(self) -> str:
+        """The option that names the hardware."""
+        if self.device.links == "torus":
+            return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
+        return f"{self.count}x{self.device.name}"
+
+
+def table() -> dict[str, Device]:
+    """Return all devices by name."""
+    rows = json.loads(files("ed_elarge.plan").joinpath("devices.json").read_text("utf-8"))
+    return {name: Device(name=name, **row) for name, row in rows.items()}
+
+
+def named(name: str) -> Device:
+    """Return the device of a name.
+
+    Raises:
+        ConfigError: the table has no such device.
+    """
+    known, key = table(), name.lower().removeprefix("tpu-").removeprefix("nvidia-")
+    key = _ALIASES.get(key, key)
+    if key not in known:
+        raise unknown_name("device", name, known)
+    return known[key]
+
+
+def parse(topology: str | None, devices: str | None) -> Hardware:
+    """Return the hardware of the options `--topology` and `--devices`.
+
+    Args:
+        topology: a TPU and the sizes of its torus: `v5e:4x4`.
+        devices: a number and a device: `8xH200`, or a device alone.
+
+    Raises:
+        ConfigError: both or neither of the options are given, or one is invalid.
+    """
+    if (topology is None) == (devices is None):
+        raise ConfigError("name the hardware once: --topology v5e:4x4, or --devices 8xH200")
+    if topology is not None:
+        name, colon, sizes = topology.partition(":")
+        device = named(name)
+        if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+            raise ConfigError(f"--topology {topology!r} is no topology: write {name}:4x4")
+        shape = tuple(int(size) for size in sizes.split("x"))
+        if device.links != "torus":
+            raise ConfigError(
+                f"{device.title} has no torus: write --devices {math.prod(shape)}x{device.name}"
+            )
+        if len(shape) > device.torus:
+            raise ConfigError(
+                f"--topology {topology!r} has {len(shape)} dimensions, and the torus of "
+                f"{device.title} has {device.torus}"
+            )
+        return Hardware(device, shape)
+    text = str(devices)
+    found = re.fullmatch(r"(?:([1-9]\d*)x)?([A-Za-z][\w-]*)", text)
+    if found is None:
+        raise ConfigError(f"--devices {text!r} is invalid: write a number and a device, 8xH200")
+    device, count = named(found[2]), int(found[1] or 1)
+    if device.links == "torus" and count > 1:
+        side = 2 ** (int(math.log2(count)) // 2)
+        shape = (side, count // side) if count % side == 0 else (count,)
+        return Hardware(device, shape)
+    return Hardware(device, (count,))

@@ -1,0 +1,184 @@
+"""`Plan`: memory and time of a run on some hardware. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ed_infra.errors import ConfigError
+
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.plan import serving, settings, shapes, timing, training
+from ed_elarge.plan.devices import Hardware
+from ed_elarge.plan.memory import Memory
+from ed_elarge.plan.mesh import PlanMesh, mesh_of
+from ed_elarge.plan.settings import Serving, Training
+from ed_elarge.plan.tensors import ModelShapes
+from ed_elarge.plan.timing import Time
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Memory and time of training on a mesh.
+
+    Attributes:
+        settings: settings of the step.
+        mesh: the mesh.
+        step: parts of the memory.
+        memory: the parts and the limit of the device.
+        time: bound of an optimizer step.
+    """
+
+    settings: Training
+    mesh: PlanMesh
+    step: training.Step
+    memory: Memory
+    time: Time
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits."""
+        return self.memory.fits
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """Memory and time of serving on a mesh.
+
+    Attributes:
+        settings: settings of the engine.
+        mesh: the mesh.
+        engine: memory, pages and requests.
+        time: bound of a decode step of one replica with as many sequences as fit.
+    """
+
+    settings: Serving
+    mesh: PlanMesh
+    engine: serving.Engine
+    time: Time
+
+    @property
+    def memory(self) -> Memory:
+        """The parts and the limit of the device."""
+        return self.engine.memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and one sequence of the maximum length fit."""
+        return self.memory.fits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `elarge plan` shows.
+
+    Attributes:
+        run: the run.
+        hardware: the devices.
+        shapes: the model.
+        training, serving: None if the run has no such action.
+    """
+
+    run: RunConfig
+    hardware: Hardware
+    shapes: ModelShapes
+    training: TrainingPlan | None
+    serving: ServingPlan | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every part of the run fits."""
+        return all(part.fits for part in (self.training, self.serving) if part is not None)
+
+
+def plan(run: RunConfig, hardware: Hardware) -> Plan:
+    """Return the plan of a run.
+
+    Raises:
+        ConfigError: the run neither trains nor serves, or a plan does not know what it does.
+        MeshError: the mesh does not fit the number of devices.
+    """
+    trains = run.trainer is not None and (run.will("train") or not run.actions)
+    serves = run.will("serve", "generate", "eval") or not trains
+    if not trains and not run.will("serve", "generate", "eval") and run.actions:
+        raise ConfigError("elarge plan needs an action: train, serve, generate or eval")
+    model, mesh = shapes.of_run(run), mesh_of(run, hardware.count)
+    own = settings.training(run) if trains else None
+    served = settings.serving(run) if serves else None
+    return Plan(
+        run,
+        hardware,
+        model,
+        None if own is None else of_training(own, model, mesh, hardware),
+        None if served is None else of_serving(served, model, mesh, hardware),
+    )
+
+
+def of_training(
+    own: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
+) -> TrainingPlan:
+    """Return memory and time of training."""
+    step = training.step(own, model, mesh)
+    memory = Memory(step.parts, hardware.device.usable)
+    time = timing.of_training(own, model, mesh, hardware, step)
+    return TrainingPlan(own, mesh, step, memory, time)
+
+
+def of_serving(own: Serving, model: ModelShapes, mesh: PlanMesh, hardware: Hardware) -> ServingPlan:
+    """Return memory and time of serving."""
+    engine = serving.engine(own, model, mesh, hardware.device)
+    one, _ = serving.replica(own, mesh)
+    seqs = max(1, min(engine.seqs, engine.concurrent // engine.replicas))
+    size = sum(serving.token_bytes(cache, own, one) for cache in model.caches)
+    time = timing.of_decoding(
+        own, model, one, hardware, seqs=seqs, context=engine.longest, token_bytes=size
+    )
+    return ServingPlan(own, mesh, engine, time)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest values that fit, each with all other settings unchanged; 0 = none fits.
+
+    Attributes:
+        rows: sequences of a microbatch over all devices.
+        length: tokens of a sequence.
+    """
+
+    rows: int
+    length: int
+
+
+def limits(plan: TrainingPlan, model: ModelShapes, hardware: Hardware) -> Limits:
+    """Return the largest microbatch and the longest sequence of training.
+
+    Rows grow in multiples of the devices that share a batch, and lengths in multiples of 128.
+    """
+    own, mesh = plan.settings, plan.mesh
+    ways = mesh.ways(mesh.axis.batch_axis)
+
+    def fits(changed: Training) -> bool:
+        step = training.step(changed, model, mesh)
+        return Memory(step.parts, hardware.device.usable).fits
+
+    def with_rows(n: int) -> Training:
+        return replace(own, rows=n * ways * own.accumulation)
+
+    positions = int(model.config.get("max_position_embeddings") or 2**31)
+    rows = ways * _largest(lambda n: fits(with_rows(n)), 2**20)
+    blocks = _largest(lambda n: fits(replace(own, length=128 * n)), max(1, positions // 128))
+    return Limits(rows, 128 * blocks)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that fits, by bisection; 0 if 1 does not."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

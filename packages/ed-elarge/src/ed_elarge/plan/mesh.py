@@ -1,0 +1,162 @@
+"""The mesh of a plan, and the bytes of an array on one device."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ed_infra.config.fields import FIELDS, canonical_field
+from ed_infra.config.fields import normalize as normalize_field
+from ed_infra.errors import ConfigError
+from ed_infra.sharding import places
+from ed_infra.sharding.axes import (
+    ACTIVATION_AXES,
+    MeshAxes,
+    PartitionAxis,
+    resolve_axis_dims,
+    split,
+    total_sizes,
+)
+
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.plan.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class PlanMesh:
+    """Sizes of the mesh axes, and the dimensions that they split.
+
+    Attributes:
+        sizes: mesh axis -> number of devices along the axis.
+        axis: kind of dimension -> mesh axes.
+        expert_axes: further mesh axes of experts.
+        rules: pairs (pattern, mesh axes of one layer's dimensions) over names of parameters, which
+            precede the logical axes.
+    """
+
+    sizes: Mapping[str, int]
+    axis: PartitionAxis
+    expert_axes: tuple[str, ...]
+    rules: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        # Places of parameters, which a plan asks for many times.
+        object.__setattr__(self, "_known", {})
+
+    @property
+    def count(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes.values())
+
+    def ways(self, axes: MeshAxes) -> int:
+        """Return the number of parts over mesh axes."""
+        return math.prod(self.sizes.get(name, 1) for name in split(axes))
+
+    def parameter(self, tensor: Tensor) -> tuple[MeshAxes, ...]:
+        """Return the mesh axes of each dimension of a parameter."""
+        known: dict[Tensor, tuple[MeshAxes, ...]] = vars(self)["_known"]
+        if tensor not in known:
+            known[tensor] = self._place(tensor)
+        return known[tensor]
+
+    def _place(self, tensor: Tensor) -> tuple[MeshAxes, ...]:
+        found = self._rule(tensor.name.replace("*", "0"))
+        if found is None:
+            found = places.of_parameter(
+                self.axis, tensor.axes, tensor.shape, self.sizes, self.expert_axes
+            )
+        return tuple(places.fitted(found, tensor.shape, self.sizes)[0])
+
+    def _rule(self, name: str) -> Sequence[MeshAxes] | None:
+        slashed = name.replace(".", "/")
+        for pattern, spec in self.rules:
+            if re.search(pattern, name) or re.search(pattern, slashed):
+                return spec
+        return None
+
+    def shard(self, tensor: Tensor) -> int:
+        """Return the number of values of a parameter on one device."""
+        parts = math.prod(self.ways(entry) for entry in self.parameter(tensor))
+        return tensor.size // parts
+
+    def gathered(self, tensor: Tensor) -> int:
+        """Return the number of values of one layer's parameter in a product.
+
+        A product reads the whole parameter, except along the axes of tensor parallelism, which also
+        split its result, and of experts.
+        """
+        kept = {name for field in _KEPT for name in split(getattr(self.axis, field))}
+        kept |= {*self.expert_axes} if tensor.axes[:1] == ("expert",) else set()
+        parts = math.prod(
+            self.ways(tuple(name for name in split(entry) if name in kept))
+            for entry in self.parameter(tensor)
+        )
+        return math.prod(tensor.shape) // parts
+
+    def activation(self, axes: Sequence[str | None], shape: Sequence[int]) -> int:
+        """Return the number of values of an activation on one device."""
+        found = [places.look_up(self.axis, a, ACTIVATION_AXES, "activation") for a in axes]
+        fitted = places.fitted(places.distinct(found), shape, self.sizes)[0]
+        return math.prod(shape) // math.prod(self.ways(entry) for entry in fitted)
+
+
+#: Fields of `PartitionAxis` whose mesh axes stay split while a layer computes.
+_KEPT = (
+    "tensor_parallel_axis",
+    "head_axis",
+    "kv_head_axis",
+    "mlp_intermediate_axis",
+    "vocab_axis",
+    "expert_axis",
+)
+
+
+def mesh_of(run: RunConfig, devices: int, dims: Sequence[int] | None = None) -> PlanMesh:
+    """Return the mesh of a run on a number of devices.
+
+    Args:
+        run: the run.
+        devices: number of devices.
+        dims: sizes of the axes instead of those of the run.
+
+    Raises:
+        ConfigError: a rule of `partition_rules` names a layer by its number.
+        MeshError: the sizes do not fit the number of devices.
+    """
+    fields = execution_fields(run)
+    names = tuple(fields["sharding_axis_names"])
+    if dims is None:
+        own, slices = fields["sharding_axis_dims"], fields["sharding_dcn_axis_dims"]
+        dims = resolve_axis_dims(total_sizes(own, slices) if slices else own, devices, names)
+    sizes = dict(zip(names, dims, strict=True))
+    axis = fields["partition_axis"].on(names, sizes)
+    if fields["sequence_axis_name"] != FIELDS["sequence_axis_name"].default:
+        axis = axis.renamed(axis.sequence_parallel_axis, fields["sequence_axis_name"])
+    bound = {
+        axis.fully_sharded_data_parallel_axis: "fsdp_is_ep_bound",
+        axis.sequence_parallel_axis: "sp_is_ep_bound",
+        axis.tensor_parallel_axis: "use_expert_tensor_mode",
+    }
+    more = tuple(name for name, field in bound.items() if fields[field])
+    rules = fields["sharding_rules"] or ()
+    for pattern, _ in rules:
+        if re.search(r"\d", pattern):
+            raise ConfigError(
+                f"elarge plan knows rules for all layers, and {pattern!r} in "
+                "sharding.partition_rules contains a number: write one rule for all layers"
+            )
+    return PlanMesh(sizes, axis, more, tuple(rules))
+
+
+def execution_fields(run: RunConfig) -> Mapping[str, Any]:
+    """Return the execution fields of the run in canonical form, with their defaults."""
+    given = {**(run.model.config or {})} if run.model is not None else {}
+    given |= {"sharding_axis_names": run.sharding.axis_names}
+    given |= {"sharding_axis_dims": run.sharding.axis_dims}
+    given |= {name: value for name, (_, value) in run.config_fields().items()}
+    named = {canonical_field(name): value for name, value in given.items()}
+    own = {name: normalize_field(name, v) for name, v in named.items() if name in FIELDS}
+    return {name: own.get(name, field.default) for name, field in FIELDS.items()}

@@ -1,0 +1,143 @@
+"""The memory of optimizer states, from the shapes of the parameters. No jax.
+
+A moment has the sharding of its parameter. A factored moment is replicated, as are the scales of
+eight-bit moments. A test compares every optimizer with `optax`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.optimizers import optimizer_settings
+
+from ed_elarge.plan.mesh import PlanMesh
+from ed_elarge.plan.tensors import DTYPE_SIZES, Tensor
+
+#: Parameters with fewer values have float32 moments (`ed_trainers.optimizers.eight_bit`).
+_SMALLEST = 4096
+_TABLES = re.compile(r"(^|\.)(embed\w*|wte|wpe|lm_head|score)(\.|$)")
+
+Bytes = Callable[["Moments", Tensor], int]
+
+
+class Moments:
+    """What the state of one optimizer needs for a parameter.
+
+    Args:
+        arguments: options of the trainer.
+        param_dtype: dtype of the stored parameters.
+        mesh: the mesh.
+    """
+
+    def __init__(self, arguments: TrainingArguments, param_dtype: str, mesh: PlanMesh) -> None:
+        self.arguments, self.mesh = arguments, mesh
+        self.low = DTYPE_SIZES[param_dtype] < 4
+        self.has_masters = self.low and arguments.master_dtype is not None
+        self.size = DTYPE_SIZES["float32" if self.has_masters else param_dtype]
+        mu = arguments.tx_mu_dtype
+        self.mu_size = self.size if mu is None else DTYPE_SIZES[mu]
+        settings = optimizer_settings(arguments.optimizer, arguments.optimizer_kwargs)
+        self.settings: dict[str, Any] = settings.model_dump()
+
+    def of(self, tensor: Tensor) -> dict[str, int]:
+        """Return the bytes on one device: masters, moments, and the mean of `ema_decay`."""
+        shard = self.mesh.shard(tensor)
+        return {
+            "masters": 4 * shard if self.has_masters else 0,
+            "moments": _OPTIMIZERS[self.arguments.optimizer](self, tensor),
+            "ema": 4 * shard if self.arguments.ema_decay is not None else 0,
+        }
+
+    def whole(self, tensor: Tensor) -> int:
+        """Return the bytes of a moment like the parameter."""
+        return self.size * self.mesh.shard(tensor)
+
+    def first(self, tensor: Tensor) -> int:
+        """Return the bytes of a first moment, whose dtype can be chosen."""
+        return self.mu_size * self.mesh.shard(tensor)
+
+
+def _own(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of one array: without layers and experts."""
+    return tensor.shape[1:] if tensor.axes[:1] == ("expert",) else tensor.shape
+
+
+def _copies(tensor: Tensor) -> int:
+    return tensor.size // math.prod(_own(tensor))
+
+
+def _adamw(state: Moments, tensor: Tensor) -> int:
+    return state.first(tensor) + state.whole(tensor)
+
+
+def _lion(state: Moments, tensor: Tensor) -> int:
+    return state.first(tensor)
+
+
+def _eight_bit(moments: int) -> Bytes:
+    def of(state: Moments, tensor: Tensor) -> int:
+        shape, copies = _own(tensor), _copies(tensor)
+        if math.prod(shape) < _SMALLEST:
+            return state.first(tensor) + (moments - 1) * state.whole(tensor)
+        block = min(int(state.settings["block_size"]), shape[-1])
+        scales = copies * math.prod(shape[:-1]) * -(-shape[-1] // block)
+        # One count for each array, because the arrays are updated separately.
+        return moments * (state.mesh.shard(tensor) + 4 * scales) + 4 * copies
+
+    return of
+
+
+def _adafactor(state: Moments, tensor: Tensor) -> int:
+    shape, copies = _own(tensor), _copies(tensor)
+    least = int(state.settings["min_dim_size_to_factor"])
+    size = state.size
+    if len(shape) >= 2 and sorted(shape)[-2] >= least:
+        *_, second, first = sorted(shape)
+        rows, columns = math.prod(shape) // first, math.prod(shape) // second
+        return copies * (size * (rows + columns + 1) + 4)
+    return state.whole(tensor) + copies * (2 * size + 4)
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    shape = _own(tensor)
+    return len(shape) == 2 and "vocab" not in tensor.axes and not _TABLES.search(tensor.name)
+
+
+def _muon(state: Moments, tensor: Tensor) -> int:
+    return state.whole(tensor) if _is_matrix(tensor) else _adamw(state, tensor)
+
+
+def _mars(state: Moments, tensor: Tensor) -> int:
+    if len(_own(tensor)) == 2:
+        return 3 * state.whole(tensor) + 4 * _copies(tensor)
+    return _adamw(state, tensor)
+
+
+def _rmsprop(state: Moments, tensor: Tensor) -> int:
+    return state.whole(tensor) * (1 + (state.settings["momentum"] is not None))
+
+
+def _sgd(state: Moments, tensor: Tensor) -> int:
+    return state.whole(tensor) if state.settings["momentum"] is not None else 0
+
+
+def _schedule_free(state: Moments, tensor: Tensor) -> int:
+    return 2 * state.whole(tensor)
+
+
+_OPTIMIZERS: dict[str, Bytes] = {
+    "adamw": _adamw,
+    "adamw_8bit": _eight_bit(2),
+    "lion": _lion,
+    "lion_8bit": _eight_bit(1),
+    "adafactor": _adafactor,
+    "muon": _muon,
+    "mars": _mars,
+    "rmsprop": _rmsprop,
+    "sgd": _sgd,
+    "schedule_free_adamw": _schedule_free,
+}

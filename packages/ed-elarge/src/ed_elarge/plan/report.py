@@ -1,0 +1,206 @@
+"""A plan as text, and as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ed_elarge.plan.changes import Change, of_plan
+from ed_elarge.plan.devices import FRACTION_VARIABLE, GIB
+from ed_elarge.plan.estimate import Plan, ServingPlan, TrainingPlan, limits
+from ed_elarge.plan.memory import Memory
+from ed_elarge.plan.meshes import Candidate, ranked, text
+from ed_elarge.plan.timing import Time
+
+#: Meshes that the text shows; the files contain all of them.
+SHOWN = 5
+
+
+def to_dict(plan: Plan, compiled: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a plan as JSON values: bytes, seconds, and counts.
+
+    Args:
+        plan: the plan.
+        compiled: the result of `ed_elarge.plan.compiled.compare`, if the run was compiled.
+    """
+    device = plan.hardware.device
+    names = tuple((plan.training or plan.serving).mesh.sizes)  # type: ignore[union-attr]
+    out: dict[str, Any] = {
+        "hardware": {
+            "name": plan.hardware.text,
+            "device": device.title,
+            "count": plan.hardware.count,
+            "memory_bytes": device.memory_gib * GIB,
+            "usable_bytes": device.usable,
+            "source": device.source,
+        },
+        "model": {
+            "model_type": plan.shapes.model_type,
+            "parameters": plan.shapes.parameters,
+            "parameters_per_token": plan.shapes.active,
+            "shapes": plan.shapes.source,
+        },
+        "fits": plan.fits,
+    }
+    candidates = ranked(plan)
+    if plan.training is not None:
+        most = limits(plan.training, plan.shapes, plan.hardware)
+        out["training"] = {
+            **_part(plan.training),
+            "moment": plan.training.step.moment,
+            "largest_microbatch": most.rows,
+            "longest_sequence": most.length,
+            "changes": [vars(change) for change in of_plan(plan, candidates[0])],
+        }
+    if plan.serving is not None:
+        engine = plan.serving.engine
+        out["serving"] = {
+            **_part(plan.serving),
+            "pages": engine.pages,
+            "page_bytes": engine.page_bytes,
+            "pages_of_longest_sequence": engine.needed,
+            "max_model_len": engine.longest,
+            "concurrent_requests": engine.concurrent,
+            "cached_tokens": engine.cached_tokens,
+            "replicas": engine.replicas,
+        }
+    out["meshes"] = [_mesh(candidate, names) for candidate in candidates]
+    if compiled is not None:
+        out["compiled"] = dict(compiled)
+    return out
+
+
+def _part(part: TrainingPlan | ServingPlan) -> dict[str, Any]:
+    return {
+        "mesh": dict(part.mesh.sizes),
+        "memory": _memory(part.memory),
+        "time": _time(part.time),
+    }
+
+
+def _memory(memory: Memory) -> dict[str, Any]:
+    return {
+        "parts": {name: size for name, size in memory.parts.items() if size},
+        "total": memory.total,
+        "limit": memory.limit,
+        "free": memory.free,
+        "fits": memory.fits,
+    }
+
+
+def _time(time: Time) -> dict[str, Any]:
+    return {
+        "checked": False,
+        "step_seconds": time.step,
+        "bound": time.bound,
+        "seconds": dict(time.seconds),
+        "flops_per_device": time.flops,
+        "memory_bytes": time.memory_bytes,
+        "collective_bytes": dict(time.collectives),
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+    }
+
+
+def _mesh(candidate: Candidate, names: tuple[str, ...]) -> dict[str, Any]:
+    plan = candidate.plan
+    return {
+        "axis_dims": list(candidate.dims),
+        "axes": text(candidate, names),
+        "fits": plan.fits,
+        "total": plan.memory.total,
+        "step_seconds": plan.time.step,
+        "bound": plan.time.bound,
+        "tokens_per_second": plan.time.tokens_per_second
+        * (plan.engine.replicas if isinstance(plan, ServingPlan) else 1),
+        "why_not": candidate.why,
+    }
+
+
+def lines(values: Mapping[str, Any]) -> list[str]:
+    """Return the text of a plan from its JSON values."""
+    hardware, model = values["hardware"], values["model"]
+    usable = hardware["usable_bytes"] / GIB
+    out = [
+        f"model: {model['model_type']}, {model['parameters']:,} parameters",
+        f"hardware: {hardware['count']} x {hardware['device']}, {usable:.1f} GiB usable each"
+        + (
+            f" (jax's share of {hardware['memory_bytes'] / GIB:.1f} GiB; {FRACTION_VARIABLE})"
+            if usable * GIB < hardware["memory_bytes"] - 1
+            else ""
+        ),
+    ]
+    for name in ("training", "serving"):
+        if name in values:
+            out += ["", *_lines_of(name, values[name])]
+    out += ["", "meshes by predicted time"]
+    for mesh in values["meshes"][:SHOWN]:
+        why = mesh["why_not"] or "best"
+        out.append(
+            f"  {mesh['axes']:<24}{mesh['total'] / GIB:>8.2f} GiB "
+            f"{mesh['tokens_per_second']:>12,.0f} tokens/s  {why}"
+        )
+    hidden = len(values["meshes"]) - SHOWN
+    if hidden > 0:
+        out.append(f"  {hidden} more in plan.json")
+    if "compiled" in values:
+        out += ["", *_compiled(values["compiled"])]
+    return out
+
+
+def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
+    memory, time = part["memory"], part["time"]
+    mesh = " ".join(f"{axis}={size}" for axis, size in part["mesh"].items() if size > 1)
+    out = [f"{name} on {mesh or 'one device'}: memory of a device"]
+    for key, size in memory["parts"].items():
+        out.append(f"  {key:<20}{size / GIB:>10.3f} GiB")
+    out.append(f"  {'total':<20}{memory['total'] / GIB:>10.3f} GiB of {memory['limit'] / GIB:.2f}")
+    out.append(_verdict(memory))
+    for change in part.get("changes", ())[:3] if not memory["fits"] else ():
+        out.append("  " + change_text(change))
+    if name == "training":
+        out.append(
+            f"largest microbatch: {part['largest_microbatch']} sequences; longest sequence: "
+            f"{part['longest_sequence']:,} tokens (each with all other values unchanged)"
+        )
+    else:
+        out.append(
+            f"requests of {part['max_model_len']:,} tokens at the same time: "
+            f"{part['concurrent_requests']}; the pages hold {part['cached_tokens']:,} tokens"
+        )
+    rate = f"{time['tokens_per_second']:,.0f} tokens/s"
+    what = "optimizer step" if name == "training" else "decode step"
+    share = f", MFU {time['mfu']:.0%}" if name == "training" else ""
+    out.append(
+        f"{what}: at least {time['step_seconds'] * 1e3:,.1f} ms, at most {rate}{share}; bound by "
+        f"{time['bound']} (a roofline; not measured on this hardware)"
+    )
+    return out
+
+
+def _verdict(memory: Mapping[str, Any]) -> str:
+    free = abs(memory["free"]) / GIB
+    return (
+        f"fits: {free:.2f} GiB free" if memory["fits"] else f"does not fit: {free:.2f} GiB missing"
+    )
+
+
+def change_text(change: Mapping[str, Any] | Change) -> str:
+    """Return a change with its effect on one line."""
+    one = change if isinstance(change, Mapping) else vars(change)
+    verdict = "fits" if one["fits"] else "does not fit"
+    other = "" if one["same"] else ", other numbers"
+    return (
+        f"{one['text']}: saves {one['saved'] / GIB:.2f} GiB, then {one['total'] / GIB:.2f} GiB "
+        f"({verdict}), {one['slower']:.2f} times the time{other}"
+    )
+
+
+def _compiled(compiled: Mapping[str, Any]) -> list[str]:
+    out = ["compiled for simulated CPU devices (predicted, compiled, error)"]
+    for row in compiled["rows"]:
+        out.append(
+            f"  {row['name']:<20}{row['predicted'] / GIB:>10.3f} GiB "
+            f"{row['compiled'] / GIB:>10.3f} GiB {row['error']:>+8.1%}"
+        )
+    return out

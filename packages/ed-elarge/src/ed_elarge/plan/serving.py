@@ -1,0 +1,180 @@
+"""The memory of the engine: weights, pages, states and the workspace of the largest step. No jax.
+
+The formulas follow `ed_esurge.engine.setup.Setup.pool_sizes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from ed_esurge.core.pages import pages_of_sequence
+from ed_infra.errors import ConfigError
+
+from ed_elarge.plan.devices import Device
+from ed_elarge.plan.memory import Memory
+from ed_elarge.plan.mesh import PlanMesh
+from ed_elarge.plan.settings import Serving
+from ed_elarge.plan.tensors import DTYPE_SIZES, LayerCache, ModelShapes, Tensor
+
+#: Tokens of a step, unless `max_num_batched_tokens` is set (`ed_esurge.engine.setup.TOKEN_BUDGET`).
+TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The memory of one replica on one device, and the requests that fit.
+
+    Attributes:
+        memory: the parts.
+        pages: number of pages of each pool.
+        needed: number of pages of one sequence of `longest` tokens, by pool.
+        page_bytes: bytes of a page on one device, by pool.
+        longest: maximum length of a sequence.
+        seqs: maximum number of sequences of a step.
+        tokens: maximum number of tokens of a step.
+        replicas: number of engines with separate weights and pages.
+        cached_tokens: number of tokens that all pages of a replica hold.
+    """
+
+    memory: Memory
+    pages: dict[str, int]
+    needed: dict[str, int]
+    page_bytes: dict[str, int]
+    longest: int
+    seqs: int
+    tokens: int
+    replicas: int
+    cached_tokens: int
+
+    @property
+    def concurrent(self) -> int:
+        """Sequences of `longest` tokens that run at the same time, over all replicas."""
+        each = min(self.pages[name] // self.needed[name] for name in self.pages)
+        return self.replicas * min(each, self.seqs)
+
+
+def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Device) -> Engine:
+    """Return the memory of an engine on a device.
+
+    Raises:
+        ConfigError: the model has layers without keys and values, or a pool cannot hold one
+            sequence.
+    """
+    if len(shapes.caches) != shapes.layers:
+        raise ConfigError(
+            f"elarge plan knows engines of attention layers, and {shapes.model_type} has other "
+            "layers"
+        )
+    options = settings.options
+    mesh, replicas = replica(settings, mesh)
+    longest = min(
+        options.max_model_len,
+        int(shapes.config.get("max_position_embeddings") or options.max_model_len),
+    )
+    tokens = options.max_num_batched_tokens or TOKEN_BUDGET[device.kind]
+    seqs = options.max_num_seqs
+    if options.batch_invariant:
+        tokens = options.max_num_batched_tokens or seqs
+    seqs = min(seqs, tokens)
+    tokens = max(seqs, min(tokens, seqs * longest))
+    chunk = min(options.long_prefill_token_threshold or tokens, tokens)
+    groups = _groups(shapes.caches)
+    needed = {
+        name: pages_of_sequence(members[0].window, longest, chunk, options.page_size)
+        for name, members in groups.items()
+    }
+    page_bytes = {
+        name: sum(token_bytes(one, settings, mesh) for one in members) * options.page_size
+        for name, members in groups.items()
+    }
+    weights = sum(
+        DTYPE_SIZES[t.dtype or settings.param_dtype] * mesh.shard(t) for t in shapes.tensors
+    )
+    v, d = shapes.vocabulary, shapes.hidden
+    state = seqs * (8 * v + 4 + 4 * d)
+    work = workspace(settings, shapes, mesh, tokens=tokens, rows=seqs)
+    most = {
+        name: min(pages * seqs, (2**31 - 1) // options.page_size) for name, pages in needed.items()
+    }
+    of_sequence = sum(needed[name] * page_bytes[name] for name in needed)
+    if options.num_pages is not None:
+        pages = {
+            name: options.num_pages
+            if members[0].window is None
+            else min(options.num_pages, most[name])
+            for name, members in groups.items()
+        }
+    else:
+        free = int(device.usable * options.hbm_utilization) - weights - state - work
+        count = max(1.0, free / of_sequence)
+        pages = {name: max(n, min(most[name], int(n * count))) for name, n in needed.items()}
+    memory = Memory(
+        {
+            "parameters": weights,
+            "KV pages": sum(pages[name] * page_bytes[name] for name in pages),
+            "sampler state": state,
+            "temporary buffers": work,
+        },
+        limit=int(device.usable * options.hbm_utilization)
+        if options.num_pages is None
+        else device.usable,
+    )
+    full = [name for name, members in groups.items() if members[0].window is None]
+    cached = min(pages[name] for name in full or pages) * options.page_size
+    return Engine(
+        memory, pages, needed, page_bytes, longest, seqs, tokens, replicas, cached * replicas
+    )
+
+
+def replica(settings: Serving, mesh: PlanMesh) -> tuple[PlanMesh, int]:
+    """Return the mesh of one replica, and the number of replicas."""
+    axis = settings.options.data_parallelism_axis
+    if axis is None or mesh.sizes.get(axis, 1) == 1:
+        return mesh, 1
+    return replace(mesh, sizes={**mesh.sizes, axis: 1}), mesh.sizes[axis]
+
+
+def _groups(caches: tuple[LayerCache, ...]) -> dict[str, list[LayerCache]]:
+    """Group the layers that share a pool: those with a window, and those without."""
+    groups: dict[str, list[LayerCache]] = defaultdict(list)
+    for cache in caches:
+        groups["full" if cache.window is None else "window"].append(cache)
+    return dict(groups)
+
+
+def token_bytes(cache: LayerCache, settings: Serving, mesh: PlanMesh) -> int:
+    """Return the bytes of keys and values of one token in one layer on one device."""
+    width = max(cache.key_dim, cache.value_dim)
+    ways = 1 if cache.value_dim == 0 else 2
+    heads = mesh.shard(Tensor("kv", (cache.kv_heads,), ("kv_heads",)))
+    size = DTYPE_SIZES.get(settings.kv_dtype, 1)
+    scales = 0
+    if size == 1:
+        scales = 4 * (1 if settings.kv_group is None else -(-width // settings.kv_group))
+    return heads * ways * (width * size + scales)
+
+
+def workspace(
+    settings: Serving, shapes: ModelShapes, mesh: PlanMesh, *, tokens: int, rows: int
+) -> int:
+    """Estimate the temporary buffers of the largest step; this part is not exact.
+
+    The larger of: one layer (its widest activations and gathered weights), and sampling (four
+    float32 arrays of the logits of all rows).
+    """
+    size = DTYPE_SIZES[settings.dtype]
+    d, f = shapes.hidden, int(shapes.config.get("intermediate_size") or 4 * shapes.hidden)
+    tp = mesh.ways(mesh.axis.tensor_parallel_axis)
+    per_token = 3 * d + max(
+        3 * f // tp, 3 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // tp
+    )
+    layer = tokens * per_token * size
+    gathered = sum(
+        mesh.gathered(t) * size
+        for t in shapes.tensors
+        if t.layers > 1 and mesh.gathered(t) > math.prod(t.shape) // max(1, mesh.count)
+    )
+    logits = 4 * 4 * rows * shapes.vocabulary
+    return max(layer + gathered, logits) + tokens * d * size

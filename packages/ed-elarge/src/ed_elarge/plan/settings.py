@@ -1,0 +1,136 @@
+"""What a run file says about memory and time: the settings of training and of serving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ed_esurge.config import EngineConfig
+from ed_infra.errors import ConfigError
+from ed_trainers.options.base import TrainingArguments
+
+from ed_elarge.config.adaptation import LoraSection
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.plan.mesh import execution_fields
+
+#: Methods whose steps a plan knows: the cross-entropy of the next token of rows of tokens.
+METHODS = ("sft",)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of a train step.
+
+    Attributes:
+        arguments: options of the trainer.
+        rows: sequences of an optimizer step.
+        accumulation: microbatches of an optimizer step.
+        length: tokens of a sequence.
+        dtype, param_dtype: dtypes of the computation and of the stored parameters.
+        remat: policy of `gradient_checkpointing`; empty = all values are kept.
+        targets: names that the policy keeps or excludes.
+        chunk: tokens whose logits exist at the same time on a device.
+        lora: adapters; None = all parameters are trained.
+        scan: whether layers run in a loop.
+    """
+
+    arguments: TrainingArguments
+    rows: int
+    accumulation: int
+    length: int
+    dtype: str
+    param_dtype: str
+    remat: str
+    targets: tuple[str, ...]
+    chunk: int
+    lora: LoraSection | None
+    scan: bool
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a microbatch over all devices."""
+        return self.rows // self.accumulation
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Settings of the engine.
+
+    Attributes:
+        options: the section `esurge`.
+        dtype, param_dtype: dtypes of the computation and of the stored parameters.
+        kv_dtype: dtype of keys and values.
+        kv_group: numbers of a head that share a scale, for 8-bit keys and values; None = all.
+    """
+
+    options: EngineConfig
+    dtype: str
+    param_dtype: str
+    kv_dtype: str
+    kv_group: int | None
+
+
+#: Tokens whose logits exist at the same time, unless `lmhead_chunksize` is set
+#: (`ed_layers.losses.DEFAULT_CHUNK`).
+DEFAULT_CHUNK = 1024
+
+
+def training(run: RunConfig) -> Training:
+    """Return the settings of a run that trains.
+
+    Raises:
+        ConfigError: a plan does not know the method, or cannot know the length of a sequence.
+    """
+    arguments = run.trainer
+    if arguments is None:
+        raise run.missing("trainer")
+    if run.method not in METHODS:
+        raise ConfigError(
+            f"elarge plan knows the train step of {', '.join(METHODS)}, and trainer_type is "
+            f"{run.method!r}"
+        )
+    if run.weight_format is not None:
+        raise ConfigError("elarge plan does not know quantized weights: omit quantization.model")
+    if run.lora is not None and run.lora.name_or_path is not None:
+        raise ConfigError("elarge plan knows new adapters: replace lora.name_or_path by lora.rank")
+    if arguments.trainable_rules:
+        raise ConfigError("elarge plan does not know trainable_rules: omit them, or use lora")
+    length, _ = run.sequence_length
+    if length is None:
+        raise ConfigError("the length of a sequence is unknown: set trainer.max_length")
+    fields = execution_fields(run)
+    chunk = getattr(arguments, "lmhead_chunksize", None)
+    targets = fields["gradient_checkpointing_targets"] or ()
+    return Training(
+        arguments=arguments,
+        rows=arguments.total_batch_size,
+        accumulation=arguments.gradient_accumulation_steps,
+        length=length,
+        dtype=run.loader.dtype,
+        param_dtype=run.loader.param_dtype,
+        remat=fields["gradient_checkpointing"],
+        targets=tuple(targets),
+        chunk=chunk or DEFAULT_CHUNK,
+        lora=run.adapters,
+        scan=fields["scan_layers"],
+    )
+
+
+def serving(run: RunConfig) -> Serving:
+    """Return the settings of a run that serves.
+
+    Raises:
+        ConfigError: the weights are quantized, or a draft model or adapters are served.
+    """
+    if run.weight_format is not None:
+        raise ConfigError("elarge plan does not know quantized weights: omit quantization.model")
+    options = run.esurge
+    for name in ("max_loras", "speculative_config"):
+        if getattr(options, name):
+            raise ConfigError(f"elarge plan does not know esurge.{name}: omit it")
+    fields = execution_fields(run)
+    loader, cache = run.loader, fields["kv_cache_quantization_config"]
+    dtype = fields["kvdtype"] or fields["attn_dtype"] or loader.dtype
+    group = None
+    if cache is not None:
+        dtype, group = str(cache.dtype), cache.group_size
+    return Serving(options, loader.dtype, loader.param_dtype, dtype, group)

@@ -1,0 +1,132 @@
+"""The shapes of a run's model: from `ed_elarge.plan.families`, or from a child process with jax."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+
+from ed_elarge.config.config_source import config_fields
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.plan import child, families
+from ed_elarge.plan.tensors import LayerCache, ModelShapes, Tensor
+
+#: Field -> its name in the configurations of GPT-2.
+_OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def of_run(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
+    """Return the shapes of the model of a run.
+
+    Args:
+        run: the run; its task is a causal language model.
+        time_limit: seconds for the child process of a family that `FORMS` does not list.
+
+    Raises:
+        ConfigError: the configuration of the model is not on this machine, or the model is no
+            causal language model.
+    """
+    if run.task != TaskType.CAUSAL_LM:
+        raise ConfigError(
+            f"elarge plan knows causal language models, and the task of this run is "
+            f"{run.task.value!r}"
+        )
+    config = values(run)
+    model_type = str(config["model_type"])
+    if model_type in families.FORMS:
+        tensors = tuple(families.parameters(model_type, config))
+        caches = families.caches(model_type, config)
+        return ModelShapes(model_type, config, tensors, caches, "configuration")
+    found = _known(run, config, time_limit)
+    return ModelShapes(
+        model_type,
+        {**config, **found["config"]},
+        tuple(_tensor(one) for one in found["tensors"]),
+        tuple(LayerCache(*one) for one in found["caches"]),
+        "model class",
+    )
+
+
+def values(run: RunConfig) -> dict[str, Any]:
+    """Return the architecture of the run's model, with the defaults of its configuration class.
+
+    Raises:
+        ConfigError: `config.json` or the size of the vocabulary is not on this machine.
+    """
+    if run.model is None:
+        raise run.missing("model")
+    given = run.known_model
+    if given is None:
+        raise ConfigError(
+            f"model.name_or_path {str(run.model.name_or_path)!r} has no config.json on this "
+            "machine: download the model, or name its directory"
+        )
+    fields = config_fields(str(given.get("model_type"))) or {}
+    own = {**given, **(run.base_config.values if run.base_config else {})}
+    out = {**{name: field.default for name, field in fields.items()}, **own}
+    for name, other in _OTHER_NAMES.items():
+        if out.get(name) is None and out.get(other) is not None:
+            out[name] = out[other]
+    if own.get("vocab_size") is None and run.model.config is not None:
+        out["vocab_size"] = vocabulary(run)
+    return out
+
+
+def vocabulary(run: RunConfig) -> int:
+    """Return the number of tokens of the run's tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer is not on this machine.
+    """
+    assert run.model is not None, "`values` checked this"
+    section = run.model.tokenizer_section
+    if section.train is not None:
+        return section.train.vocab_size
+    file = Path(str(section.name_or_path)).expanduser() / "tokenizer.json"
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        vocab = content["model"]["vocab"]
+        ids = [*vocab.values()] if isinstance(vocab, Mapping) else [*range(len(vocab))]
+        ids += [token["id"] for token in content.get("added_tokens") or ()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the number of tokens is unknown, because {file} cannot be read ({error}): set "
+            "model.config.vocab_size"
+        ) from None
+    return len(set(ids))
+
+
+def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
+    """Return the answer of a child process, or the same answer from the cache of earlier plans."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(text.encode()).hexdigest()[:24]
+    file = home / "easydel" / "shapes" / f"{config['model_type']}-{name}.json"
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        pass
+    found = child.ask(run, "shapes", devices=1, time_limit=time_limit, vocab=config["vocab_size"])
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found), "utf-8")
+    except OSError:
+        pass  # the next plan asks again
+    return found
+
+
+def _tensor(one: Mapping[str, Any]) -> Tensor:
+    shape = tuple(one["shape"])
+    axes = tuple(one["axes"]) if one["axes"] is not None else (None,) * len(shape)
+    return Tensor(one["name"], shape, axes, one["layers"], one["dtype"])

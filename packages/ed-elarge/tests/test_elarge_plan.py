@@ -1,0 +1,257 @@
+"""`elarge plan`: shapes, optimizer states, verdicts, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ed_elarge.config.normalize import normalize
+from ed_elarge.errors import Document
+from ed_elarge.plan import devices, families, settings, shapes, training
+from ed_elarge.plan.mesh import mesh_of
+from ed_infra.errors import ConfigError
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "vocab_size": 512,
+}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "head_dim": 8,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 2,
+    },
+    "mixtral": {"num_local_experts": 4, "head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "num_hidden_layers": 8},
+    "phi": {"qk_layernorm": True, "num_key_value_heads": 8},
+    "phi3": {"pad_token_id": 0},
+    "cohere": {"use_qk_norm": True},
+    "gpt2": {"num_key_value_heads": None, "intermediate_size": None},
+    "seed_oss": {"head_dim": 8},
+    "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0},
+    "ministral3": {"head_dim": 8},
+}
+
+
+def run_file(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
+    """Return the sections of a run that trains a small model."""
+    names = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    }
+    fields = {**SMALL, **OF_FAMILY.get(model_type, {})}
+    fields = {k: v for k, v in fields.items() if v is not None}
+    if model_type == "gpt2":
+        fields["n_positions"] = fields.pop("max_position_embeddings")
+        fields = {names.get(k, k): v for k, v in fields.items()}
+    base: dict[str, Any] = {
+        "model": {"config": {"model_type": model_type, **fields}, "tokenizer": "tokenizer"},
+        "sharding": {"axis_dims": [1, 4, 1, 2, 1]},
+        "mixture": {
+            "informs": [{"type": "json", "data_files": "rows.jsonl"}],
+            "pack_tokens": True,
+            "pack_seq_length": 64,
+        },
+        "trainer": {"trainer_type": "sft", "total_batch_size": 8, "max_training_steps": 2},
+        "actions": ["train"],
+    }
+    for name, section in changes.items():
+        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
+    return base
+
+
+def run_of(values: dict[str, Any]) -> Any:
+    return normalize(Document("plan.yaml", value=values))
+
+
+@pytest.mark.daily("llama", "qwen3_moe", "gpt_oss", "gemma3_text", "gpt2")
+@pytest.mark.parametrize("model_type", families.FORMS)
+def test_form_has_the_parameters_axes_and_caches_of_its_model_class(model_type: str):
+    from ed_elarge.plan.answers import shapes as of_class
+
+    run = run_of(run_file(model_type))
+    ours = shapes.of_run(run)
+    theirs = of_class(run, {"vocab": None})
+    mesh = mesh_of(run, 8)
+
+    def rows(tensors: Any) -> dict[tuple[Any, ...], Any]:
+        return {
+            (t.name, t.shape): (t.layers, mesh.parameter(t)) for t in tensors if t.dtype != "uint32"
+        }
+
+    assert rows(ours.tensors) == rows(map(shapes._tensor, theirs["tensors"]))
+    assert [[c.kv_heads, c.key_dim, c.value_dim, c.window] for c in ours.caches] == theirs["caches"]
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw mu": {"tx_mu_dtype": "bfloat16"},
+    "adamw_8bit": {},
+    "lion": {},
+    "lion_8bit": {},
+    "adafactor": {"optimizer_kwargs": {"min_dim_size_to_factor": 32}},
+    "muon": {},
+    "mars": {},
+    "rmsprop": {"optimizer_kwargs": {"momentum": 0.9}},
+    "sgd": {},
+    "schedule_free_adamw": {},
+    "adamw ema": {"ema_decay": 0.9},
+}
+
+
+@pytest.mark.daily("float32-adamw", "bfloat16-adamw_8bit", "bfloat16-muon")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_arguments_of_a_train_step_have_the_predicted_bytes(name: str, param_dtype: str):
+    import jax
+    from ed_elarge.plan.abstract import abstract_model
+    from ed_trainers.optimizers import build_optimizer, build_schedule
+    from ed_trainers.state import EasyDeLState, split_model
+
+    options = {"optimizer": name.partition(" ")[0], **OPTIMIZERS[name]}
+    run = run_of(
+        run_file(
+            "qwen3_moe",
+            trainer={**run_file()["trainer"], **options},
+            loader={"param_dtype": param_dtype},
+        )
+    )
+    graphdef, params, other = split_model(abstract_model(run, None), ())
+    state = EasyDeLState(None, params, other, None, graphdef)  # type: ignore[arg-type]
+    tx = build_optimizer(run.trainer, build_schedule(run.trainer, 10))
+    leaves = jax.tree.leaves(state.abstract(tx))
+    exact = sum(
+        leaf.dtype.itemsize
+        * int(jax.numpy.prod(jax.numpy.array(leaf.sharding.shard_shape(leaf.shape))))
+        for leaf in leaves
+    )
+    step = training.step(settings.training(run), shapes.of_run(run), mesh_of(run, 8))
+    predicted = step.arguments - step.parts["batch"]
+    assert predicted == pytest.approx(exact, rel=0.002)
+
+
+def test_plan_command_writes_files_without_jax(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run_file(sharding={"axis_dims": [1, -1, 1, 1, 1]})))
+    code = (
+        "import sys\n"
+        "from ed_elarge.command.main import app\n"
+        "try:\n"
+        f"    app(['plan', {str(file)!r}, '--topology', 'v5e:2x4', '-o', {str(tmp_path)!r}])\n"
+        "finally:\n"
+        "    print(sorted({'jax', 'flax', 'transformers', 'torch'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("[]")
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["fits"]
+    assert values["training"]["memory"]["total"] == sum(
+        values["training"]["memory"]["parts"].values()
+    )
+    assert len(values["meshes"]) >= 4
+    page = (tmp_path / "plan.html").read_text()
+    assert "http" not in page.replace(values["hardware"]["source"], "")
+    assert "does not fit" not in done.stdout
+
+
+def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
+    from ed_elarge.plan.changes import of_plan
+    from ed_elarge.plan.estimate import plan
+    from ed_elarge.plan.meshes import ranked
+
+    values = run_file(
+        sharding={"axis_dims": [1, -1, 1, 1, 1]},
+        model={
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "vocab_size": 32000,
+                "max_position_embeddings": 8192,
+            },
+            "tokenizer": "tokenizer",
+        },
+        loader={"dtype": "bfloat16"},
+        mixture={**run_file()["mixture"], "pack_seq_length": 8192},
+    )
+    made = plan(run_of(values), devices.parse("v5e:2x4", None))
+    assert not made.fits
+    best = of_plan(made, ranked(made)[0])[0]
+    assert best.fits
+    key, _, value = best.text.split()[0].partition("=")
+    changed = json.loads(json.dumps(values))
+    *path, last = key.split(".")
+    section = changed
+    for name in path:
+        section = section.setdefault(name, {})
+    section[last] = yaml.safe_load(value)
+    assert plan(run_of(changed), made.hardware).training.memory.total == best.total  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("topology", "named", "words"),
+    [
+        (None, None, "name the hardware once"),
+        ("v5e:4x4", "8xH100", "name the hardware once"),
+        ("v5e:4", None, ""),
+        ("v5e", None, "is no topology"),
+        ("v5e:2x2x2", None, "has 3 dimensions"),
+        ("h100:8", None, "has no torus"),
+        (None, "8xH900", "H900"),
+        (None, "0xH100", "is invalid"),
+    ],
+)
+def test_invalid_hardware_is_an_error(topology: str | None, named: str | None, words: str):
+    if not words:
+        assert devices.parse(topology, named).count == 4
+        return
+    with pytest.raises(ConfigError, match=words):
+        devices.parse(topology, named)
+
+
+def test_serving_pages_hold_the_concurrent_requests():
+    from ed_elarge.plan.estimate import plan
+
+    values = run_file(actions=["serve"], sharding={"axis_dims": [1, 1, 1, -1, 1]})
+    del values["trainer"], values["mixture"]
+    made = plan(
+        run_of({**values, "esurge": {"max_model_len": 256, "page_size": 16}}),
+        devices.parse("v5e:2x2", None),
+    )
+    engine = made.serving.engine  # type: ignore[union-attr]
+    assert engine.longest == 256
+    assert engine.needed == {"full": 16}
+    # Four layers, one of four heads on each device, keys and values of eight numbers in float32.
+    assert engine.page_bytes == {"full": 4 * 16 * 1 * 2 * 8 * 4}
+    assert engine.concurrent == 256
+    assert made.fits
