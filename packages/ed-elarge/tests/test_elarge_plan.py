@@ -32,7 +32,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "mlp_only_layers": [1],
-        "head_dim": 8,
     },
     "qwen2_moe": {
         "num_experts": 4,
@@ -193,16 +192,16 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
                 "model_type": "llama",
                 "hidden_size": 2048,
                 "intermediate_size": 5632,
-                "num_hidden_layers": 16,
+                "num_hidden_layers": 32,
                 "num_attention_heads": 16,
                 "num_key_value_heads": 8,
                 "vocab_size": 32000,
-                "max_position_embeddings": 8192,
+                "max_position_embeddings": 16384,
             },
             "tokenizer": "tokenizer",
         },
         loader={"dtype": "bfloat16"},
-        mixture={**run_file()["mixture"], "pack_seq_length": 8192},
+        mixture={**run_file()["mixture"], "pack_seq_length": 16384},
     )
     made = plan(run_of(values), devices.parse("v5e:2x4", None))
     assert not made.fits
@@ -255,3 +254,46 @@ def test_serving_pages_hold_the_concurrent_requests():
     assert engine.page_bytes == {"full": 4 * 16 * 1 * 2 * 8 * 4}
     assert engine.concurrent == 256
     assert made.fits
+
+
+@pytest.mark.daily("gemma2-None")
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_pools_have_the_pages_of_the_engine(
+    model_type: str, kv_cache: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    from dataclasses import replace
+
+    from ed_elarge.building.parts import new_config
+    from ed_elarge.plan import serving
+    from ed_esurge.engine import setup
+    from ed_infra import registry
+
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "page_size": 16}
+    values = run_file(model_type, actions=["serve"], sharding={"axis_dims": [1, 1, 1, 2, 1]})
+    values["model"]["config"] |= {"sliding_window": 32} if model_type == "gemma2" else {}
+    del values["trainer"], values["mixture"]
+    values |= {"esurge": options}
+    if kv_cache is not None:
+        values |= {"quantization": {"kv_cache": {"quantization_method": kv_cache}}}
+    run = run_of(values)
+    small = replace(devices.named("v5e"), memory_gib=0.004)
+    mesh = mesh_of(run, 2)
+    ours = serving.engine(settings.serving(run), shapes.of_run(run), mesh, small)
+    parts = ours.memory.parts
+    model = registry.get_module(run.task, model_type).create(new_config(run))
+    made = setup.Setup.resolve(model, run.esurge)
+    used = setup.device_bytes([leaf for _, leaf in _arrays(model)])
+    assert parts["parameters"] == used
+    monkeypatch.setattr(setup, "accelerator_memory", lambda model: [(small.usable, used)])
+    work = parts["temporary buffers"] + parts["sampler state"]
+    monkeypatch.setattr(setup.Setup, "_workspace", lambda self, pages: work)
+    assert ours.pages == made.pool_sizes()
+    for name, size in ours.page_bytes.items():
+        assert size == setup.page_bytes(model, 16, name)
+
+
+def _arrays(model: Any) -> list[tuple[Any, Any]]:
+    from flax import nnx
+
+    return [(path, v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]

@@ -21,13 +21,14 @@ def plan(
     devices: Annotated[
         str | None, typer.Option(metavar="NxDEVICE", help="Devices: --devices 8xH200.")
     ] = None,
-    compile_step: Annotated[
-        bool,
+    compiler: Annotated[
+        str | None,
         typer.Option(
             "--compile",
-            help="Also compile the train step for as many simulated CPU devices, and compare.",
+            metavar="cpu|tpu",
+            help="Also compile the train step and compare: for simulated CPUs, or by libtpu.",
         ),
-    ] = False,
+    ] = None,
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds for the compiler, with --compile.")
     ] = 600.0,
@@ -57,10 +58,10 @@ def plan(
             print(f"warning: {warning}", file=sys.stderr)
         made = estimate(run, named)
         compiled = None
-        if compile_step:
+        if compiler is not None:
             from ed_elarge.plan.compiled import compare
 
-            compiled = compare(made, time_limit)
+            compiled = compare(made, compiler, time_limit)
         values = to_dict(made, compiled)
         print("\n".join(lines(values)))
         if output is not None:

@@ -19,14 +19,17 @@ from flax import nnx
 from ed_elarge.config.run_config import RunConfig
 
 
-def abstract_model(run: RunConfig, vocab_size: int | None) -> Any:
+def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None = None) -> Any:
     """Return the model of a run; its variables hold shapes, dtypes and shardings.
 
     Args:
         run: the run.
         vocab_size: rows of the embedding of a new model; None = the configuration's.
+        topology: a TPU slice that libtpu knows, such as `v5e:4x4`; None = the devices of jax.
     """
     config = model_config(run, vocab_size)
+    if topology is not None:
+        config.set_model_mesh(_mesh_of_topology(config, topology))
     module = registry.get_module(run.task, config.model_type)
     loader = run.loader
     precision = None if loader.precision in (None, "default") else loader.precision
@@ -63,6 +66,20 @@ def model_config(run: RunConfig, vocab_size: int | None) -> Any:
     changes.setdefault("sharding_axis_dims", run.sharding.axis_dims)
     changes.setdefault("sharding_axis_names", run.sharding.axis_names)
     return hub.read_config(hub.resolve(str(section.name_or_path)), **changes)
+
+
+def _mesh_of_topology(config: Any, topology: str) -> Any:
+    """Return the mesh of a configuration over the devices of a TPU slice, without the slice."""
+    from ed_infra.sharding.mesh import create_mesh
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return create_mesh(
+        config.sharding_axis_dims,
+        config.sharding_axis_names,
+        config.sharding_dcn_axis_dims,
+        devices=devices,
+    )
 
 
 def _placed(value: Any, sharding: Any) -> Any:

@@ -54,7 +54,7 @@ class LayerValues:
 
         The input of the layer is always kept. See `ed_layers.depth.remat`.
         """
-        products = self.q + 2 * self.kv + (2 if self.gated else 1) * self.f + 2 * self.d
+        products = self.q + 2 * self.kv + (2 if self.gated else 1) * self.f + self.d
         everything = self.everything
         if policy == "":
             return everything
@@ -81,10 +81,10 @@ class LayerValues:
     def everything(self) -> float:
         """Values that are kept without a policy: the arguments of products and of attention.
 
-        The input, two normed values and the residual; queries, keys and values in blocks of
-        attention, and its output; gate, up and their product.
+        The input, two normed values and the residual; rotated queries, keys, values and the output
+        of attention; gate, up and their product.
         """
-        attention = 2 * (self.q + 2 * self.kv) + self.q + self.heads
+        attention = 3 * self.q + 2 * self.kv + self.heads
         return 4 * self.d + attention + (3 if self.gated else 2) * self.f
 
     def named(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ def train(run: RunConfig, request: Request) -> dict[str, Any]:
     """Compile the train step, and return the bytes of its arguments and temporary buffers."""
     from ed_elarge.plan.abstract import abstract_model, lowered_train_step
 
-    model = abstract_model(run, request["vocab"])
+    model = abstract_model(run, request["vocab"], request.get("topology"))
     compiled = lowered_train_step(run, model, request["length"]).compile()
     return _memory(compiled.memory_analysis())
 

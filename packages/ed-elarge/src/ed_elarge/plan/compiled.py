@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, unknown_name
 
 from ed_elarge.plan import child
 from ed_elarge.plan.estimate import Plan
 
+#: Compilers of `--compile`.
+COMPILERS = ("cpu", "tpu")
 
-def compare(plan: Plan, time_limit: float) -> dict[str, Any]:
-    """Compile the train step for simulated devices, and compare its buffers with the prediction.
+
+def compare(plan: Plan, compiler: str, time_limit: float) -> dict[str, Any]:
+    """Compile the train step, and compare its buffers with the prediction.
 
     Args:
         plan: a plan of training.
+        compiler: "cpu": for simulated CPU devices; "tpu": for the TPU slice of the plan, by libtpu.
         time_limit: seconds, after which the compiler is stopped.
 
     Returns:
@@ -22,8 +27,10 @@ def compare(plan: Plan, time_limit: float) -> dict[str, Any]:
         temporary buffers, and their sum.
 
     Raises:
-        ConfigError: the run does not train, or the compiler failed.
+        ConfigError: the run does not train, the compiler is unknown or absent, or it failed.
     """
+    if compiler not in COMPILERS:
+        raise unknown_name("compiler", compiler, COMPILERS)
     part = plan.training
     if part is None:
         raise ConfigError("--compile compiles a train step, and this run does not train: omit it")
@@ -34,6 +41,7 @@ def compare(plan: Plan, time_limit: float) -> dict[str, Any]:
         time_limit=time_limit,
         vocab=plan.shapes.vocabulary,
         length=part.settings.length,
+        topology=_topology(plan) if compiler == "tpu" else None,
     )
     sizes = {
         "arguments": (part.step.arguments, found["arguments"]),
@@ -47,4 +55,22 @@ def compare(plan: Plan, time_limit: float) -> dict[str, Any]:
         {"name": name, "predicted": ours, "compiled": theirs, "error": ours / theirs - 1}
         for name, (ours, theirs) in sizes.items()
     ]
-    return {"backend": "cpu", "rows": rows}
+    return {"backend": compiler, "rows": rows}
+
+
+def _topology(plan: Plan) -> str:
+    """Return the name that libtpu has for the hardware of a plan.
+
+    Raises:
+        ConfigError: the hardware is no TPU slice, or libtpu is not installed.
+    """
+    device, shape = plan.hardware.device, plan.hardware.shape
+    if device.links != "torus":
+        raise ConfigError(
+            f"--compile tpu needs a TPU, and the plan is for {device.title}: name a slice with "
+            "--topology, or use --compile cpu"
+        )
+    if find_spec("libtpu") is None:
+        raise ConfigError("--compile tpu needs libtpu, which is not installed: pip install libtpu")
+    sizes = (*shape, *[1] * (device.torus - len(shape)))
+    return f"{device.name}:{'x'.join(map(str, sizes))}"

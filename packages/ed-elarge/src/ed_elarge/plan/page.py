@@ -125,7 +125,8 @@ def _meshes(meshes: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def _compiled(compiled: Mapping[str, Any]) -> Iterable[str]:
-    yield "<h2>Compiled for simulated CPU devices</h2>"
+    on = "simulated CPU devices" if compiled["backend"] == "cpu" else "the TPU slice, by libtpu"
+    yield f"<h2>Compiled for {on}</h2>"
     rows = [
         (_text(r["name"]), _gib(r["predicted"]), _gib(r["compiled"]), f"{r['error']:+.1%}")
         for r in compiled["rows"]

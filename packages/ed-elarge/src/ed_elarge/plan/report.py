@@ -197,7 +197,8 @@ def change_text(change: Mapping[str, Any] | Change) -> str:
 
 
 def _compiled(compiled: Mapping[str, Any]) -> list[str]:
-    out = ["compiled for simulated CPU devices (predicted, compiled, error)"]
+    on = "simulated CPU devices" if compiled["backend"] == "cpu" else "the TPU slice, by libtpu"
+    out = [f"compiled for {on} (predicted, compiled, error)"]
     for row in compiled["rows"]:
         out.append(
             f"  {row['name']:<20}{row['predicted'] / GIB:>10.3f} GiB "

@@ -7,11 +7,11 @@ buffers are an estimate of the larger of two moments: the loss, and the backward
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ed_elarge.plan import adapters
 from ed_elarge.plan.activations import LayerValues
+from ed_elarge.plan.buffers import ACCELERATOR, Buffers
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.optimizer import Moments
 from ed_elarge.plan.settings import Training
@@ -44,8 +44,15 @@ class Step:
         return sum(self.parts.values()) - self.arguments
 
 
-def step(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -> Step:
-    """Return the memory of a train step."""
+def step(
+    settings: Training, shapes: ModelShapes, mesh: PlanMesh, buffers: Buffers = ACCELERATOR
+) -> Step:
+    """Return the memory of a train step.
+
+    Args:
+        settings, shapes, mesh: the step.
+        buffers: temporary values of the backend that compiles the step.
+    """
     base = list(shapes.tensors)
     added = [*adapters.of(settings.lora, base)] if settings.lora is not None else []
     trained = added or base
@@ -58,16 +65,31 @@ def step(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -> Step:
         for name, size in (of_adapters if added else moments).of(tensor).items():
             parts[name] += size
     parts["batch"] = _batch(settings, mesh)
-    gradients = sum(4 * mesh.shard(t) for t in trained)
-    tokens = _tokens(settings, mesh)
-    kept = _kept(settings, shapes, mesh, tokens)
-    loss = _loss(settings, shapes, mesh, tokens)
-    layer = _layer(settings, shapes, mesh, tokens, trained)
-    parts["gradients"] = gradients * (2 if settings.accumulation > 1 else 1)
-    parts["activations"] = kept
+    tokens = mesh.activation(("batch", "sequence"), (settings.microbatch, settings.length))
+    in_layers = sum(4 * mesh.shard(t) for t in trained if ".layers." in t.name)
+    whole = sum(4 * mesh.shard(t) for t in trained)
+    values, size = LayerValues.of(shapes, mesh), DTYPE_SIZES[settings.dtype]
+    kept = values.kept(settings.remat, settings.targets)
+    parts["gradients"] = in_layers + (whole if settings.accumulation > 1 else 0)
+    parts["activations"] = int(shapes.layers * tokens * kept * size)
+    table = _table(shapes, mesh)
+    chunk = min(settings.chunk, tokens)
+    logits = 4 * chunk * (table // shapes.hidden)
+    stream = tokens * shapes.hidden * size
+    loss = buffers.of_loss(
+        logits=logits,
+        table=table,
+        size=size,
+        stream=stream,
+        trained=settings.lora is None,
+        several=tokens > chunk,
+    )
+    inner = buffers.of_layer(values, settings.remat) * tokens * size
+    copies = buffers.tables * 4 * table if settings.lora is None else 0
+    layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
     moment = "loss" if loss >= layer else "layer"
-    parts["logits and head"] = loss if moment == "loss" else 0
-    parts["layer buffers"] = layer if moment == "layer" else 0
+    parts["logits and head"] = int(loss) if moment == "loss" else 0
+    parts["layer buffers"] = int(layer) if moment == "layer" else 0
     return Step(parts, moment)
 
 
@@ -81,49 +103,12 @@ def _batch(settings: Training, mesh: PlanMesh) -> int:
     return 5 * 4 * settings.accumulation * mesh.activation(("batch", "sequence"), shape)
 
 
-def _tokens(settings: Training, mesh: PlanMesh) -> int:
-    """Return the tokens of a microbatch on one device."""
-    return mesh.activation(("batch", "sequence"), (settings.microbatch, settings.length))
+def _table(shapes: ModelShapes, mesh: PlanMesh) -> int:
+    """Return the values of the head on one device, gathered along the hidden size."""
+    head = Tensor("head", (shapes.vocabulary, shapes.hidden), ("vocab", None))
+    return mesh.shard(head)
 
 
-def _kept(settings: Training, shapes: ModelShapes, mesh: PlanMesh, tokens: int) -> int:
-    """Return the bytes that the forward pass keeps for the backward pass."""
-    values = LayerValues.of(shapes, mesh).kept(settings.remat, settings.targets)
-    size = DTYPE_SIZES[settings.dtype]
-    return int(shapes.layers * tokens * values * size)
-
-
-def _loss(settings: Training, shapes: ModelShapes, mesh: PlanMesh, tokens: int) -> int:
-    """Return the bytes of the loss: hidden states, head, its gradient, logits of a chunk."""
-    size, d = DTYPE_SIZES[settings.dtype], shapes.hidden
-    head = shapes.vocabulary // max(1, mesh.ways(mesh.axis.vocab_axis)) * d
-    frozen = settings.lora is not None
-    chunk = min(settings.chunk, tokens)
-    logits = chunk * (shapes.vocabulary // max(1, mesh.ways(mesh.axis.vocab_axis)))
-    return int(2 * tokens * d * size + head * (4 + size if not frozen else size) + 3 * 4 * logits)
-
-
-def _layer(
-    settings: Training,
-    shapes: ModelShapes,
-    mesh: PlanMesh,
-    tokens: int,
-    trained: list[Tensor],
-) -> int:
-    """Return the bytes of the backward pass of one layer."""
-    size, values = DTYPE_SIZES[settings.dtype], LayerValues.of(shapes, mesh)
-    inner = 2 * values.everything * tokens * size
-    weights = _of_layer(shapes.tensors, mesh) * size
-    gradients = _of_layer(trained, mesh) * 4
-    return int(inner + weights + gradients)
-
-
-def _of_layer(tensors: tuple[Tensor, ...] | list[Tensor], mesh: PlanMesh) -> int:
-    """Return the gathered values of the largest layer."""
-    in_layers = [t for t in tensors if ".layers." in t.name]
-    most = max((t.layers for t in in_layers), default=0)
-    return sum(mesh.gathered(t) for t in in_layers if t.layers == most or _is_sparse(t))
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.axes[:1] == ("expert",) and math.prod(tensor.shape) > 0
+def _largest_layer(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
+    """Return the gathered values of one layer that has every kind of part."""
+    return sum(mesh.gathered(t) for t in tensors if ".layers." in t.name)

@@ -1,0 +1,66 @@
+"""How many temporary values a compiler needs: one row for each backend, from compiled train steps.
+
+The numbers come from memory analyses of compiled train steps (`docs/plan.md` states the errors).
+They count values of one token in the backward pass of one layer, in units of the sizes of
+`ed_elarge.plan.activations.LayerValues`.
+
+Legend: d hidden, f intermediate, q queries, k keys (as many as values).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ed_elarge.plan.activations import LayerValues
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Temporary values of one backend.
+
+    Attributes:
+        d, f, q, kv: values of a token in the backward pass of a layer whose values are all kept.
+        redone_f: further values of the feed-forward layer if a policy recomputes them.
+        weights: gathered copies of the weights of a layer.
+        tables: copies of the head's size (float32) that exist while the layers run backward.
+    """
+
+    d: float
+    f: float
+    q: float
+    kv: float
+    redone_f: float
+    weights: float
+    tables: float
+
+    def of_layer(self, values: LayerValues, policy: str) -> float:
+        """Return the values of a token in the backward pass of one layer."""
+        keeps = policy in ("", "everything_saveable") or "dots" in policy
+        f = self.f if keeps else self.f + self.redone_f
+        # Products that are kept save one copy of the stream.
+        d = self.d - 1 if "dots" in policy else self.d
+        return d * values.d + f * values.f + self.q * values.q + self.kv * values.kv
+
+    def of_loss(
+        self, *, logits: float, table: float, size: int, stream: float, trained: bool, several: bool
+    ) -> float:
+        """Return the bytes of the loss, besides what the forward pass keeps.
+
+        Args:
+            logits: bytes of the float32 logits of a chunk.
+            table: values of the head.
+            size: bytes of a value in the computation.
+            stream: bytes of the hidden states.
+            trained: whether the head has a gradient.
+            several: whether the loss loops over several chunks, and adds their gradients.
+        """
+        head, gradient = size * table, 4 * table if trained else 0
+        softmax = 2 * logits + head + gradient + 3 * stream
+        sums = logits + head + 3 * gradient + 5 * stream
+        return max(softmax, sums) if several else softmax
+
+
+#: XLA's CPU backend in float32.
+CPU = Buffers(d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2)
+#: TPUs, by libtpu.
+ACCELERATOR = Buffers(d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2)
