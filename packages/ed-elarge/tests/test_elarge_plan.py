@@ -121,6 +121,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "schedule_free_adamw": {},
     "adamw ema": {"ema_decay": 0.9},
+    "adamw lora": {"lora": {"rank": 4, "dora": True}},
+    "adamw lora of some layers": {"lora": {"rank": 4, "targets": ["q_proj", "embed_tokens"]}},
 }
 
 
@@ -134,13 +136,10 @@ def test_arguments_of_a_train_step_have_the_predicted_bytes(name: str, param_dty
     from ed_trainers.state import EasyDeLState, split_model
 
     options = {"optimizer": name.partition(" ")[0], **OPTIMIZERS[name]}
-    run = run_of(
-        run_file(
-            "qwen3_moe",
-            trainer={**run_file()["trainer"], **options},
-            loader={"param_dtype": param_dtype},
-        )
-    )
+    lora = options.pop("lora", None)
+    values = run_file("qwen3_moe", loader={"param_dtype": param_dtype})
+    values["trainer"] |= options
+    run = run_of(values if lora is None else {**values, "lora": lora})
     graphdef, params, other = split_model(abstract_model(run, None), ())
     state = EasyDeLState(None, params, other, None, graphdef)  # type: ignore[arg-type]
     tx = build_optimizer(run.trainer, build_schedule(run.trainer, 10))
@@ -153,6 +152,21 @@ def test_arguments_of_a_train_step_have_the_predicted_bytes(name: str, param_dty
     step = training.step(settings.training(run), shapes.of_run(run), mesh_of(run, 8))
     predicted = step.arguments - step.parts["batch"]
     assert predicted == pytest.approx(exact, rel=0.002)
+
+
+@pytest.mark.nightly
+def test_family_without_a_form_is_planned_by_its_model_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "stablelm" not in families.FORMS
+    found = shapes.of_run(run_of(run_file("stablelm")))
+    assert found.source == "model class"
+    d, f, v, heads = 64, 96, 512, 8
+    layer = 2 * d * d + 2 * d * (d // heads * 4) + 3 * d * f + 4 * d
+    assert found.parameters == 4 * layer + 2 * v * d + 2 * d
+    monkeypatch.setattr("ed_elarge.plan.child.ask", None)  # the second answer is the stored one
+    assert shapes.of_run(run_of(run_file("stablelm"))) == found
 
 
 def test_plan_command_writes_files_without_jax(tmp_path: Path):

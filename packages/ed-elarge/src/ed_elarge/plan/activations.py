@@ -22,6 +22,7 @@ class LayerValues:
             a token uses.
         gated: whether the feed-forward layer has a gate.
         heads: number of query heads.
+        normed: whether queries and keys have norms.
     """
 
     d: float
@@ -30,6 +31,7 @@ class LayerValues:
     f: float
     gated: bool
     heads: float
+    normed: bool = False
 
     @classmethod
     def of(cls, shapes: ModelShapes, mesh: PlanMesh) -> LayerValues:
@@ -47,6 +49,7 @@ class LayerValues:
             f=f / ways["f"],
             gated=gated,
             heads=shapes.heads / ways["q"],
+            normed=any(".q_norm." in tensor.name for tensor in shapes.tensors),
         )
 
     def kept(self, policy: str, targets: tuple[str, ...]) -> float:

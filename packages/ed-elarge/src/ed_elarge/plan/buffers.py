@@ -23,6 +23,9 @@ class Buffers:
         redone_f: further values of the feed-forward layer if a policy recomputes them.
         weights: gathered copies of the weights of a layer.
         tables: copies of the head's size (float32) that exist while the layers run backward.
+        softmax: copies of the logits of a chunk.
+        sums: copies of the head's gradient while the loss adds those of several chunks.
+        streams: copies of the hidden states in the loss: of one chunk, of several chunks.
     """
 
     d: float
@@ -32,6 +35,9 @@ class Buffers:
     redone_f: float
     weights: float
     tables: float
+    softmax: float
+    sums: float
+    streams: tuple[float, float]
 
     def of_layer(self, values: LayerValues, policy: str) -> float:
         """Return the values of a token in the backward pass of one layer."""
@@ -39,7 +45,8 @@ class Buffers:
         f = self.f if keeps else self.f + self.redone_f
         # Products that are kept save one copy of the stream.
         d = self.d - 1 if "dots" in policy else self.d
-        return d * values.d + f * values.f + self.q * values.q + self.kv * values.kv
+        q, kv = (self.q + 2, self.kv + 2) if values.normed else (self.q, self.kv)
+        return d * values.d + f * values.f + q * values.q + kv * values.kv
 
     def of_loss(
         self, *, logits: float, table: float, size: int, stream: float, trained: bool, several: bool
@@ -55,12 +62,16 @@ class Buffers:
             several: whether the loss loops over several chunks, and adds their gradients.
         """
         head, gradient = size * table, 4 * table if trained else 0
-        softmax = 2 * logits + head + gradient + 3 * stream
-        sums = logits + head + 3 * gradient + 5 * stream
-        return max(softmax, sums) if several else softmax
+        one = self.softmax * logits + head + gradient + self.streams[0] * stream
+        added = logits + head + self.sums * gradient + self.streams[1] * stream
+        return max(one, added) if several else one
 
 
 #: XLA's CPU backend in float32.
-CPU = Buffers(d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2)
+CPU = Buffers(
+    d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2, softmax=2, sums=3, streams=(3, 5)
+)
 #: TPUs, by libtpu.
-ACCELERATOR = Buffers(d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2)
+ACCELERATOR = Buffers(
+    d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2, softmax=1, sums=1, streams=(8, 8)
+)

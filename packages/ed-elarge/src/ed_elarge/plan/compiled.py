@@ -7,7 +7,8 @@ from typing import Any
 
 from ed_infra.errors import ConfigError, unknown_name
 
-from ed_elarge.plan import child
+from ed_elarge.plan import child, training
+from ed_elarge.plan.buffers import ACCELERATOR, CPU
 from ed_elarge.plan.estimate import Plan
 
 #: Compilers of `--compile`.
@@ -43,13 +44,12 @@ def compare(plan: Plan, compiler: str, time_limit: float) -> dict[str, Any]:
         length=part.settings.length,
         topology=_topology(plan) if compiler == "tpu" else None,
     )
+    backend = CPU if compiler == "cpu" else ACCELERATOR
+    step = training.step(part.settings, plan.shapes, part.mesh, backend)
     sizes = {
-        "arguments": (part.step.arguments, found["arguments"]),
-        "temporary buffers": (part.step.temporary, found["temporary"]),
-        "sum": (
-            part.step.arguments + part.step.temporary,
-            found["arguments"] + found["temporary"],
-        ),
+        "arguments": (step.arguments, found["arguments"]),
+        "temporary buffers": (step.temporary, found["temporary"]),
+        "sum": (step.arguments + step.temporary, found["arguments"] + found["temporary"]),
     }
     rows = [
         {"name": name, "predicted": ours, "compiled": theirs, "error": ours / theirs - 1}

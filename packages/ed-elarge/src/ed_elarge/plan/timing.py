@@ -79,7 +79,7 @@ def of_training(
         12 * shapes.heads * shapes.head_dim * _span(cache.window, settings.length)
         for cache in shapes.caches
     )
-    model = tokens * (learned * shapes.active + attention * learned / 6)
+    model = tokens * (learned * shapes.active + attention)
     redone = 0.0
     if settings.remat not in ("", "everything_saveable"):
         products = 2 * (shapes.active - shapes.vocabulary * shapes.hidden)

@@ -66,7 +66,9 @@ def step(
             parts[name] += size
     parts["batch"] = _batch(settings, mesh)
     tokens = mesh.activation(("batch", "sequence"), (settings.microbatch, settings.length))
-    in_layers = sum(4 * mesh.shard(t) for t in trained if ".layers." in t.name)
+    in_layers = sum(
+        _bytes(t, settings.param_dtype) * mesh.shard(t) for t in trained if ".layers." in t.name
+    )
     whole = sum(4 * mesh.shard(t) for t in trained)
     values, size = LayerValues.of(shapes, mesh), DTYPE_SIZES[settings.dtype]
     kept = values.kept(settings.remat, settings.targets)
@@ -85,7 +87,9 @@ def step(
         several=tokens > chunk,
     )
     inner = buffers.of_layer(values, settings.remat) * tokens * size
-    copies = buffers.tables * 4 * table if settings.lora is None else 0
+    # The gradients of one microbatch exist beside the sums of all.
+    tables = buffers.tables + (2 if settings.accumulation > 1 else 0)
+    copies = tables * 4 * table if settings.lora is None else 0
     layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
     moment = "loss" if loss >= layer else "layer"
     parts["logits and head"] = int(loss) if moment == "loss" else 0
@@ -110,5 +114,9 @@ def _table(shapes: ModelShapes, mesh: PlanMesh) -> int:
 
 
 def _largest_layer(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
-    """Return the gathered values of one layer that has every kind of part."""
-    return sum(mesh.gathered(t) for t in tensors if ".layers." in t.name)
+    """Return the values that one layer with every kind of part gathers from other devices."""
+    return sum(
+        mesh.gathered(t)
+        for t in tensors
+        if ".layers." in t.name and mesh.gathered(t) * t.layers > mesh.shard(t)
+    )
