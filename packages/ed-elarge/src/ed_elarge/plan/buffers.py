@@ -26,6 +26,7 @@ class Buffers:
         softmax: copies of the logits of a chunk.
         sums: copies of the head's gradient while the loss adds those of several chunks.
         streams: copies of the hidden states in the loss: of one chunk, of several chunks.
+        casts: whether the gathered head exists in the dtype of its storage too.
     """
 
     d: float
@@ -38,6 +39,7 @@ class Buffers:
     softmax: float
     sums: float
     streams: tuple[float, float]
+    casts: bool
 
     def of_layer(self, values: LayerValues, policy: str) -> float:
         """Return the values of a token in the backward pass of one layer."""
@@ -49,19 +51,29 @@ class Buffers:
         return d * values.d + f * values.f + q * values.q + kv * values.kv
 
     def of_loss(
-        self, *, logits: float, table: float, size: int, stream: float, trained: bool, several: bool
+        self,
+        *,
+        logits: float,
+        table: float,
+        size: int,
+        stored: int,
+        stream: float,
+        trained: bool,
+        several: bool,
     ) -> float:
         """Return the bytes of the loss, besides what the forward pass keeps.
 
         Args:
             logits: bytes of the float32 logits of a chunk.
             table: values of the head.
-            size: bytes of a value in the computation.
+            size, stored: bytes of a value in the computation, and of a stored parameter.
             stream: bytes of the hidden states.
             trained: whether the head has a gradient.
             several: whether the loss loops over several chunks, and adds their gradients.
         """
         head, gradient = size * table, 4 * table if trained else 0
+        if self.casts and stored != size:
+            head += stored * table
         one = self.softmax * logits + head + gradient + self.streams[0] * stream
         added = logits + head + self.sums * gradient + self.streams[1] * stream
         return max(one, added) if several else one
@@ -69,9 +81,29 @@ class Buffers:
 
 #: XLA's CPU backend in float32.
 CPU = Buffers(
-    d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2, softmax=2, sums=3, streams=(3, 5)
+    d=8,
+    f=6,
+    q=4,
+    kv=4,
+    redone_f=3,
+    weights=0.75,
+    tables=2,
+    softmax=2,
+    sums=3,
+    streams=(3, 5),
+    casts=False,
 )
-#: TPUs, by libtpu.
+#: TPUs and GPUs: a rough estimate. Three steps that libtpu compiled check the numbers.
 ACCELERATOR = Buffers(
-    d=8, f=6, q=4, kv=4, redone_f=3, weights=0.75, tables=2, softmax=1, sums=1, streams=(8, 8)
+    d=8,
+    f=6,
+    q=4,
+    kv=4,
+    redone_f=3,
+    weights=0.75,
+    tables=1,
+    softmax=1,
+    sums=1,
+    streams=(8, 8),
+    casts=True,
 )

@@ -48,6 +48,8 @@ def to_dict(plan: Plan, compiled: Mapping[str, Any] | None = None) -> dict[str, 
         out["training"] = {
             **_part(plan.training),
             "moment": plan.training.step.moment,
+            "exact_bytes": plan.training.step.arguments,
+            "estimated_bytes": plan.training.step.temporary,
             "largest_microbatch": most.rows,
             "longest_sequence": most.length,
             "changes": [vars(change) for change in of_plan(plan, candidates[0])],
@@ -155,7 +157,7 @@ def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
     for key, size in memory["parts"].items():
         out.append(f"  {key:<20}{size / GIB:>10.3f} GiB")
     out.append(f"  {'total':<20}{memory['total'] / GIB:>10.3f} GiB of {memory['limit'] / GIB:.2f}")
-    out.append(_verdict(memory))
+    out.append(_verdict(memory) + (_margin(part) if name == "training" else ""))
     for change in part.get("changes", ())[:3] if not memory["fits"] else ():
         out.append("  " + change_text(change))
     if name == "training":
@@ -183,6 +185,15 @@ def _verdict(memory: Mapping[str, Any]) -> str:
     return (
         f"fits: {free:.2f} GiB free" if memory["fits"] else f"does not fit: {free:.2f} GiB missing"
     )
+
+
+def _margin(part: Mapping[str, Any]) -> str:
+    """Return how much the estimated part can grow, or the exact part of a run that does not fit."""
+    exact, estimated = part["exact_bytes"], part["estimated_bytes"]
+    if not part["memory"]["fits"]:
+        return f"; the exact parts alone need {exact / GIB:.2f} GiB"
+    times = (part["memory"]["limit"] - exact) / estimated
+    return f", also if the estimated parts (from gradients on) are {times:.1f} times larger"
 
 
 def change_text(change: Mapping[str, Any] | Change) -> str:

@@ -82,6 +82,7 @@ def step(
         logits=logits,
         table=table,
         size=size,
+        stored=DTYPE_SIZES[settings.param_dtype],
         stream=stream,
         trained=settings.lora is None,
         several=tokens > chunk,
