@@ -58,7 +58,7 @@ def step(
     trained = added or base
     moments = Moments(settings.arguments, settings.param_dtype, mesh)
     of_adapters = Moments(settings.arguments, "float32", mesh)
-    parts: dict[str, int] = {name: 0 for name in ARGUMENTS}
+    parts: dict[str, int] = dict.fromkeys(ARGUMENTS, 0)
     parts["parameters"] = sum(_bytes(t, settings.param_dtype) * mesh.shard(t) for t in base)
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
     for tensor in trained:
