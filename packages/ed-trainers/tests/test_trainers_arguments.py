@@ -185,7 +185,7 @@ OPTAX = {
 
 
 def test_only_optimizers_outside_optax_have_own_settings():
-    assert set(OPTIMIZERS) - set(OPTAX) == {"muon", "mars"}
+    assert set(OPTIMIZERS) - set(OPTAX) == {"muon", "mars", "quad", "skew"}
 
 
 @pytest.mark.parametrize("name", sorted(OPTAX))

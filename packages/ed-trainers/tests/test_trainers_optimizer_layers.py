@@ -178,7 +178,9 @@ def test_meshes_and_microbatches_do_not_matter(toy, tmp_path, name, dims, accumu
 
 
 @pytest.mark.daily("muon")
-@pytest.mark.parametrize("name", ["muon", "adamw_8bit", "mars", "schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "name", ["muon", "adamw_8bit", "mars", "quad", "skew", "schedule_free_adamw"]
+)
 def test_resumed_optimizer_run_equals_uninterrupted_run(toy, tmp_path, name):
     def run(directory, steps):
         arguments = SFTArguments(

@@ -333,6 +333,165 @@ def test_schedule_free_adamw_matches_optax():
     assert worst(mine, theirs, array) <= 2e-5
 
 
+# --- Kronecker factors ---
+
+KRON = {"block_size": 16, "max_size_dense": 39, "noise_scale": 0.0}
+
+
+class NumpyKron:
+    """`quad` and `skew` of one block [m, n] in float64; a vector is a block with one column."""
+
+    def __init__(self, shape, dense, *, rotates):
+        self.dense, self.rotates = dense, rotates
+        self.factors = [np.eye(size) for size in shape]
+        self.bounds = [0.0, 0.0]
+
+    def white(self, block):
+        left, right = self.factors
+        return left.T @ left @ block @ right.T @ right
+
+    def step(self, block, count, vector):
+        rate = max(0.7 / np.sqrt(1 + count / 10_000), 0.4)
+        if count % 100 == 0 and not vector:
+            largest = [np.abs(f).max() for f in self.factors]
+            mean = np.sqrt(np.prod(largest))
+            self.factors = [f * mean / n for f, n in zip(self.factors, largest, strict=True)]
+        white = self.white(block)
+        for side in (0,) if vector else (0, 1):
+            own = white if side == 0 else white.T
+            self.factors[side] = self.moved(side, own, rate)
+        return self.white(block)
+
+    def moved(self, side, white, rate):
+        factor, gram, others = self.factors[side], white @ white.T, white.shape[1]
+        if not self.dense[side]:
+            gram = np.diag(np.diag(gram))
+        norm = estimated_norm(gram) if self.dense[side] else gram.max()
+        bound = norm + others
+        self.bounds[side] = max(0.95 * self.bounds[side] + 0.05 * bound, bound)
+        distance = gram - others * np.eye(len(gram))
+        if self.rotates:
+            new = factor - rate / self.bounds[side] * distance @ factor
+            return self.turned(new) if self.dense[side] else new
+        half = np.eye(len(gram)) - rate / (2 * self.bounds[side]) * distance
+        new = half @ factor @ half
+        return (new + new.T) / 2
+
+    @staticmethod
+    def turned(factor):
+        skew = factor.T - factor
+        if not skew.any():
+            return factor
+        skew = skew / np.abs(skew).max()
+        gain, curvature = np.trace(skew @ factor), np.trace(skew @ skew @ factor)
+        if gain <= 0:
+            return factor
+        angle = 1 / 8 / estimated_norm(skew)
+        if curvature < 0:
+            angle = min(angle, -gain / curvature)
+        return factor + angle * skew @ factor + angle**2 / 2 * skew @ skew @ factor
+
+
+def estimated_norm(matrix):
+    """The lower bound of the spectral norm, by power iteration with the implementation's probes."""
+    scale = np.abs(matrix).max()
+    if scale == 0:
+        return 0.0
+    matrix = matrix / scale
+    energy = (matrix**2).mean(axis=1)
+    row = energy.argmax()
+    probes = np.asarray(jax.random.normal(jax.random.key(0), (4, len(matrix))), np.float64)
+    vectors = (matrix[row] / np.sqrt(energy[row]) + probes) @ matrix
+    for _ in range(5):
+        vectors = vectors / np.abs(vectors).max() @ matrix
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True) @ matrix
+    found = np.linalg.norm(vectors, axis=1).max() * scale
+    exact = np.linalg.norm(matrix, 2) * scale
+    assert 0.7 * exact <= found <= exact * (1 + 1e-9)
+    return found
+
+
+def numpy_kron(array, *, rotates, steps=STEPS):
+    """The parameter after the steps of `noisy`, with the blocks of `KRON`."""
+    matrix = array.reshape(len(array), -1).astype(np.float64)
+    dense = [array.ndim > 1 and size <= KRON["max_size_dense"] for size in matrix.shape]
+    cuts = [
+        [slice(at, min(at + 16, size)) for at in range(0, size, 16)] if is_dense else [slice(size)]
+        for size, is_dense in zip(matrix.shape, dense, strict=True)
+    ]
+    grid = {
+        (i, j): NumpyKron(matrix[rows, columns].shape, dense, rotates=rotates)
+        for i, rows in enumerate(cuts[0])
+        for j, columns in enumerate(cuts[1])
+    }
+    p, momentum = matrix, np.zeros_like(matrix)
+    for i in range(steps):
+        g = numpy_gradient(p.reshape(array.shape), i).reshape(p.shape)
+        momentum = 0.95 * momentum + 0.05 * g
+        direction = momentum / (1 - 0.95 ** (i + 1))
+        for (row, column), block in grid.items():
+            at = cuts[0][row], cuts[1][column]
+            direction[at] = block.step(direction[at], i + 1, array.ndim == 1)
+        rms = np.sqrt((direction**2).mean())
+        p = p - 0.02 * (direction * 1.1 / max(rms, 1.1) / 5 + 0.1 * p)
+    return p.reshape(array.shape)
+
+
+@pytest.mark.parametrize("name", ["quad", "skew"])
+def test_quad_and_skew_match_their_formulas(name):
+    # The matrices have 2 blocks of 16 rows, one of them partly used, and a diagonal axis of 40.
+    def run(array):
+        return numpy_kron(array, rotates=name == "skew")
+
+    against(name, run, 2e-4, optimizer_kwargs=KRON)
+
+
+@pytest.mark.parametrize("name", ["quad", "skew"])
+def test_preconditioned_gradients_become_white(name):
+    # Gradients A N B with fixed A and B and white N: the factors invert A and B.
+    random = np.random.default_rng(0)
+    a, b = (random.normal(size=(8, 8)) + 3 * np.diag(10.0 ** np.arange(-2, 2, 0.5)) for _ in "ab")
+    kwargs = {"b1": 0.0, "lr_style": None}
+    arguments = SFTArguments(
+        optimizer=name, optimizer_kwargs=kwargs, learning_rate=1.0, weight_decay=0.0
+    )
+    tx = build_optimizer(arguments, build_schedule(arguments, 400))
+    tree = {"kernel": jnp.zeros((8, 8))}
+    state, found = tx.init(tree), []
+    update = jax.jit(tx.update)
+    for step in range(400):
+        grad = a @ random.normal(size=(8, 8)) @ b
+        updates, state = update({"kernel": jnp.asarray(grad, jnp.float32)}, state, tree)
+        found.append(np.asarray(updates["kernel"]) if step >= 300 else grad)
+    before, after = (
+        np.mean([g @ g.T for g in part], axis=0) for part in (found[:100], found[300:])
+    )
+    # The factors follow single gradients at a rate of 0.4 or more, so they fluctuate.
+    assert np.linalg.cond(after) < 10 < 1000 < np.linalg.cond(before)
+
+
+@pytest.mark.nightly
+def test_balanced_factors_have_the_same_product():
+    # Step 100 balances the factors, after which the parameters are still those of the formula.
+    array = single(1, "tall")[:10]
+    tree = {"kernel": nnx.Param(jnp.asarray(array), axes=("embed", "embed"))}
+    given = {"optimizer": "quad", "optimizer_kwargs": KRON, "weight_decay_rules": [["", 0.1]]}
+    steps = 101
+
+    def longer(p, step):
+        return 0.3 * jnp.asarray(noise(p.shape))[step.astype(int) % STEPS] + 0.1 * p
+
+    new, _ = trained(tree, steps=steps, gradient=longer, **given)
+    p = array.astype(np.float64)
+    block, momentum = NumpyKron(p.shape, [True, True], rotates=False), np.zeros_like(p)
+    for i in range(steps):
+        momentum = 0.95 * momentum + 0.05 * (0.3 * noise(p.shape)[i % STEPS] + 0.1 * p)
+        direction = block.step(momentum / (1 - 0.95 ** (i + 1)), i + 1, False)
+        rms = np.sqrt((direction**2).mean())
+        p = p - 0.02 * (direction * 1.1 / max(rms, 1.1) / 5 + 0.1 * p)
+    assert worst(np.asarray(new["kernel"][...]), p, array) <= 2e-3
+
+
 # --- eight bits ---
 
 

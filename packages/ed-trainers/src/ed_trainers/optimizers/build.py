@@ -13,6 +13,7 @@ import optax
 from ed_trainers.optimizers.eight_bit import SMALLEST, eight_bit
 from ed_trainers.optimizers.ema import with_ema
 from ed_trainers.optimizers.groups import ParamTree, learning_rate_factors, weight_decays
+from ed_trainers.optimizers.kron import scale_by_kron
 from ed_trainers.optimizers.mars import scale_by_mars
 from ed_trainers.optimizers.masters import in_parameter_dtype, with_masters
 from ed_trainers.optimizers.muon import matrices, scale_by_muon
@@ -22,9 +23,12 @@ from ed_trainers.optimizers.schedules import Schedule
 from ed_trainers.optimizers.skip import skip_bad_steps
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import (
+    KronSettings,
     MarsSettings,
     MuonSettings,
+    QuadSettings,
     ScheduleFreeAdamWSettings,
+    SkewSettings,
     optimizer_settings,
 )
 
@@ -136,6 +140,11 @@ def _mars(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
     )
 
 
+def _kron(kind: type[KronSettings], settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    del mu_dtype
+    return per_array(scale_by_kron(kind(**settings)))
+
+
 def _schedule_free_adamw(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
     del mu_dtype
     return optax.scale_by_rms(
@@ -153,6 +162,8 @@ DIRECTIONS: dict[str, Callable[[dict[str, Any], str | None], Direction]] = {
     "rmsprop": _rmsprop,
     "sgd": _sgd,
     "mars": _mars,
+    "quad": partial(_kron, QuadSettings),
+    "skew": partial(_kron, SkewSettings),
     "schedule_free_adamw": _schedule_free_adamw,
 }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import did_you_mean
-from ed_infra.options import Count, Options, Positive
+from ed_infra.options import Count, NotNegative, Options, Positive
 from pydantic import Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -104,6 +104,47 @@ class MarsSettings(Options):
     adam_eps: Positive = 1e-8
 
 
+class KronSettings(Options):
+    """Settings of quad and skew in `optimizer_kwargs`."""
+
+    EQUIVALENT: ClassVar[dict[str, str]] = {
+        "scanned_layers": "omit it: the arrays of single layers are found",
+        "pipeline_axis_name": "omit it: the mesh places the state",
+        "pipeline_axis_size": "omit it: the mesh places the state",
+        "params_partition_specs": "omit it: the mesh places the state",
+        "weight_decay": "trainer.weight_decay",
+        "weight_decay_mask": "trainer.weight_decay_rules",
+    }
+
+    lr_style: Literal["adam"] | None = "adam"
+    """`adam`: divide the update by 5, so that learning rates of Adam fit; None: the root of the
+    mean square of an update is about 1."""
+    b1: FractionBelowOne = 0.95
+    """Decay of the momentum that is preconditioned."""
+    normalize_grads: Flag = False
+    """Divide the momentum of each array by its norm."""
+    max_size_dense: Count = 16384
+    """Longest axis of a matrix with dense factors; longer axes have diagonal factors."""
+    block_size: Count = 256
+    """Rows and columns of the blocks of a matrix. Each block has two factors."""
+    preconditioner_lr: Positive = 0.7
+    """Learning rate of the factors; it decays slowly to 0.4."""
+    preconditioner_init_scale: Positive = 1.0
+    """First factors: this multiple of the identity."""
+    noise_scale: NotNegative = 1e-9
+    """Standard deviation of the noise on the gradients that the factors see."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the stored momentum and factors."""
+
+
+class QuadSettings(KronSettings):
+    """Settings of quad in `optimizer_kwargs`."""
+
+
+class SkewSettings(KronSettings):
+    """Settings of skew in `optimizer_kwargs`."""
+
+
 class ScheduleFreeAdamWSettings(Options):
     """Settings of schedule_free_adamw in `optimizer_kwargs`."""
 
@@ -143,6 +184,8 @@ OPTIMIZERS: dict[str, type[Options]] = {
     "rmsprop": RmspropSettings,
     "sgd": SgdSettings,
     "mars": MarsSettings,
+    "quad": QuadSettings,
+    "skew": SkewSettings,
     "schedule_free_adamw": ScheduleFreeAdamWSettings,
 }
 
