@@ -154,3 +154,21 @@ def test_logits_exist_for_a_chunk_of_a_device_alone(toy, dims):
     # D rows are the head and its gradient.
     rows = {np.prod(shape) // (V // tp) for shape in wide if D not in shape}
     assert max(rows) <= 4, rows
+
+
+@pytest.mark.daily("(1, 8, 1, 1, 1)")
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_bfloat16_gradients_on_cpus_equal_those_of_one_device(toy, dims):
+    # XLA on CPUs aborts the process if it sums bfloat16 gradients over devices.
+    def gradients(dims):
+        parts, tokens = place(dims, toy)
+        narrow = ("hidden", "matrix", "bias")
+        parts |= {name: parts[name].astype(jnp.bfloat16) for name in narrow}
+        return outcome(parts, tokens, None)[1]
+
+    for found, wanted in zip(gradients(dims), gradients((1, 1, 1, 1, 1)), strict=True):
+        assert found.dtype == jnp.bfloat16
+        # Each device rounds its logits; the sums over devices are float32.
+        largest = np.abs(wanted.astype(np.float32)).max()
+        difference = np.abs(found.astype(np.float32) - wanted.astype(np.float32)).max()
+        assert difference <= 2**-7 * largest

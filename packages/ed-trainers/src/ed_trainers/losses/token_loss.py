@@ -99,15 +99,44 @@ def by_device(
     axes = _axes(sharding.spec)
     if not axes:
         return local
-    split = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=inputs,
-        out_specs=out,
-        axis_names=set(axes),
-        check_vma=False,
-    )
-    return jax.jit(split, inline=True)  # outside of any jit, jax refuses axes that are left out
+
+    def run(*arguments: object) -> T:
+        # XLA on CPUs aborts the process when such a program sums bfloat16 over devices, as the
+        # gradient of an argument that every device has whole: there the sum is in float32.
+        whole = [spec == PartitionSpec() and _on_cpu(sharding) for spec in inputs]
+        dtypes = [jax.tree.map(lambda x: x.dtype, argument) for argument in arguments]
+
+        def narrow(*wide: object) -> T:
+            return local(*(jax.tree.map(_as, *pair) for pair in zip(wide, dtypes, strict=True)))
+
+        split = jax.shard_map(
+            narrow if any(whole) else local,
+            mesh=sharding.mesh,
+            in_specs=inputs,
+            out_specs=out,
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        wide = [
+            jax.tree.map(_at_least_float32, argument) if is_whole else argument
+            for argument, is_whole in zip(arguments, whole, strict=True)
+        ]
+        return split(*wide)
+
+    return jax.jit(run, inline=True)  # outside of any jit, jax refuses axes that are left out
+
+
+def _on_cpu(sharding: NamedSharding) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"
+
+
+def _as(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _at_least_float32(array: jax.Array) -> jax.Array:
+    narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+    return array.astype(jnp.float32) if narrow else array
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
