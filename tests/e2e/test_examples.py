@@ -47,6 +47,7 @@ LEARNED = {
     "grpo": ("eval_reward", 0.9, 1),
     "gspo": ("eval_reward", 0.9, 1),
     "gfpo": ("eval_reward", 0.9, 1),
+    "sdpo": ("eval_reward", 0.8, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),
     "ppo": ("eval_reward", 0.6, 1),

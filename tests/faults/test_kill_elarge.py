@@ -111,6 +111,10 @@ trainer:
 #: Method -> the part of its run file that differs from `RUN`; ppo also restores a value head.
 ONLINE = {
     "grpo": SAMPLED,
+    "gfpo": SAMPLED.replace("grpo\n", "gfpo\n  num_remains_in_group: 2\n").replace(
+        "num_return_sequences: 2", "num_return_sequences: 3"
+    ),
+    "sdpo": SAMPLED.replace("grpo\n", "sdpo\n  max_reprompt_len: 32\n"),
     "ppo": SAMPLED.replace("grpo", "ppo").replace("  num_return_sequences: 2\n", ""),
 }
 
@@ -177,7 +181,9 @@ def a_checkpoint_is_being_written(folder):
     )
 
 
-@pytest.fixture(scope="module", params=["new", "quantized", "masked", *FROM_EXAMPLES, "grpo"])
+@pytest.fixture(
+    scope="module", params=["new", "quantized", "masked", *FROM_EXAMPLES, "grpo", "gfpo", "sdpo"]
+)
 def run(request, tmp_path_factory):
     """Return a run file, and the record of an uninterrupted run."""
     folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN

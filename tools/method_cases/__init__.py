@@ -9,6 +9,7 @@ from tools.method_cases import (
     policies,
     preference,
     scores,
+    self_distillation,
     similarity,
     speech,
     supervised,
@@ -27,5 +28,6 @@ CASES: dict[str, Case] = {
     **encoder_decoders.CASES,
     **speech.CASES,
     **groups.CASES,
+    **self_distillation.CASES,
     **policies.CASES,
 }

@@ -34,11 +34,37 @@ class Batch(NamedTuple):
     fields: dict[str, list]
 
 
+class Written(NamedTuple):
+    """A batch of prompts that are texts; each word of a text is a token."""
+
+    input_ids: list[list[int]]
+    fields: dict[str, list]
+
+    @property
+    def prompts(self):
+        return [Words().decode(ids, True) for ids in self.input_ids]
+
+    def with_prompt(self, number, prompt):
+        return Words()(prompt)["input_ids"]
+
+
+class Words:
+    """A tokenizer of numbers; other words have tokens too."""
+
+    eos_token_id = END
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [int(w) if w.isdigit() else 3 + len(w) % 29 for w in text.split()]}
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
 class Prompts:
     """Prompts of one to three tokens, a pure function of the step."""
 
-    def __init__(self, count, generations=4, seed=0):
-        self.count, self.seed, self.steps_per_epoch = count, seed, generations
+    def __init__(self, count, generations=4, seed=0, batch=Batch):
+        self.count, self.seed, self.steps_per_epoch, self.batch = count, seed, generations, batch
         self.fingerprint = f"prompts-{count}-{seed}"
         self.asked = []
 
@@ -46,7 +72,7 @@ class Prompts:
         self.asked.append(step)
         random = np.random.default_rng((self.seed, step))
         ids = [random.integers(3, 32, random.integers(1, 4)).tolist() for _ in range(self.count)]
-        return Batch(ids, {"wanted": [(own[-1] * 5 + 3) % 32 for own in ids]})
+        return self.batch(ids, {"wanted": [(own[-1] * 5 + 3) % 32 for own in ids]})
 
 
 class ToyRollout:
@@ -128,17 +154,21 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
     held_out = given.pop("eval_dataset", None)
     more = {"total_batch_size": rows, "save_directory": str(directory)}
     scored = {"reward_functions": rewards} if rewards else {}
+    # Prompts of `sdpo` are texts, because the method writes longer ones.
+    written = {"batch": Written} if method == "sdpo" else {}
     arguments = arguments_class(method)(**{**OPTIONS, **more, **given})
-    return trainer_class(method)(
+    trainer = trainer_class(method)(
         arguments,
         model,
-        Prompts(arguments.loader_batch_size, generations),
+        Prompts(arguments.loader_batch_size, generations, **written),
         held_out,
         rollout=ToyRollout(),
         frozen=frozen,
         callbacks=callbacks,
         **scored,
     )
+    trainer.method.tokenizer = Words() if written else None
+    return trainer
 
 
 def one_step(method, model, accumulation=1, **given):

@@ -33,6 +33,12 @@ GIVEN = {
     "gfpo": {"num_iterations": 2, "beta": 0.1, "num_remains_in_group": 2},
     "on_policy_distillation": {"rewards": ()},
     "sparse_distillation": {"rewards": (), "loss_top_k": 5},
+    "sdpo": {
+        "success_reward_threshold": 0.5,
+        "distillation_weight": 0.5,
+        "distillation_mode": "full_logits",
+        "num_iterations": 2,
+    },
     "rloo": {"beta": 0.1},
     "rlvr": {"num_iterations": 2, "beta": 0.1},
     "ppo": {"num_iterations": 2, "beta": 0.1},

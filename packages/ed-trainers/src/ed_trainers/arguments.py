@@ -49,6 +49,7 @@ from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.roles import REFERENCE, REWARD, ROLES, TEACHER, Role
 from ed_trainers.options.scores import PRMArguments, RewardArguments
+from ed_trainers.options.sdpo import SDPOArguments
 from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 from ed_trainers.options.span_corruption import SpanCorruptionArguments
 from ed_trainers.options.transcripts import TranscriptArguments
@@ -221,6 +222,7 @@ _SHIPPED: dict[str, MethodEntry] = {
     "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
     "gspo": _online(GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD),
     "gfpo": _online(GFPOArguments, "ed_trainers.methods.gfpo:GFPOTrainer", REFERENCE, REWARD),
+    "sdpo": _online(SDPOArguments, "ed_trainers.methods.sdpo:SDPOTrainer", REFERENCE, REWARD),
     "rloo": _online(RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD),
     "rlvr": _online(RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD),
     "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE, REWARD),

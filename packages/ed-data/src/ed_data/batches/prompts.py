@@ -56,6 +56,7 @@ class Prompts:
     fields: dict[str, list[Any]]
     sources: list[str]
     _answered: Callable[[int, list[Content]], list[list[int]]] = field(repr=False, compare=False)
+    _asked: Callable[[int, Content], list[int]] = field(repr=False, compare=False)
 
     def with_answers(self, number: int, answers: Sequence[Content]) -> list[list[int]]:
         """Return the tokens of a prompt with each answer, encoded like rows for training.
@@ -70,6 +71,15 @@ class Prompts:
             The tokens of each document, including its end token.
         """
         return self._answered(number, list(answers))
+
+    def with_prompt(self, number: int, prompt: Content) -> list[int]:
+        """Return the tokens of another prompt for a row, encoded like the prompts of the batch.
+
+        Args:
+            number: number of the replaced prompt in the batch.
+            prompt: text, chat or ids.
+        """
+        return self._asked(number, prompt)
 
 
 class _Source(NamedTuple):
@@ -154,12 +164,17 @@ class PromptLoader:
             encoder = replace(self._encoder, schema=COMPLETION)
             return [ids.tolist() for ids in encoder.encode(documents, labels[number]).tokens]
 
+        def asked(number: int, prompt: Content) -> list[int]:
+            example = replace(examples[number], fields={"prompt": prompt})
+            return encode([example], labels[number])[0]
+
         return Prompts(
             [example.content for example in examples],
             [encode([e], label)[0] for e, label in zip(examples, labels, strict=True)],
             fields,
             labels,
             answered,
+            asked,
         )
 
     def close(self) -> None:

@@ -18,12 +18,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.outputs import Metric
+from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
-from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
+from ed_trainers.losses.policy import Policy, clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import (
@@ -217,8 +217,14 @@ def loss(
     run: MethodRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> Loss:
     """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
-    arguments, weights = run.arguments, batch["weights"]
-    output, policy = policy_of(run, models.learner, batch, key)
+    return policy_loss(run.arguments, batch, *policy_of(run, models.learner, batch, key))
+
+
+def policy_loss(
+    arguments: GRPOArguments, batch: Batch, output: CausalLMOutput, policy: Policy
+) -> Loss:
+    """Return the loss of rows from the learner's output and figures of their tokens."""
+    weights = batch["weights"]
     tokens = jnp.sum(weights, axis=-1)
     advantages = batch["advantages"][:, None]
     lower, upper = 1 - arguments.epsilon, 1 + arguments.upper
@@ -255,7 +261,7 @@ def loss(
     if kl is not None:
         losses = losses + arguments.beta * kl
     sums = jnp.sum(losses * weights, axis=-1)
-    return Loss.of(output, *_whole(run.arguments, sums, tokens, batch), **metrics)
+    return Loss.of(output, *_whole(arguments, sums, tokens, batch), **metrics)
 
 
 def _whole(

@@ -26,7 +26,8 @@ class PromptRows(Protocol):
     """A batch of prompts, as `build_prompts` of ed-data yields them.
 
     Optional attributes: `prompts`, the prompts as written; `fields`, by name one value per prompt
-    for reward functions; `with_answers(number, answers)`, which encodes a prompt of the batch with
+    for reward functions; `with_prompt(number, prompt)`, which encodes another prompt for a row of
+    the batch; `with_answers(number, answers)`, which encodes a prompt of the batch with
     answers in the way in which rows for training are encoded, for a reward model.
     """
 
@@ -50,6 +51,8 @@ class Completions:
         fields: fields of the rows of data, by name.
         documents: returns the tokens of each prompt with its completion, encoded like rows for
             training; None if the batch of prompts cannot encode answers.
+        encode: returns the tokens of another prompt for the row of a completion, encoded like the
+            prompts; None if the batch of prompts cannot encode prompts.
     """
 
     prompts: list[PromptContent]
@@ -60,6 +63,7 @@ class Completions:
     ended: list[bool]
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
     documents: Callable[[], list[list[int]]] | None = None
+    encode: Callable[[int, PromptContent], list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -70,7 +74,7 @@ class Completions:
         def some(values: Sequence[Any]) -> list[Any]:
             return [values[number] for number in numbers]
 
-        whole = self.documents
+        whole, encode = self.documents, self.encode
         return Completions(
             prompts=some(self.prompts),
             prompt_ids=some(self.prompt_ids),
@@ -80,6 +84,7 @@ class Completions:
             ended=some(self.ended),
             fields={name: some(values) for name, values in self.fields.items()},
             documents=None if whole is None else lambda: some(whole()),
+            encode=None if encode is None else lambda row, ask: encode(numbers[row], ask),
         )
 
     def rows(self, length: int) -> Prepared:
@@ -193,6 +198,7 @@ def completions_of(
         groups = [completions[at : at + copies] for at in range(0, len(completions), copies)]
         return [ids for number, group in enumerate(groups) for ids in encode(number, group)]
 
+    asked: Callable[[int, PromptContent], list[int]] | None = getattr(batch, "with_prompt", None)
     return Completions(
         prompts=repeated(written),
         prompt_ids=repeated(prompt_ids),
@@ -202,6 +208,7 @@ def completions_of(
         ended=[one.ended for one in sampled],
         fields={name: repeated(values) for name, values in fields.items()},
         documents=documents if encode is not None and decode is not None else None,
+        encode=None if asked is None else lambda row, prompt: asked(row // copies, prompt),
     )
 
 
