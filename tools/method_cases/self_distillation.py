@@ -127,7 +127,8 @@ def theirs(options: dict[str, Any]) -> harness.Outcome:
     def padded(rows: list[list[int]], side: str) -> tuple[Any, Any]:
         ids = [torch.tensor(row) for row in rows]
         ones = [torch.ones_like(row) for row in ids]
-        return tuple(pad(x, padding_value=0, padding_side=side) for x in (ids, ones))
+        first, second = (pad(x, padding_value=0, padding_side=side) for x in (ids, ones))
+        return first, second
 
     prompt_ids, prompt_mask = padded(given.prompt_ids, "left")
     completion_ids, completion_mask = padded(given.completion_ids, "right")

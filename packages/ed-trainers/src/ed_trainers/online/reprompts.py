@@ -164,7 +164,7 @@ def _encoded(
 ) -> list[int]:
     if completions.encode is not None:
         return list(completions.encode(row, prompt))
-    if isinstance(prompt, str) and callable(tokenizer):
+    if isinstance(prompt, str) and tokenizer is not None:
         return list(tokenizer(prompt)["input_ids"])
     raise ConfigError(
         "sdpo writes prompts for the teacher: pass a loader of ed_data.build_prompts, or a "

@@ -127,7 +127,9 @@ def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
         if grad.ndim > 1:
             left, right = _balanced(left, right, count % _BALANCE_EVERY == 0)
         blocks = _blocks(direction.reshape(sum(rows.used), sum(columns.used)), rows, columns)
-        sizes = np.meshgrid(np.float32(rows.used), np.float32(columns.used), indexing="ij")
+        sizes = np.meshgrid(
+            *(np.asarray(axis.used, np.float32) for axis in (rows, columns)), indexing="ij"
+        )
         over_grid = jax.vmap(jax.vmap(of_block))
         white, left, right, left_bound, right_bound = over_grid(
             blocks, left, right, state.left_bound, state.right_bound, *map(jnp.asarray, sizes)
@@ -137,8 +139,9 @@ def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
         found = found * (_LARGEST_RMS / jnp.maximum(rms, _LARGEST_RMS))
         if settings.lr_style == "adam":
             found = found / _ADAM_RMS
-        stored = (x.astype(settings.dtype) for x in (mean, left, right))
-        return found.astype(grad.dtype), KronState(count, *stored, left_bound, right_bound)
+        mean, left, right = (x.astype(settings.dtype) for x in (mean, left, right))
+        state = KronState(count, mean, left, right, left_bound, right_bound)
+        return found.astype(grad.dtype), state
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
