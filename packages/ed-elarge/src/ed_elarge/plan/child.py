@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ed_infra.errors import ConfigError
@@ -17,7 +18,13 @@ from ed_elarge.config.run_config import RunConfig
 
 
 def ask(
-    run: RunConfig, question: str, *, devices: int, time_limit: float, **details: Any
+    run: RunConfig,
+    question: str,
+    *,
+    devices: int,
+    time_limit: float,
+    sections: Mapping[str, Any] | None = None,
+    **details: Any,
 ) -> dict[str, Any]:
     """Return the answer of a child process.
 
@@ -26,13 +33,15 @@ def ask(
         question: a key of `ed_elarge.plan.answers.ANSWERS`.
         devices: number of simulated devices.
         time_limit: seconds, after which the child is killed.
+        sections: sections that replace those of the run.
         details: further values of the request.
 
     Raises:
         ConfigError: the child failed, or exceeded the time limit.
     """
+    values = {**run.to_dict(), **(sections or {})}
     request = json.dumps(
-        {"question": question, "name": run.document.name, "run": run.to_dict(), **details},
+        {"question": question, "name": run.document.name, "run": values, **details},
         default=str,
     )
     flags = os.environ.get("XLA_FLAGS", "").split()

@@ -117,7 +117,15 @@ def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict
         return json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
         pass
-    found = child.ask(run, "shapes", devices=1, time_limit=time_limit, vocab=config["vocab_size"])
+    names = run.sharding.axis_names
+    found = child.ask(
+        run,
+        "shapes",
+        devices=1,
+        time_limit=time_limit,
+        sections={"sharding": {"axis_dims": [1] * len(names), "axis_names": list(names)}},
+        vocab=config["vocab_size"],
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found), "utf-8")
