@@ -155,7 +155,7 @@ def _state(parts: Any, tx: Any) -> Any:
 
     graphdef, graphstate, graphother = parts
     everywhere = replicated(jax.tree.leaves(graphstate)[0].sharding)
-    step = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+    step: Any = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
     return EasyDeLState(step, graphstate, graphother, None, graphdef, tx).abstract(tx)
 
 
