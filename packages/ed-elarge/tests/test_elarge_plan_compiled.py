@@ -76,6 +76,10 @@ CASES: dict[str, Case] = {
     "lion": {"optimizer": "lion"},
     "sgd": {"optimizer": "sgd"},
     "qwen3": {"model_type": "qwen3"},
+    "adapters": {**SMALL_HEAD, "lora": 8},
+    "adapters, all kept": {**SMALL_HEAD, "lora": 8, "remat": ""},
+    "experts": {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 1024},
+    "16 experts": {"model_type": "mixtral", "num_local_experts": 16, "vocab_size": 1024},
 }
 
 

@@ -23,6 +23,7 @@ class LayerValues:
         gated: whether the feed-forward layer has a gate.
         heads: number of query heads.
         normed: whether queries and keys have norms.
+        experts: number of experts that a token uses; 0 = no layer has experts.
     """
 
     d: float
@@ -32,6 +33,7 @@ class LayerValues:
     gated: bool
     heads: float
     normed: bool = False
+    experts: int = 0
 
     @classmethod
     def of(cls, shapes: ModelShapes, mesh: PlanMesh) -> LayerValues:
@@ -50,6 +52,9 @@ class LayerValues:
             gated=gated,
             heads=shapes.heads / ways["q"],
             normed=any(".q_norm." in tensor.name for tensor in shapes.tensors),
+            experts=int(shapes.config.get("num_experts_per_tok") or 1)
+            if any(tensor.axes[:1] == ("expert",) for tensor in shapes.tensors)
+            else 0,
         )
 
     def kept(self, policy: str, targets: tuple[str, ...]) -> float:

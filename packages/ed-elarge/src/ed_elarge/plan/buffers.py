@@ -22,6 +22,7 @@ class Buffers:
         d, f, q, kv: values of a token in the backward pass of a layer whose values are all kept.
         redone_f: further values of the feed-forward layer if a policy recomputes them.
         weights: gathered copies of the weights of a layer.
+        experts: copies of the experts of a layer that a device holds.
         tables: copies of the head's size (float32) that exist while the layers run backward.
         softmax: copies of the logits of a chunk.
         sums: copies of the head's gradient while the loss adds those of several chunks.
@@ -35,18 +36,27 @@ class Buffers:
     kv: float
     redone_f: float
     weights: float
+    experts: float
     tables: float
     softmax: float
     sums: float
     streams: tuple[float, float]
     casts: bool
 
-    def of_layer(self, values: LayerValues, policy: str) -> float:
-        """Return the values of a token in the backward pass of one layer."""
+    def of_layer(self, values: LayerValues, policy: str, *, adapted: bool) -> float:
+        """Return the values of a token in the backward pass of one layer.
+
+        Args:
+            values: sizes of the layer.
+            policy: `gradient_checkpointing`.
+            adapted: whether the layer has adapters, whose products are added to those of the layer.
+        """
         keeps = policy in ("", "everything_saveable") or "dots" in policy
-        f = self.f if keeps else self.f + self.redone_f
+        f = self.f + adapted + (0 if keeps else self.redone_f + adapted)
         # Products that are kept save one copy of the stream.
-        d = self.d - 1 if "dots" in policy else self.d
+        d = self.d + adapted - ("dots" in policy)
+        # Each token has a row for every expert that the token uses.
+        d += 3 * values.experts
         q, kv = (self.q + 2, self.kv + 2) if values.normed else (self.q, self.kv)
         return d * values.d + f * values.f + q * values.q + kv * values.kv
 
@@ -87,6 +97,7 @@ CPU = Buffers(
     kv=4,
     redone_f=3,
     weights=0.75,
+    experts=2.5,
     tables=2,
     softmax=2,
     sums=3,
@@ -101,6 +112,7 @@ ACCELERATOR = Buffers(
     kv=4,
     redone_f=3,
     weights=0.75,
+    experts=2.5,
     tables=1,
     softmax=1,
     sums=1,

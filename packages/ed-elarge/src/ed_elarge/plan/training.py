@@ -87,11 +87,12 @@ def step(
         trained=settings.lora is None,
         several=tokens > chunk,
     )
-    inner = buffers.of_layer(values, settings.remat) * tokens * size
+    inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
     # The gradients of one microbatch exist beside the sums of all.
     tables = buffers.tables + (2 if settings.accumulation > 1 else 0)
     copies = tables * 4 * table if settings.lora is None else 0
     layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
+    layer += buffers.experts * size * _experts(shapes.tensors, mesh)
     moment = "loss" if loss >= layer else "layer"
     parts["logits and head"] = int(loss) if moment == "loss" else 0
     parts["layer buffers"] = int(layer) if moment == "layer" else 0
@@ -121,3 +122,8 @@ def _largest_layer(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
         for t in tensors
         if ".layers." in t.name and mesh.gathered(t) * t.layers > mesh.shard(t)
     )
+
+
+def _experts(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
+    """Return the values of one layer's experts on a device."""
+    return sum(mesh.shard(t) // t.layers for t in tensors if t.axes[:1] == ("expert",))
