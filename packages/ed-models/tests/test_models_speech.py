@@ -330,7 +330,7 @@ def test_warped_path_equals_transformers() -> None:
     rng = np.random.default_rng(0)
     for n, t in ((1, 1), (1, 5), (4, 1), (7, 11), (12, 5), (20, 50)):
         costs = rng.normal(size=(n, t))
-        for matrix in (costs, np.round(costs), np.full((n, t), np.nan)):  # also with ties
+        for matrix in (costs, np.round(costs)):  # without and with ties
             np.testing.assert_array_equal(warped(matrix), _dynamic_time_warping(matrix))
     costs = rng.normal(size=(9, 30))
     rows, columns = warped(costs)

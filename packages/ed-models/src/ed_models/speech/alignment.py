@@ -143,8 +143,10 @@ class TokenAligner:
         if not len(read) or count < 1:
             return np.zeros(len(tokens))
         weights = self.weights(outputs, prefix, read)[:, :, :count]
-        with np.errstate(invalid="ignore", divide="ignore"):  # one token has no deviation
-            normal = (weights - weights.mean(-2, keepdims=True)) / weights.std(-2, keepdims=True)
+        spread = weights.std(-2, keepdims=True)
+        # A position with equal weights of all tokens decides nothing. `transformers` divides by 0.
+        spread = np.where(spread > 0, spread, np.inf)
+        normal = (weights - weights.mean(-2, keepdims=True)) / spread
         matrix = median_filter(normal, self.filter_width).mean(axis=0)
         text, places = warped(-matrix.astype(np.float64))
         found = places[np.diff(text, prepend=-1) > 0] * SECONDS
@@ -186,8 +188,7 @@ def warped(
         both, down, right = cost[i - 1, j - 1], cost[i - 1, j], cost[i, j - 1]
         kind = np.where((down < both) & (down < right), 1, 2)
         kind = np.where((both < down) & (both < right), 0, kind)
-        with np.errstate(invalid="ignore"):  # costs may be NaN, as in `transformers`
-            cost[i, j] = matrix[i - 1, j - 1] + np.choose(kind, (both, down, right))
+        cost[i, j] = matrix[i - 1, j - 1] + np.choose(kind, (both, down, right))
         step[i, j] = kind
     step[0, :], step[:, 0] = 2, 1
     rows, columns, i, j = [], [], n, t
