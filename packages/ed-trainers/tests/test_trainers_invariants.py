@@ -37,6 +37,7 @@ GIVEN = {
         "success_reward_threshold": 0.5,
         "distillation_weight": 0.5,
         "distillation_mode": "full_logits",
+        "beta": 0.1,
         "num_iterations": 2,
     },
     "rloo": {"beta": 0.1},
