@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,37 @@ def engine_of(folder: Path) -> Iterator[Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with eSurge(model, tokenizer, silent_mode=True, **options) as engine:
         yield engine
+
+
+@pytest.mark.nightly
+def test_chat_answers_like_the_engine_until_the_input_ends(
+    quickstart_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ed_esurge import SamplingParams
+
+    flags = ["--max-model-len", "64", "--page-size", "16", "--no-compile-runner"]
+    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    messages: list[dict[str, str]] = []
+    with engine_of(quickstart_model) as engine:
+        for text in ("The", "A class"):
+            messages.append({"role": "user", "content": text})
+            answer = engine.chat(messages, greedy).outputs[0].text
+            messages.append({"role": "assistant", "content": answer})
+    expected = [message["content"] for message in messages[1::2]]
+    lines = iter(["The", "/nothing", "", "A class"])
+
+    def read(prompt: str = "") -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", read)
+    words = ["chat", str(quickstart_model), "--temperature", "0", "--max-tokens", "6", *flags]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "".join(f"{text}\n" for text in expected)
+    assert "no such command: /nothing" in done.stderr
 
 
 def test_chat_without_a_model_fails_with_a_usage_message() -> None:
