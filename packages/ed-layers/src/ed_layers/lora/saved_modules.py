@@ -7,6 +7,7 @@ Such a module keeps its class and the names of its parameters. Each parameter is
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from flax import nnx
 
@@ -42,7 +43,8 @@ def with_copies(module: nnx.Module, key: jax.Array | None = None) -> nnx.Module:
         value, axes = variable.get_value(), variable.get_metadata().get("axes")
         plain = value.dense() if isinstance(value, QArray) else value
         setattr(module, BASE + name, OriginalParam(value, kind=type(variable), axes=axes))
-        setattr(module, name, SavedParam(plain, axes=axes))
+        # A training step donates the buffers of the trained copy, so the base needs its own.
+        setattr(module, name, SavedParam(jax.tree.map(jnp.copy, plain), axes=axes))
     return module
 
 
