@@ -384,7 +384,7 @@ def test_unknown_module_to_save_is_an_error_at_its_key(
         },
         "trainer": {"trainer_type": "sequence_classification", "label_names": ["x", "y"]},
     }
-    assert train(tmp_path, sections, ["train"]) == 1
+    assert train(tmp_path, sections, ["train"]) == 2
     errors = capsys.readouterr().err
     assert "lora.modules_to_save" in errors
     assert "no module 'clasifier'; did you mean 'classifier'" in errors
