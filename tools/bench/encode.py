@@ -61,6 +61,7 @@ class Ours:
 
     def __init__(self, directory: Path, quantized: str | None = None):
         import jax
+        from ed_layers.packing import pack
         from ed_models import AutoEasyDeLModelForEmbedding
         from flax import nnx
 
@@ -72,7 +73,8 @@ class Ours:
         )
         if quantized is not None:
             model = model.quantize([("layers", {"dtype": quantized})])
-        graphdef, self.state = nnx.split(model)
+        # The engine packs the matrices of an encoder in the same way.
+        graphdef, self.state = nnx.split(pack(model))
         self.run = jax.jit(lambda state, ids: nnx.merge(graphdef, state)(ids).embeddings)
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:

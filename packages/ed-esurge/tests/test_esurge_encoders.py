@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import jax
 import numpy as np
 import pytest
 from ed_esurge import PoolingParams, SamplingParams, eSurge
@@ -9,6 +13,8 @@ from ed_esurge.core.plan import PlanRow
 from ed_esurge.runner.encoder_runner import grouped
 from ed_infra import registry
 from ed_infra.errors import ConfigError
+from ed_layers.native import library
+from flax import nnx
 
 FIELDS = {
     "vocab_size": 100,
@@ -94,3 +100,46 @@ def test_long_prompt_does_not_pad_the_short_prompts_of_its_step():
     assert padded == 512 + 16 * 16 + 2 * 64 + 32  # a batch of 15 x 512 would have 8192 tokens
     many = list(grouped([rows[1]] * 37, (1, 4, 16), (16,)))
     assert [(len(taken), seqs) for taken, seqs, _ in many] == [(16, 16), (16, 16), (4, 4), (1, 1)]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(library.level() is None, reason="not built: python -m ed_layers.native build")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_packed_matrices_serve_given_and_new_weights(quantized, monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, "1")
+    config = registry.get_config("bert")(**{**FIELDS, "hidden_size": 128})
+    models = [registry.get_module("embedding", "bert").create(config, seed=n) for n in (1, 2)]
+    if quantized:
+        models = [m.quantize([("layers", {"dtype": "w8a8"})]) for m in models]
+    engine = eSurge(models[0], **OPTIONS)
+    weights = engine.loop.runner.weights
+    assert {leaf.shape for leaf in weights.leaves} & {(2, 128, 64), (2, 32, 64, 4)}
+    raw = PoolingParams(normalize=False)
+    for number in (0, 1, 0):
+        if number:
+            engine.update_model_weights(models[number])
+        else:
+            weights.replace(models[number], copy=False)
+        weights.to_host(), weights.from_host()
+        for prompt, output in zip(PROMPTS, engine.embed(PROMPTS, raw), strict=True):
+            alone = models[number](np.array([prompt])).embeddings[0]
+            np.testing.assert_allclose(output.pooled, alone, atol=1e-2 if quantized else 2e-5)
+    small = registry.get_module("embedding", "bert").create(config.replace(vocab_size=90), seed=0)
+    with pytest.raises(ConfigError, match="new weight"):
+        engine.update_model_weights(small)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(library.level() is None, reason="not built: python -m ed_layers.native build")
+def test_engine_keeps_no_plain_copy_of_packed_matrices(monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, "1")
+    config = registry.get_config("bert")(**{**FIELDS, "hidden_size": 128})
+    model = registry.get_module("embedding", "bert").create(config, seed=1)
+    model = model.to_layout("leaves")
+    leaves = jax.tree.leaves(nnx.state(model))
+    matrices = [weakref.ref(leaf) for leaf in leaves if leaf.shape == (128, 128)]
+    engine = eSurge(model, **OPTIONS)
+    del model, leaves
+    gc.collect()
+    assert len(matrices) >= 8 and [matrix() for matrix in matrices] == [None] * len(matrices)
+    assert len(engine.embed(PROMPTS)) == len(PROMPTS)

@@ -36,7 +36,7 @@ bool finite(const std::vector<float>& numbers) {
 // One product of a random shape and format.
 bool product(const ed::Level& level) {
   ed::Product p{};
-  int64_t groups = draw(1, 4), outputs = draw(1, 200);
+  int64_t groups = draw(1, 4), outputs = draw(0, 2) ? draw(1, 200) : ed::kTile * draw(1, 3);
   p.group = draw(0, 1) ? 2 * draw(1, 150) : 16 << draw(0, 3), p.inputs = groups * p.group, p.rows = draw(1, 20);
   p.outputs = outputs, p.transposed = draw(0, 1);
   p.format = static_cast<ed::Format>(draw(0, 4));
@@ -58,6 +58,9 @@ bool product(const ed::Level& level) {
   bool codes = p.format >= ed::Format::kInt8;
   if (codes && p.format != ed::Format::kFp8 && draw(0, 1)) p.zero.data = zero.data();
   bool whole = (p.format == ed::Format::kInt8 || p.format == ed::Format::kFourBits) && draw(0, 1);
+  p.in_panels = !p.transposed && outputs % ed::kTile == 0 &&
+                (p.format == ed::Format::kFloat32 ||
+                 (p.format == ed::Format::kInt8 && whole && p.group % 4 == 0));
   std::vector<int8_t> numbers;
   std::vector<int32_t> sums;
   std::vector<float> scales(p.rows * groups);
@@ -68,7 +71,7 @@ bool product(const ed::Level& level) {
     for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
   }
   auto compute = whole ? level.whole : p.transposed ? level.rows : level.columns;
-  int64_t share = whole ? 2 * ed::kTile : ed::kUnit * draw(1, 9);
+  int64_t share = whole || p.in_panels ? 2 * ed::kTile : ed::kUnit * draw(1, 9);
   auto up = floats(p.rows * outputs);
   ed::Product second = p;
   second.y = up.data();

@@ -39,7 +39,7 @@ struct Rounded {
 // Tasks are even parts of the outputs of all products, one product behind the other: long runs for
 // few rows, and as many as even out busy threads.
 struct Parts {
-  Parts(const Call& call, int64_t threads) : unit(call.whole ? ed::kTile : ed::kUnit) {
+  Parts(const Call& call, int64_t threads) : unit(call.whole || call.products[0].in_panels ? ed::kTile : ed::kUnit) {
     for (const ed::Product& p : call.products) {
       int64_t last = ends.empty() ? 0 : ends.back();
       ends.push_back(last + (p.outputs + unit - 1) / unit);
@@ -97,18 +97,21 @@ void run(ffi::ThreadPool& pool, Call& call) {
 }
 
 // Read x [rows, inputs] and the outputs of w [inputs, outputs], or of w [outputs, inputs] if
-// transposed.
+// transposed; or of panels [outputs / kTile, .., kTile, ..], which have more axes.
 bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
   checks.dtype("x", x.element_type(), {ffi::F32, ffi::BF16});
   checks.shape("x", x, {ed::kAny, ed::kAny});
-  if (!checks.shape("the matrix", w, {ed::kAny, ed::kAny})) return false;
+  p.in_panels = w.dimensions().size() > 2;
+  checks.that(!p.in_panels || !transposed, "panels cannot be transposed");
+  if (!p.in_panels) checks.shape("the matrix", w, {ed::kAny, ed::kAny});
+  if (!checks.ok()) return false;
   p.x = x.untyped_data();
   p.x_is_bfloat16 = x.element_type() == ffi::BF16;
   p.rows = x.dimensions()[0];
   p.inputs = x.dimensions()[1];
   p.w = w.untyped_data();
   p.transposed = transposed;
-  p.outputs = w.dimensions()[transposed ? 0 : 1];
+  p.outputs = p.in_panels ? w.dimensions()[0] * ed::kTile : w.dimensions()[transposed ? 0 : 1];
   return true;
 }
 
@@ -123,6 +126,9 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
   checks.that(!gated || (call.products.size() == 2 &&
                          call.products[0].outputs == call.products[1].outputs),
               "an activation requires two products with the same number of outputs");
+  for (const ed::Product& p : call.products)
+    checks.that(p.in_panels == call.products[0].in_panels,
+                "either all matrices of a call are in panels, or none");
   if (!checks.that(results.size() == (gated ? 1 : call.products.size()),
                    "each product requires one result, and a gated pair one result"))
     return checks.error();
@@ -151,8 +157,13 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs m
     ed::Product p{};
     if (!read(checks, p, x, *w, transposed)) return checks.error();
     checks.dtype("the matrix", w->element_type(), {ffi::F32, ffi::BF16});
-    transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
-               : checks.shape("the matrix", *w, {p.inputs, p.outputs});
+    if (p.in_panels) {
+      checks.dtype("the matrix", w->element_type(), {ffi::F32});
+      checks.shape("the matrix", *w, {ed::kAny, p.inputs, ed::kTile});
+    } else {
+      transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
+                 : checks.shape("the matrix", *w, {p.inputs, p.outputs});
+    }
     p.format = w->element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
     call.products.push_back(p);
   }
@@ -176,7 +187,8 @@ bool read_groups(ed::Checks& checks, ed::OfGroups& numbers, const char* name, ff
 }
 
 // Read a matrix of codes: int8 or float8_e4m3fn [inputs, outputs]; or four bits, [inputs / 2,
-// outputs] bytes, by a table [16]; or the transpose. An empty `zero` stands for none.
+// outputs] bytes, by a table [16]; or the transpose; or panels of int8. An empty `zero` stands for
+// none.
 bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                 ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table, bool transposed,
                 bool whole) {
@@ -191,8 +203,15 @@ bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBu
   bool half = p.format == ed::Format::kFourBits;
   checks.that(!half || p.inputs % 2 == 0, "four-bit codes require an even number of inputs");
   int64_t stored = half ? p.inputs / 2 : p.inputs;
-  transposed ? checks.shape("codes", codes, {p.outputs, stored})
-             : checks.shape("codes", codes, {stored, p.outputs});
+  if (p.in_panels) {
+    checks.that(whole && p.format == ed::Format::kInt8,
+                "panels of codes require int8 codes and x in 8 bits");
+    checks.that(p.inputs % 4 == 0, "panels of codes require a multiple of 4 inputs");
+    checks.shape("codes", codes, {ed::kAny, p.inputs / 4, ed::kTile, 4});
+  } else {
+    transposed ? checks.shape("codes", codes, {p.outputs, stored})
+               : checks.shape("codes", codes, {stored, p.outputs});
+  }
   checks.shape("the table of four-bit codes", table, {half ? 16 : 0});
   if (!checks.shape("scale", scale, {ed::kAny, ed::kAny})) return false;
   int64_t groups = scale.dimensions()[transposed ? 1 : 0];
@@ -201,6 +220,8 @@ bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBu
     return false;
   p.group = p.inputs / groups, p.table = table.typed_data();
   checks.that(!half || p.group % 2 == 0, "a group of four-bit codes must have an even size");
+  checks.that(!p.in_panels || p.group % 4 == 0,
+              "a group of codes in panels must have a multiple of 4 inputs");
   read_groups(checks, p.scale, "scale", scale, p, groups);
   if (zero.element_count() > 0) read_groups(checks, p.zero, "zero", zero, p, groups);
   return checks.ok();

@@ -56,6 +56,26 @@ inline Vec to_numbers(Ints v) {
 #endif
 }
 
+// The whole numbers of floats without fractions.
+inline Ints whole_of(Vec v) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32((__m256)v);
+#else
+  return __builtin_convertvector(v, Ints);
+#endif
+}
+
+// Store numbers that fit into 8 bits as bytes.
+inline void store_bytes(Ints v, int8_t* to) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int l = 0; l < kLanes; ++l) to[l] = static_cast<int8_t>(v[l]);
+#endif
+}
+
 inline float from_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);

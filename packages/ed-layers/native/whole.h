@@ -54,6 +54,13 @@ inline float largest_size(const float* x, int64_t count) {
   return any ? __builtin_nanf("") : largest;
 }
 
+// The nearest whole numbers, ties to even: what is added has no bits for fractions. NaN has no
+// number; the scale is NaN, too.
+ED_INLINE Ints nearest_of(Vec x) {
+  x = (x + 0x1.8p23f) - 0x1.8p23f;
+  return whole_of(x == x ? x : Vec{});
+}
+
 // Numbers, scales and sums of one row: as `rounded` of ed_layers.quantization.qarray has them.
 void round_row(const Product& p, int64_t row) {
   Blocks blocks(p);
@@ -73,24 +80,37 @@ void round_row(const Product& p, int64_t row) {
     p.row_scale[row * groups + g] = scale;
     for (int64_t b = 0; b < blocks.count; ++b, numbers += kWhole) {
       int64_t k = least(kWhole, p.group - b * kWhole);
-      alignas(64) int32_t nearest[kWhole + 1];
-      for (int64_t i = 0; i < k; ++i) {
-        float number = x[b * kWhole + i] / (scale == 0 ? 1 : scale);
-        // To the nearest, ties to even: what is added has no bits for fractions. NaN has no number;
-        // the scale is NaN, too.
-        number = (number + 0x1.8p23f) - 0x1.8p23f;
-        nearest[i] = static_cast<int32_t>(number == number ? number : 0);
+      const float* from = x + b * kWhole;
+      const Vec by = broadcast(scale == 0 ? 1 : scale);
+      alignas(64) int32_t nearest[kWhole + kLanes];
+      Ints lanes = {};
+      int64_t i = 0;
+      for (; i + kLanes <= k; i += kLanes) {
+        Ints some = nearest_of(load(from + i) / by);
+        lanes += some;
+        if (blocks.halves == 1)
+          store_bytes(some, numbers + i);
+        else
+          std::memcpy(nearest + i, &some, sizeof some);
       }
-      nearest[k] = 0;
+      if (i < k) {
+        float rest[kLanes] = {};
+        for (int64_t j = i; j < k; ++j) rest[j - i] = from[j];
+        Ints some = nearest_of(load(rest) / by);
+        lanes += some;
+        std::memcpy(nearest + i, &some, sizeof some);
+      } else {
+        nearest[k] = 0;
+      }
       int32_t sum = 0;
-      for (int64_t i = 0; i < k; ++i) sum += nearest[i];
+      for (int l = 0; l < kLanes; ++l) sum += lanes[l];
       *sums++ = sum;
       if (blocks.halves == 1)
-        for (int64_t i = 0; i < k; ++i) numbers[i] = static_cast<int8_t>(nearest[i]);
+        for (; i < k; ++i) numbers[i] = static_cast<int8_t>(nearest[i]);
       else
-        for (int64_t i = 0; i < (k + 1) / 2; ++i)
+        for (int64_t j = 0; j < (k + 1) / 2; ++j)
           for (int64_t half = 0; half < 2; ++half)
-            numbers[half * (kWhole / 2) + i] = static_cast<int8_t>(nearest[2 * i + half]);
+            numbers[half * (kWhole / 2) + j] = static_cast<int8_t>(nearest[2 * j + half]);
     }
   }
 }
@@ -176,10 +196,12 @@ ED_INLINE void add_scaled(Ints whole_sum, float of_row, float of_zero, const flo
   store(to, load(to) + sum * (broadcast(of_row) * load(scale)));
 }
 
-// sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row.
-template <int R>
+// sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row. The
+// codes are `stored` as they are, or biased by `fours`. Of each four, `lines` are fetched of `next`.
+template <int R, bool stored = false, int lines = 0>
 void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes, const uint8_t* w,
-                    const float* scale, const float* zero, float* sums, int64_t sums_stride) {
+                    const float* scale, const float* zero, float* sums, int64_t sums_stride,
+                    const char* next = nullptr) {
   Blocks blocks(p);
   int64_t groups = p.inputs / p.group, all = groups * blocks.count;
   int bias = blocks.halves == 1 ? kBias : 0;
@@ -194,7 +216,12 @@ void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes,
     for (int64_t n = 0; n < (bytes + 3) / 4; ++n) {
       Ints column[kVectors];
       ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) column[c] = load_ints(panel + (n * kTile + c * kLanes) * 4);
+      for (int c = 0; c < kVectors; ++c) {
+        column[c] = load_ints(panel + (n * kTile + c * kLanes) * 4);
+        if (stored && kBias) column[c] ^= static_cast<int32_t>(0x80808080u);
+      }
+      ED_UNROLL
+      for (int l = 0; l < lines; ++l) prefetch(next + (n * lines + l) * 64);
       ED_UNROLL
       for (int r = 0; r < R; ++r) {
         int32_t number;

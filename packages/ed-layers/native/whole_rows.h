@@ -2,6 +2,7 @@
 // of instructions: an output is a product of two runs of memory, and no codes have to change places.
 #pragma once
 
+#include "panels.h"
 #include "whole_few.h"
 
 namespace ed {
@@ -186,6 +187,7 @@ ProductOfOutputs form_of_rows(const Product& p) {
 // The product in whole numbers, whose sums are exact within a block of inputs: so the forms, which
 // scale each block in the same order, give the same numbers.
 void whole(const Product& p, int64_t first, int64_t last) {
+  if (p.in_panels) return whole_panels(p, first, last);
   if (p.transposed && p.rows <= kFewRows) {
     bool half = p.format == Format::kFourBits;
     if (auto form = half ? form_of_rows<true>(p) : form_of_rows<false>(p))

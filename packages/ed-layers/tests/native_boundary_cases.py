@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from ed_layers.native.library import TARGETS, level
+from ed_layers.native.products import PANEL
 
 BFLOAT16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32, FLOAT16, INT32 = np.dtype("float32"), np.dtype("float16"), np.dtype("int32")
@@ -80,8 +81,11 @@ class Call:
 def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     n, i, o, gated = size(5), size(24), size(33), bool(rng.integers(2))
     turned, dtype = bool(rng.integers(2)), FLOAT32 if rng.integers(2) else BFLOAT16
-    shape = (o, i) if turned else (i, o)
-    w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=NUMBERS) for j in range(2 if gated else 1)]
+    shape, dtypes = (o, i) if turned else (i, o), NUMBERS
+    if rng.integers(3) == 0:
+        panels, turned = size(2), False
+        shape, dtypes, o = (panels, i, PANEL), frozenset({FLOAT32}), panels * PANEL
+    w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=dtypes) for j in range(2 if gated else 1)]
     attributes = {"transposed": turned, "act": np.int64(gated)}
     return Call(
         "ed_product", (Buffer("x", (n, i), dtype), *w), (Buffer("y", (n, o), dtype),), attributes
@@ -94,6 +98,10 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
     i = 8 * groups
     shapes = [(i // 2 if half else i, o), (groups, o), (groups, o) if offset else (0, 0)]
     codes, scale, zero = (shape[::-1] if turned else shape for shape in shapes)
+    if rng.integers(3) == 0:
+        panels, half, whole, turned = size(2), False, True, False
+        codes, o = (panels, i // 4, PANEL, 4), panels * PANEL
+        scale, zero = (groups, o), (groups, o) if offset else (0, 0)
     small = frozenset({FLOAT32, UINT8})
     kinds = frozenset({INT8, FP8}) if not (half or whole) else frozenset()
     matrix = (

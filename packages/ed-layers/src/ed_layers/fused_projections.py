@@ -21,6 +21,7 @@ from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.projections.linear import Linear, Weight, dot
+from ed_layers.projections.panels import Panels
 
 
 def project(
@@ -69,8 +70,12 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
     takes = native.products.takes
     if all(isinstance(w, jax.Array) and takes(rows, first.dtype, w) for w in weights):
         return weights
+    from ed_layers.quantization.panels import CodePanels
     from ed_layers.quantization.qarray import QArray
 
+    for kind in (Panels, CodePanels):
+        if all(isinstance(w, kind) for w in weights):
+            return weights if native.products.takes_panels(rows, first.dtype) else None
     coded = [w for w in weights if isinstance(w, QArray) and w.axis == -2]
     if len(coded) < len(weights) or len({w.activations for w in coded}) > 1:
         return None
@@ -95,15 +100,19 @@ def multiply(
 
 def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array]:
     """Return the products, computed in one call of the native library."""
+    from ed_layers.quantization.panels import CodePanels
     from ed_layers.quantization.qarray import QArray, codes_of
 
     rows = x.reshape(-1, x.shape[-1])
     coded = [w for w in weights if isinstance(w, QArray)]
-    if coded:
-        codes, whole = [codes_of(w) for w in coded], coded[0].activations
+    codes = [w.matrix for w in weights if isinstance(w, CodePanels)]
+    if coded or codes:
+        whole = bool(codes) or coded[0].activations
+        codes = codes or [codes_of(w) for w in coded]
         found = native.products.products_of_codes(rows, codes, whole=whole, act=act)
     else:
-        plain = [w for w in weights if isinstance(w, jax.Array)]
+        plain = [w.numbers if isinstance(w, Panels) else w for w in weights]
+        plain = [w for w in plain if isinstance(w, jax.Array)]
         found = native.products.products(rows, plain, act=act)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
@@ -129,7 +138,7 @@ def multiply_backward(
     d_found: list[jax.Array],
 ):
     x, weights = saved
-    if not isinstance(weights[0], jax.Array):  # codes have no gradient
+    if not isinstance(weights[0], jax.Array):  # codes and panels have no gradient
         _, pull = jax.vjp(lambda x: one_by_one(act, precision, x, weights), x)
         return *pull(d_found), None
     _, pull = jax.vjp(partial(one_by_one, act, precision), x, weights)

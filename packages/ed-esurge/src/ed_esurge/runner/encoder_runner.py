@@ -60,7 +60,7 @@ class EncoderRunner:
     long prompt does not pad the short prompts of the same step.
 
     Args:
-        model: the model. Its arrays are not copied.
+        model: the model. Only matrices that the native library multiplies are copied.
         max_num_seqs: maximum number of prompts of a step.
         max_model_len: maximum number of tokens of a prompt.
         max_num_batched_tokens: maximum number of tokens of a step.
@@ -78,7 +78,7 @@ class EncoderRunner:
         max_model_len: int,
         max_num_batched_tokens: int,
     ) -> None:
-        self.weights = ServedWeights(model)
+        self.weights = ServedWeights(model, packed=True)
         self.model = self.weights.model
         self.vocab_size = vocab_size_of(model)
         self.allocated = True

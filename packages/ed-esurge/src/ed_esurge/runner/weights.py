@@ -5,14 +5,16 @@ Compiled functions accept the arrays as one flat list and rebuild the model from
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.sharding.submesh import part_on
+from ed_layers import native
 from ed_layers.lora.slots import SlotParam, written
+from ed_layers.packing import pack
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -22,14 +24,40 @@ Leaf = jax.Array | np.ndarray
 NewWeights = LanguageModel | nnx.State | list[Leaf]
 
 
+class _Structure(NamedTuple):
+    """A model without its arrays."""
+
+    graphdef: nnx.GraphDef
+    treedef: Any
+    likes: list[jax.ShapeDtypeStruct]
+
+    def packed(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Return the leaves of the packed model."""
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+        return jax.tree.leaves(nnx.state(cast(nnx.Module, _packed(cast(LanguageModel, model)))))
+
+
+def _packed(model: LanguageModel) -> LanguageModel:
+    with native.allowed(model.config.native_kernels):
+        return cast(LanguageModel, pack(cast(nnx.Module, model)))
+
+
 class ServedWeights:
     """The arrays of the served model.
 
     Args:
         model: the model, in the layout that the caller chose. Its arrays are not copied.
+        packed: whether to serve copies of matrices in the order of the native library
+            (`ed_layers.packing`). New weights keep the structure of `model`.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, *, packed: bool = False) -> None:
+        self._given: _Structure | None = None
+        if packed:
+            graphdef, state = nnx.split(cast(nnx.Module, model))
+            leaves, treedef = jax.tree.flatten(state)
+            self._given = _Structure(graphdef, treedef, abstract(leaves))
+            model = _packed(model)
         self._graphdef, places, state = nnx.split(cast(nnx.Module, model), SlotParam, ...)
         leaves, self._treedef = jax.tree.flatten(state)
         self._own: list[jax.Array] | None = leaves
@@ -89,14 +117,16 @@ class ServedWeights:
             new = model if model.layout == self.model.layout else model.to_layout(self.model.layout)
             new = nnx.state(cast(nnx.Module, new))
         leaves, treedef = jax.tree.flatten(new)
-        same = len(leaves) == len(self._like_own) if isinstance(new, list) else False
-        if not same and treedef != self._treedef:
+        of_module, likes = self._treedef, self._like_own
+        if self._given is not None:
+            of_module, likes = self._given.treedef, self._given.likes
+        same = len(leaves) == len(likes) if isinstance(new, list) else False
+        if not same and treedef != of_module:
             raise ConfigError(
                 "the new weights have another structure than the served model: give a module of "
-                f"the same config, or a state with its {len(self._like_own)} leaves "
-                f"(got {len(leaves)})"
+                f"the same config, or a state with its {len(likes)} leaves (got {len(leaves)})"
             )
-        for like, leaf in zip(self._like_own, leaves, strict=True):
+        for like, leaf in zip(likes, leaves, strict=True):
             if like.shape != leaf.shape:
                 raise ConfigError(f"a new weight has shape {leaf.shape}, the served {like.shape}")
         return leaves
@@ -124,7 +154,9 @@ class ServedWeights:
             array = part_on(array, like.sharding) if like.sharding is not None else array
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
-        self._own = [place(*pair) for pair in zip(self._like_own, leaves, strict=True)]
+        likes = self._like_own if self._given is None else self._given.likes
+        own_leaves = [place(*pair) for pair in zip(likes, leaves, strict=True)]
+        self._own = own_leaves if self._given is None else self._given.packed(own_leaves)
         self._asleep = None
         self._finite = None
 

@@ -24,14 +24,14 @@ VARIABLE = "ED_LAYERS_NATIVE"
 #: Functions that XLA calls. A cached program contains the names, so the names contain the version
 #: of the interface.
 TARGETS = {
-    "ed_product": "ed_layers_product_5",
-    "ed_product_of_codes": "ed_layers_codes_5",
-    "ed_attention": "ed_layers_attention_5",
-    "ed_attention_back": "ed_layers_attention_back_5",
-    "ed_attention_cached": "ed_layers_attention_cached_5",
-    "ed_attention_paged": "ed_layers_attention_paged_5",
-    "ed_put": "ed_layers_put_5",
-    "ed_rotary": "ed_layers_rotary_5",
+    "ed_product": "ed_layers_product_6",
+    "ed_product_of_codes": "ed_layers_codes_6",
+    "ed_attention": "ed_layers_attention_6",
+    "ed_attention_back": "ed_layers_attention_back_6",
+    "ed_attention_cached": "ed_layers_attention_cached_6",
+    "ed_attention_paged": "ed_layers_attention_paged_6",
+    "ed_put": "ed_layers_put_6",
+    "ed_rotary": "ed_layers_rotary_6",
 }
 
 

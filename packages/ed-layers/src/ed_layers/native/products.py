@@ -28,6 +28,9 @@ MOST_ROWS_OF_CODES = 256
 #: Minimum size of a matrix: smaller products do not justify the microseconds of a call.
 LEAST_SIZE = 1 << 14
 
+#: Number of columns of a panel: `kTile` of product.h.
+PANEL = 64
+
 #: Activations of the library by Hugging Face's names: numbers of `Gate` in product.h.
 ACTS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2}
 
@@ -44,6 +47,12 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False
         return 0 < rows <= MOST_ROWS_TRANSPOSED
     pairs = jnp.dtype(dtype) == w.dtype == jnp.bfloat16 and level() == "avx512_bf16"
     return 0 < rows <= (MOST_ROWS_OF_PAIRS if pairs else MOST_ROWS)
+
+
+def takes_panels(rows: int, dtype: DTypeLike) -> bool:
+    """Return whether the library multiplies rows of a dtype by panels. Every number of rows is
+    supported, because another product would have to restore the matrix first."""
+    return rows > 0 and dtype in NUMBERS and in_use()
 
 
 def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
@@ -82,10 +91,12 @@ def products(
     """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
+        matrices: [i, o] each; or [o, i] if `transposed`; or all float32 panels [o / PANEL, i,
+            PANEL].
         act: a name of `ACTS`. There are then two matrices of one shape, and one result: `act(x @
             first) * (x @ second)`.
     """
-    widths = [w.shape[0 if transposed else 1] for w in matrices]
+    widths = [width_of(w, transposed) for w in matrices]
     results = results_of(x, widths, act)
     call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
     return [*call(x, *matrices, transposed=transposed, act=number_of(act))]
@@ -96,13 +107,14 @@ class QuantizedMatrix(NamedTuple):
 
     Attributes:
         codes: int8 or float8_e4m3fn [i, o], which are the levels; or uint8 [i / 2, o], two four-bit
-            codes in a byte, the even input in the lower half, with levels in `table`.
+            codes in a byte, the even input in the lower half, with levels in `table`; or, for
+            activations in 8 bits, int8 panels [o / PANEL, i / 4, PANEL, 4].
         scale: scales of groups of i / g inputs, float32 or float8_e8m0fnu.
         zero: zeros of the same groups, float32 or uint8; None = 0.
         table: levels of four-bit codes.
     """
 
-    codes: Int[Array, "_ o"] | Float[Array, "i o"]
+    codes: Int[Array, "_ o"] | Float[Array, "i o"] | Int[Array, "_ _ _ 4"]
     scale: Float[Array, "g o"]
     zero: Num[Array, "g o"] | None = None
     table: Float[Array, " 16"] | None = None
@@ -125,7 +137,7 @@ def products_of_codes(
             Four-bit codes are then whole numbers, and `table` is ignored.
         act: see `products`.
     """
-    results = results_of(x, [of.codes.shape[0 if transposed else 1] for of in matrices], act)
+    results = results_of(x, [width_of(of.codes, transposed) for of in matrices], act)
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], results, vmap_method="sequential")
     arrays: list[jax.Array] = []
     for codes, scale, zero, table in matrices:
@@ -147,6 +159,11 @@ def product_of_codes(
     """Return `products_of_codes` for the single matrix `Codes(codes, scale, zero, table)`."""
     matrix = QuantizedMatrix(codes, scale, zero, table)
     return products_of_codes(x, (matrix,), transposed=transposed, whole=whole)[0]
+
+
+def width_of(w: jax.Array, transposed: bool) -> int:
+    """Return the number of columns of a matrix, or of its panels."""
+    return w.shape[0] * PANEL if w.ndim > 2 else w.shape[0 if transposed else 1]
 
 
 def results_of(

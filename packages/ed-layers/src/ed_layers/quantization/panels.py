@@ -1,0 +1,108 @@
+"""`CodePanels`: a quantized matrix in the order in which the native library reads the codes.
+
+The library multiplies four codes along the inputs by one instruction. Codes of a plain layout are
+brought into fours for every product.
+
+Legend: i in features, o out features, n groups along i, p panels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ed_layers import native
+from ed_layers.native.products import LEAST_SIZE, PANEL, QuantizedMatrix, takes_panels
+from ed_layers.quantization.qarray import QArray, codes_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CodePanels:
+    """A quantized matrix [i, o] whose products round their other operand to 8 bits (`w8a8`).
+
+    Only the other operand of a product has a gradient.
+
+    Attributes:
+        codes: int8 [p, i / 4, PANEL, 4]; panel k contains the columns from `k * PANEL` on.
+        scale: [n, o].
+        zero: the code of 0, [n, o]; None = 0.
+        dtype: dtype of the original matrix.
+    """
+
+    codes: Int[Array, "p _ _ 4"]
+    scale: jax.Array
+    zero: jax.Array | None = None
+    dtype: np.dtype = field(default=np.dtype("float32"), metadata={"static": True})
+
+    @classmethod
+    def of(cls, w: QArray) -> CodePanels:
+        """Copy a quantized matrix; see `can_be`."""
+        codes, scale, zero, _ = codes_of(w)
+        fours = codes.reshape(w.shape[0] // 4, 4, -1, PANEL)
+        return cls(jnp.transpose(fours, (2, 0, 3, 1)), scale, zero, w.dtype)
+
+    @staticmethod
+    def can_be(w: QArray) -> bool:
+        """Return whether panels can contain a matrix, and are faster."""
+        whole = w.ndim == 2 and w.shape[1] % PANEL == 0 and w.group_size % 4 == 0
+        coded = w.format == "int8" and w.activations and w.axis == -2
+        return whole and coded and w.codes.size >= LEAST_SIZE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(i, o)."""
+        panels, fours, columns, four = self.codes.shape
+        return fours * four, panels * columns
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """The arrays as an argument of the native library."""
+        return QuantizedMatrix(self.codes, self.scale, self.zero)
+
+    def plain(self) -> QArray:
+        """Return the matrix in the plain layout."""
+        codes = jnp.transpose(self.codes, (1, 3, 0, 2)).reshape(self.shape)
+        return QArray(codes, self.scale, self.zero, activations=True, dtype=self.dtype)
+
+    def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """Return the matrix as a plain array."""
+        return self.plain().dense(dtype)
+
+    def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
+        """Return `x @ self`, [..., o], in the dtype of `x`."""
+        return _product(precision, x, self)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(precision: PrecisionLike, x: jax.Array, w: CodePanels) -> jax.Array:
+    if not takes_panels(math.prod(x.shape[:-1]), x.dtype):
+        return w.plain().product(x, precision=precision)
+    rows = x.reshape(-1, x.shape[-1])
+    (y,) = native.products.products_of_codes(rows, (w.matrix,), whole=True)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _product_forward(
+    precision: PrecisionLike, x: jax.Array, w: CodePanels
+) -> tuple[jax.Array, tuple[jax.Array, CodePanels]]:
+    return _product(precision, x, w), (x, w)
+
+
+def _product_backward(
+    precision: PrecisionLike, saved: tuple[jax.Array, CodePanels], d_y: jax.Array
+) -> tuple[jax.Array, None]:
+    x, w = saved
+    _, pull = jax.vjp(lambda x: w.plain().product(x, precision=precision), x)
+    return *pull(d_y), None
+
+
+_product.defvjp(_product_forward, _product_backward)
