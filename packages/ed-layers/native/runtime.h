@@ -2,6 +2,7 @@
 // are allocated to the byte. A sanitizer then sees every access beyond a buffer.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -155,6 +156,9 @@ struct HandlerCall {
     auto at_arguments = pointers_to(of_arguments), at_results = pointers_to(of_results);
     std::vector<XLA_FFI_ArgType> argument_types(arguments.size(), XLA_FFI_ArgType_BUFFER);
     std::vector<XLA_FFI_RetType> result_types(results.size(), XLA_FFI_RetType_BUFFER);
+    std::sort(attributes.begin(), attributes.end(), [](const Attribute& a, const Attribute& b) {
+      return std::strcmp(a.name, b.name) < 0;
+    });
     std::vector<XLA_FFI_AttrType> attribute_types(attributes.size(), XLA_FFI_AttrType_SCALAR);
     std::vector<XLA_FFI_ByteSpan> names;
     std::vector<XLA_FFI_Scalar> scalars;
