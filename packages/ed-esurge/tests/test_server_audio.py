@@ -333,3 +333,28 @@ def test_serve_reads_the_task_from_the_checkpoint(tmp_path):
         answer = httpx.post(f"{url}/audio/transcriptions", files={"file": SHORT}, timeout=60)
         assert answer.status_code == 200
         assert json.loads(answer.text)["usage"]["seconds"] == 1
+
+
+@pytest.mark.parametrize("granularities", [["word"], ["word", "segment"]])
+def test_words_have_the_times_of_the_transcriber(whisper, granularities):
+    from ed_models.speech.alignment import TokenAligner
+    from ed_models.speech.transcriber import Transcriber
+
+    given = whisper[0].transcriber
+    made = Transcriber(given.model, given.processor, thresholds=given.thresholds)
+    decoder: Any = made.decoder
+    decoder.aligner = TokenAligner(given.model, [[0, 1], [1, 3]])
+    expected = made.transcribe(read(LONG), word_timestamps=True)
+    with background(SpeechEngine(made, "tiny")) as url:
+        answer = openai.OpenAI(base_url=url, api_key="none").audio.transcriptions.create(
+            model="tiny",
+            file=("a.wav", LONG),
+            response_format="verbose_json",
+            timestamp_granularities=granularities,
+        )
+    words = [word for segment in expected.segments for word in segment.words or ()]
+    assert [(w.word, w.start, w.end) for w in answer.words or ()] == [
+        (word.text.strip(), word.start, word.end) for word in words
+    ]
+    assert len(words) > 1
+    assert (answer.segments is not None) == ("segment" in granularities)
