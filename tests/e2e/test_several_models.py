@@ -25,6 +25,8 @@ from ed_infra.testing import tiny_llama
 from ed_models.speech import Transcriber
 from ed_models.speech.whisper import Thresholds
 
+pytestmark = pytest.mark.nightly  # three engines start
+
 ONE: dict[str, Any] = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
 RATE = 16000
 TEXTS = ["The cat sleeps", "a stone", "x" * 30]
