@@ -119,7 +119,7 @@ def test_online_example_trains_for_two_steps(
     assert Path("runs/grpo/model/config.json").is_file()
 
 
-@pytest.mark.daily("reward")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LEARNED)
 def test_example_runs_and_reaches_expected_metric(
     name: str,

@@ -63,6 +63,7 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.nightly
 def test_engine_of_the_command_line_generates_the_tokens_of_the_text_half(
     model: Any, checkpoint: Path
 ) -> None:

@@ -12,7 +12,7 @@ from ed_data import DataError
 from ed_elarge import eLargeModel
 from ed_elarge.config.local_tasks import LocalTask
 from ed_elarge.errors import InputError
-from ed_elarge.evaluation.classification import Classification
+from ed_elarge.evaluation.classification import ClassificationTask
 from ed_elarge.evaluation.reranking import Reranking
 from ed_elarge.evaluation.retrieval import Retrieval
 from ed_elarge.evaluation.similarity import Similarity
@@ -124,7 +124,7 @@ BROKEN: dict[str, tuple[Any, Any, str]] = {
         r"a.jsonl:1: sentence1 must be a text that is not empty",
     ),
     "label of the test only": (
-        Classification,
+        ClassificationTask,
         lambda at: (
             classification(at)
             | {"test_files": save_rows(at / "other.jsonl", [{"text": "a", "label": "cow"}])}

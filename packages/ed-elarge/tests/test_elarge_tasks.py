@@ -216,7 +216,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.daily("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("packed", [False, True])
 def test_encoder_decoder_trains_on_pairs_of_texts(t5: Path, tmp_path: Path, packed: bool) -> None:
     rows = [{"prompt": f"a cat {n}", "completion": f"the dog {n}"} for n in range(32)]

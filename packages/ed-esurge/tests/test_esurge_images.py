@@ -86,6 +86,7 @@ def expected(model, ids, pixels):
     return out.sequences[0, len(ids) :].tolist()
 
 
+@pytest.mark.nightly
 def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(llava, engine):
     cases = [prompt(1, 2, 20), prompt(2, 5), prompt(3), prompt(4, 1, 28)]
     wanted = [expected(llava, ids, pixels) for ids, pixels, _ in cases]

@@ -233,6 +233,7 @@ def test_weight_updates_reach_every_replica(one, pair, make_llama, prompts, llam
     assert tokens_of(pair.generate(prompts, GREEDY)) == before
 
 
+@pytest.mark.nightly
 def test_weights_with_nan_fail_every_request(pair, llama, prompts):
     before = tokens_of(pair.generate(prompts[:3], GREEDY))
     broken = nnx.state(llama.to_layout("leaves"))

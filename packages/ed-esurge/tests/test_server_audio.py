@@ -335,6 +335,7 @@ def test_serve_reads_the_task_from_the_checkpoint(tmp_path):
         assert json.loads(answer.text)["usage"]["seconds"] == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("granularities", [["word"], ["word", "segment"]])
 def test_words_have_the_times_of_the_transcriber(whisper, granularities):
     from ed_models.speech.alignment import TokenAligner

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.body.spec_augment import Spans
-from ed_models.speech import Segment, Transcriber, Word, load_transcriber, pieces
+from ed_models.speech import Segment, SpokenWord, Transcriber, load_transcriber, pieces
 from ed_models.speech.alignment import TokenAligner, warped
 from ed_models.speech.pieces import pause
 from ed_models.speech.whisper import Thresholds
@@ -300,6 +300,7 @@ def test_times_of_tokens_equal_transformers(
 
 
 @pytest.mark.torch
+@pytest.mark.nightly
 def test_words_equal_those_of_transformers(aligned: tuple[Transcriber, Any]) -> None:
     from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
@@ -320,7 +321,7 @@ def test_words_equal_those_of_transformers(aligned: tuple[Transcriber, Any]) -> 
             assert [word.text for word in words] == expected
             assert [(w.start, w.end) for w in words] == [(p[0], p[-1] + 1) for p in places]
     (word,) = words_of([65], [(0.5, 1.0)], lambda tokens: "a", None)
-    assert word == Word("a", 0.5, 1.0)
+    assert word == SpokenWord("a", 0.5, 1.0)
 
 
 @pytest.mark.torch

@@ -153,7 +153,7 @@ def run(method, directory, **options):
     trainer_class(method)(arguments, tiny(data.task), data, data, **options).train()
 
 
-@pytest.mark.daily("sequence_classification")
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", DATA)
 def test_resumed_classifier_equals_uninterrupted_run(method, tmp_path):
     run(method, tmp_path / "whole")

@@ -21,7 +21,6 @@ from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.projections.linear import Linear, Weight, dot
-from ed_layers.projections.panels import Panels
 
 
 def project(
@@ -70,6 +69,7 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
     takes = native.products.takes
     if all(isinstance(w, jax.Array) and takes(rows, first.dtype, w) for w in weights):
         return weights
+    from ed_layers.projections.panels import Panels
     from ed_layers.quantization.panels import CodePanels
     from ed_layers.quantization.qarray import QArray
 
@@ -100,6 +100,7 @@ def multiply(
 
 def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array]:
     """Return the products, computed in one call of the native library."""
+    from ed_layers.projections.panels import Panels
     from ed_layers.quantization.panels import CodePanels
     from ed_layers.quantization.qarray import QArray, codes_of
 

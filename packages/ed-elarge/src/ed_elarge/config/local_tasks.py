@@ -41,7 +41,7 @@ KINDS: dict[str, LocalKind] = {
     ),
     "sts": LocalKind(("data_files",), f"{_HERE}.similarity:Similarity"),
     "classification": LocalKind(
-        ("train_files", "test_files"), f"{_HERE}.classification:Classification"
+        ("train_files", "test_files"), f"{_HERE}.classification:ClassificationTask"
     ),
     "reranking": LocalKind(
         ("data_files",), f"{_HERE}.reranking:Reranking", ranks=True, scores_pairs=True

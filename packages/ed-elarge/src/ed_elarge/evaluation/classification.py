@@ -12,7 +12,7 @@ from ed_elarge.evaluation.local_rows import identity, limited, rows_of, text
 from ed_elarge.evaluation.text_model import TextModel
 
 
-class Classification:
+class ClassificationTask:
     """Texts with labels, for the fit and for the test.
 
     Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
 
 #: The role of a text, which selects the prompt. None: the default prompt of the checkpoint.
-Role = Literal["query", "document"] | None
+TextRole = Literal["query", "document"] | None
 _DOCUMENTS = ("document", "passage", "corpus")
 
 
@@ -66,7 +66,7 @@ class TextModel:
                 "set model.task: embedding, or evaluate a reranking task"
             )
 
-    def embed(self, texts: Sequence[str], role: Role = None) -> np.ndarray:
+    def embed(self, texts: Sequence[str], role: TextRole = None) -> np.ndarray:
         """Return the embeddings of texts, float32 [n, d]."""
         parts = [self._embedded(part, role) for part in self._parts(texts)]
         return np.concatenate(parts) if parts else np.zeros((0, 1), np.float32)
@@ -80,7 +80,7 @@ class TextModel:
         for start in range(0, len(items), self._size):
             yield items[start : start + self._size]
 
-    def _embedded(self, texts: Sequence[str], role: Role) -> np.ndarray:
+    def _embedded(self, texts: Sequence[str], role: TextRole) -> np.ndarray:
         from ed_esurge.sampling import PoolingParams
 
         settings = self._settings
@@ -95,7 +95,7 @@ class TextModel:
         tokens = self._tokenizer(whole, truncation=True, max_length=self._limit)["input_ids"]
         return self._pooled([list(map(int, row)) for row in tokens], params)
 
-    def _prompt(self, role: Role) -> str:
+    def _prompt(self, role: TextRole) -> str:
         settings = self._settings
         assert settings is not None
         if role is None:

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ed_elarge.config.adaptation import LoraSection
-from ed_elarge.plan.tensors import Tensor
+from ed_elarge.plan.tensors import PlanTensor
 
 #: Layers of a specification without targets.
 _ALL_LINEAR = r"^(?!lm_head$|score$)"
 
 
-def of(section: LoraSection, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def of(section: LoraSection, tensors: Sequence[PlanTensor]) -> Iterator[PlanTensor]:
     """Yield the matrices A and B of every adapted layer, and the lengths of DoRA."""
     patterns = [re.compile(pattern) for pattern in section.targets or (_ALL_LINEAR,)]
     for tensor in tensors:
@@ -31,13 +31,15 @@ def _matches(pattern: re.Pattern[str], layer: str, count: int) -> bool:
     return bool(pattern.search(name) or pattern.search(name.replace(".", "/"))) and count > 0
 
 
-def _adapter(section: LoraSection, tensor: Tensor, layer: str) -> Iterator[Tensor]:
+def _adapter(section: LoraSection, tensor: PlanTensor, layer: str) -> Iterator[PlanTensor]:
     *lead, inputs, outputs = tensor.shape
     *before, of_inputs, of_outputs = tensor.axes
     shared = {"layers": tensor.layers, "dtype": "float32", "adapter": True}
     rank = section.rank
-    yield Tensor(f"{layer}.lora_a", (*lead, inputs, rank), (*before, of_inputs, None), **shared)
-    yield Tensor(f"{layer}.lora_b", (*lead, rank, outputs), (*before, None, of_outputs), **shared)
+    yield PlanTensor(f"{layer}.lora_a", (*lead, inputs, rank), (*before, of_inputs, None), **shared)
+    yield PlanTensor(
+        f"{layer}.lora_b", (*lead, rank, outputs), (*before, None, of_outputs), **shared
+    )
     if section.dora:
         name = f"{layer}.lora_magnitude"
-        yield Tensor(name, (*lead, outputs), (*before, of_outputs), **shared)
+        yield PlanTensor(name, (*lead, outputs), (*before, of_outputs), **shared)

@@ -17,10 +17,10 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.errors import Document
 
-Request = Mapping[str, Any]
+ShapeRequest = Mapping[str, Any]
 
 
-def shapes(run: RunConfig, request: Request) -> dict[str, Any]:
+def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     """Return the tensors of the model class, with the number of layers of each."""
     from ed_layers.cache.spec import LayerCacheSpec
 
@@ -56,7 +56,7 @@ def shapes(run: RunConfig, request: Request) -> dict[str, Any]:
     return {"tensors": [*merged.values()], "caches": caches, "config": config}
 
 
-def train(run: RunConfig, request: Request) -> dict[str, Any]:
+def train(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     """Compile the train step, and return the bytes of its arguments and temporary buffers."""
     from ed_elarge.plan.abstract import abstract_model, lowered_train_step
 
@@ -74,7 +74,7 @@ def _memory(analysis: Any) -> dict[str, Any]:
     }
 
 
-ANSWERS: dict[str, Callable[[RunConfig, Request], dict[str, Any]]] = {
+ANSWERS: dict[str, Callable[[RunConfig, ShapeRequest], dict[str, Any]]] = {
     "shapes": shapes,
     "train": train,
 }

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ed_elarge.plan.devices import Hardware
-from ed_elarge.plan.estimate import Plan, TrainingPlan, of_training
+from ed_elarge.plan.estimate import RunPlan, TrainingPlan, of_training
 from ed_elarge.plan.meshes import Candidate, text
 from ed_elarge.plan.settings import Training
 from ed_elarge.plan.tensors import ModelShapes
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """A change of the run file.
 
     Attributes:
@@ -33,7 +33,7 @@ class Change:
     same: bool
 
 
-def of_plan(plan: Plan, best: Candidate) -> list[Change]:
+def of_plan(plan: RunPlan, best: Candidate) -> list[PlanChange]:
     """Return the changes that save memory: those that fit first, then by time.
 
     Of changes that fit, those that keep the numbers of training precede those that change them.
@@ -58,10 +58,10 @@ def of_plan(plan: Plan, best: Candidate) -> list[Change]:
     return sorted(found, key=lambda c: (not c.fits, not c.same, c.slower, -c.saved))
 
 
-def _compared(before: TrainingPlan, after: TrainingPlan, words: str, same: bool) -> Change:
+def _compared(before: TrainingPlan, after: TrainingPlan, words: str, same: bool) -> PlanChange:
     total = after.memory.total
     slower = (after.time.step / after.time.tokens) / (before.time.step / before.time.tokens)
-    return Change(words, total, before.memory.total - total, slower, after.fits, same)
+    return PlanChange(words, total, before.memory.total - total, slower, after.fits, same)
 
 
 def _variants(

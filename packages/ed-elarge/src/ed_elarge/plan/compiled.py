@@ -9,13 +9,13 @@ from ed_infra.errors import ConfigError, unknown_name
 
 from ed_elarge.plan import child, training
 from ed_elarge.plan.buffers import ACCELERATOR, CPU
-from ed_elarge.plan.estimate import Plan
+from ed_elarge.plan.estimate import RunPlan
 
 #: Compilers of `--compile`.
 COMPILERS = ("cpu", "tpu")
 
 
-def compare(plan: Plan, compiler: str, time_limit: float) -> dict[str, Any]:
+def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
     """Compile the train step, and compare its buffers with the prediction.
 
     Args:
@@ -58,7 +58,7 @@ def compare(plan: Plan, compiler: str, time_limit: float) -> dict[str, Any]:
     return {"backend": compiler, "rows": rows}
 
 
-def _topology(plan: Plan) -> str:
+def _topology(plan: RunPlan) -> str:
     """Return the name that libtpu has for the hardware of a plan.
 
     Raises:

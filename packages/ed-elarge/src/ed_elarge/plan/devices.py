@@ -26,7 +26,7 @@ _ALIASES = {
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceKind:
     """One row of `devices.json`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Hardware:
         shape: sizes of a TPU's torus, or the number of GPUs.
     """
 
-    device: Device
+    device: DeviceKind
     shape: tuple[int, ...]
 
     @property
@@ -89,13 +89,13 @@ class Hardware:
         return f"{self.count}x{self.device.name}"
 
 
-def table() -> dict[str, Device]:
+def table() -> dict[str, DeviceKind]:
     """Return all devices by name."""
     rows = json.loads(files("ed_elarge.plan").joinpath("devices.json").read_text("utf-8"))
-    return {name: Device(name=name, **row) for name, row in rows.items()}
+    return {name: DeviceKind(name=name, **row) for name, row in rows.items()}
 
 
-def named(name: str) -> Device:
+def named(name: str) -> DeviceKind:
     """Return the device of a name.
 
     Raises:

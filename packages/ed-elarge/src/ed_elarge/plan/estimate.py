@@ -1,4 +1,4 @@
-"""`Plan`: memory and time of a run on some hardware. No jax."""
+"""`RunPlan`: memory and time of a run on some hardware. No jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ed_infra.errors import ConfigError
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import serving, settings, shapes, timing, training
 from ed_elarge.plan.devices import Hardware
-from ed_elarge.plan.memory import Memory
+from ed_elarge.plan.memory import MemoryParts
 from ed_elarge.plan.mesh import PlanMesh, mesh_of
 from ed_elarge.plan.settings import Serving, Training
 from ed_elarge.plan.tensors import ModelShapes
@@ -31,8 +31,8 @@ class TrainingPlan:
 
     settings: Training
     mesh: PlanMesh
-    step: training.Step
-    memory: Memory
+    step: training.PlannedStep
+    memory: MemoryParts
     time: Time
 
     @property
@@ -58,7 +58,7 @@ class ServingPlan:
     time: Time
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryParts:
         """The parts and the limit of the device."""
         return self.engine.memory
 
@@ -69,7 +69,7 @@ class ServingPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What `elarge plan` shows.
 
     Attributes:
@@ -91,7 +91,7 @@ class Plan:
         return all(part.fits for part in (self.training, self.serving) if part is not None)
 
 
-def plan(run: RunConfig, hardware: Hardware) -> Plan:
+def plan(run: RunConfig, hardware: Hardware) -> RunPlan:
     """Return the plan of a run.
 
     Raises:
@@ -105,7 +105,7 @@ def plan(run: RunConfig, hardware: Hardware) -> Plan:
     model, mesh = shapes.of_run(run), mesh_of(run, hardware.count)
     own = settings.training(run) if trains else None
     served = settings.serving(run) if serves else None
-    return Plan(
+    return RunPlan(
         run,
         hardware,
         model,
@@ -119,7 +119,7 @@ def of_training(
 ) -> TrainingPlan:
     """Return memory and time of training."""
     step = training.step(own, model, mesh)
-    memory = Memory(step.parts, hardware.device.usable)
+    memory = MemoryParts(step.parts, hardware.device.usable)
     time = timing.of_training(own, model, mesh, hardware, step)
     return TrainingPlan(own, mesh, step, memory, time)
 
@@ -159,7 +159,7 @@ def limits(plan: TrainingPlan, model: ModelShapes, hardware: Hardware) -> Limits
 
     def fits(changed: Training) -> bool:
         step = training.step(changed, model, mesh)
-        return Memory(step.parts, hardware.device.usable).fits
+        return MemoryParts(step.parts, hardware.device.usable).fits
 
     def with_rows(n: int) -> Training:
         return replace(own, rows=n * ways * own.accumulation)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ed_elarge.plan.tensors import LayerCache, Tensor, expert_linear, linear
+from ed_elarge.plan.tensors import CacheShape, PlanTensor, expert_linear, linear
 
 Values = Mapping[str, Any]
 #: The name of a field, or a constant.
@@ -20,7 +20,7 @@ Switch = bool | str
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertShapes:
     """The experts of a family; each field names a key of the configuration.
 
     Attributes:
@@ -38,7 +38,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Form:
+class FamilyForm:
     """How the parameters of a family differ from Llama's.
 
     Attributes:
@@ -66,7 +66,7 @@ class Form:
     norm: tuple[str, ...] = ("weight",)
     qk: Literal["", "each", "own", "all"] = ""
     qk_if: str = ""
-    experts: Experts | None = None
+    experts: ExpertShapes | None = None
     sinks: bool = False
     positions: str = ""
     head_bias: bool = False
@@ -84,45 +84,45 @@ _SANDWICH = (
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 _LAYER_NORM = ("weight", "bias")
 
-FORMS: dict[str, Form] = {
-    "llama": Form(mlp_bias="mlp_bias"),
-    "mistral": Form(bias=False, window="all"),
-    "ministral3": Form(bias=False, window="all"),
-    "qwen2": Form(bias=True, out_bias=False, window="types"),
-    "qwen3": Form(qk="each", window="types"),
-    "qwen3_moe": Form(
+FORMS: dict[str, FamilyForm] = {
+    "llama": FamilyForm(mlp_bias="mlp_bias"),
+    "mistral": FamilyForm(bias=False, window="all"),
+    "ministral3": FamilyForm(bias=False, window="all"),
+    "qwen2": FamilyForm(bias=True, out_bias=False, window="types"),
+    "qwen3": FamilyForm(qk="each", window="types"),
+    "qwen3_moe": FamilyForm(
         qk="each",
         window="all",
-        experts=Experts("num_experts", "moe_intermediate_size", mixed=True),
+        experts=ExpertShapes("num_experts", "moe_intermediate_size", mixed=True),
     ),
-    "qwen2_moe": Form(
+    "qwen2_moe": FamilyForm(
         bias="qkv_bias",
         out_bias=False,
         window="types",
-        experts=Experts(
+        experts=ExpertShapes(
             "num_experts",
             "moe_intermediate_size",
             shared="shared_expert_intermediate_size",
             mixed=True,
         ),
     ),
-    "mixtral": Form(
-        bias=False, window="all", experts=Experts("num_local_experts", "intermediate_size")
+    "mixtral": FamilyForm(
+        bias=False, window="all", experts=ExpertShapes("num_local_experts", "intermediate_size")
     ),
-    "olmoe": Form(qk="all", experts=Experts("num_experts", "intermediate_size")),
-    "gpt_oss": Form(
+    "olmoe": FamilyForm(qk="all", experts=ExpertShapes("num_experts", "intermediate_size")),
+    "gpt_oss": FamilyForm(
         sinks=True,
         window="types",
         every=2,
-        experts=Experts("num_local_experts", "intermediate_size", bias=True),
+        experts=ExpertShapes("num_local_experts", "intermediate_size", bias=True),
     ),
-    "gemma": Form(),
-    "gemma2": Form(norms=_SANDWICH, window="types", every=2),
-    "gemma3_text": Form(norms=_SANDWICH, qk="each", window="types", every=6),
-    "olmo": Form(norms=(), norm=()),
-    "olmo2": Form(norms=_POST, qk="all"),
-    "olmo3": Form(norms=_POST, qk="all", window="types", every=4),
-    "phi": Form(
+    "gemma": FamilyForm(),
+    "gemma2": FamilyForm(norms=_SANDWICH, window="types", every=2),
+    "gemma3_text": FamilyForm(norms=_SANDWICH, qk="each", window="types", every=6),
+    "olmo": FamilyForm(norms=(), norm=()),
+    "olmo2": FamilyForm(norms=_POST, qk="all"),
+    "olmo3": FamilyForm(norms=_POST, qk="all", window="types", every=4),
+    "phi": FamilyForm(
         bias=True,
         mlp="plain",
         mlp_bias=True,
@@ -132,16 +132,16 @@ FORMS: dict[str, Form] = {
         qk_if="qk_layernorm",
         head_bias=True,
     ),
-    "phi3": Form(bias=False, window="all"),
-    "smollm3": Form(mlp_bias="mlp_bias", window="types"),
-    "granite": Form(mlp_bias="mlp_bias"),
-    "seed_oss": Form(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
-    "starcoder2": Form(
+    "phi3": FamilyForm(bias=False, window="all"),
+    "smollm3": FamilyForm(mlp_bias="mlp_bias", window="types"),
+    "granite": FamilyForm(mlp_bias="mlp_bias"),
+    "seed_oss": FamilyForm(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    "starcoder2": FamilyForm(
         bias="use_bias", mlp="plain", mlp_bias="use_bias", norm=_LAYER_NORM, window="all"
     ),
-    "cohere": Form(norms=("input_layernorm",), qk="own", qk_if="use_qk_norm"),
-    "glm4": Form(out_bias=False, norms=_SANDWICH),
-    "gpt2": Form(
+    "cohere": FamilyForm(norms=("input_layernorm",), qk="own", qk_if="use_qk_norm"),
+    "glm4": FamilyForm(out_bias=False, norms=_SANDWICH),
+    "gpt2": FamilyForm(
         bias=True,
         mlp="plain",
         mlp_bias=True,
@@ -152,14 +152,14 @@ FORMS: dict[str, Form] = {
 }
 
 
-def parameters(model_type: str, config: Values) -> Iterator[Tensor]:
+def parameters(model_type: str, config: Values) -> Iterator[PlanTensor]:
     """Yield all parameters of a model whose family has an entry in `FORMS`."""
     form, d = FORMS[model_type], int(config["hidden_size"])
     vocabulary = int(config["vocab_size"])
-    yield Tensor("model.embed_tokens.embedding", (vocabulary, d), ("vocab", "embed"))
+    yield PlanTensor("model.embed_tokens.embedding", (vocabulary, d), ("vocab", "embed"))
     if form.positions:
         rows = int(config[form.positions])
-        yield Tensor("model.embed_positions.embedding", (rows, d), ("vocab", "embed"))
+        yield PlanTensor("model.embed_positions.embedding", (rows, d), ("vocab", "embed"))
     layers = int(config["num_hidden_layers"])
     if layers:
         yield from _attention(form, config, layers)
@@ -171,7 +171,7 @@ def parameters(model_type: str, config: Values) -> Iterator[Tensor]:
         yield from linear("lm_head", d, vocabulary, ("embed", "vocab"), 1, bias=form.head_bias)
 
 
-def _attention(form: Form, config: Values, n: int) -> Iterator[Tensor]:
+def _attention(form: FamilyForm, config: Values, n: int) -> Iterator[PlanTensor]:
     d, h, g, k = sizes(config)
     at = "model.layers.*.self_attn"
     bias = _on(form.bias, config)
@@ -185,19 +185,19 @@ def _attention(form: Form, config: Values, n: int) -> Iterator[Tensor]:
             shape = {"each": (k,), "own": (heads, k), "all": (heads * k,)}[form.qk]
             yield from _norm(form, f"{at}.{name}", shape, n)
     if form.sinks:
-        yield Tensor(f"{at}.sinks", (h,), ("heads",), n)
+        yield PlanTensor(f"{at}.sinks", (h,), ("heads",), n)
 
 
-def _feed_forward(form: Form, config: Values, n: int) -> Iterator[Tensor]:
+def _feed_forward(form: FamilyForm, config: Values, n: int) -> Iterator[PlanTensor]:
     d, at = int(config["hidden_size"]), "model.layers.*.mlp"
     sparse, experts = 0, form.experts
     if experts is not None:
         sparse = sum(has_experts(experts, config, i) for i in range(n))
     if experts is not None and sparse:
         e, f, bias = int(config[experts.count]), int(config[experts.size]), experts.bias
-        yield Tensor(f"{at}.gate.kernel", (d, e), ("embed", None), sparse)
+        yield PlanTensor(f"{at}.gate.kernel", (d, e), ("embed", None), sparse)
         if bias:
-            yield Tensor(f"{at}.gate.bias", (e,), (None,), sparse)
+            yield PlanTensor(f"{at}.gate.bias", (e,), (None,), sparse)
         for name, i, o, axes in _gated(d, f):
             yield from expert_linear(f"{at}.experts.{name}", e, i, o, axes, sparse, bias=bias)
         if experts.shared:
@@ -220,12 +220,12 @@ def _gated(d: int, f: int) -> tuple[tuple[str, int, int, tuple[str, str]], ...]:
     )
 
 
-def _norm(form: Form, name: str, shape: tuple[int, ...], n: int) -> Iterator[Tensor]:
+def _norm(form: FamilyForm, name: str, shape: tuple[int, ...], n: int) -> Iterator[PlanTensor]:
     axes = (None,) * len(shape)
-    yield from (Tensor(f"{name}.{part}", shape, axes, n) for part in form.norm)
+    yield from (PlanTensor(f"{name}.{part}", shape, axes, n) for part in form.norm)
 
 
-def has_experts(experts: Experts, config: Values, index: int) -> bool:
+def has_experts(experts: ExpertShapes, config: Values, index: int) -> bool:
     """Return whether a layer has experts."""
     if not experts.mixed:
         return True
@@ -246,14 +246,14 @@ def _on(switch: Switch, config: Values) -> bool:
     return bool(config.get(switch)) if isinstance(switch, str) else switch
 
 
-def caches(model_type: str, config: Values) -> tuple[LayerCache, ...]:
+def caches(model_type: str, config: Values) -> tuple[CacheShape, ...]:
     """Return the cache of each layer."""
     _, _, g, k = sizes(config)
     windows = _windows(FORMS[model_type], config)
-    return tuple(LayerCache(g, k, k, window) for window in windows)
+    return tuple(CacheShape(g, k, k, window) for window in windows)
 
 
-def _windows(form: Form, config: Values) -> list[int | None]:
+def _windows(form: FamilyForm, config: Values) -> list[int | None]:
     layers, window = int(config["num_hidden_layers"]), config.get("sliding_window")
     if not form.window or window is None or config.get("use_sliding_window") is False:
         return [None] * layers
@@ -263,7 +263,7 @@ def _windows(form: Form, config: Values) -> list[int | None]:
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _kind(form: Form, config: Values, index: int) -> str:
+def _kind(form: FamilyForm, config: Values, index: int) -> str:
     """Return the default of `layer_types`, as the configuration classes of Hugging Face have it."""
     if form.every:
         every = int(config.get("sliding_window_pattern") or form.every)

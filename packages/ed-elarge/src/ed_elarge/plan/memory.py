@@ -1,4 +1,4 @@
-"""`Memory`: the parts of one device's memory."""
+"""`MemoryParts`: the parts of one device's memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryParts:
     """Bytes on one device by part, and the bytes that a program can use."""
 
     parts: Mapping[str, int]

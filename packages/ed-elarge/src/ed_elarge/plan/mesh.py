@@ -22,7 +22,7 @@ from ed_infra.sharding.axes import (
 )
 
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.plan.tensors import Tensor
+from ed_elarge.plan.tensors import PlanTensor
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class PlanMesh:
         """Return the number of parts over mesh axes."""
         return math.prod(self.sizes.get(name, 1) for name in split(axes))
 
-    def parameter(self, tensor: Tensor) -> tuple[MeshAxes, ...]:
+    def parameter(self, tensor: PlanTensor) -> tuple[MeshAxes, ...]:
         """Return the mesh axes of each dimension of a parameter."""
-        known: dict[Tensor, tuple[MeshAxes, ...]] = vars(self)["_known"]
+        known: dict[PlanTensor, tuple[MeshAxes, ...]] = vars(self)["_known"]
         if tensor not in known:
             known[tensor] = self._place(tensor)
         return known[tensor]
 
-    def _place(self, tensor: Tensor) -> tuple[MeshAxes, ...]:
+    def _place(self, tensor: PlanTensor) -> tuple[MeshAxes, ...]:
         found = self._rule(tensor.name.replace("*", "0"))
         if found is None:
             found = places.of_parameter(
@@ -77,12 +77,12 @@ class PlanMesh:
                 return spec
         return None
 
-    def shard(self, tensor: Tensor) -> int:
+    def shard(self, tensor: PlanTensor) -> int:
         """Return the number of values of a parameter on one device."""
         parts = math.prod(self.ways(entry) for entry in self.parameter(tensor))
         return tensor.size // parts
 
-    def gathered(self, tensor: Tensor) -> int:
+    def gathered(self, tensor: PlanTensor) -> int:
         """Return the number of values of one layer's parameter in a product.
 
         A product reads the whole parameter, except along the axes of tensor parallelism, which also

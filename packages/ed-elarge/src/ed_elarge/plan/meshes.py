@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ed_elarge.plan.devices import GIB
-from ed_elarge.plan.estimate import Plan, ServingPlan, TrainingPlan, of_serving, of_training
+from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, of_serving, of_training
 from ed_elarge.plan.mesh import PlanMesh, mesh_of
 from ed_elarge.plan.tensors import ModelShapes
 
@@ -27,7 +27,7 @@ class Candidate:
     why: str = ""
 
 
-def ranked(plan: Plan) -> list[Candidate]:
+def ranked(plan: RunPlan) -> list[Candidate]:
     """Return the meshes of the run's devices, best first.
 
     Meshes that fit precede those that do not. Of equal times, the mesh with less memory is first.
@@ -48,7 +48,7 @@ def ranked(plan: Plan) -> list[Candidate]:
     return [best, *(Candidate(c.dims, c.plan, _why(c.plan, best.plan)) for c in found[1:])]
 
 
-def candidates(plan: Plan, part: TrainingPlan | ServingPlan) -> Iterator[PlanMesh]:
+def candidates(plan: RunPlan, part: TrainingPlan | ServingPlan) -> Iterator[PlanMesh]:
     """Yield the meshes whose axes divide what they split.
 
     Tensor parallelism divides heads and keys, expert parallelism the experts, and the axes of the

@@ -15,13 +15,13 @@ from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import optimizer_settings
 
 from ed_elarge.plan.mesh import PlanMesh
-from ed_elarge.plan.tensors import DTYPE_SIZES, Tensor
+from ed_elarge.plan.tensors import DTYPE_SIZES, PlanTensor
 
 #: Parameters with fewer values have float32 moments (`ed_trainers.optimizers.eight_bit`).
 _SMALLEST = 4096
 _TABLES = re.compile(r"(^|\.)(embed\w*|wte|wpe|lm_head|score)(\.|$)")
 
-Bytes = Callable[["Moments", Tensor], int]
+Bytes = Callable[["Moments", PlanTensor], int]
 
 
 class Moments:
@@ -43,7 +43,7 @@ class Moments:
         settings = optimizer_settings(arguments.optimizer, arguments.optimizer_kwargs)
         self.settings: dict[str, Any] = settings.model_dump()
 
-    def of(self, tensor: Tensor) -> dict[str, int]:
+    def of(self, tensor: PlanTensor) -> dict[str, int]:
         """Return the bytes on one device: masters, moments, and the mean of `ema_decay`."""
         shard = self.mesh.shard(tensor)
         return {
@@ -52,34 +52,34 @@ class Moments:
             "ema": 4 * shard if self.arguments.ema_decay is not None else 0,
         }
 
-    def whole(self, tensor: Tensor) -> int:
+    def whole(self, tensor: PlanTensor) -> int:
         """Return the bytes of a moment like the parameter."""
         return self.size * self.mesh.shard(tensor)
 
-    def first(self, tensor: Tensor) -> int:
+    def first(self, tensor: PlanTensor) -> int:
         """Return the bytes of a first moment, whose dtype can be chosen."""
         return self.mu_size * self.mesh.shard(tensor)
 
 
-def _own(tensor: Tensor) -> tuple[int, ...]:
+def _own(tensor: PlanTensor) -> tuple[int, ...]:
     """Return the shape of one array: without layers and experts."""
     return tensor.shape[1:] if tensor.axes[:1] == ("expert",) else tensor.shape
 
 
-def _copies(tensor: Tensor) -> int:
+def _copies(tensor: PlanTensor) -> int:
     return tensor.size // math.prod(_own(tensor))
 
 
-def _adamw(state: Moments, tensor: Tensor) -> int:
+def _adamw(state: Moments, tensor: PlanTensor) -> int:
     return state.first(tensor) + state.whole(tensor)
 
 
-def _lion(state: Moments, tensor: Tensor) -> int:
+def _lion(state: Moments, tensor: PlanTensor) -> int:
     return state.first(tensor)
 
 
 def _eight_bit(moments: int) -> Bytes:
-    def of(state: Moments, tensor: Tensor) -> int:
+    def of(state: Moments, tensor: PlanTensor) -> int:
         shape, copies = _own(tensor), _copies(tensor)
         if math.prod(shape) < _SMALLEST:
             return state.first(tensor) + (moments - 1) * state.whole(tensor)
@@ -91,7 +91,7 @@ def _eight_bit(moments: int) -> Bytes:
     return of
 
 
-def _adafactor(state: Moments, tensor: Tensor) -> int:
+def _adafactor(state: Moments, tensor: PlanTensor) -> int:
     shape, copies = _own(tensor), _copies(tensor)
     least = int(state.settings["min_dim_size_to_factor"])
     size = state.size
@@ -102,30 +102,30 @@ def _adafactor(state: Moments, tensor: Tensor) -> int:
     return state.whole(tensor) + copies * (2 * size + 4)
 
 
-def _is_matrix(tensor: Tensor) -> bool:
+def _is_matrix(tensor: PlanTensor) -> bool:
     shape = _own(tensor)
     return len(shape) == 2 and "vocab" not in tensor.axes and not _TABLES.search(tensor.name)
 
 
-def _muon(state: Moments, tensor: Tensor) -> int:
+def _muon(state: Moments, tensor: PlanTensor) -> int:
     return state.whole(tensor) if _is_matrix(tensor) else _adamw(state, tensor)
 
 
-def _mars(state: Moments, tensor: Tensor) -> int:
+def _mars(state: Moments, tensor: PlanTensor) -> int:
     if len(_own(tensor)) == 2:
         return 3 * state.whole(tensor) + 4 * _copies(tensor)
     return _adamw(state, tensor)
 
 
-def _rmsprop(state: Moments, tensor: Tensor) -> int:
+def _rmsprop(state: Moments, tensor: PlanTensor) -> int:
     return state.whole(tensor) * (1 + (state.settings["momentum"] is not None))
 
 
-def _sgd(state: Moments, tensor: Tensor) -> int:
+def _sgd(state: Moments, tensor: PlanTensor) -> int:
     return state.whole(tensor) if state.settings["momentum"] is not None else 0
 
 
-def _schedule_free(state: Moments, tensor: Tensor) -> int:
+def _schedule_free(state: Moments, tensor: PlanTensor) -> int:
     return 2 * state.whole(tensor)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ed_elarge.plan.changes import Change, of_plan
+from ed_elarge.plan.changes import PlanChange, of_plan
 from ed_elarge.plan.devices import FRACTION_VARIABLE, GIB
-from ed_elarge.plan.estimate import Plan, ServingPlan, TrainingPlan, limits
-from ed_elarge.plan.memory import Memory
+from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, limits
+from ed_elarge.plan.memory import MemoryParts
 from ed_elarge.plan.meshes import Candidate, ranked, text
 from ed_elarge.plan.timing import Time
 
@@ -16,7 +16,7 @@ from ed_elarge.plan.timing import Time
 SHOWN = 5
 
 
-def to_dict(plan: Plan, compiled: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a plan as JSON values: bytes, seconds, and counts.
 
     Args:
@@ -80,7 +80,7 @@ def _part(part: TrainingPlan | ServingPlan) -> dict[str, Any]:
     }
 
 
-def _memory(memory: Memory) -> dict[str, Any]:
+def _memory(memory: MemoryParts) -> dict[str, Any]:
     return {
         "parts": {name: size for name, size in memory.parts.items() if size},
         "total": memory.total,
@@ -196,7 +196,7 @@ def _margin(part: Mapping[str, Any]) -> str:
     return f", also if the estimated parts (from gradients on) are {times:.1f} times larger"
 
 
-def change_text(change: Mapping[str, Any] | Change) -> str:
+def change_text(change: Mapping[str, Any] | PlanChange) -> str:
     """Return a change with its effect on one line."""
     one = change if isinstance(change, Mapping) else vars(change)
     verdict = "fits" if one["fits"] else "does not fit"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from ed_esurge.core.pages import pages_of_sequence
 from ed_infra.errors import ConfigError
 
-from ed_elarge.plan.devices import Device
-from ed_elarge.plan.memory import Memory
+from ed_elarge.plan.devices import DeviceKind
+from ed_elarge.plan.memory import MemoryParts
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.settings import Serving
-from ed_elarge.plan.tensors import DTYPE_SIZES, LayerCache, ModelShapes, Tensor
+from ed_elarge.plan.tensors import DTYPE_SIZES, CacheShape, ModelShapes, PlanTensor
 
 #: Tokens of a step, unless `max_num_batched_tokens` is set (`ed_esurge.engine.setup.TOKEN_BUDGET`).
 TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
@@ -38,7 +38,7 @@ class Engine:
         cached_tokens: number of tokens that all pages of a replica hold.
     """
 
-    memory: Memory
+    memory: MemoryParts
     pages: dict[str, int]
     needed: dict[str, int]
     page_bytes: dict[str, int]
@@ -55,7 +55,7 @@ class Engine:
         return self.replicas * min(each, self.seqs)
 
 
-def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Device) -> Engine:
+def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind) -> Engine:
     """Return the memory of an engine on a device.
 
     Raises:
@@ -110,7 +110,7 @@ def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Devic
         free = int(device.usable * options.hbm_utilization) - weights - state - work
         count = max(1.0, free / of_sequence)
         pages = {name: max(n, min(most[name], int(n * count))) for name, n in needed.items()}
-    memory = Memory(
+    memory = MemoryParts(
         {
             "parameters": weights,
             "KV pages": sum(pages[name] * page_bytes[name] for name in pages),
@@ -136,19 +136,19 @@ def replica(settings: Serving, mesh: PlanMesh) -> tuple[PlanMesh, int]:
     return replace(mesh, sizes={**mesh.sizes, axis: 1}), mesh.sizes[axis]
 
 
-def _groups(caches: tuple[LayerCache, ...]) -> dict[str, list[LayerCache]]:
+def _groups(caches: tuple[CacheShape, ...]) -> dict[str, list[CacheShape]]:
     """Group the layers that share a pool: those with a window, and those without."""
-    groups: dict[str, list[LayerCache]] = defaultdict(list)
+    groups: dict[str, list[CacheShape]] = defaultdict(list)
     for cache in caches:
         groups["full" if cache.window is None else "window"].append(cache)
     return dict(groups)
 
 
-def token_bytes(cache: LayerCache, settings: Serving, mesh: PlanMesh) -> int:
+def token_bytes(cache: CacheShape, settings: Serving, mesh: PlanMesh) -> int:
     """Return the bytes of keys and values of one token in one layer on one device."""
     width = max(cache.key_dim, cache.value_dim)
     ways = 1 if cache.value_dim == 0 else 2
-    heads = mesh.shard(Tensor("kv", (cache.kv_heads,), ("kv_heads",)))
+    heads = mesh.shard(PlanTensor("kv", (cache.kv_heads,), ("kv_heads",)))
     size = DTYPE_SIZES.get(settings.kv_dtype, 1)
     scales = 0
     if size == 1:

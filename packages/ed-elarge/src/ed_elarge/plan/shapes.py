@@ -15,7 +15,7 @@ from ed_infra.errors import ConfigError
 from ed_elarge.config.config_source import config_fields
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import child, families
-from ed_elarge.plan.tensors import LayerCache, ModelShapes, Tensor
+from ed_elarge.plan.tensors import CacheShape, ModelShapes, PlanTensor
 
 #: Field -> its name in the configurations of GPT-2.
 _OTHER_NAMES = {
@@ -53,7 +53,7 @@ def of_run(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
         model_type,
         {**config, **found["config"]},
         tuple(_tensor(one) for one in found["tensors"]),
-        tuple(LayerCache(*one) for one in found["caches"]),
+        tuple(CacheShape(*one) for one in found["caches"]),
         "model class",
     )
 
@@ -134,7 +134,7 @@ def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict
     return found
 
 
-def _tensor(one: Mapping[str, Any]) -> Tensor:
+def _tensor(one: Mapping[str, Any]) -> PlanTensor:
     shape = tuple(one["shape"])
     axes = tuple(one["axes"]) if one["axes"] is not None else (None,) * len(shape)
-    return Tensor(one["name"], shape, axes, one["layers"], one["dtype"])
+    return PlanTensor(one["name"], shape, axes, one["layers"], one["dtype"])

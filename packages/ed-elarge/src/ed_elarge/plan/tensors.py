@@ -1,4 +1,4 @@
-"""`Tensor`: one parameter of a model for a plan, and the cache of one layer. No jax.
+"""`PlanTensor`: one parameter of a model for a plan, and the cache of one layer. No jax.
 
 Legend: d hidden, h heads, g kv heads, k head dim, f intermediate, e experts.
 """
@@ -30,7 +30,7 @@ DTYPE_SIZES: dict[str, int] = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PlanTensor:
     """A parameter that `layers` layers have.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class LayerCache:
+class CacheShape:
     """Keys and values of one layer: heads, sizes, and the window (None = all tokens)."""
 
     kv_heads: int
@@ -89,8 +89,8 @@ class ModelShapes:
 
     model_type: str
     config: Mapping[str, Any]
-    tensors: tuple[Tensor, ...]
-    caches: tuple[LayerCache, ...]
+    tensors: tuple[PlanTensor, ...]
+    caches: tuple[CacheShape, ...]
     source: str
 
     @property
@@ -146,11 +146,11 @@ class ModelShapes:
 
 def linear(
     name: str, inputs: int, outputs: int, axes: LogicalAxes, layers: int, *, bias: bool = False
-) -> Iterator[Tensor]:
+) -> Iterator[PlanTensor]:
     """Yield the parameters of a linear layer."""
-    yield Tensor(f"{name}.kernel", (inputs, outputs), axes, layers)
+    yield PlanTensor(f"{name}.kernel", (inputs, outputs), axes, layers)
     if bias:
-        yield Tensor(f"{name}.bias", (outputs,), (axes[1],), layers)
+        yield PlanTensor(f"{name}.bias", (outputs,), (axes[1],), layers)
 
 
 def expert_linear(
@@ -162,8 +162,8 @@ def expert_linear(
     layers: int,
     *,
     bias: bool = False,
-) -> Iterator[Tensor]:
+) -> Iterator[PlanTensor]:
     """Yield the parameters of the linear layers of all experts."""
-    yield Tensor(f"{name}.kernel", (experts, inputs, outputs), ("expert", *axes), layers)
+    yield PlanTensor(f"{name}.kernel", (experts, inputs, outputs), ("expert", *axes), layers)
     if bias:
-        yield Tensor(f"{name}.bias", (experts, outputs), ("expert", axes[1]), layers)
+        yield PlanTensor(f"{name}.bias", (experts, outputs), ("expert", axes[1]), layers)

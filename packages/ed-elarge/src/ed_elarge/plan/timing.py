@@ -17,7 +17,7 @@ from ed_elarge.plan.devices import Hardware
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.settings import Serving, Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes
-from ed_elarge.plan.training import Step
+from ed_elarge.plan.training import PlannedStep
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def of_training(
     shapes: ModelShapes,
     mesh: PlanMesh,
     hardware: Hardware,
-    memory: Step,
+    memory: PlannedStep,
 ) -> Time:
     """Return the bound of an optimizer step; `memory`: the memory of the step."""
     device, count = hardware.device, mesh.count

@@ -15,14 +15,14 @@ from ed_elarge.plan.buffers import ACCELERATOR, Buffers
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.optimizer import Moments
 from ed_elarge.plan.settings import Training
-from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, Tensor
+from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 
 #: Parts that are arguments of the step and exist between steps.
 ARGUMENTS = ("parameters", "adapters", "masters", "moments", "ema", "batch")
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """The parts of a train step, in bytes on one device.
 
     Attributes:
@@ -46,7 +46,7 @@ class Step:
 
 def step(
     settings: Training, shapes: ModelShapes, mesh: PlanMesh, buffers: Buffers = ACCELERATOR
-) -> Step:
+) -> PlannedStep:
     """Return the memory of a train step.
 
     Args:
@@ -96,10 +96,10 @@ def step(
     moment = "loss" if loss >= layer else "layer"
     parts["logits and head"] = int(loss) if moment == "loss" else 0
     parts["layer buffers"] = int(layer) if moment == "layer" else 0
-    return Step(parts, moment)
+    return PlannedStep(parts, moment)
 
 
-def _bytes(tensor: Tensor, dtype: str) -> int:
+def _bytes(tensor: PlanTensor, dtype: str) -> int:
     return DTYPE_SIZES[tensor.dtype or dtype]
 
 
@@ -111,11 +111,11 @@ def _batch(settings: Training, mesh: PlanMesh) -> int:
 
 def _table(shapes: ModelShapes, mesh: PlanMesh) -> int:
     """Return the values of the head on one device, gathered along the hidden size."""
-    head = Tensor("head", (shapes.vocabulary, shapes.hidden), ("vocab", None))
+    head = PlanTensor("head", (shapes.vocabulary, shapes.hidden), ("vocab", None))
     return mesh.shard(head)
 
 
-def _largest_layer(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
+def _largest_layer(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
     """Return the values that one layer with every kind of part gathers from other devices."""
     return sum(
         mesh.gathered(t)
@@ -124,6 +124,6 @@ def _largest_layer(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
     )
 
 
-def _experts(tensors: tuple[Tensor, ...], mesh: PlanMesh) -> int:
+def _experts(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
     """Return the values of one layer's experts on a device."""
     return sum(mesh.shard(t) // t.layers for t in tensors if t.axes[:1] == ("expert",))

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server.generation.abilities import Ability, require
+from ed_esurge.server.generation.abilities import EndpointAbility, require
 from ed_esurge.server.generation.models import ServedModel, ServedModels
 from ed_esurge.server.http.auth import Access, owner_of
 from ed_esurge.server.http.fields import RequestBody
@@ -64,7 +64,7 @@ class Endpoint:
     access: Access = "key"
     batched: bool = False
     form: bool = False
-    ability: Ability | None = None
+    ability: EndpointAbility | None = None
 
 
 def post(
@@ -78,7 +78,7 @@ def post(
     access: Access = "key",
     batched: bool = False,
     form: bool = False,
-    ability: Ability | None = None,
+    ability: EndpointAbility | None = None,
 ) -> Endpoint:
     """Return an endpoint that answers a body for one model."""
     return Endpoint(

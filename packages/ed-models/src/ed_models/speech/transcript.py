@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Word:
+class SpokenWord:
     """A word with the punctuation next to it; the times are in seconds."""
 
     text: str
@@ -45,7 +45,7 @@ class Segment:
     no_speech_prob: float = 0.0
     seek: int = 0
     token_times: tuple[float, ...] | None = None
-    words: tuple[Word, ...] | None = None
+    words: tuple[SpokenWord, ...] | None = None
 
 
 @dataclass(frozen=True)

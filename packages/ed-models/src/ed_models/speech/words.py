@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ed_models.speech.transcript import Word
+from ed_models.speech.transcript import SpokenWord
 
 #: Languages that are written without spaces between words; each character is a word.
 WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
@@ -17,7 +17,7 @@ _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _BROKEN = "\ufffd"
 
 #: Text, and the first and last token of a word.
-Piece = tuple[str, int, int]
+TokenPiece = tuple[str, int, int]
 
 
 def words_of(
@@ -25,7 +25,7 @@ def words_of(
     times: Sequence[tuple[float, float]],
     decode: Callable[[Sequence[int]], str],
     language: str | None,
-) -> tuple[Word, ...]:
+) -> tuple[SpokenWord, ...]:
     """Return the words of some tokens of text.
 
     Args:
@@ -38,15 +38,15 @@ def words_of(
     if language not in WITHOUT_SPACES:
         pieces = _spaced(pieces)
     return tuple(
-        Word(text, times[first][0], times[last][1])
+        SpokenWord(text, times[first][0], times[last][1])
         for text, first, last in _with_punctuation(pieces)
     )
 
 
-def _characters(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Piece]:
+def _characters(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[TokenPiece]:
     """Return the shortest groups of tokens that contain whole characters."""
     whole = decode(tokens)
-    pieces: list[Piece] = []
+    pieces: list[TokenPiece] = []
     first = length = 0
     for last in range(len(tokens)):
         text = decode(tokens[first : last + 1])
@@ -59,9 +59,9 @@ def _characters(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -
     return pieces
 
 
-def _spaced(pieces: list[Piece]) -> list[Piece]:
+def _spaced(pieces: list[TokenPiece]) -> list[TokenPiece]:
     """Join the groups that continue a word."""
-    words: list[Piece] = []
+    words: list[TokenPiece] = []
     for text, first, last in pieces:
         if not words or text.startswith(" ") or text.strip() in _PUNCTUATION:
             words.append((text, first, last))
@@ -70,15 +70,15 @@ def _spaced(pieces: list[Piece]) -> list[Piece]:
     return words
 
 
-def _with_punctuation(words: list[Piece]) -> list[Piece]:
+def _with_punctuation(words: list[TokenPiece]) -> list[TokenPiece]:
     """Join punctuation with the next word, or with the word before."""
-    joined: list[Piece] = []
+    joined: list[TokenPiece] = []
     for text, first, last in reversed(words):
         if joined and text.startswith(" ") and text.strip() in BEFORE:
             joined[-1] = text + joined[-1][0], first, joined[-1][2]
         else:
             joined.append((text, first, last))
-    result: list[Piece] = []
+    result: list[TokenPiece] = []
     for text, first, last in reversed(joined):
         if result and not result[-1][0].endswith(" ") and text in AFTER:
             result[-1] = result[-1][0] + text, result[-1][1], last

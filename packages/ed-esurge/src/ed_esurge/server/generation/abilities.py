@@ -43,7 +43,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Ability:
+class EndpointAbility:
     """An ability of models.
 
     Attributes:
@@ -69,17 +69,17 @@ def _ranks(model: Model) -> bool:
     return _embeds(model) or (labels is not None and len(labels.names) == 1)
 
 
-GENERATES = Ability(
+GENERATES = EndpointAbility(
     "generates tokens", lambda model: _reads_text(model) and model.task not in ROUTES_OF_ENCODERS
 )
-EMBEDS = Ability("returns embeddings", _embeds)
-CLASSIFIES = Ability("classifies texts", lambda model: model.labels is not None)
-RANKS = Ability("scores pairs of texts", _ranks)
-POOLS = Ability("pools texts", lambda model: _embeds(model) or model.labels is not None)
-EMBEDS_TOKENS = Ability(
+EMBEDS = EndpointAbility("returns embeddings", _embeds)
+CLASSIFIES = EndpointAbility("classifies texts", lambda model: model.labels is not None)
+RANKS = EndpointAbility("scores pairs of texts", _ranks)
+POOLS = EndpointAbility("pools texts", lambda model: _embeds(model) or model.labels is not None)
+EMBEDS_TOKENS = EndpointAbility(
     "returns embeddings of tokens", lambda model: model.task == TaskType.EMBEDDING
 )
-TRANSCRIBES = Ability("reads audio", lambda model: hasattr(model.engine, "transcribe"))
+TRANSCRIBES = EndpointAbility("reads audio", lambda model: hasattr(model.engine, "transcribe"))
 
 
 def route_of(model: Model) -> str:
@@ -92,7 +92,7 @@ def route_of(model: Model) -> str:
     return "it generates tokens, send the texts to /v1/completions or /v1/chat/completions"
 
 
-def require(model: Model, ability: Ability, why: str | None = None) -> None:
+def require(model: Model, ability: EndpointAbility, why: str | None = None) -> None:
     """Check that a model has an ability.
 
     Args:
@@ -105,7 +105,7 @@ def require(model: Model, ability: Ability, why: str | None = None) -> None:
         raise unsupported_task(model, ability, why)
 
 
-def unsupported_task(model: Model, ability: Ability, why: str | None = None) -> APIError:
+def unsupported_task(model: Model, ability: EndpointAbility, why: str | None = None) -> APIError:
     """Return the error of `require`."""
     others: Sequence[Model] = model.state.models
     able = [repr(other.names[0]) for other in others if ability.has(other)]

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from ed_esurge.server.generation.requests import Messages, as_prompts
-from ed_esurge.server.generation.text_pairs import Side
+from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import RequestBody, unsupported
 
@@ -37,7 +37,7 @@ class PooledRequest(RequestBody):
         int | None, BeforeValidator(_limit), Field(ge=-1, lt=2**31)
     ] = None
     """Maximum number of tokens of a text, with special tokens; -1 = as many as fit."""
-    truncation_side: Side | None = None
+    truncation_side: PairSide | None = None
     """The side that loses tokens; null = that of the tokenizer. Special tokens are kept."""
     padding: Annotated[
         None, unsupported("the attention mask makes padding unnecessary, omit it", "do_not_pad")

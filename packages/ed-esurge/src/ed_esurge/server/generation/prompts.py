@@ -25,7 +25,7 @@ from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.generation.text_pairs import (
-    Side,
+    PairSide,
     encode_pair,
     encode_text,
     first_tokens,
@@ -131,7 +131,7 @@ class PromptEncoder:
         *,
         add_special_tokens: bool = True,
         most: int | None = None,
-        side: Side | None = None,
+        side: PairSide | None = None,
         param: str,
     ) -> tuple[list[CheckedPrompt], int]:
         """Return checked prompts without completions, and the number of removed tokens.
@@ -175,7 +175,7 @@ class PromptEncoder:
             result.append(checked)
         return result, truncated
 
-    def truncation_side(self, side: Side | None) -> Side:
+    def truncation_side(self, side: PairSide | None) -> PairSide:
         """Return the side of truncated texts that loses tokens: by default the tokenizer's."""
         return side or getattr(self.tokenizer, "truncation_side", "right")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ed_esurge.server.http.errors import APIError
 
 #: The side of a text that loses tokens.
-Side = Literal["left", "right"]
+PairSide = Literal["left", "right"]
 
 
 def encode_pair(
@@ -48,7 +48,7 @@ def encode_pair(
 
 
 def encode_text(
-    tokenizer: Any, text: str, limit: int, side: Side, *, add_special_tokens: bool
+    tokenizer: Any, text: str, limit: int, side: PairSide, *, add_special_tokens: bool
 ) -> tuple[list[int], int]:
     """Return the token ids of a text, and the number of removed tokens.
 

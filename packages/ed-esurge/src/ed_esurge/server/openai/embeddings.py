@@ -20,7 +20,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers, truncation
 from ed_esurge.server.generation.pooled_requests import EncodingFields, PoolingName, TextRequest
-from ed_esurge.server.generation.text_pairs import Side
+from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import post
 
@@ -186,7 +186,7 @@ async def prompt_lengths(
     prompt: str,
     prompts: Sequence[CheckedPrompt],
     with_prompt: Sequence[bool],
-    side: Side | None = None,
+    side: PairSide | None = None,
 ) -> list[int]:
     """Return how many tokens at the start of each encoded text are not pooled.
 
