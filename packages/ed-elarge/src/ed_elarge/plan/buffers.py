@@ -9,7 +9,7 @@ Legend: d hidden, f intermediate, q queries, k keys (as many as values).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ed_elarge.plan.activations import LayerValues
 
@@ -105,17 +105,4 @@ CPU = Buffers(
     casts=False,
 )
 #: TPUs and GPUs: a rough estimate. Three steps that libtpu compiled check the numbers.
-ACCELERATOR = Buffers(
-    d=8,
-    f=6,
-    q=4,
-    kv=4,
-    redone_f=3,
-    weights=0.75,
-    experts=2.5,
-    tables=1,
-    softmax=1,
-    sums=1,
-    streams=(8, 8),
-    casts=True,
-)
+ACCELERATOR = replace(CPU, tables=1, softmax=1, sums=1, streams=(8, 8), casts=True)
