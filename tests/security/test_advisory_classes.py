@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from ed_esurge.core.prefix_cache import page_key
-from ed_esurge.replies.formats import TOOL_FORMATS
 from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_esurge.server.http import auth
 from ed_esurge.server.launch import background
 from ed_esurge.template import ChatTemplate

@@ -8,8 +8,10 @@ import random
 
 import pytest
 from ed_esurge.replies.events import CallArguments, Reply
-from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS, by_name, detect
+from ed_esurge.replies.formats import by_name, detect
 from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
+from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_infra.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +34,25 @@ TAGGED = (
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
 ).replace("{c}", CITY)
 PYTHON = f"weather(city={CITY!r}, days=3)"
+GLM = (
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>{c}</arg_value><arg_key>days</arg_key>"
+    "<arg_value>3</arg_value></tool_call><tool_call>now</tool_call>"
+).replace("{c}", CITY)
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">{c}</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+).replace("{c}", CITY)
+GPT_OSS = (
+    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{J}<|call|>"
+    "<|start|>assistant<|channel|>commentary to=functions.now json<|message|>{}<|call|>"
+)
+LISTED = f'[{{"name": "weather", "arguments": {J}}}, {{"name": "now", "arguments": {{}}}}]'
+COHERE = (
+    f'[\n    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {J}}},\n'
+    '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'
+)
 
 # Format -> a reply with the calls `BOTH`.
 EXAMPLES = {
@@ -57,9 +78,9 @@ EXAMPLES = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
     f'{CITY}</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n'
     "</invoke>\n</minimax:tool_call>",
-    "gpt_oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    f"{J}<|call|><|start|>assistant<|channel|>commentary to=functions.now json<|message|>{{}}"
-    "<|call|>",
+    "gpt_oss": GPT_OSS,
+    "openai": f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{J}"
+    "<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {J}}}, {{"arguments": {{}}, '
     '"name": "now"}]',
     "internlm": f'<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {J}}}'
@@ -70,7 +91,59 @@ EXAMPLES = {
     "olmo3": f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>",
     "functiongemma": f"<start_function_call>call:weather{{city:<escape>{CITY}<escape>,days:3}}"
     "<end_function_call><start_function_call>call:now{}<end_function_call>",
+    "deepseek_v32": DSML,
+    "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
+    "seed_oss": TAGGED.replace("tool_call>", "seed:tool_call>"),
+    "step3": "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+    f'<steptml:invoke name="weather">\n<steptml:parameter name="city">{CITY}</steptml:parameter>\n'
+    '<steptml:parameter name="days">3</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">\n</steptml:invoke>'
+    "<｜tool_call_end｜>\n<｜tool_calls_end｜>",
+    "step3p5": TAGGED,
+    "glm47": GLM,
+    "gemma4": f'<|tool_call>call:weather{{city:<|"|>{CITY}<|"|>,days:3}}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>",
+    "apertus": f'<|tools_prefix|>[{{"weather": {J}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    "lfm2": f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>",
+    "longcat": f'<longcat_tool_call>\n{{"name": "weather", "arguments": {J}}}\n'
+    '</longcat_tool_call>\n<longcat_tool_call>\n{"name": "now", "arguments": {}}\n'
+    "</longcat_tool_call>",
+    "cohere_command3": f"<|START_ACTION|>{COHERE}<|END_ACTION|>",
+    "cohere_command_r": f"Action: ```json\n{COHERE}\n```",
+    "gigachat3": f'<|function_call|>{{"name": "weather", "arguments": {J}}}'
+    '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}',
+    "nemotron_json": f"<TOOLCALL>{LISTED}</TOOLCALL>",
+    "hunyuan_a13b": f"<tool_calls>{LISTED}</tool_calls>",
+    "minimax": f'<tool_calls>\n{{"name": "weather", "arguments": {J}}}\n'
+    '{"name": "now", "arguments": {}}\n</tool_calls>',
+    "granite4": f'<tool_call>\n{{"name": "weather", "arguments": {J}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "granite-20b-fc": f'<function_call> {{"name": "weather", "arguments": {J}}}\n'
+    '<function_call> {"name": "now", "arguments": {}}',
+    "llama4_json": f'<|python_tag|>{{"name": "weather", "parameters": {J}}}; '
+    '{"name": "now", "parameters": {}}',
+    "functionary_v31": f"<function=weather>{J}</function>\n<function=now>{{}}</function>",
+    "ernie45": f'<tool_call>\n{{"name": "weather", "arguments": {J}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+    "xlam": f"```json\n{LISTED}\n```",
 }
+# Further published spellings: (format, reply).
+SPELLINGS = [
+    ("mistral", f"[TOOL_CALLS] {LISTED}"),  # v3 and v7
+    ("mistral", f"[TOOL_CALLS]weather{J}[TOOL_CALLS]now{{}}"),  # v11
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]ABCDEFGHI[ARGS]{J}[TOOL_CALLS]now[ARGS]{{}}"),  # v13
+    ("xlam", LISTED),
+    ("xlam", f"[TOOL_CALLS]{LISTED}"),
+    ("xlam", f"<tool_call>{LISTED}</tool_call>"),
+    ("llama3_json", EXAMPLES["llama4_json"]),
+    ("llama4_json", EXAMPLES["llama3_json"]),
+    ("glm45", GLM),
+    ("glm47", EXAMPLES["glm45"]),
+    ("hermes", f"<tool_call>{LISTED}</tool_call>"),
+    ("gpt_oss", EXAMPLES["openai"]),
+    ("openai", GPT_OSS),
+    ("granite", EXAMPLES["granite4"]),
+]
 # Replies without complete calls: the whole text is content.
 BROKEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": oops}}\n</tool_call>',
@@ -92,6 +165,29 @@ BROKEN = {
     "phi4_mini_json": 'functools[{"name": "now", "arguments": []}]',
     "olmo3": "<function_calls>\nweather(city=open(1))\n</function_calls>",
     "functiongemma": "<start_function_call>call:weather{city}<end_function_call>",
+    "openai": "<|start|>assistant to=functions.now<|message|>[]<|call|>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="storm">',
+    "deepseek_v4": "<｜DSML｜tool_calls>now</｜DSML｜tool_calls>",
+    "seed_oss": "<seed:tool_call>now</seed:tool_call>",
+    "step3": "<｜tool_calls_begin｜>now<｜tool_calls_end｜>",
+    "step3p5": "<tool_call>\n<function=now>\nsoon</function>\n</tool_call>",
+    "glm47": "<tool_call>storm</tool_call>",
+    "gemma4": "<|tool_call>call:storm{}<tool_call|>",
+    "apertus": '<|tools_prefix|>[{"now": {}, "weather": {}}]<|tools_suffix|>',
+    "lfm2": "<|tool_call_start|>[now(1)]<|tool_call_end|>",
+    "longcat": "<longcat_tool_call>now</longcat_tool_call>",
+    "cohere_command3": '<|START_ACTION|>[{"name": "now", "parameters": {}}]<|END_ACTION|>',
+    "cohere_command_r": 'Action: ```json\n[{"tool_name": "directly-answer"}]\n```',
+    "gigachat3": '<|function_call|>{"name": "storm", "arguments": {}}',
+    "nemotron_json": "<TOOLCALL>[]</TOOLCALL>",
+    "hunyuan_a13b": '<tool_calls>[{"name": "storm"}]</tool_calls>',
+    "minimax": "<tool_calls>\nnow\n</tool_calls>",
+    "granite4": "<tool_call>now</tool_call>",
+    "granite-20b-fc": '<function_call> {"name": "no_function", "arguments": {}}',
+    "llama4_json": '{"name": 1}',
+    "functionary_v31": "<function=storm>{}</function>",
+    "ernie45": "<tool_call>\n{}\n</tool_call>",
+    "xlam": '```json\n{\n  "city": 1\n}\n```',
 }
 
 
@@ -130,6 +226,15 @@ def test_tool_calls_parse_from_every_format_at_any_chunking(name):
         assert (calls_of(spoken), spoken.content) == (BOTH, "I look.")
     one, _ = reply(text, each, calls=Calls(TOOL_FORMATS[name], TOOLS, most=1))
     assert (calls_of(one), one.content) == ([PARIS], "")
+
+
+@pytest.mark.daily("hermes-*")
+@pytest.mark.parametrize(("name", "text"), [*EXAMPLES.items(), *SPELLINGS])
+def test_every_split_of_a_published_transcript_parses_as_the_whole(name, text):
+    calls = Calls(TOOL_FORMATS[name], TOOLS)
+    for cut in range(1, len(text)):
+        whole, _ = reply(text, (cut,), calls=calls)
+        assert (calls_of(whole), whole.content) == (BOTH, ""), cut
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -222,7 +327,10 @@ def test_reasoning_parses_from_every_format_at_any_chunking(name):
     ("thoughts", "tools"),
     [("qwen3", "hermes"), ("gpt_oss", "gpt_oss"), ("kimi_k2", "kimi_k2"), ("mistral", "mistral"),
      ("glm45", "glm45"), ("minimax_m2", "minimax_m2"), ("granite", "granite"), ("olmo3", "olmo3"),
-     ("deepseek_r1", "llama3_json"), ("qwen3", "pythonic")],
+     ("deepseek_r1", "llama3_json"), ("qwen3", "pythonic"), ("cohere_command3", "cohere_command3"),
+     ("seed_oss", "seed_oss"), ("gemma4", "gemma4"), ("hunyuan_a13b", "hunyuan_a13b"),
+     ("ernie45", "ernie45"), ("step3", "step3"), ("longcat", "longcat"), ("apertus", "apertus"),
+     ("deepseek_v3", "deepseek_v32"), ("deepseek_r1", "xlam")],
 )  # fmt: skip
 def test_reasoning_before_tool_calls_is_separated(thoughts, tools):
     open_, close = THOUGHTS[thoughts]
@@ -257,6 +365,12 @@ def test_formats_are_found_by_name_and_detected_from_templates():
         "'<｜tool▁call▁begin｜>function<｜tool▁sep｜>'": "deepseek_v3",
         "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'": "deepseek_v31",
         "[AVAILABLE_TOOLS] [TOOL_CALLS]": "mistral",
+        "<seed:tool_call> <function=f>": "seed_oss",
+        "<|START_ACTION|>": "cohere_command3",
+        "<|tool_call>": "gemma4",
+        "<tool_call> <response>": "ernie45",
+        "<tool_calls> <answer>": "hunyuan_a13b",
+        "<|start_of_role|> <tool_call>": "granite",
         "plain": None,
     }.items():
         assert detect(TOOL_FORMATS, template) == name

@@ -67,11 +67,6 @@ def test_invalid_completion_requests_return_error_with_param(http, body, param, 
     ("body", "param", "fragment"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            "tools",
-            "does not support tools",
-        ),
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),

@@ -10,7 +10,9 @@ import pytest
 from ed_esurge.server import create_app
 from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
+from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import (
+    CHAT_TEMPLATE,
     TOOL_CALLS,
     TOOL_PARAMETERS,
     TOOL_REPLIES,
@@ -273,3 +275,81 @@ def test_templates_that_require_parts_receive_parts():
         body = {"messages": [{"role": "user", "content": "hi"}]}
         tokens = httpx.post(f"{url}/../tokenize", json=body).json()["tokens"]
         assert engine.tokenizer.decode(tokens) == "<|user|><|assistant|>"
+
+
+NO_SYSTEM = (
+    "{% for message in messages %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=[CHAT_TEMPLATE, NO_SYSTEM], ids=["system", "no-system"])
+def served(request):
+    engine = NamedReplies(tokenizer=byte_tokenizer(request.param))
+    with background(engine) as url:
+        yield engine, openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def test_tools_as_text_are_called_equally_in_streams_and_answers(served):
+    engine, client = served
+    expected = ("tool_calls", [WEATHER, ("now", "{}")])
+    content, _, calls, finish = whole(ask(client, "only", tools=TOOLS))
+    assert (finish, calls, content) == (*expected, None)
+    prompt = engine.prompts[-1]
+    listed = prompt[prompt.index("<tools>\n") + 8 : prompt.index("\n</tools>\n\nFor")]
+    names = [json.loads(line)["function"]["name"] for line in listed.splitlines()]
+    assert names == ["weather", "now"]
+    content, _, calls, finish = joined(ask(client, "only", tools=TOOLS, stream=True))
+    assert (finish, [tuple(call[:2]) for call in calls.values()]) == expected
+    assert whole(ask(client, "broken", tools=TOOLS))[0] == TOOL_REPLIES["broken"]
+    ask(client, "only", tools=TOOLS, tool_choice="none")
+    assert "<tools>" not in engine.prompts[-1]
+
+
+def test_results_of_tools_as_text_are_messages_of_the_user(served):
+    engine, client = served
+    answer = ask(client, "only", tools=TOOLS).choices[0].message
+    asked = {"role": "user", "content": "Zürich?"}
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": f"result {place}"}
+        for place, call in enumerate(answer.tool_calls)
+    ]
+    messages = [asked, answer.model_dump(), *results, {"role": "user", "content": "reply plain"}]
+    client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
+    prompt = engine.prompts[-1]
+    history = prompt[prompt.index("Zürich?") :]
+    assert history == (
+        f"Zürich?\n<|assistant|>{TOOL_REPLIES['only']}\n"
+        "<|user|><tool_response>\nresult 0\n</tool_response>\n"
+        "<tool_response>\nresult 1\n</tool_response>\n\nreply plain\n<|assistant|>"
+    )
+    client.chat.completions.create(model="scripted", messages=messages)  # without tools
+    assert "<tool_response>" in engine.prompts[-1]
+
+
+def test_tools_as_text_follow_the_system_prompt():
+    template = ChatTemplate(byte_tokenizer())
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    text, _ = template.render(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert text.startswith("<|system|>Be brief.\n\n# Tools\n")
+    assert text.endswith("</tool_call>\n<|user|>a\n<|assistant|>")
+    assert template.render(messages)[0] == "<|system|>Be brief.\n<|user|>a\n<|assistant|>"
+
+
+def test_another_tool_format_requires_a_template_that_renders_tools():
+    with background(NamedReplies(), tool_parser_name="mistral") as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="supports tools"):
+            ask(client, "only", tools=TOOLS)
+
+
+def test_a_named_template_serves_chats_of_a_model_without_a_template():
+    engine = NamedReplies(tokenizer=byte_tokenizer(None))
+    with background(engine, chat_template="chatml") as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        assert whole(ask(client, "only", tools=TOOLS))[2] == [WEATHER, ("now", "{}")]
+    assert engine.prompts[-1].startswith("<|im_start|>system\n# Tools")
+    assert engine.prompts[-1].endswith("<|im_end|>\n<|im_start|>assistant\n")

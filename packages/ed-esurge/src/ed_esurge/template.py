@@ -16,6 +16,7 @@ from typing import Any
 from ed_infra.errors import ConfigError
 
 from ed_esurge.tokenizer import Tokenizer
+from ed_esurge.tool_prompts import renders_tools, with_tools_as_text
 
 # Noncharacters of Unicode, which do not occur in regular text.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -53,10 +54,41 @@ class ChatTemplate:
     ) -> tuple[str, re.Pattern[str]]:
         """Return the text of a conversation and a pattern that matches its marked characters.
 
+        If the template renders no tools, the tools, calls and results are text of the messages, see
+        `ed_esurge.tool_prompts`.
+
         Args:
             messages: list of `{"role": …, "content": …}`.
             options: options of `apply_chat_template` (`tools`, variables of the template, …).
         """
+        if not self.renders_tools:
+            tools = options.pop("tools", None) or ()
+            if tools or any(m.get("role") == "tool" or m.get("tool_calls") for m in messages):
+                messages = with_tools_as_text(messages, tools, system=self._takes_system)
+        return self._rendered(messages, options)
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether the template itself renders tools."""
+        return renders_tools(self.source or self.tokenizer.chat_template)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template renders system messages."""
+        probe, parts = "probe-of-system", self.reads_parts()
+
+        def message(role: str, text: str) -> dict[str, Any]:
+            return {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+
+        messages = [message("system", probe), message("user", "a")]
+        try:
+            return probe in self._rendered(messages, {})[0]
+        except Exception:  # templates may raise any exception
+            return False
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]
+    ) -> tuple[str, re.Pattern[str]]:
         said = "".join(texts_in((messages, options)))
         taken = {int(number) for number in _MARKED.findall(said)}
         number = next(number for number in itertools.count() if number not in taken)
@@ -74,8 +106,8 @@ class ChatTemplate:
         own = {key: value for key, value in options.items() if key in ("tokenize", "chat_template")}
         if self.source is not None:
             own["chat_template"] = self.source
-        options = {"add_generation_prompt": True, **marked(options), **own, "tokenize": False}
-        text = self.tokenizer.apply_chat_template(marked([*messages]), **options)
+        given = {"add_generation_prompt": True, **marked(options), **own, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(marked([*messages]), **given)
         return text, re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
 
     def reads_parts(self) -> bool:

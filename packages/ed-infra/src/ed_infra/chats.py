@@ -12,17 +12,25 @@ from ed_infra.errors import ConfigError
 
 #: Characters that mark Jinja text instead of a file name; vLLM uses the same rule.
 _OF_JINJA = "{}\n"
+#: Published templates that a name selects, for models without a template.
+NAMED_TEMPLATES = {
+    "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
 
 
 def read_chat_template(value: str) -> str:
     """Return the text of a chat template.
 
     Args:
-        value: The path of a file, relative to the working directory, or the Jinja text itself.
+        value: A name of `NAMED_TEMPLATES`, the path of a file, relative to the working directory,
+            or the Jinja text itself.
 
     Raises:
         ConfigError: The value is not Jinja text, and no such file can be read.
     """
+    if value in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[value]
     if any(mark in value for mark in _OF_JINJA):
         return value
     try:
@@ -31,7 +39,8 @@ def read_chat_template(value: str) -> str:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"chat_template {value!r} cannot be read ({reason}): set the path of a file with a "
-            "Jinja template, or the text of the template"
+            "Jinja template, the text of the template, or a name "
+            f"({', '.join(NAMED_TEMPLATES)})"
         ) from error
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from ed_esurge.config import ServerLimits, UnknownFields
-from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS
+from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
+from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_infra.chats import CheckedPrompts
 from ed_infra.options import Count, Options, Seed, Whole, choice
 from pydantic import BeforeValidator, Field, SecretStr, model_validator

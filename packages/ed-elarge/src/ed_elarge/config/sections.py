@@ -61,9 +61,9 @@ class TokenizerSection(Options):
     train: TokenizerTraining | None = None
     """Train a new tokenizer on the texts of this run."""
     chat_template: Name | None = None
-    """A Jinja template for chats: its text, or the path of a file. Training, generation and serving
-    use the template, and the saved model contains it (`chat_template.jinja`). None: the template of
-    the tokenizer."""
+    """A Jinja template for chats: its text, the path of a file, or `chatml`. Training, generation
+    and serving use the template, and the saved model contains it (`chat_template.jinja`). None: the
+    template of the tokenizer."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizerSection:

@@ -135,7 +135,10 @@ class ReplyParser:
         while (yield from src.peek()).isspace():
             src.at += 1
             self._content(src.text[src.at - 1])
-        if src.text[src.at] in form.starts:
+        marker = yield from src.literal(*form.opens)  # `[TOOL_CALLS]` also starts with `[`
+        if marker is not None:
+            yield from self._section(marker)
+        elif src.at < len(src.text) and src.text[src.at] in form.starts:
             yield from self._section("")
 
     def _section(self, marker: str) -> Reader[None]:
@@ -172,8 +175,12 @@ class ReplyParser:
             src.mark = None
 
     def _again(self, form: ToolFormat) -> Reader[bool]:
-        """Return whether another call begins here, without consuming text."""
-        known = yield from self._src.literal(*form.begins)
+        """Return whether another call begins here, without consuming text.
+
+        A section with an end may contain one JSON object per line.
+        """
+        lines = form.syntax == "json" and bool(form.closes) and not form.begins
+        known = yield from self._src.literal(*(("{",) if lines else form.begins))
         self._src.at -= len(known or "")
         return known is not None
 

@@ -12,7 +12,7 @@ from ed_esurge.replies.json_text import dumps, loads, string_value, value
 from ed_esurge.replies.python_text import argument
 from ed_esurge.replies.scanner import Malformed, Markers, Reader, Scanner, Write
 
-NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters")
 MAX_DEPTH = 64
 
 
@@ -40,16 +40,16 @@ def json_calls(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `{"name": …, "arguments": {…}}`, or a list of such objects."""
     yield from src.space()
     if (yield from src.peek()) != "[":
-        yield from _object(src, sink)
+        yield from _object(src, sink, form.name_keys)
         return
     src.at += 1
     while True:
-        yield from _object(src, sink)
+        yield from _object(src, sink, form.name_keys)
         if (yield from src.expect(",", "]")) == "]":
             return
 
 
-def _object(src: Scanner, sink: CallSink) -> Reader[None]:
+def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None]:
     yield from src.expect("{")
     name, held, begun = None, None, False
     keys: set[str] = set()
@@ -59,7 +59,7 @@ def _object(src: Scanner, sink: CallSink) -> Reader[None]:
             raise Malformed
         keys.add(key)
         yield from src.expect(":")
-        if key in NAMES:
+        if key in names:
             name = yield from string_value(src)
         elif key in ARGUMENTS and name is not None and not begun:
             sink.begin(name)
@@ -96,6 +96,20 @@ def _arguments(src: Scanner, write: Write) -> Reader[None]:
         return
     yield from src.expect("null")
     write("{}")
+
+
+def keyed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+    """Read a list of objects `{"name": {…}}`."""
+    yield from src.expect("[")
+    while True:
+        yield from src.expect("{")
+        sink.begin((yield from string_value(src)))
+        yield from src.expect(":")
+        yield from _arguments(src, sink.write)
+        yield from src.expect("}")
+        sink.end()
+        if (yield from src.expect(",", "]")) == "]":
+            return
 
 
 def headed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
@@ -136,20 +150,22 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     keys: set[str] = set()
     key_close, value_close = Markers((form.key_close,)), Markers((form.value_close,))
     while (yield from src.expect(form.key_open, *form.ends)) == form.key_open:
-        key, _ = yield from src.head(key_close)
-        key = key.strip()
-        if key in keys:
+        head, _ = yield from src.head(key_close)
+        hit = re.fullmatch(form.key, head, re.DOTALL)
+        if hit is None or (key := hit["key"]) in keys:
             raise Malformed
+        declared = hit.groupdict().get("string")
+        is_text = sink.is_text(key) if declared is None else declared == "true"
         sink.write(("{" if not keys else ", ") + dumps(key) + ": ")
         keys.add(key)
         if form.value_open:
             yield from src.expect(form.value_open)
-        if sink.is_text(key):
+        if is_text:
             yield from _text(src, sink.write, value_close, form.padding)
         else:
             parts: list[str] = []
             yield from src.until(value_close, parts.append)
-            sink.write(_typed("".join(parts), sink.is_text(key), form.padding))
+            sink.write(_typed("".join(parts), form.padding))
     sink.write("}" if keys else "{}")
     sink.end()
 
@@ -172,7 +188,7 @@ def _text(src: Scanner, write: Write, close: Markers, padding: str) -> Reader[No
     write('"')
 
 
-def _typed(text: str, is_text: bool | None, padding: str) -> str:
+def _typed(text: str, padding: str) -> str:
     """Return the JSON text of a value that may not be a string."""
     plain = text.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
@@ -295,6 +311,7 @@ def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
 
 SYNTAXES: dict[Syntax, Callable[[Scanner, CallSink, ToolFormat], Reader[None]]] = {
     "json": json_calls,
+    "keyed": keyed,
     "headed": headed,
     "tagged": tagged,
     "python": python_calls,

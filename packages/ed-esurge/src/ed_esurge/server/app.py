@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from ed_infra.chats import read_chat_template
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from fastapi import FastAPI, Request
@@ -96,15 +97,16 @@ def create_app(
         served_model_name: name of the only model in requests. Several names are aliases; answers
             contain the first name. None = the name of the model.
         api_key: keys that requests must send. An `ApiKey` has limits. None = no key is required.
-        chat_template: Jinja text that replaces the template of the tokenizer.
+        chat_template: Jinja text that replaces the template of the tokenizer, or see
+            `ed_infra.chats.read_chat_template`.
         cors_origins: web origins whose pages may call this server (`["*"]` = all). None = only the
             playground of the server.
         allowed_hosts: allowed values of the `Host` header, without ports. None = any value
             (`serve` allows only this machine if it listens on the loopback address).
         limits: see `ServerLimits`; also a mapping of its fields.
         enable_function_calling: False rejects requests with tools.
-        tool_parser_name: format of the model's function calls, see `ed_esurge.replies.formats`;
-            "auto" = detect the format in the chat template.
+        tool_parser_name: format of the model's function calls, see
+            `ed_esurge.replies.tool_formats`; "auto" = detect the format in the chat template.
         reasoning_parser: format of the model's thoughts; "auto" as above, "none" = thoughts remain
             in the content.
         oai_like_processor: see `PromptEncoder`.
@@ -131,6 +133,8 @@ def create_app(
     """
     if not isinstance(limits, ServerLimits):
         limits = ServerLimits(**(limits or {}))
+    if chat_template is not None:
+        chat_template = read_chat_template(chat_template)
     own: list[AsyncEngine] = []
     tracing = None
     if otlp_traces_endpoint is not None:

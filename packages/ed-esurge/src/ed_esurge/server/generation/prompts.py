@@ -380,7 +380,7 @@ class PromptEncoder:
         if template is None:
             raise APIError(
                 "this model has no chat template, which messages require: use /v1/completions, or "
-                "start the server with chat_template=",
+                "start the server with chat_template=, such as chatml",
                 code="no_chat_template",
             )
         # Reject the arguments of `apply_chat_template` that are not variables of the template.

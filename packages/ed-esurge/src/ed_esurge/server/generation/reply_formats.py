@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ed_esurge.replies.forced import LISTED, NamedCall
-from ed_esurge.replies.formats import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    FormatT,
-    by_name,
-    detect,
-)
+from ed_esurge.replies.formats import FormatT, by_name, detect
 from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
+from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.tool_prompts import FORMAT, renders_tools
 
 Parser = ReplyParser | NamedCall
 
@@ -29,7 +26,8 @@ class ReplyFormats:
         template: the chat template, Jinja text.
         enable_function_calling: False rejects tools.
         tool_parser_name: a name of `TOOL_FORMATS`; "auto" = detect the format in the template and
-            the vocabulary.
+            the vocabulary, or the format of `ed_esurge.tool_prompts` if the template renders no
+            tools.
         reasoning_parser: a name of `REASONING_FORMATS`; "auto" as above, "none" = thoughts are
             text.
 
@@ -54,9 +52,11 @@ class ReplyFormats:
                 name = detect(table, template, vocabulary) or "none"
             return None if name == "none" else by_name(table, name, option)
 
+        self._takes_tools = renders_tools(template)
+        if not self._takes_tools and tool_parser_name == "auto":
+            tool_parser_name = FORMAT
         self.tools = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
         self.reasoning = choose(REASONING_FORMATS, reasoning_parser, "reasoning_parser")
-        self._takes_tools = "tools" in template
         added = tokenizer.added_tokens_decoder.values()
         self._special = frozenset(token.content for token in added if token.special)
 
@@ -74,10 +74,11 @@ class ReplyFormats:
                 "enable_function_calling: true",
                 param="tools",
             )
-        if not self._takes_tools:
+        if not self._takes_tools and self.tools is not TOOL_FORMATS[FORMAT]:
             raise APIError(
-                "this model's chat template does not support tools: describe them in a message, or "
-                "start the server with a chat_template= that supports tools",
+                "this model's chat template does not support tools, and the server renders them "
+                f"only in the format {FORMAT!r}: start the server with a chat_template= that "
+                "supports tools, or without tool_parser_name",
                 param="tools",
             )
         if self.tools is None and body.tool_choice in (None, "auto"):
