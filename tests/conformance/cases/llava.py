@@ -39,6 +39,17 @@ CASES = Cases(
             "multimodal_projector_bias": False,
             "eos_token_id": 2,
         },
+        "SigLIP": {
+            "text_config": TEXT,
+            "vision_config": {
+                **{name: value for name, value in VISION.items() if name != "model_type"},
+                "model_type": "siglip_vision_model",
+                "vision_use_head": False,
+            },
+            "vision_feature_select_strategy": "full",
+            "image_token_index": 159,
+            "eos_token_id": 2,
+        },
     },
     tiny=False,
 )

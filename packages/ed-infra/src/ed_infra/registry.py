@@ -162,6 +162,8 @@ def get_config(model_type: str) -> Any:
 def get_module_registration(task_type: TaskType | str, model_type: str) -> ModuleRegistration:
     """Return the registration of a task and model type.
 
+    The base module of a model of images is its vision module.
+
     Raises:
         RegistryError: no installed package provides the model type, or not for this task.
     """
@@ -172,6 +174,8 @@ def get_module_registration(task_type: TaskType | str, model_type: str) -> Modul
         _derive(task, model_type)
     if (task, model_type) in _modules:
         return _modules[task, model_type]
+    if task == TaskType.BASE_MODULE and TaskType.BASE_VISION in tasks_of(model_type):
+        return get_module_registration(TaskType.BASE_VISION, model_type)
     tasks = sorted(t.value for t in tasks_of(model_type))
     if tasks:
         raise RegistryError(

@@ -162,6 +162,12 @@ class AutoEasyDeLModel(_AutoModel[EasyDeLBaseModule]):
     task = TaskType.BASE_MODULE
 
 
+class AutoEasyDeLVisionModel(_AutoModel[EasyDeLBaseModule]):
+    """Vision towers without a head: images to hidden states."""
+
+    task = TaskType.BASE_VISION
+
+
 class AutoEasyDeLModelForSequenceClassification(_AutoModel[SequenceClassifier]):
     """Bodies with a head that classifies sequences; the configuration has `num_labels`."""
 

@@ -74,6 +74,9 @@ class EasyDeLBaseConfig(StoredConfig):
     #: Keywords beyond the fields: `is_causal: false` makes a decoder an encoder; a family lists
     #: those that its `__post_init__` reads.
     known_keywords: ClassVar[frozenset[str]] = frozenset({"is_causal"})
+    #: Classes of nested configurations by field. Other nested configurations have the registered
+    #: class of their model type.
+    nested_configs: ClassVar[Mapping[str, type]] = {}
 
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
         inherit_architecture(cls)
@@ -97,10 +100,18 @@ class EasyDeLBaseConfig(StoredConfig):
                     values[name] = thaw(dict(values[name]))  # transformers changes it
         set_bare_fields(type(self), self.__dict__, kwargs)
         super().__post_init__(**kwargs)
+        self._nest()
         self._settle()
         if is_complete(type(self)):
             with as_config_error(type(self)):
                 self.validate()
+
+    def _nest(self) -> None:
+        """Convert the nested configurations that `transformers` created."""
+        for name, value in list(self.__dict__.items()):
+            if isinstance(value, PretrainedConfig) and not isinstance(value, EasyDeLBaseConfig):
+                cls = self.nested_configs.get(name) or registry.get_config(value.model_type)
+                self.__dict__[name] = cls.from_dict(value.to_dict())
 
     def _settle(self) -> None:
         """Check the configuration, expand shorthands, and warn about fields without effect."""
@@ -310,11 +321,15 @@ class EasyDeLBaseConfig(StoredConfig):
         return runtime is not None and runtime.sealed
 
     def seal(self) -> Self:
-        """Make the configuration and nested configurations immutable, and return it."""
+        """Make the configuration and nested configurations immutable, and return it.
+
+        The execution fields also apply to nested configurations.
+        """
         if not self.is_sealed:
             self._check(names=False)  # unknown names may come from a file
             for name, value in list(self.__dict__.items()):
                 if isinstance(value, EasyDeLBaseConfig):
+                    value.read_basics_from_config(self)
                     value.seal()
                 elif not name.startswith("_"):
                     self.__dict__[name] = freeze(value)

@@ -35,6 +35,7 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.CTC: "AutoModelForCTC",
     TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
     TaskType.BASE_MODULE: "AutoModel",
+    TaskType.BASE_VISION: "AutoModel",
     TaskType.EMBEDDING: "AutoModel",
 }
 

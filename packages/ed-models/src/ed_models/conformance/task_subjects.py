@@ -18,6 +18,7 @@ from ed_infra.enums import TaskType
 from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.testing import require_torch
 
+from ed_models.conformance.image_subjects import VisionSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
 #: Fields of a tiny encoder like BERT.
@@ -456,6 +457,7 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
     for kind in (
         *(Subject, ImageTextSubject, Seq2SeqSubject, SpeechSubject, EncoderSubject, BodySubject),
         *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject, CTCSubject),
+        *(VisionSubject,),
     )
 }
 

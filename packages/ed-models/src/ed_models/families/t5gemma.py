@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import transformers
@@ -49,20 +49,7 @@ class T5GemmaConfig(EasyDeLBaseConfig, transformers.T5GemmaConfig):
     model_type = "t5gemma"
     encoder: Any = None
     decoder: Any = None
-
-    def __post_init__(self, **kwargs: Any):
-        super().__post_init__(**kwargs)
-        for name in ("encoder", "decoder"):
-            side: Any = getattr(self, name)
-            if not isinstance(side, EasyDeLBaseConfig):
-                setattr(self, name, T5GemmaSideConfig.from_dict(side.to_dict()))
-
-    def seal(self) -> Self:
-        """Copy the execution fields to the nested configurations, and make all immutable."""
-        if not self.is_sealed:
-            for side in (self.encoder, self.decoder):
-                side.read_basics_from_config(self)
-        return super().seal()
+    nested_configs = {"encoder": T5GemmaSideConfig, "decoder": T5GemmaSideConfig}
 
 
 def attention_settings(config: T5GemmaSideConfig) -> dict[str, Any]:

@@ -1,0 +1,332 @@
+"""Vision transformers: patches of an image, trained tokens in front of them, pre-norm layers.
+
+A family states its tokens, its layer and its pooling. A vision-language family uses a tower by the
+`model_type` of its `vision_config`:
+
+    tower = registry.get_module(TaskType.BASE_VISION, config.vision_config.model_type)
+    WEIGHTS = (*tower_rules("model.vision_tower", "vision_tower"), ...)
+
+Legend: b images, c channels, h height, w width, p patch size, n positions, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import BaseModelOutput
+from ed_layers.attention.blocks.self_attention import SelfAttention
+from ed_layers.attention.blocks.settings import MaskRule
+from ed_layers.context import named
+from ed_layers.mlp import MLP
+from ed_layers.parts import MakePart, Parts
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.context import layer_context
+from ed_models.body.layers import DecoderLayer
+from ed_models.body.resizing import resized_grid
+from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
+
+#: Parts of our names -> those of the towers of CLIP and SigLIP.
+CLIP_NAMES: Mapping[str, str] = {
+    "embeddings.cls_token": "embeddings.class_embedding",
+    "embeddings.position_embedding": "embeddings.position_embedding.weight",
+    "pre_norm": "pre_layrnorm",
+    "layers": "encoder.layers",
+    "input_layernorm": "layer_norm1",
+    "post_attention_layernorm": "layer_norm2",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "attention.o_proj": "attention.out_proj",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+    "pooler": "head",
+    "norm": "post_layernorm",
+}
+#: The kernel of the patches, and the attention of a pooler like SigLIP's.
+VISION_RULES = (
+    Rule("{path}.patch_embedding.kernel", "{path}.patch_embedding.weight", permute(1, 2, 3, 0)),
+    *(
+        Rule(rule.ours, rule.hf.replace(".in_proj.", ".in_proj_"), rule.layout)
+        for rule in fused(
+            ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.in_proj"
+        )
+    ),
+    *STANDARD,
+)
+
+
+def tower_rules(ours: str, theirs: str, names: Mapping[str, str] = CLIP_NAMES) -> tuple[Rule, ...]:
+    """Return the weight rules of a tower inside another model.
+
+    Args:
+        ours, theirs: path of the tower in the model and in checkpoints.
+        names: parts of our names below the path -> those of the checkpoint.
+    """
+    rules = [rule for rule in VISION_RULES if rule.ours]
+    return tuple(
+        Rule(_under(ours, rule.ours), f"{theirs}.{rule.hf}", rule.layout)
+        for rule in renamed(names, *rules)
+    )
+
+
+def _under(path: str, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(names, str):
+        return f"{path}.{names}"
+    return tuple(f"{path}.{name}" for name in names)
+
+
+def size_of(value: int | Sequence[int]) -> tuple[int, int]:
+    """Return height and width of a size in a configuration."""
+    if isinstance(value, int):
+        return value, value
+    height, width = value
+    return height, width
+
+
+class PatchEmbedding(nnx.Module):
+    """A linear map of the patches of an image: a convolution whose stride is its size."""
+
+    def __init__(self, parts: Parts, *, bias: bool = True):
+        config = parts.config
+        self.size, self.dtype = size_of(config.patch_size), parts.dtype
+        self.precision = parts.precision
+        shape = config.num_channels, *self.size, config.hidden_size
+        kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=(None, None, None, "embed"))
+        if bias:
+            zeros = jnp.zeros(config.hidden_size, parts.param_dtype)
+            self.bias = nnx.Param(zeros, axes=("embed",))
+
+    def __call__(self, images: Float[Array, "b c h w"]) -> Float[Array, "b rows columns d"]:
+        """Return the embeddings of the patches; pixels beyond the last whole patch are cut off."""
+        b, c, h, w = images.shape
+        (p, q), kernel = self.size, self.kernel.get_value().astype(self.dtype)
+        if c != kernel.shape[0] or h < p or w < q:
+            raise ConfigError(
+                f"pixel_values has images of {c} x {h} x {w}, but the model reads "
+                f"{kernel.shape[0]} channels in patches of {p} x {q}"
+            )
+        rows, columns = h // p, w // q
+        x = images[:, :, : rows * p, : columns * q].astype(self.dtype)
+        x = x.reshape(b, c, rows, p, columns, q)
+        x = jnp.einsum("bcipjq,cpqd->bijd", x, kernel, precision=self.precision)
+        return x + self.bias.get_value().astype(self.dtype) if hasattr(self, "bias") else x
+
+
+class VisionEmbeddings(nnx.Module):
+    """Patches with learned positions, after trained tokens.
+
+    Args:
+        parts: creates the parts; the configuration has `image_size` and `patch_size`.
+        bias: whether the patches have a bias.
+        tokens: names of the trained tokens in front of the patches, in their order.
+        lead: leading axes of size 1 of tokens and positions in checkpoints (ViT: 2 and 1 axes).
+        registers: number of trained tokens without positions, between the others and the patches.
+        masks: whether there is a token for masked patches.
+        positions: whether there are learned positions.
+        antialias: whether smaller grids of positions are antialiased.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        bias: bool = True,
+        tokens: Sequence[str] = (),
+        lead: int = 0,
+        registers: int = 0,
+        masks: bool = False,
+        positions: bool = True,
+        antialias: bool = False,
+    ):
+        config, d = parts.config, parts.config.hidden_size
+        self.dtype, self.tokens, self.antialias = parts.dtype, tuple(tokens), antialias
+        self.image_size = size_of(config.image_size)
+        height, width = (
+            n // p for n, p in zip(self.image_size, size_of(config.patch_size), strict=True)
+        )
+        self.grid = height, width
+        self.patch_embedding = PatchEmbedding(parts, bias=bias)
+        for name in (*tokens, *(["mask_token"] if masks else [])):
+            setattr(self, name, self.table(parts, *(1,) * lead, d))
+        if registers:
+            self.register_tokens = self.table(parts, 1, registers, d)
+        if positions:
+            count = len(self.tokens) + height * width
+            self.position_embedding = self.table(parts, *(1,) * (lead - 1), count, d)
+
+    @staticmethod
+    def table(parts: Parts, *shape: int) -> nnx.Param[jax.Array]:
+        """Create trained embeddings."""
+        return parts.table(*shape, axes=(*[None] * (len(shape) - 1), "embed"))
+
+    def rows(self, name: str) -> Float[Array, "n d"]:
+        """Return trained embeddings."""
+        value = getattr(self, name).get_value().astype(self.dtype)
+        return value.reshape(-1, value.shape[-1])
+
+    def __call__(
+        self,
+        images: Float[Array, "b c h w"],
+        *,
+        interpolate_pos_encoding: bool = False,
+        bool_masked_pos: Bool[Array, "b patches"] | None = None,
+    ) -> Float[Array, "b n d"]:
+        """Return the embeddings of images; arguments as of `VisionTower`."""
+        x = self.patch_embedding(images)
+        b, height, width, d = x.shape
+        x = x.reshape(b, height * width, d)
+        if bool_masked_pos is not None:
+            if not hasattr(self, "mask_token"):
+                raise ConfigError("bool_masked_pos needs a model with a mask token: omit the array")
+            x = jnp.where(bool_masked_pos[..., None] != 0, self.rows("mask_token"), x)
+        x = self.after(self.tokens, x)
+        if hasattr(self, "position_embedding"):
+            size = images.shape[2], images.shape[3]
+            if size != self.image_size and not interpolate_pos_encoding:
+                raise ConfigError(
+                    f"pixel_values has images of {size[0]} x {size[1]}, but image_size is "
+                    f"{self.image_size[0]} x {self.image_size[1]}: resize the images, or set "
+                    "interpolate_pos_encoding=True"
+                )
+            x = x + self.positions(height, width)
+        if not hasattr(self, "register_tokens"):
+            return x
+        first = len(self.tokens)
+        rest = self.after(["register_tokens"], x[:, first:])
+        return jnp.concatenate([x[:, :first], rest], axis=1)
+
+    def after(self, names: Sequence[str], x: Float[Array, "b n d"]) -> Float[Array, "b m d"]:
+        """Return x after trained tokens."""
+        tokens = [jnp.broadcast_to(t, (x.shape[0], *t.shape)) for t in map(self.rows, names)]
+        return jnp.concatenate([*tokens, x], axis=1)
+
+    def positions(self, height: int, width: int) -> Float[Array, "n d"]:
+        """Return the positions of the tokens and of a grid of patches."""
+        table = self.rows("position_embedding")
+        if (height, width) == self.grid:
+            return table
+        count, d = len(self.tokens), table.shape[-1]
+        grid = table[count:].reshape(*self.grid, d)
+        grid = resized_grid(grid, height, width, antialias=self.antialias)
+        return jnp.concatenate([table[:count], grid.reshape(-1, d)])
+
+
+class VisionLayer(DecoderLayer):
+    """A pre-norm layer with bidirectional attention."""
+
+    def __init__(self, parts: Parts, index: int, **changes: Any):
+        config = parts.config
+        attention = SelfAttention(
+            parts,
+            bias=getattr(config, "qkv_bias", True),
+            out_bias=True,
+            position=None,
+            mask=MaskRule(causal=False),
+        )
+        settings = {"self_attn": attention, "mlp": MLP(parts), **changes}
+        rate = getattr(config, "hidden_dropout_prob", 0.0)
+        super().__init__(parts, dropout=rate, **settings)
+
+
+class VisionTower(EasyDeLBaseModule):
+    """Embeddings, layers and a norm. Subclasses override the methods that differ.
+
+    Attributes:
+        layer_class: class of the layers.
+        names: parts of our names -> those of checkpoints.
+    """
+
+    layer_class: ClassVar[MakePart] = VisionLayer
+    input_names = ("pixel_values",)
+    names: ClassVar[Mapping[str, str]] = CLIP_NAMES
+    WEIGHTS = renamed(CLIP_NAMES, *VISION_RULES)
+    # Published checkpoints of a tower alone.
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {"vision_model": ""}
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+        norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
+        parts = replace(parts, norm_of_family=norm)
+        self.embeddings = self.embedding(parts)
+        self.layers = parts.stack(type(self).layer_class, config.num_hidden_layers)
+        self.norm = parts.own_norm(config.hidden_size)
+        self.add_parts(parts)
+
+    @staticmethod
+    def embedding(parts: Parts) -> VisionEmbeddings:
+        """Create the embeddings of patches and tokens."""
+        return VisionEmbeddings(parts)
+
+    def add_parts(self, parts: Parts) -> None:
+        """Create further parts, for `enter`, `leave` and `pooled`."""
+
+    def enter(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Transform the embeddings before the first layer."""
+        return x
+
+    def leave(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Transform the output of the last layer."""
+        return self.norm(x)
+
+    def pooled(self, x: Float[Array, "b n d"]) -> Float[Array, "b d"] | None:
+        """Return the features of each image; None = the tower has no pooling."""
+        return None
+
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.config.hidden_size
+
+    def __call__(
+        self,
+        pixel_values: Float[Array, "b c h w"],
+        *,
+        interpolate_pos_encoding: bool = False,
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+        **inputs: Any,
+    ) -> BaseModelOutput:
+        """Encode images.
+
+        Args:
+            pixel_values: images [b, c, h, w].
+            interpolate_pos_encoding: accept images of another size than `image_size`, and resize
+                the grid of positions.
+            key: dropout key; None = deterministic.
+            output_hidden_states: also return the input of every layer and the output of the last.
+            inputs: `bool_masked_pos` [b, patches], nonzero = the mask token replaces the patch, of
+                models with a mask token.
+
+        Returns:
+            Hidden states [b, n, d] of the tokens and patches, and the pooled features [b, d].
+
+        Raises:
+            ConfigError: the images do not have the size `image_size`.
+        """
+        x = self.embeddings(
+            pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **inputs
+        )
+        ctx, _ = layer_context(self.config, (x.shape[0], x.shape[1]), key=key, ropes={})
+        rate = getattr(self.config, "hidden_dropout_prob", 0.0)
+        x = self.enter(ctx.dropped(x, rate, "embeddings"))
+        x, _, _, hidden = self.layers(x, ctx, keep_hidden=output_hidden_states)
+        x = named(self.leave(x), "model_output")
+        return BaseModelOutput(x, hidden_states=hidden, pooler_output=self.pooled(x))
