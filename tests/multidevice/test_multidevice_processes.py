@@ -17,11 +17,12 @@ pytestmark = pytest.mark.xdist_group("several_processes")
 EVERYTHING = ("created", "sharded", "logits", "loss", "gradient")
 MESHES = [
     pytest.param((1, 2, 1, 2, 2), EVERYTHING, id="model_and_rows_over_processes"),
-    pytest.param((1, 8, 1, 1, 1), EVERYTHING[:3], id="fsdp", marks=pytest.mark.nightly),
-    pytest.param((2, 1, 1, 4, 1), EVERYTHING[:2], id="replicas", marks=pytest.mark.nightly),
+    pytest.param((1, 8, 1, 1, 1), EVERYTHING[:3], id="fsdp"),
+    pytest.param((2, 1, 1, 4, 1), EVERYTHING[:2], id="replicas"),
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dims", "exact"), MESHES)
 def test_two_processes_compute_same_values_as_one(
     tmp_path: Path, dims: tuple[int, int, int, int, int], exact: tuple[str, ...]

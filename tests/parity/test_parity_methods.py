@@ -18,17 +18,14 @@ for needed in ("trl", "datasets"):
 
 from tools.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
 
-#: Methods that every run compares; the others are variants, nightly.
+#: Methods whose first case every run compares: one of each kind of loss. The others are nightly.
+USUAL = {"sft", "dpo", "kto", "reward", "grpo", "ppo", "gkd", "embedding", "multiple_choice"}
+#: First case of each method.
 FIRST = {
     next(case for case in CASES if case.split()[0] == method): method
     for method in METHODS
     if any(case.split()[0] == method for case in CASES)
 }
-
-
-#: Methods that are other methods with other defaults; nightly.
-PRESETS = ("gspo", "rlvr", "on_policy_distillation", "sparse_distillation", "simpo")
-USUAL = {*METHODS} - {*PRESETS}
 
 
 def nightly(name: str) -> Any:

@@ -137,6 +137,7 @@ def test_merged_adapter_with_saved_module_is_undone_exactly() -> None:
     np.testing.assert_array_equal(ours(both.set_adapter("default"), subject), got)
 
 
+@pytest.mark.nightly
 def test_saved_module_over_quantized_weights_has_plain_copy(tmp_path: Path) -> None:
     subject = subject_of(BERT)
     base = subject.model.quantize([("", {"dtype": "nf4", "group_size": 16})])

@@ -102,7 +102,7 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.daily("*min_p*")
+@pytest.mark.nightly
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_engine_and_trainer_compute_same_sampling_logprobs(tmp_path, sampling):
     model = LlamaForCausalLM.create(config(initializer_range=0.3), seed=0)

@@ -45,7 +45,7 @@ CHATS = [
     "how",
     [
         {},
-        {"streaming": True},
+        pytest.param({"streaming": True}, marks=pytest.mark.nightly),
         pytest.param({"pack_on_the_fly": True}, marks=pytest.mark.nightly),
     ],
 )

@@ -72,6 +72,7 @@ def test_the_chat_template_of_a_run_is_saved_with_the_model(trained: Path) -> No
     assert (trained / "model" / "chat_template.jinja").read_text() == TEMPLATE
 
 
+@pytest.mark.nightly
 def test_a_preview_of_a_conversation_is_rendered_with_the_chat_template(trained: Path) -> None:
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     samples = next(row["samples"] for row in rows if "samples" in row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ def elarge(*arguments: str, module: str = "ed_elarge") -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def test_dry_run_is_fast_and_imports_neither_jax_nor_transformers() -> None:
+def test_dry_run_imports_neither_jax_nor_transformers() -> None:
     code = (
         "import sys\n"
         "from ed_elarge.__main__ import app\n"
@@ -27,13 +26,9 @@ def test_dry_run_is_fast_and_imports_neither_jax_nor_transformers() -> None:
         "heavy = {'jax', 'jaxlib', 'flax', 'transformers', 'datasets', 'torch', 'lm_eval'}\n"
         "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.splitlines()[-1] == "HEAVY []"
     assert "2. train: train the model" in done.stdout
-    seconds = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-    assert seconds < 3, f"{seconds:.1f} s of CPU time; about 0.3 when this was written"
 
 
 @pytest.mark.parametrize("module", ["ed_elarge", "easydel.scripts.elarge"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -179,12 +178,8 @@ def test_commands_about_files_import_neither_jax_nor_transformers(
         f"app({words!r}, standalone_mode=False)\n"
         f"print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.splitlines()[-1] == "HEAVY []"
-    seconds = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-    assert seconds < 3, f"{seconds:.1f} s of CPU time; below 1 when this was written"
 
 
 def test_version_and_completion_are_available() -> None:

@@ -306,7 +306,7 @@ ENCODERS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.daily("token-classification")
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", ENCODERS)
 def test_encoder_trains_and_is_loaded_by_transformers(
     bert: Path, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]

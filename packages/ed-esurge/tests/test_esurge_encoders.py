@@ -41,7 +41,7 @@ def build(task: str):
     return registry.get_module(task, "bert").create(config, seed=1)
 
 
-@pytest.mark.daily("embedding")
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", ["embedding", "sequence-classification"])
 def test_vectors_equal_those_of_the_model(task):
     model = build(task)

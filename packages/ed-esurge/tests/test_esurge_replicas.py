@@ -255,6 +255,7 @@ def adapted(model):
     return model
 
 
+@pytest.mark.nightly
 def test_adapters_are_loaded_on_all_replicas_or_none(one, pair, llama, prompts, tokenizer):
     for engine in (one, pair):
         engine.load_lora_adapter("a", adapted(llama))

@@ -137,6 +137,7 @@ def test_long_context_is_truncated_on_the_left(model, adapter):
         adapter._loglikelihood_tokens([(None, [65], [66] * CONTEXT)])
 
 
+@pytest.mark.nightly
 def test_rolling_loglikelihood_scores_every_token_once(model, adapter):
     text = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
     (total,) = adapter.loglikelihood_rolling([Request(text)], disable_tqdm=True)

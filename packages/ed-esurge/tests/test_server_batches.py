@@ -244,6 +244,7 @@ with background(engine, batch_directory=sys.argv[1], limits=limits) as url:
 """
 
 
+@pytest.mark.nightly
 def test_line_in_progress_at_process_death_fails_without_retry(tmp_path):
     slow = {**CHAT, "max_tokens": 200}
     lines = [line("quick"), *(line(name, slow) for name in ("slow", "slow too")), line("last")]

@@ -119,6 +119,7 @@ def test_pooled_labels_equal_those_of_the_classify_endpoint(root):
         close(pool(root, "classifier", input=TEXTS, task="classify", **more), expected)
 
 
+@pytest.mark.nightly
 def test_token_vectors_equal_the_hidden_states_of_the_model(root, models):
     found = pool(root, "embedder", input=TEXTS, task="token_embed", use_activation=False)
     normalized = pool(root, "embedder", input=TEXTS, task="token_embed")

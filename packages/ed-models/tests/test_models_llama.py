@@ -47,6 +47,7 @@ def either(request, model):
     return model.to_layout(request.param)
 
 
+@pytest.mark.nightly
 def test_scanned_llama_matches_unrolled_llama(model, plain):
     unrolled = LlamaForCausalLM.create(config(scan_layers=False), seed=1)
     assert (model.layout, unrolled.layout) == ("stacked", "leaves")

@@ -80,6 +80,7 @@ def test_many_devices_are_as_one(dims):
     assert not [name for name in whole if "mlp" in name], "codes are split as the matrix would be"
 
 
+@pytest.mark.nightly
 def test_adapters_learn_through_codes_and_nothing_else_does():
     model = build().quantize(EVERYTHING).apply_lora(LoraSpec(rank=2))
     grads = gradients(model)

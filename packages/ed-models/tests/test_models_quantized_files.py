@@ -154,7 +154,7 @@ def absorbed() -> nnx.Module:
     return DeepseekV3ForCausalLM.create(DeepseekV3Config(**fields, sharding_axis_dims=ONE), seed=0)
 
 
-@pytest.mark.daily("part of a fused tensor")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "spec"),
     [

@@ -194,6 +194,7 @@ def test_saved_checkpoint_keeps_modules_weights_and_settings(dense: Any, tmp_pat
     assert half.dtype.name == "bfloat16"
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_dense_layers_train_with_the_body(dense: Any) -> None:
     model = AutoEasyDeLModelForEmbedding.from_pretrained(dense[0], **ONE)
@@ -360,6 +361,7 @@ def test_vectors_equal_sentence_transformers_before_and_after_saving(
     check(cut, shorter)
 
 
+@pytest.mark.nightly
 def test_language_model_over_an_embedder_removes_its_modules(tmp_path: Path) -> None:
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 

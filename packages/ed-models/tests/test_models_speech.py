@@ -267,8 +267,8 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transcriber, Any]
     return Transcriber(loaded.model, loaded.processor, thresholds=NEVER), model
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
-@pytest.mark.daily("1.7-2")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("seconds", [0.43, 0.7, 1.7, 3.3])
 def test_times_of_tokens_equal_transformers(
@@ -339,6 +339,7 @@ def test_warped_path_equals_transformers() -> None:
     assert steps == {(0, 1), (1, 0), (1, 1)}
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_times_of_words_require_valid_alignment_heads(
     whisper: tuple[Transcriber, Any], aligned: tuple[Transcriber, Any]

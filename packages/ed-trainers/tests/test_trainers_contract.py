@@ -341,6 +341,7 @@ def test_a_loss_that_cannot_be_logged_is_explained(sums, metrics, words):
         Loss(of(sums), of(metrics), {}).checked()
 
 
+@pytest.mark.nightly
 def test_callbacks_see_the_figures_of_layers(toy, routed, tmp_path):
     seen = []
 

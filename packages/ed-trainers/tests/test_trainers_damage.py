@@ -295,6 +295,7 @@ def test_rows_of_metrics_wait_while_the_disk_is_full(toy, small_disk, capsys):
     assert out.count("rows of metrics.jsonl wait until they can be written: the disk of") == 1
 
 
+@pytest.mark.nightly
 @QUIET
 def test_a_model_that_a_full_disk_has_no_room_for_is_written_by_the_next_run(toy, small_disk):
     settings = {"save_steps": None, "max_training_steps": 4}

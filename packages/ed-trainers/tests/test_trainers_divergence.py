@@ -130,7 +130,7 @@ def rows_of(trainer):
     return next_token_batch(packed([documents(random, 2, good=[True, True]) for _ in range(8)]))
 
 
-@pytest.mark.daily("gkd")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", [pytest.param("distillation", marks=pytest.mark.nightly), "seq_kd", "gkd"]
 )

@@ -95,7 +95,7 @@ def test_checkpoint_size_is_printed(tmp_path, capsys):
     assert " kB that do not learn" in out
 
 
-@pytest.mark.daily("same")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "config",
     [{}, {"scan_layers": False}, {"sharding_axis_dims": (2, 2, 1, 2, 1)}],

@@ -95,6 +95,7 @@ def killed_and_resumed(directory: Path, kills: list[int], *extra: str) -> list[d
     return exact(directory)
 
 
+@pytest.mark.nightly
 def test_killed_once_and_while_saving(tmp_path, monkeypatch):
     one_device(monkeypatch)
     kill = random.Random(time.time_ns()).randint(6, 14)

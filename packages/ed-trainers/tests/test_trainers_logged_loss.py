@@ -91,6 +91,7 @@ def test_an_infinite_term_ends_the_run(toy, tmp_path):
         SFTTrainer(arguments, Endless(toy.Config()).shard_model(), toy.loader()).train()
 
 
+@pytest.mark.nightly
 def test_the_best_checkpoint_has_the_lowest_optimized_total(toy, tmp_path):
     arguments = arguments_class("orpo")(
         save_directory=str(tmp_path),

@@ -255,6 +255,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(toy, tmp_path)
     assert steps == [3, 6]
 
 
+@pytest.mark.nightly
 def test_other_runs_are_refused_and_can_be_moved_aside(toy, tmp_path, capsys):
     trainer(toy, tmp_path).train()
     with pytest.raises(CheckpointError, match="seed 42, now it is 43"):

@@ -437,6 +437,7 @@ def numpy_kron(array, *, rotates, steps=STEPS):
     return p.reshape(array.shape)
 
 
+@pytest.mark.daily("quad")
 @pytest.mark.parametrize("name", ["quad", "skew"])
 def test_quad_and_skew_match_their_formulas(name):
     # The matrices have 2 blocks of 16 rows, one of them partly used, and a diagonal axis of 40.

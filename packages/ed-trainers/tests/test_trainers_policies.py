@@ -181,6 +181,7 @@ def test_unscored_completions_have_no_loss_weight(toy, tmp_path):
 # Distillation.
 
 
+@pytest.mark.nightly
 def test_presets_of_gkd_are_gkd_and_a_support_of_all_tokens_is_the_vocabulary(toy):
     given = {"lmbda": 1.0, "beta": 1.0, "temperature": 1.0}
     left, right = step("on_policy_distillation", toy, temperature=1.0), step("gkd", toy, **given)
@@ -209,6 +210,7 @@ class Words:
         return " ".join(map(str, ids))
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("lmbda", "seq_kd")
 def test_gkd_options_select_source_of_completions(toy, tmp_path):
     frozen = {"teacher": toy(seed=5)}

@@ -97,7 +97,7 @@ def test_prompts_of_ids_are_refused(toy, tmp_path):
         first_rows(run)
 
 
-@pytest.mark.daily("sampled_token")
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_microbatches_on_a_mesh_equal_one_batch_on_a_device(toy, mode):
     given = {**SUCCESS, **MODES[mode], "num_iterations": 2}

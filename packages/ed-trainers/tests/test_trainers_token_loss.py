@@ -156,7 +156,7 @@ def test_logits_exist_for_a_chunk_of_a_device_alone(toy, dims):
     assert max(rows) <= 4, rows
 
 
-@pytest.mark.daily("(1, 8, 1, 1, 1)")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_bfloat16_gradients_on_cpus_equal_those_of_one_device(toy, dims):
     # XLA on CPUs aborts the process if it sums bfloat16 gradients over devices.
