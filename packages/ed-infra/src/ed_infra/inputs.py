@@ -5,11 +5,15 @@ A loader, a collator or a request creates the arrays. Placement, train step, los
 by its name and ignores the others.
 
 Every array has the axis `batch` first, so a batch can be split into microbatches and sharded over
-devices without knowledge of its content. Images of a row are therefore `[b, i, c, h, w]`, padded to
-the largest number of images of a row. A spectrogram is `input_features`, [b, mel bins, frames];
-samples of sound are `input_values`, [b, samples].
+devices without knowledge of its content. Images of one size are therefore `pixel_values` [b, i, c,
+h, w], padded to the largest number of images of a row. Images of different sizes are packed
+patches: `pixel_values` [b, p, f] contains the patches of all images of a row, one image after
+another, and `image_grid_thw` [b, i, 3] the number of patches of each image along time, height and
+width; both are padded with zeros. A spectrogram is `input_features`, [b, mel bins, frames]; samples
+of sound are `input_values`, [b, samples].
 
-Legend: b rows, s positions, t encoder positions, i images of a row, n features of a row, d hidden.
+Legend: b rows, s positions, t encoder positions, i images of a row, p patches of a row, f numbers
+of a patch, n features of a row, d hidden.
 """
 
 from __future__ import annotations
@@ -46,7 +50,22 @@ AXES: Mapping[str, LogicalAxes] = {
     "encoder_outputs": ("batch", None, "embed"),
     "inputs_embeds": ("batch", "sequence", "embed"),
     "pixel_values": ("batch", None, None, None, None),
+    "image_grid_thw": ("batch", None, None),
 }
+#: Axes of packed patches: a second form of arrays in `AXES`, with another number of axes.
+PACKED: Mapping[str, LogicalAxes] = {"pixel_values": ("batch", None, None)}
+
+
+def axes_of(name: str, rank: int) -> LogicalAxes | None:
+    """Return the logical axes of an array that models read; None for an array with another name.
+
+    Args:
+        name: name of the array.
+        rank: number of its axes, which selects the form of `pixel_values`. The result has another
+            length if the array has no form with this number of axes.
+    """
+    packed = PACKED.get(name)
+    return packed if packed is not None and len(packed) == rank else AXES.get(name)
 
 
 class Shaped(Protocol):
@@ -83,7 +102,7 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
         self._arrays = known
         self._axes = {name: value for name, value in given.items() if name in known}
         for name, array in known.items():
-            declared = self._axes.get(name, AXES.get(name))
+            declared = self._axes.get(name, axes_of(name, len(array.shape)))
             if declared is not None and len(array.shape) != len(declared):
                 raise ConfigError(
                     f"{name} has shape {tuple(array.shape)}, but its axes are {declared}: give one "
@@ -111,7 +130,7 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
     def axes_of(self, name: str) -> LogicalAxes:
         """Return the logical axes of an array."""
         rank = len(self._arrays[name].shape)
-        return self._axes.get(name) or AXES.get(name) or ("batch", *[None] * (rank - 1))
+        return self._axes.get(name) or axes_of(name, rank) or ("batch", *[None] * (rank - 1))
 
     def select(self, names: Iterable[str]) -> Inputs[ArrayT]:
         """Return the arrays with these names; names without an array are ignored."""

@@ -79,7 +79,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key"),
+        *("position_ids", "rope", "mask_info", "windows", "ragged", "adapter_ids", "key"),
         *("buckets", "summary_buckets", "encoded"),
     ],
     meta_fields=["layerdrop", "mode", "config"],
@@ -93,6 +93,7 @@ class Ctx:
         rope: rotary tables by kind of layer, computed once: `ALL_LAYERS`, or the layer types of
             `rope_parameters` if each type has separate parameters.
         mask_info: the attention mask; None if `ragged` defines the mask.
+        windows: the mask of layers that attend within windows of an image; None without them.
         ragged: the flat batch of a serving step; None otherwise.
         adapter_ids: LoRA adapter of each token, [b, s], or of each row, [b, 1]; 0 = none. None if
             no adapter is served.
@@ -110,6 +111,7 @@ class Ctx:
     position_ids: Int[Array, "b s"]
     rope: Mapping[str, Rope]
     mask_info: MaskInfo | None = None
+    windows: MaskInfo | None = None
     ragged: RaggedBatch | None = None
     adapter_ids: Int[Array, "b s"] | Int[Array, "b 1"] | None = None
     key: jax.Array | None = None

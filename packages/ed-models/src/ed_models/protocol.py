@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
+import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.masks import MaskInfo
@@ -62,6 +63,10 @@ class LanguageModel(Protocol):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the embeddings of images, or of the tokens of an encoder."""
+        ...
+
+    def batched_inputs(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of prompts in the form that `__call__` accepts."""
         ...
 
     def decode(self, input_ids: jax.Array, **inputs: Any) -> CausalLMOutput:

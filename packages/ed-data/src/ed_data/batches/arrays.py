@@ -83,7 +83,7 @@ def make_batch(
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
         `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
         images of each row, padded with zeros to the largest number i of images in a row (at
-        least 1). The task `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`;
+        least 1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`;
         both have the features of `AudioEncoder.arrays`.
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
@@ -94,17 +94,15 @@ def make_batch(
         if layout.task != "seq2seq_lm":  # columns that are compared have one width
             longest = [max(longest)] * len(longest)
         widths = [min(-(-each // multiple) * multiple, layout.seq_length) for each in longest]
-    images, size = None, 0
+    size: tuple[int, ...] = ()
     if layout.images is not None:
-        images = _media_counts(rows)
-        size = max(int(np.bincount(rows.row, images, minlength=1).max()), 1)
+        size = layout.images.width([*_images(rows).values()])
     samples = 0
     if layout.audio is not None:
         samples = layout.audio.width([*_recordings(rows).values()])
     if only is not None:
         rows, layout, chosen = _chosen(rows, layout, only)
         counts = [count[chosen] for count in counts]
-        images = None if images is None else images[chosen]
     batch: NumpyBatch = {}
     for column, (name, count) in enumerate(zip(layout.columns, counts, strict=True)):
         arrays = _column(rows, layout, column, count, widths[column])
@@ -127,8 +125,8 @@ def make_batch(
     for value in layout.values:
         if value.token_types:
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)
-    if layout.images is not None and images is not None:
-        batch["pixel_values"] = _pixel_values(rows, layout, layout.images, images, size)
+    if layout.images is not None:
+        batch.update(layout.images.arrays(_images(rows), layout.batch_size, size))
     if layout.audio is not None:
         batch.update(layout.audio.arrays(_recordings(rows), layout.batch_size, samples))
     return batch
@@ -215,28 +213,19 @@ def _shift_decoder(batch: NumpyBatch, layout: BatchLayout) -> None:
     batch["decoder_input_ids"] = np.where(segments > 0, shifted, layout.pad_id).astype(np.int32)
 
 
-def _media_counts(rows: PlannedRows) -> IntArray:
-    """Return the number of images of each piece; pieces with images are whole documents."""
+def _images(rows: PlannedRows) -> dict[int, list[RowImage]]:
+    """Return the images of each row, in the order of its documents; these are whole."""
     counts = np.zeros_like(rows.document)
     for i, tokens in enumerate(rows.tokens):
         here = rows.source == i
         counts[here] = tokens.media_counts(rows.document[here])
-    return counts
-
-
-def _pixel_values(
-    rows: PlannedRows, layout: BatchLayout, images: ImageEncoder, counts: IntArray, size: int
-) -> NDArray[np.float32]:
-    """Return [b, i, c, h, w]: the images of each row, in the order of its documents."""
-    pixels = np.zeros((layout.batch_size, size, *images.shape), np.float32)
-    filled = np.zeros(layout.batch_size, np.int64)
+    found: dict[int, list[RowImage]] = {}
     for piece in np.flatnonzero(counts):
-        tokens, row = rows.tokens[rows.source[piece]], rows.row[piece]
+        tokens, row = rows.tokens[rows.source[piece]], int(rows.row[piece])
         for image in tokens.media(int(rows.document[piece])):
             assert isinstance(image, RowImage)
-            pixels[row, filled[row]] = images.pixel_values(image)
-            filled[row] += 1
-    return pixels
+            found.setdefault(row, []).append(image)
+    return found
 
 
 def _recordings(rows: PlannedRows) -> dict[int, RowAudio]:

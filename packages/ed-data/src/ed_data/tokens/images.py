@@ -1,4 +1,4 @@
-"""Images for vision-language models: placeholder tokens and pixel values, by a processor.
+"""Images of one size for vision-language models: placeholder tokens and pixel values.
 
 The processor is that of the checkpoint (`transformers.AutoProcessor`). Its image processor runs
 without torch if it has a PIL backend, as those of CLIP and LLaVA have.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import PIL.Image
     from transformers import PreTrainedTokenizerBase
 
-_BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
+#: An image whose arrays have the shape of all images.
+BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
 
 
 class ImageProcessor(Protocol):
@@ -51,7 +53,7 @@ class ModelProcessor(Protocol):
 
 
 class ImageEncoder:
-    """Counts the features of images and computes their pixel values.
+    """Counts the features of images and computes their arrays.
 
     Args:
         processor: the processor of the checkpoint.
@@ -95,7 +97,7 @@ class ImageEncoder:
     @cached_property
     def shape(self) -> tuple[int, int, int]:
         """Shape [channels, height, width] of the pixel values of an image."""
-        channels, height, width = self._processed(_BLANK).shape
+        channels, height, width = self._processed(BLANK).shape
         return channels, height, width
 
     def count(self, image: RowImage) -> int:
@@ -104,12 +106,7 @@ class ImageEncoder:
         Raises:
             DataError: the image cannot be read, or the processor splits it into several images.
         """
-        source = image.source
-        if isinstance(source, np.ndarray):
-            height, width = source.shape[:2]
-        else:
-            width, height = _opened(source, image.where).size
-        found = self.processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
+        found = self.processor._get_num_multimodal_tokens(image_sizes=[[*size_of(image)]])
         if found.num_image_patches != [1]:
             raise DataError(
                 f"{image.where}: {type(self.processor).__name__} splits an image into "
@@ -117,6 +114,26 @@ class ImageEncoder:
                 "supported"
             )
         return int(found.num_image_tokens[0])
+
+    def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
+        """Return the sizes of the arrays for the images of all rows of a batch."""
+        return (max([1, *map(len, rows)]),)
+
+    def arrays(
+        self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
+    ) -> dict[str, NDArray[Any]]:
+        """Return `pixel_values` [b, i, c, h, w], float32, padded with zeros.
+
+        Args:
+            images: number of a row -> the images of the row in order.
+            rows: number of rows b.
+            width: see `width`.
+        """
+        pixels = np.zeros((rows, *width, *self.shape), np.float32)
+        for row, of_row in images.items():
+            for place, image in enumerate(of_row):
+                pixels[row, place] = self.pixel_values(image)
+        return {"pixel_values": pixels}
 
     def pixel_values(self, image: RowImage) -> NDArray[np.float32]:
         """Return the pixel values [channels, height, width] of an image.
@@ -134,6 +151,14 @@ class ImageEncoder:
         return pixels
 
     def _processed(self, image: RowImage) -> NDArray[np.float32]:
+        return np.asarray(self.processed(image)["pixel_values"][0], np.float32)
+
+    def processed(self, image: RowImage) -> Mapping[str, Any]:
+        """Return the output of the image processor for one image.
+
+        Raises:
+            DataError: the image cannot be decoded.
+        """
         source = image.source
         if isinstance(source, np.ndarray):
             decoded = np.repeat(source[..., None], 3, axis=2) if source.ndim == 2 else source
@@ -143,8 +168,20 @@ class ImageEncoder:
                 decoded = opened.convert("RGB")
             except (OSError, ValueError) as error:
                 raise _unreadable(image.where, error) from error
-        output = self.processor.image_processor(images=[decoded], return_tensors="np")
-        return np.asarray(output["pixel_values"][0], np.float32)
+        return self.processor.image_processor(images=[decoded], return_tensors="np")
+
+
+def size_of(image: RowImage) -> tuple[int, int]:
+    """Return height and width of an image.
+
+    Raises:
+        DataError: the image cannot be read.
+    """
+    source = image.source
+    if isinstance(source, np.ndarray):
+        return source.shape[0], source.shape[1]
+    width, height = _opened(source, image.where).size
+    return height, width
 
 
 def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image:

@@ -8,6 +8,7 @@ from ed_data.errors import DataError
 from ed_data.schema import Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
+from ed_data.tokens.patches import PatchEncoder
 
 
 def medium_encoders(
@@ -34,7 +35,8 @@ def medium_encoders(
         for path, message in without_recordings(mixture):
             raise DataError(message, path)
         if processor is not None:
-            return ImageEncoder(processor), None  # type: ignore[arg-type]
+            kind = PatchEncoder if PatchEncoder.fits(processor) else ImageEncoder  # type: ignore
+            return kind(processor), None  # type: ignore[arg-type]
         for path, message in without_tokens(mixture):
             raise DataError(message, path)
         return None, None

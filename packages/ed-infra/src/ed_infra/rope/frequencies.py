@@ -128,6 +128,11 @@ def _proportional(s: RopeSettings, length: int | None) -> tuple[np.ndarray, floa
     return np.where(still, 0.0, plain / s.get("factor", 1.0)).astype(np.float32), 1.0
 
 
+def _axial(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
+    """Images of Qwen2-VL: half of the frequencies rotate by the row, the others by the column."""
+    return np.tile(_plain(s.theta, s.rotary_dim // 2), 2), 1.0
+
+
 #: Rope type -> its formula; `READS` of `ed_infra.rope.parameters` lists the parameters.
 ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, float]]] = {
     "default": _default,
@@ -137,6 +142,7 @@ ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, flo
     "longrope": _longrope,
     "llama3": _llama3,
     "proportional": _proportional,
+    "axial": _axial,
 }
 
 

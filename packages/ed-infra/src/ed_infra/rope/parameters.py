@@ -30,6 +30,7 @@ READS: dict[str, set[str]] = {
     "longrope": {*_LENGTHS, "attention_factor", "short_factor", "long_factor"},
     "llama3": {*_LENGTHS, "low_freq_factor", "high_freq_factor"},
     "proportional": {"factor"},
+    "axial": set(),
 }
 
 _MAY_BE_0 = frozenset({"attention_factor", "mscale", "mscale_all_dim"})

@@ -162,7 +162,12 @@ def select_axis(
 
 
 def sections_of(parameters: Mapping[str, Any], count: int) -> Int[np.ndarray, " r2"] | None:
-    """Return `axis_of_frequency` of rope parameters, or None without sections."""
+    """Return `axis_of_frequency` of rope parameters, or None without sections.
+
+    The rope type `axial` has two equal sections, of rows and columns of an image.
+    """
+    if parameters.get("rope_type") == "axial":
+        return axis_of_frequency((count // 2, count - count // 2), count)
     sections = parameters.get("mrope_section")
     if not sections:
         return None

@@ -55,6 +55,7 @@ class CacheRows:
         tokens: number of tokens of each row, including the tokens of the current step, [b].
         slots: slots of the tokens of the current step, [b, s]; an index out of range stores
             nothing. None between steps.
+        offsets: rotary position of the next token minus `tokens`, [b]; None = 0.
         value_dim: numbers of a value.
         sharding: sharding of one layer's keys if slots are split over devices; otherwise None.
     """
@@ -67,6 +68,7 @@ class CacheRows:
     segment_ids: Int[Array, "b t"]
     tokens: Int[Array, " b"]
     slots: Int[Array, "b s"] | None = None
+    offsets: Int[Array, " b"] | None = None
     value_dim: int = field(kw_only=True, metadata=STATIC)
     sharding: NamedSharding | None = field(default=None, metadata=STATIC)
 
@@ -133,6 +135,10 @@ class CacheRows:
         tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
         return replace(self, tokens=tokens), real, positions
 
+    def with_offsets(self, offsets: Int[Array, " b"]) -> Self:
+        """Set the offsets of rotary positions; see `ContiguousCache.with_offsets`."""
+        return replace(self, offsets=offsets)
+
     def take(self, slots: Int[Array, "b s"]) -> Self:
         """Record the slots of the tokens of a step."""
         return replace(self, slots=slots, segment_ids=marked(self.segment_ids, slots, 1))
@@ -152,6 +158,7 @@ class CacheRows:
         values = None if self.values is None else take_rows(self.values, rows)
         fields = ("segment_ids", "tokens", *self.empty(0, 0))
         by_row = {name: getattr(self, name)[rows] for name in fields}
+        by_row["offsets"] = None if self.offsets is None else self.offsets[rows]
         return replace(self, keys=take_rows(self.keys, rows), values=values, **by_row)
 
     def update(
@@ -242,7 +249,7 @@ class DenseCache(CacheRows):
             q_index=jnp.minimum(positions, self.capacity - 1),
             kv_index=slot,
         )
-        return cache, mask_info, positions
+        return cache, mask_info, moved(positions, self.offsets)
 
     def store(
         self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
@@ -324,7 +331,8 @@ class WindowCache(CacheRows):
                 jnp.concatenate([self.segment_ids, segments], axis=1),
                 jnp.concatenate([self.index, positions], axis=1),
             )
-        return cache, MaskInfo(segments, kv[0], positions, kv[1]), positions
+        mask_info = MaskInfo(segments, kv[0], positions, kv[1])
+        return cache, mask_info, moved(positions, self.offsets)
 
     def store(
         self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
@@ -353,6 +361,11 @@ def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b
     """Return the positions of new tokens after `before` previous tokens; padding is not counted."""
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
     return jnp.maximum(before[:, None] + count - 1, 0)
+
+
+def moved(positions: Int[Array, "b s"], offsets: Int[Array, " b"] | None) -> Int[Array, "b s"]:
+    """Return rotary positions: numbers of tokens plus the offsets of their rows."""
+    return positions if offsets is None else positions + offsets[:, None]
 
 
 def marked(

@@ -15,7 +15,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.cache.contiguous import DenseCache, WindowCache, counted
+from ed_layers.cache.contiguous import DenseCache, WindowCache, counted, moved
 from ed_layers.cache.cross import CrossCache, CrossSlots
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.protocol import KeysValues, Pages, States, StoredLayer
@@ -41,6 +41,7 @@ class HybridCache:
         tokens: number of tokens of each row, [b]; None for pages.
         table: index of each layer in the cache of each group, static.
         capacity: maximum number of tokens of a row; None for pages.
+        offsets: rotary position of the next token minus `tokens`, [b]; None = 0.
     """
 
     caches: dict[str, LayerCache]
@@ -48,6 +49,7 @@ class HybridCache:
     tokens: Int[Array, " b"] | None
     table: Table = field(metadata={"static": True})
     capacity: int | None = field(metadata={"static": True})
+    offsets: Int[Array, " b"] | None = None
 
     @classmethod
     def create(
@@ -177,7 +179,12 @@ class HybridCache:
         positions, segments = counted(self.tokens, real), real.astype(jnp.int32)
         mask = masks.get("full", MaskInfo(segments, segments, positions, positions))
         tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
-        return replace(self, caches=caches, masks=masks, tokens=tokens), mask, positions
+        cache = replace(self, caches=caches, masks=masks, tokens=tokens)
+        return cache, mask, moved(positions, self.offsets)
+
+    def with_offsets(self, offsets: Int[Array, " b"]) -> HybridCache:
+        """Set the offsets of rotary positions; see `ContiguousCache.with_offsets`."""
+        return replace(self, offsets=offsets)
 
     def update(
         self,
@@ -254,7 +261,8 @@ class HybridCache:
                 raise ValueError("pages have no rows: a RaggedBatch assigns pages to sequences")
             caches[group] = cache.select_rows(rows)
         tokens = None if self.tokens is None else self.tokens[rows]
-        return replace(self, caches=caches, tokens=tokens)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, caches=caches, tokens=tokens, offsets=offsets)
 
     @property
     def can_rewind(self) -> bool:

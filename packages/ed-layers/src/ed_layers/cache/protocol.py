@@ -179,6 +179,16 @@ class ContiguousCache(Cache, Protocol):
         ...
 
     @property
+    def offsets(self) -> Int[Array, " b"] | None:
+        """The rotary position of the next token of each row minus `tokens`; None = 0."""
+        ...
+
+    def with_offsets(self, offsets: Int[Array, " b"]) -> Self:
+        """Set `offsets`, between two steps: the features of an image have fewer rotary positions
+        than tokens, so the positions of the following tokens are smaller than their numbers."""
+        ...
+
+    @property
     def can_rewind(self) -> bool:
         """Whether `rewind` is possible: not for rings and states."""
         ...

@@ -119,6 +119,15 @@ class EasyGenerationMixin:
         """
         raise ConfigError(f"{type(self).__name__} has no encoder: call the model with input_ids")
 
+    def batched_inputs(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of prompts in the form that `__call__` accepts, a row for each prompt.
+
+        Args:
+            input_ids: token ids, [b, s].
+            arrays: further arrays by name.
+        """
+        return arrays
+
     def decode(self, input_ids: Int[jax.Array, "b s"], **inputs: Any) -> Any:
         """Run the language model on tokens; the arguments are those of `__call__`.
 

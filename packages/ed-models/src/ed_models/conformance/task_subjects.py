@@ -19,6 +19,7 @@ from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.testing import require_torch
 
 from ed_models.conformance.image_subjects import VisionSubject
+from ed_models.conformance.patched_images import PatchedImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
 #: Fields of a tiny encoder like BERT.
@@ -480,5 +481,7 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
             )
         for task in own.tasks or registry.tasks_of(model_type)[:1]:
             module_class = registry.get_module(task, model_type)
-            found += [SUBJECTS[task](model_type, row, module_class, own) for row in own.rows]
+            patched = "image_grid_thw" in module_class.input_names
+            kind = PatchedImageTextSubject if patched else SUBJECTS[task]
+            found += [kind(model_type, row, module_class, own) for row in own.rows]
     return found

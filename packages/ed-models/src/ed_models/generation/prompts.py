@@ -202,6 +202,8 @@ def prompt_inputs(
         ConfigError: the model does not read an array, an array has another number of rows, or the
             array that the model reads first is missing.
     """
+    if input_ids is not None:
+        arrays = model.batched_inputs(token_ids(input_ids), arrays)
     inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
     if input_ids is not None:
         inputs = Inputs({"input_ids": token_ids(input_ids), **inputs}, inputs.declared)

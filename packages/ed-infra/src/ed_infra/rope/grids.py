@@ -1,0 +1,65 @@
+"""Positions of tokens in texts with images: time, row and column (M-RoPE, Wang et al., 2024).
+
+Text tokens count up on all three axes. The features of an image have the position of the image plus
+their place in its grid, and the text after an image continues after its last row or column.
+Positions of text without images are ordinary positions. The numbers are those of `get_rope_index`
+of transformers.
+
+Shapes: `b` rows, `s` tokens, `i` images of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
+
+
+def grid_positions(placeholders: _ArrayT, segment_ids: _ArrayT, grids: _ArrayT) -> _ArrayT:
+    """Return the positions of tokens along time, height and width: int32 [3, b, s].
+
+    Numpy arrays result in numpy arrays, without a device. The k-th placeholder of a row belongs to
+    the image that contains the k-th feature of the row.
+
+    Args:
+        placeholders: bool [b, s], which tokens are features of images.
+        segment_ids: int [b, s]; 1, 2, … = documents of a row, 0 = padding. Positions start at 0
+            in each document; those of padding are 0.
+        grids: int [b, i, 3], number of features of each image along time, height and width, in the
+            order of the images; zeros for missing images.
+    """
+    xp: Any = np if isinstance(placeholders, np.ndarray) else jnp
+    integers: Any = {"axis": 1, "dtype": np.int32}
+    sizes = grids.astype(np.int32)
+    counts = xp.prod(sizes, axis=2)
+    ends = xp.cumsum(counts, **integers)
+    starts = ends - counts
+    spans = xp.cumsum(xp.max(sizes[..., 1:], axis=2) * (counts > 0), **integers)
+    spans = xp.pad(spans, ((0, 0), (1, 0)))
+
+    before = xp.cumsum(placeholders, **integers) - placeholders
+    passed = xp.sum(ends[:, None, :] <= before[:, :, None], axis=2)
+    image = xp.minimum(passed, counts.shape[1] - 1)
+    text = (segment_ids != 0) & ~placeholders
+    base = xp.cumsum(text, **integers) - text + xp.take_along_axis(spans, passed, axis=1)
+
+    within = before - xp.take_along_axis(starts, image, axis=1)
+    size = xp.take_along_axis(sizes, image[:, :, None], axis=1)
+    h, w = (xp.maximum(size[..., axis], 1) for axis in (1, 2))
+    place = xp.stack([within // (h * w), within // w % h, within % w])
+    positions = base + xp.where(placeholders, place, 0)
+
+    reached = _running_maximum(segment_ids)
+    begins = reached > xp.pad(reached, ((0, 0), (1, 0)))[:, :-1]
+    first = _running_maximum(xp.where(begins, base, 0))
+    return xp.where(segment_ids != 0, positions - first, 0).astype(np.int32)
+
+
+def _running_maximum(x: _ArrayT) -> _ArrayT:
+    if isinstance(x, np.ndarray):
+        return np.maximum.accumulate(x, axis=1)
+    return jax.lax.cummax(x, axis=1)

@@ -1,0 +1,125 @@
+"""Bodies of vision-language models over packed patches: a vision tower and a decoder.
+
+Legend: b rows, s positions, i images of a row, p patches of a row, f numbers of a patch, n features
+of a row, d hidden.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from ed_infra import registry
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Encoded, Features
+from ed_infra.outputs import BaseModelOutput
+from ed_layers.parts import Parts
+from ed_layers.projections.embed import Embed
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.patch_tower import PatchTower
+
+
+class NestedConfig(EasyDeLBaseConfig):
+    """A configuration with `text_config` and `vision_config`.
+
+    The execution fields also apply to the nested configurations. A family sets the class of its
+    vision configuration; the class of the text configuration follows from its model type.
+    """
+
+    vision_class: ClassVar[type[EasyDeLBaseConfig]]
+    text_config: Any = None
+    vision_config: Any = None
+
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        text, vision = self.text_config, self.vision_config
+        if not isinstance(text, EasyDeLBaseConfig):
+            self.text_config = registry.get_config(text.model_type).from_dict(text.to_dict())
+        if not isinstance(vision, EasyDeLBaseConfig):
+            own = self.vision_class
+            if vision.model_type != own.model_type:
+                raise ConfigError(
+                    f"{self.model_type}: vision_config.model_type={vision.model_type!r} is not "
+                    f"supported, only {own.model_type!r}"
+                )
+            self.vision_config = own.from_dict(vision.to_dict())
+
+    def seal(self) -> Self:
+        """Copy the execution fields to the nested configurations, and make all immutable."""
+        if not self.is_sealed:
+            for nested in (self.text_config, self.vision_config):
+                nested.read_basics_from_config(self)
+        return super().seal()
+
+
+class PatchedImageTextModel(EasyDeLBaseModule):
+    """A tower over packed patches under `visual`, and a decoder under `language_model`."""
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        vision = config.vision_config
+        parts = Parts(vision, rngs, self.dtype, self.param_dtype, precision)
+        self.visual = self.tower(parts)
+        text = registry.get_module(TaskType.CAUSAL_LM, config.text_config.model_type)
+        self.language_model = text.body_class(
+            config.text_config, dtype, param_dtype, precision, rngs=rngs
+        )
+
+    @staticmethod
+    @abstractmethod
+    def tower(parts: Parts) -> PatchTower:
+        """Create the vision tower; `parts.config` is the vision configuration."""
+
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.language_model.features
+
+    @property
+    def embed_tokens(self) -> Embed:
+        """The token embedding."""
+        return self.language_model.embed_tokens
+
+    def encode(self, patches: Float[Array, "b p f"], grids: Int[Array, "b i 3"]) -> Encoded:
+        """Return the features of all images of a row, one image after another."""
+        features = self.visual(patches, grids)
+        merge = self.visual.merge
+        counts = jnp.sum(jnp.prod(grids, axis=2), axis=1) // merge**2
+        real = jnp.arange(features.shape[1]) < counts[:, None]
+        return Encoded(features, real.astype(jnp.int32))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        features: Features | None = None,
+        **inputs: Any,
+    ) -> BaseModelOutput:
+        """Run the decoder; see `ed_models.body.decoder.Decoder`."""
+        output = self.language_model(input_ids, features=features, **inputs)
+        updates = {f"language_model/{path}": value for path, value in output.updates.items()}
+        return output.replace(updates=updates)
+
+    def cache_specs(self):
+        """Return the memory of each layer of the decoder."""
+        return self.language_model.cache_specs()
+
+    def prompt_class(self, prompt_len: int) -> int:
+        """Return the class of a prompt length; see `Decoder.prompt_class`."""
+        return self.language_model.prompt_class(prompt_len)
