@@ -20,6 +20,20 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PAGE = 4
 
 
+class Items:
+    """Items of up to 8 encoder positions."""
+
+    names = ("pixel_values",)
+    longest = 8
+    has_axes = False
+
+    def check(self, item):
+        return None
+
+    def positions(self, count, items):
+        return None
+
+
 def item(name: int, start: int, length: int) -> EncoderInput:
     return EncoderInput.of({"pixel_values": np.full((1, 2, 2), name, np.float32)}, start, length)
 
@@ -208,8 +222,7 @@ def test_intake_rejects_items_that_do_not_match_the_prompt(items, message):
         max_model_len=64,
         vocab_size=20,
         max_logprobs=0,
-        encoder_names=("pixel_values",),
-        encoder_rows=8,
+        items=Items(),
     )
     with pytest.raises(ConfigError, match=message):
         intake.prepare("a", [9] * 12, PARAMS, encoder_inputs=items)

@@ -9,10 +9,8 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import AXES, Inputs
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
@@ -225,45 +223,6 @@ _UNUSED: Mapping[str, Any] = {
     "no_repeat_ngram_size": 0,
     "min_length": 0,
 }
-
-
-def encoder_example(model: LanguageModel) -> dict[str, np.ndarray]:
-    """Return the arrays of one item of the model's encoder, filled with zeros.
-
-    Raises:
-        ConfigError: the shape of an array is unknown.
-    """
-    config: Any = model.config
-    example = {}
-    for name in encoder_names(model):
-        vision = getattr(config, "vision_config", None)
-        if name != "pixel_values" or vision is None:
-            raise ConfigError(f"the engine does not support the encoder input {name!r}")
-        shape = vision.num_channels, vision.image_size, vision.image_size
-        example[name] = np.zeros(shape, np.float32)
-    return example
-
-
-def encoder_length(model: LanguageModel) -> int:
-    """Return the number of encoder positions of `encoder_example`."""
-    # Without devices: nothing is computed.
-    graphdef, state = nnx.split(cast(nnx.Module, model))
-    inputs = batch_of_one(encoder_example(model))
-
-    def embeddings(state: nnx.State) -> jax.Array:
-        return cast(LanguageModel, nnx.merge(graphdef, state)).encode(inputs).embeddings
-
-    return jax.eval_shape(embeddings, state).shape[1]
-
-
-def batch_of_one(arrays: Mapping[str, np.ndarray]) -> Inputs:
-    """Return the arrays of an item as the inputs of one row with one item."""
-    inputs = {}
-    for name, array in arrays.items():
-        array = np.asarray(array)
-        rank = len(AXES.get(name, (None,) * (array.ndim + 1)))
-        inputs[name] = array.reshape((1,) * (rank - array.ndim) + array.shape)
-    return Inputs(inputs)
 
 
 def vocab_size_of(model: LanguageModel) -> int:

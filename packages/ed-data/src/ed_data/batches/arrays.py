@@ -83,8 +83,9 @@ def make_batch(
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
         `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
         images of each row, padded with zeros to the largest number i of images in a row (at
-        least 1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`;
-        both have the features of `AudioEncoder.arrays`.
+        least 1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task
+        `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
+        features of `AudioEncoder.arrays`.
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
     widths = [layout.seq_length] * len(counts)

@@ -22,7 +22,8 @@ class EncoderInput:
 
     Attributes:
         key: hash of `arrays` and `length`. Items with equal keys are encoded once.
-        arrays: name -> array of the item, without the batch axis (`pixel_values` [c, h, w]).
+        arrays: name -> array of the item, without the batch axis (`pixel_values` [c, h, w], or
+            [patches, numbers] with `image_grid_thw` [3]).
         start, length: position of the first placeholder token in the prompt, and their number.
     """
 
@@ -61,6 +62,8 @@ class Add:
         adapter: number of the LoRA adapter; 0 = none.
         arrival_time: time on the monotonic clock of the host that accepted the request.
         encoder_inputs: inputs of the model's encoder, in the order of their placeholder tokens.
+        positions: rotary positions of the prompt along time, height and width, [3, s]; None = the
+            numbers of the tokens.
     """
 
     request_id: str
@@ -77,6 +80,7 @@ class Add:
     adapter: int = 0
     arrival_time: float = 0.0
     encoder_inputs: tuple[EncoderInput, ...] = ()
+    positions: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class NewSequence:
         adapter: number of the LoRA adapter; 0 = none.
         rules: rules of the checkpoint for the tokens; None = no rules.
         max_tokens: maximum number of generated tokens.
+        positions: rotary positions of the prompt along time, height and width, [3, prompt_len];
+            None = the numbers of the tokens. Generated tokens continue after the largest position.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class NewSequence:
     adapter: int = 0
     rules: TokenRules | None = None
     max_tokens: int = 0
+    positions: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

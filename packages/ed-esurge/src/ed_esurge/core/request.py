@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.plan import NewSequence, PlanRow
 from ed_esurge.core.token_rules import TokenRules
@@ -56,6 +58,7 @@ class Request:
         salt: prefix of the prefix-cache keys.
         adapter: number of the LoRA adapter; 0 = none.
         encoder_inputs: inputs of the model's encoder, in the order of their placeholder tokens.
+        positions: see `NewSequence.positions`.
         output: generated token ids.
         num_computed: number of tokens of `prompt + output` with keys and values in `pages`.
         pages: group -> page numbers, in order of position; see `ed_esurge.core.pages`.
@@ -77,6 +80,7 @@ class Request:
     salt: bytes = b""
     adapter: int = 0
     encoder_inputs: tuple[EncoderInput, ...] = ()
+    positions: np.ndarray | None = None
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed: int = 0
@@ -211,6 +215,7 @@ class Request:
             self.adapter,
             self.rules,
             self.max_tokens,
+            self.positions,
         )
 
     def end_token_ids(self) -> tuple[int, ...]:

@@ -164,6 +164,7 @@ class OpenRequest:
                 salt=add.salt,
                 adapter=add.adapter,
                 encoder_inputs=add.encoder_inputs,
+                positions=add.positions,
             )
             sequences[request.request_id] = request
             if isinstance(params, SamplingParams):

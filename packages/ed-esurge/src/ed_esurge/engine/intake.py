@@ -20,6 +20,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add, EncoderInput
 from ed_esurge.core.decoder_start import DecoderStart
+from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
@@ -249,8 +250,7 @@ class Intake:
             keys and values for the same tokens; None = one class.
         samples: whether the model generates tokens; False accepts `PoolingParams` only.
         grammars: compiler of structured outputs; None = structured outputs are not supported.
-        encoder_names: names of the arrays that the model's encoder accepts; () = no encoder.
-        encoder_rows: maximum number of encoder positions of one item.
+        items: the items of the model's encoder; None = no encoder.
         decoder: first tokens of an encoder-decoder's decoder, and the rules of its tokens. Prompts
             are then inputs of the encoder; None for other models.
         adapters: table of the loaded adapters; None = adapters are not supported.
@@ -268,8 +268,7 @@ class Intake:
         prompt_class: Callable[[int], int] | None = None,
         samples: bool = True,
         grammars: Grammars | None = None,
-        encoder_names: Sequence[str] = (),
-        encoder_rows: int = 0,
+        items: EncoderItems | None = None,
         decoder: DecoderStart | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
@@ -281,7 +280,7 @@ class Intake:
         self.prompt_class = lru_cache(4096)(prompt_class or (lambda length: 0))
         self._samples = samples
         self.grammars = grammars
-        self.encoder_names, self.encoder_rows = tuple(encoder_names), encoder_rows
+        self.items = items
         self._decoder = decoder
         self.adapters = adapters or AdapterTable(0)
         # A client request with many prompts repeats the same words for each prompt.
@@ -355,6 +354,7 @@ class Intake:
             adapter=adapter,
             arrival_time=time.monotonic(),
             encoder_inputs=tuple(encoder_inputs),
+            positions=self._positions(len(ids), encoder_inputs),
             **options,
         )
 
@@ -376,6 +376,9 @@ class Intake:
         limits |= {"vocab_size": self.vocab_size, "apart": self._decoder is not None}
         return replace(check_prompt(ids, max_tokens, self.config, **limits), text=text)
 
+    def _positions(self, count: int, items: Sequence[EncoderInput]) -> np.ndarray | None:
+        return None if self.items is None else self.items.positions(count, items)
+
     def _check_encoder_inputs(self, items: Sequence[EncoderInput], checked: CheckedPrompt) -> None:
         """Check that the placeholder tokens of the items are in the prompt, in order."""
         if not items:
@@ -390,23 +393,26 @@ class Intake:
             )
         free = 0
         for number, item in enumerate(items):
-            unknown = sorted(set(item.arrays) - set(self.encoder_names))
-            if unknown:
-                accepted = ", ".join(self.encoder_names) or "none: the model has no encoder"
+            names = () if self.items is None else self.items.names
+            unknown = sorted(set(item.arrays) - set(names))
+            if self.items is None or unknown:
+                accepted = ", ".join(names) or "none: the model has no encoder"
+                name = min(unknown or item.arrays)
                 raise ConfigError(
-                    f"encoder_inputs[{number}] has the array {unknown[0]!r}; accepted arrays: "
-                    f"{accepted}"
+                    f"encoder_inputs[{number}] has the array {name!r}; accepted arrays: {accepted}"
                 )
             if item.start < free or item.length < 1:
                 raise ConfigError(
                     f"encoder_inputs[{number}] has {item.length} placeholder tokens at position "
                     f"{item.start}: they must begin at {free} or later"
                 )
-            if item.length > self.encoder_rows:
+            if item.length > self.items.longest:
                 raise ConfigError(
                     f"encoder_inputs[{number}] has {item.length} placeholder tokens, more than the "
-                    f"{self.encoder_rows} encoder positions that the engine stores"
+                    f"{self.items.longest} encoder positions of an item: send a smaller image"
                 )
+            if problem := self.items.check(item):
+                raise ConfigError(f"encoder_inputs[{number}]: {problem}")
             free = item.start + item.length
         if free >= len(checked.token_ids):
             raise ConfigError(

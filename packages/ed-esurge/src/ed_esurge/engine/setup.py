@@ -17,10 +17,9 @@ from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Scheduler, StepLimits
+from ed_esurge.encoder_items import EncoderItems, items_of
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
-    encoder_length,
-    encoder_names,
     is_recurrent,
     over_processes,
     platform_of,
@@ -57,6 +56,7 @@ class Setup:
         draft: the draft model, if any.
         encoder: rows of the table of encoder outputs, and rows per step; None = no encoder. For an
             encoder-decoder: maximum encoder positions of a sequence, and positions per step.
+        items: the items of the encoder; None for other models.
     """
 
     model: LanguageModel
@@ -66,6 +66,7 @@ class Setup:
     windows: dict[str, int | None]
     draft: LanguageModel | None = None
     encoder: tuple[int, int] | None = None
+    items: EncoderItems | None = None
 
     @classmethod
     def resolve(
@@ -83,7 +84,7 @@ class Setup:
                     f"extra_eos_token_ids has token id {token}, outside the vocabulary of {vocab}"
                 )
         longest = config.max_model_len
-        positions = longest_sequence(model.config)
+        positions = longest_sequence(model.config.get_text_config())
         if positions is not None and positions < longest:
             if "max_model_len" in config.model_fields_set:
                 once(
@@ -136,10 +137,10 @@ class Setup:
         if is_encoder_decoder(model):
             _check_encoder_decoder(config)
             encoder = (longest, max(budget, longest))
-        elif encoder_names(model):
-            per_step = max(budget, encoder_length(model))
-            encoder = (ENCODER_STEPS * per_step, per_step)
-        return cls(model, config, limits, buckets, windows_of(model), draft, encoder)
+        items = items_of(model, longest)
+        if items is not None:
+            encoder = (max(ENCODER_STEPS * budget, items.longest), budget)
+        return cls(model, config, limits, buckets, windows_of(model), draft, encoder, items)
 
     def runner(
         self, grammars: Grammars | None = None, sizes: dict[str, int] | None = None
@@ -228,8 +229,8 @@ class Setup:
         model: LanguageModel | None = None,
         host_places: int = 0,
     ) -> ModelRunner:
-        table = self.encoder is not None and self.encoder_length is None and model is None
-        rows = self.encoder[0] if self.encoder is not None and table else 0
+        items = self.items if model is None else None
+        rows = 0 if items is None or self.encoder is None else self.encoder[0]
         return ModelRunner(
             model or self.model,
             self.buckets,
@@ -241,6 +242,7 @@ class Setup:
             grammars=grammars,
             host_places=host_places,
             encoder_rows=rows,
+            items=items,
             encoder_length=self.encoder_length if model is None else None,
         )
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
+from ed_esurge.encoder_items import items_of
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.intake import (
@@ -30,7 +31,6 @@ from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     decoder_start_of,
     embedding_settings_of,
-    encoder_names,
     eos_token_ids,
     is_encoder,
     labels_of,
@@ -103,8 +103,7 @@ class eSurge(EngineControl):
             prompt_class=None if encodes else runner.model.prompt_class,
             samples=not encodes,
             grammars=grammars,
-            encoder_names=encoder_names(runner.model),
-            encoder_rows=encoder.capacity if encoder is not None else 0,
+            items=None if encoder is None else items_of(runner.model, self.max_model_len),
             decoder=decoder_start_of(runner.model),
             adapters=self.loop.adapters,
         )

@@ -34,6 +34,8 @@ class StepInput:
         rows: sampling options of each row.
         features: row of the table of encoder outputs for each token, or -1; [1, T]. None = the
             step reads no encoder outputs.
+        positions: rotary positions along time, height and width; [3, 1, T]. None = the numbers of
+            the tokens.
     """
 
     token_ids: jax.Array
@@ -41,6 +43,7 @@ class StepInput:
     logits_at: jax.Array
     rows: SamplerRows
     features: jax.Array | None = None
+    positions: jax.Array | None = None
 
 
 class Fields:
@@ -49,9 +52,16 @@ class Fields:
     Args:
         groups: names of the page groups.
         featured: whether tokens may have encoder outputs.
+        has_axes: whether tokens have rotary positions along several axes.
     """
 
-    def __init__(self, shape: StepShape, groups: tuple[str, ...], featured: bool = False) -> None:
+    def __init__(
+        self,
+        shape: StepShape,
+        groups: tuple[str, ...],
+        featured: bool = False,
+        has_axes: bool = False,
+    ) -> None:
         self.shape, self.groups, self.featured = shape, groups, featured
         numbers = len(OF_ROW) + len(OF_SEQUENCE) + len(OF_SAMPLING)
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -65,6 +75,8 @@ class Fields:
         }
         if featured:
             self.shapes["features"] = (1, shape.tokens)
+        if has_axes:
+            self.shapes["positions"] = (3, 1, shape.tokens)
         self.ranges: dict[str, slice] = {}
         self.size = 0
         for name, dims in self.shapes.items():
@@ -100,7 +112,8 @@ class Fields:
         )
         rows = SamplerRows(position=row["kv_lens"], **{name: row[name] for name in OF_SAMPLING})
         token_ids, features = part["token_ids"][None], part.get("features")
-        return StepInput(token_ids, ragged, row["logits_at"], rows, features)
+        positions = part.get("positions")
+        return StepInput(token_ids, ragged, row["logits_at"], rows, features, positions)
 
 
 class BatchBuilder:
@@ -113,6 +126,7 @@ class BatchBuilder:
         num_pages: number of pages of each group's pool. The slot after the last page is out of
             range, so that writes to it are dropped.
         featured: shapes whose tokens may have encoder outputs.
+        has_axes: whether tokens have rotary positions along several axes.
     """
 
     def __init__(
@@ -123,8 +137,9 @@ class BatchBuilder:
         num_pages: dict[str, int],
         apart: bool = False,
         featured: Collection[StepShape] = (),
+        has_axes: bool = False,
     ) -> None:
-        self._featured = featured
+        self._featured, self._has_axes = featured, has_axes
         self.page_size, self.apart = page_size, apart
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
@@ -134,7 +149,8 @@ class BatchBuilder:
     def fields(self, shape: StepShape) -> Fields:
         """Return the layout of a shape's buffer."""
         if shape not in self._fields:
-            self._fields[shape] = Fields(shape, tuple(self.nowhere), shape in self._featured)
+            featured = shape in self._featured
+            self._fields[shape] = Fields(shape, tuple(self.nowhere), featured, self._has_axes)
         return self._fields[shape]
 
     def empty(self, shape: StepShape) -> np.ndarray:
@@ -197,6 +213,10 @@ class BatchBuilder:
             slots_of[:tokens] = table[of_token, page] * self.page_size + inside
         if fields.featured:
             _write_features(planned, fields.view(buffer, "features")[0])
+        if self._has_axes:
+            axes = fields.view(buffer, "positions")[:, 0]
+            axes[:, tokens:] = 0
+            axes[:, :tokens] = known.rotary_positions(of_row[of_token], positions)
         return buffer, places
 
     def _separate(self, planned: Sequence[PlanRow]) -> tuple[list[PlanRow], list[int]]:

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError
-from ed_esurge.model import batch_of_one, encoder_example, encoder_length
+from ed_esurge.encoder_items import Arrays, EncoderItems, batch_of_one
 from ed_esurge.runner.memory import Memory
-from ed_esurge.runner.weights import ServedWeights
+from ed_esurge.runner.weights import ServedWeights, abstract
 
 
 class ItemEncoder:
@@ -28,6 +27,8 @@ class ItemEncoder:
         weights: weights of the model.
         memory: holder of the table.
         traced: wrapper that counts the traces of compiled functions.
+        items: the shapes of the items.
+        ahead_of_time: whether `compile` compiles without running the encoder.
     """
 
     def __init__(
@@ -35,11 +36,16 @@ class ItemEncoder:
         weights: ServedWeights,
         memory: Memory,
         traced: Callable[[Callable[..., Any]], Callable[..., Any]],
+        items: EncoderItems,
+        *,
+        ahead_of_time: bool = True,
     ) -> None:
-        self._weights, self._memory = weights, memory
+        self._weights, self._memory, self._items = weights, memory, items
+        self._ahead_of_time = ahead_of_time
         self._written = jax.jit(
             traced(self._write), donate_argnums=1, out_shardings=memory.everywhere
         )
+        self._compiled: dict[int, Callable[..., Any]] = {}  # by the number of encoder positions
 
     def run(self, items: Sequence[EncodedItem]) -> None:
         """Write the outputs of items to the table.
@@ -49,29 +55,34 @@ class ItemEncoder:
         """
         for item in items:
             try:
-                self._memory.encoded = self._written(
-                    self._weights.leaves,
-                    self._memory.encoded,
-                    batch_of_one(item.arrays),
-                    np.asarray(item.rows, np.int32),
+                inputs, rows = self._arguments(item.arrays, item.rows)
+                write = self._compiled.get(len(rows), self._written)
+                self._memory.encoded = write(
+                    self._weights.leaves, self._memory.encoded, inputs, rows
                 )
             except Exception as error:
                 raise RequestError(item.request_id) from error
 
     def compile(self) -> None:
-        """Compile the function for the model's item. The rows of the table stay unused."""
-        model = self._weights.model
-        beyond = np.full(encoder_length(model), self._memory.encoder_rows, np.int32)
-        self.run([EncodedItem("", encoder_example(model), beyond.tolist())])
+        """Compile the function for each shape of items. The rows of the table stay unused."""
+        for arrays in self._items.examples():
+            if not self._ahead_of_time:
+                self.run([EncodedItem("", arrays, [])])
+                continue
+            inputs, rows = self._arguments(arrays, [])
+            table = abstract(self._memory.encoded)
+            lowered = self._written.lower(self._weights.like, table, inputs, rows)
+            self._compiled[len(rows)] = lowered.compile()
+
+    def _arguments(self, arrays: Arrays, rows: Sequence[int]) -> tuple[Inputs, np.ndarray]:
+        """Return padded arrays, and the row of each encoder position; padding has no row."""
+        arrays = self._items.padded(arrays)
+        padded = np.full(self._items.count(arrays), self._memory.encoder_rows, np.int32)
+        padded[: len(rows)] = rows
+        return batch_of_one(arrays), padded
 
     def _write(self, leaves: list[Any], table: jax.Array, arrays: Inputs, rows: jax.Array):
         outputs = self._weights.merged(leaves).encode(arrays).embeddings[0]
-        if outputs.shape[0] != rows.shape[0]:
-            raise ConfigError(
-                f"the encoder returns {outputs.shape[0]} positions, but the item has "
-                f"{rows.shape[0]} placeholder tokens: repeat the placeholder token for each "
-                "position"
-            )
         return table.at[rows].set(outputs.astype(table.dtype), mode="drop")
 
 

@@ -202,9 +202,11 @@ class Functions:
             token_ids, slots = inputs.token_ids, inputs.ragged.state_slots
             if shape.decodes:
                 token_ids = state.read(token_ids[0], slots)[None]
-            more = {}
+            more: dict[str, Any] = {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
+            if inputs.positions is not None:
+                more["position_ids"] = inputs.positions
             out = self._weights.merged(leaves).decode(
                 token_ids,
                 past_key_values=cache,

@@ -13,6 +13,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
+from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder
@@ -44,6 +45,7 @@ class ModelRunner:
         grammars: compiler of structured outputs; None = not supported.
         host_places: number of pages of each group in host memory.
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
+        items: the items of the encoder whose outputs are in the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
     """
 
@@ -60,6 +62,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         host_places: int = 0,
         encoder_rows: int = 0,
+        items: EncoderItems | None = None,
         encoder_length: int | None = None,
     ) -> None:
         self.buckets = buckets
@@ -89,6 +92,7 @@ class ModelRunner:
             num_pages=num_pages,
             apart=buckets.invariant,
             featured=buckets.prefill if encoder_rows else (),
+            has_axes=items is not None and items.has_axes,
         )
         self.functions = Functions(
             self.weights,
@@ -100,8 +104,14 @@ class ModelRunner:
             ahead_of_time=ahead_of_time,
         )
         self._encoder: ItemEncoder | SlotEncoder | None = None
-        if encoder_rows:
-            self._encoder = ItemEncoder(self.weights, self.memory, self.functions.traced)
+        if items is not None:
+            self._encoder = ItemEncoder(
+                self.weights,
+                self.memory,
+                self.functions.traced,
+                items,
+                ahead_of_time=ahead_of_time,
+            )
         elif encoder_length is not None:
             self._encoder = SlotEncoder(self.weights, self.memory, self.functions.traced)
         cache = self.memory.allocate()

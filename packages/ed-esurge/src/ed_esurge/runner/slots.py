@@ -65,6 +65,8 @@ class SlotTables:
         self._filled = {group: [0] * num_slots for group in groups}
         self.adapter_places = {0: 0}
         """Number of a LoRA adapter -> its index on the device."""
+        # Rotary position of a generated token minus its number.
+        self._offsets = np.zeros(num_slots + 1, np.int32)
         self._new: list[NewSequence | None] = [None] * num_slots
         self._adjusted: list[Adjustment | None] = [None] * num_slots
         # Index `num_slots` is out of range, so that writes to it are dropped.
@@ -116,6 +118,8 @@ class SlotTables:
         place = self.adapter_places[new.adapter]
         self._set(slot, state_slots=slot, prompt_lens=new.prompt_len, adapter_ids=place)
         self._adjusted[slot] = None
+        placed = new.positions
+        self._offsets[slot] = 0 if placed is None else placed.max() + 1 - new.prompt_len
         if isinstance(params, PoolingParams):
             return
         if is_adjusted(params, new.bad_token_ids, new.rules):
@@ -156,6 +160,21 @@ class SlotTables:
         adjustment = self._adjusted[row.slot]
         if adjustment is not None:
             adjustment.grow(row)
+
+    def rotary_positions(self, slots: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return the rotary positions of tokens along time, height and width, [3, T].
+
+        Args:
+            slots: the slot of each token.
+            numbers: the number of each token in its sequence.
+        """
+        positions = np.broadcast_to(numbers + self._offsets[slots], (3, len(slots))).copy()
+        for slot in np.unique(slots):
+            new = self._new[slot]
+            if new is not None and new.positions is not None:
+                of_prompt = (slots == slot) & (numbers < new.prompt_len)
+                positions[:, of_prompt] = new.positions[:, numbers[of_prompt]]
+        return positions
 
     def following(self, row: PlanRow) -> Sequence[int]:
         """Return the prompt token after each token of a row; one fewer at the end of the prompt."""

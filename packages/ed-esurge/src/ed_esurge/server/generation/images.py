@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
-from jaxtyping import Float
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.requests import ChatMessage, ImagePart
@@ -31,6 +30,8 @@ MAX_IMAGES, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 16, 2**24, 2**24
 # Formats whose decoders are enabled, and the time limit of a download in seconds.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 FETCH_SECONDS = 10.0
+#: Name of the grid of an image in the output of a processor that packs patches.
+GRID = "image_grid_thw"
 
 
 class ImageTokenCounts(Protocol):
@@ -179,8 +180,7 @@ class ChatImages:
             if token != self._token:
                 expanded.append(token)
                 continue
-            pixels, count = _processed(processor, next(remaining))
-            arrays = {"pixel_values": pixels}
+            arrays, count = _processed(processor, next(remaining))
             inputs.append(EncoderInput.of(arrays, start=len(expanded), length=count))
             expanded += [token] * count
         return expanded, tuple(inputs)
@@ -206,19 +206,25 @@ def _decoded(url: str, param: str) -> bytes:
         _refuse("the data: URL does not contain valid base64", param)
 
 
-def _processed(
-    processor: ImageTextProcessor, source: _Source
-) -> tuple[Float[np.ndarray, "c h w"], int]:
-    """Return the pixel values of an image, and the number of its features."""
+def _processed(processor: ImageTextProcessor, source: _Source) -> tuple[dict[str, np.ndarray], int]:
+    """Return the arrays of an image, and the number of its features.
+
+    The arrays are `pixel_values` [c, h, w], or packed patches [p, f] with `image_grid_thw` [3].
+    """
     image = opened(source.data, source.param)
     try:
         counts = processor._get_num_multimodal_tokens(image_sizes=[[image.height, image.width]])
         output = processor.image_processor(images=[image], return_tensors="np")
     except Exception as error:  # processors may raise any exception for an unusual size
         _refuse(f"the image cannot be processed: {error}", source.param)
+    (features,) = counts.num_image_tokens
+    if GRID in output:
+        pixels, (grid,) = (np.asarray(output[name]) for name in ("pixel_values", GRID))
+        arrays = {"pixel_values": pixels.astype(np.float32), GRID: grid.astype(np.int32)}
+        return arrays, int(features)
     if counts.num_image_patches != [1]:
         _refuse("this model splits the image into several images: send a smaller one", source.param)
-    return np.asarray(output["pixel_values"][0], np.float32), int(counts.num_image_tokens[0])
+    return {"pixel_values": np.asarray(output["pixel_values"][0], np.float32)}, int(features)
 
 
 def opened(data: bytes, param: str) -> PIL.Image.Image:

@@ -1,0 +1,209 @@
+"""The items of a model's encoder: images of one size, or packed patches of images of any size.
+
+Legend: p patches of an image, f numbers of a patch, m patches along the side of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import jax
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import AXES, PACKED, Inputs
+from ed_infra.rope.grids import grid_positions
+from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
+from ed_models.generation.prompts import is_encoder_decoder
+from ed_models.protocol import LanguageModel
+from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from flax import nnx
+from jaxtyping import Int
+
+from ed_esurge.core.commands import EncoderInput
+from ed_esurge.model import encoder_names
+
+#: Most features of an image of any size. Programs are compiled for images up to this size.
+MOST_FEATURES = 16_384
+Arrays = Mapping[str, np.ndarray]
+
+
+class EncoderItems(Protocol):
+    """The arrays of the items of one model's encoder.
+
+    Attributes:
+        names: names of the arrays.
+        longest: maximum number of encoder positions of an item.
+        has_axes: whether tokens have rotary positions along time, height and width.
+    """
+
+    names: tuple[str, ...]
+    longest: int
+    has_axes: bool
+
+    def examples(self) -> list[Arrays]:
+        """Return items of all shapes for which the encoder is compiled, filled with zeros."""
+        ...
+
+    def padded(self, arrays: Arrays) -> Arrays:
+        """Return the arrays of an item in one of the shapes of `examples`."""
+        ...
+
+    def count(self, arrays: Arrays) -> int:
+        """Return the number of encoder positions of arrays in a shape of `examples`."""
+        ...
+
+    def check(self, item: EncoderInput) -> str | None:
+        """Return how an item contradicts its placeholder tokens; None = not at all."""
+        ...
+
+    def positions(self, count: int, items: Sequence[EncoderInput]) -> Int[np.ndarray, "3 s"] | None:
+        """Return the rotary positions of a prompt; None = the numbers of its tokens.
+
+        Args:
+            count: number of tokens of the prompt.
+            items: the items in order.
+        """
+        ...
+
+
+def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
+    """Return the items of a model's encoder; None without an encoder.
+
+    Args:
+        model: the served model.
+        max_model_len: maximum number of tokens of a sequence.
+
+    Raises:
+        ConfigError: the shape of an array is unknown.
+    """
+    if is_encoder_decoder(model) or not encoder_names(model):
+        return None
+    if isinstance(model, PatchedImageTextLM):
+        return PackedImages(model, max_model_len)
+    return FixedImages(model)
+
+
+class FixedImages:
+    """Images of the size of `vision_config`."""
+
+    has_axes = False
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.names = encoder_names(model)
+        vision = getattr(model.config, "vision_config", None)
+        if self.names != ("pixel_values",) or vision is None:
+            raise ConfigError(f"the engine does not support the encoder inputs {self.names}")
+        self._shape = vision.num_channels, vision.image_size, vision.image_size
+        # Without devices: nothing is computed.
+        graphdef, state = nnx.split(cast(nnx.Module, model))
+        inputs = batch_of_one(self.examples()[0])
+
+        def embeddings(state: nnx.State) -> jax.Array:
+            return cast(LanguageModel, nnx.merge(graphdef, state)).encode(inputs).embeddings
+
+        self.longest = jax.eval_shape(embeddings, state).shape[1]
+
+    def examples(self) -> list[Arrays]:
+        """See `EncoderItems.examples`."""
+        return [{"pixel_values": np.zeros(self._shape, np.float32)}]
+
+    def padded(self, arrays: Arrays) -> Arrays:
+        """Return the arrays unchanged."""
+        return arrays
+
+    def count(self, arrays: Arrays) -> int:
+        """See `EncoderItems.count`."""
+        return self.longest
+
+    def check(self, item: EncoderInput) -> str | None:
+        """See `EncoderItems.check`."""
+        if item.length == self.longest:
+            return None
+        return (
+            f"the encoder returns {self.longest} positions, but the item has {item.length} "
+            "placeholder tokens: repeat the placeholder token for each position"
+        )
+
+    def positions(self, count: int, items: Sequence[EncoderInput]) -> None:
+        """Return None."""
+
+
+class PackedImages:
+    """Packed patches `pixel_values` [p, f] with `image_grid_thw` [3] of images of any size.
+
+    The patches are padded to a power of two of features, so few programs are compiled.
+    """
+
+    names = ("pixel_values", "image_grid_thw")
+    has_axes = True
+
+    def __init__(self, model: PatchedImageTextLM, max_model_len: int) -> None:
+        config: Any = model.config.vision_config
+        self.merge = model.merge
+        self._numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.longest = min(max_model_len, MOST_FEATURES)
+
+    def examples(self) -> list[Arrays]:
+        """See `EncoderItems.examples`."""
+        sizes, most = [rounded_patches(SMALLEST, self.merge)], rounded_patches(self.longest, 1)
+        while sizes[-1] < most * self.merge**2:
+            sizes.append(2 * sizes[-1])
+        grid = np.zeros(3, np.int32)
+        return [
+            {"pixel_values": np.zeros((size, self._numbers), np.float32), "image_grid_thw": grid}
+            for size in sizes
+        ]
+
+    def padded(self, arrays: Arrays) -> Arrays:
+        """See `EncoderItems.padded`."""
+        pixels = np.asarray(arrays["pixel_values"], np.float32)
+        size = rounded_patches(len(pixels), self.merge)
+        pixels = np.pad(pixels, ((0, size - len(pixels)), (0, 0)))
+        grid = np.asarray(arrays["image_grid_thw"], np.int32)
+        return {"pixel_values": pixels, "image_grid_thw": grid}
+
+    def count(self, arrays: Arrays) -> int:
+        """See `EncoderItems.count`."""
+        return len(arrays["pixel_values"]) // self.merge**2
+
+    def check(self, item: EncoderInput) -> str | None:
+        """See `EncoderItems.check`."""
+        if missing := set(self.names) - set(item.arrays):
+            return f"the item has no array {min(missing)}: pass {' and '.join(self.names)}"
+        pixels, grid = (np.asarray(item.arrays[name]) for name in self.names)
+        if grid.shape != (3,) or pixels.shape != (grid.prod(), self._numbers):
+            return (
+                f"pixel_values has shape {list(pixels.shape)}, and image_grid_thw is "
+                f"{grid.tolist()}: pass [patches, {self._numbers}] and the numbers of patches "
+                "along time, height and width"
+            )
+        features = int(feature_counts(grid, self.merge))
+        if (grid < 1).any() or (grid[1:] % self.merge).any() or features != item.length:
+            return (
+                f"an image of {grid.tolist()} patches has {features} features, but the item has "
+                f"{item.length} placeholder tokens: repeat the placeholder token for each feature"
+            )
+        return None
+
+    def positions(self, count: int, items: Sequence[EncoderInput]) -> Int[np.ndarray, "3 s"] | None:
+        """See `EncoderItems.positions`."""
+        if not items:
+            return None
+        placeholders = np.zeros((1, count), bool)
+        for item in items:
+            placeholders[0, item.start : item.start + item.length] = True
+        grids = np.stack([np.asarray(item.arrays["image_grid_thw"]) for item in items])
+        grids = grids // np.array([1, self.merge, self.merge])
+        return grid_positions(placeholders, np.ones((1, count), np.int32), grids[None])[:, 0]
+
+
+def batch_of_one(arrays: Arrays) -> Inputs:
+    """Return the arrays of an item as the inputs of one row with one item."""
+    inputs = {}
+    for name, array in arrays.items():
+        array = np.asarray(array)
+        forms = [axes for axes in (PACKED.get(name), AXES.get(name)) if axes is not None]
+        rank = next((len(axes) for axes in forms if len(axes) > array.ndim), array.ndim + 1)
+        inputs[name] = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    return Inputs(inputs)
