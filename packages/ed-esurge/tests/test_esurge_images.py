@@ -120,15 +120,22 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(llava, engine
     assert [cached for _, cached in outputs] == [0, 40, 8]
 
 
-def test_image_of_wrong_length_fails_alone(engine):
+def test_image_of_wrong_length_is_rejected(engine):
     ids, _, items = prompt(6, 2)
     wrong = EncoderInput.of(items[0].arrays, 2, LENGTH - 1)
+    with pytest.raises(ConfigError, match="the encoder returns 16 positions"):
+        engine.add_request("wrong", ids, GREEDY, encoder_inputs=[wrong])
+
+
+def test_image_of_wrong_size_fails_alone(engine):
+    ids, _, items = prompt(6, 2)
+    wrong = EncoderInput.of({"pixel_values": np.zeros((3, 8, 8), np.float32)}, 2, LENGTH)
     engine.add_request("wrong", ids, GREEDY, encoder_inputs=[wrong])
     engine.add_request("right", ids, GREEDY, encoder_inputs=items)
     ended = {}
     while engine.has_unfinished_requests:
         ended |= {out.request_id: out for out in engine.step() if out.finished}
-    assert "the encoder returns 16 positions" in ended["wrong"].error
+    assert "images of 8 x 8, but vision_config.image_size is 16" in ended["wrong"].error
     assert ended["right"].error is None
 
 

@@ -262,7 +262,7 @@ def from_pretrained(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
-    config = read_config(directory, **changes)
+    config = _for_task(read_config(directory, **changes), module_class, task, directory)
     check_tokenizer(directory, getattr(config, "vocab_size", None))
     cls = _class_for(module_class, task, config, directory)
     if truncate_dim is not None and not hasattr(cls, "truncate_embeddings"):
@@ -301,6 +301,32 @@ def from_pretrained(
     if truncate_dim is not None:
         cast(Any, module).truncate_embeddings(truncate_dim)
     return module
+
+
+def _for_task(
+    config: EasyDeLBaseConfig,
+    module_class: type[LoadableT] | None,
+    task: TaskType | str,
+    directory: Path,
+) -> EasyDeLBaseConfig:
+    """Return the configuration of the model of a task: of a vision-language checkpoint, the text
+    half for tasks that only the language model has."""
+    text: Any = getattr(config, "text_config", None)
+    if not isinstance(text, EasyDeLBaseConfig):
+        return config
+    if module_class is not None:
+        own = getattr(module_class, "model_type", None)
+        is_half = own == text.model_type != config.model_type
+    else:
+        task = canonical_task(task)
+        task = task_of(directory) if task == TaskType.AUTO_BIND else task
+        is_half = task not in registry.tasks_of(config.model_type)
+        is_half = is_half and task in registry.tasks_of(text.model_type)
+    if not is_half:
+        return config
+    text.read_basics_from_config(config)
+    shared = ("tie_word_embeddings", "quantization_config")
+    return text.replace(**{name: getattr(config, name, None) for name in shared})
 
 
 def _placed(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:

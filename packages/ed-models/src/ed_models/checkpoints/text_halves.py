@@ -57,6 +57,8 @@ _PREFIXES: Mapping[str, str] = {
     "model.text_model.": "model.",
     "language_model.": "",
 }
+#: Prefixes of other parts of checkpoints whose language model has text-only names.
+_OTHERS = ("visual.",)
 #: Prefixes of heads, which some writers store outside the language model.
 _HEADS = ("lm_head.", "score.")
 
@@ -96,10 +98,12 @@ def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
         wanted: names of the model's tensors. A multimodal model reads the files as they are.
     """
     prefixes = tuple(_PREFIXES)
-    is_multimodal = any(name.startswith(prefixes) for name in files)
-    if not is_multimodal or any(name.startswith(prefixes) for name in wanted):
+    if any(name.startswith((*prefixes, *_OTHERS)) for name in wanted):
         return files
-    names = {name: _text_name(name) for name in files}
+    if any(name.startswith(prefixes) for name in files):
+        names = {name: _text_name(name) for name in files}
+    else:
+        names = {name: None if name.startswith(_OTHERS) else name for name in files}
     others = [name for name, text_name in names.items() if text_name is None]
     if others:
         once(
@@ -108,7 +112,7 @@ def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
             f"loaded: images are not supported, and {len(others)} tensors ({min(others)}, …) are "
             "not read",
         )
-    return files.renamed(names)
+    return files.renamed(names) if others or any(n != to for n, to in names.items()) else files
 
 
 def _text_name(name: str) -> str | None:

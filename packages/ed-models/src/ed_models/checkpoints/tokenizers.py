@@ -91,13 +91,51 @@ def load_processor(
     """
     from transformers import AutoProcessor
 
-    processor = _load(AutoProcessor, "processor", name, revision, trust_remote_code)
+    kind = _without_videos(name, revision) or AutoProcessor
+    processor = _load(kind, "processor", name, revision, trust_remote_code)
     if not hasattr(processor, part):
         raise CheckpointError(
             f"{name!r} has a tokenizer, but no {part.replace('_', ' ')}: add the files that "
             "`AutoProcessor.save_pretrained` writes"
         )
     return processor
+
+
+def _without_videos(name: str, revision: str | None) -> type[Any] | None:
+    """Return the class of a processor of images, text and videos without its videos.
+
+    `transformers` reads videos with torchvision, and creates no processor of videos without it.
+
+    Returns:
+        None if torchvision is installed, or if the processor reads no videos.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return None
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    try:
+        stored, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
+    except (OSError, ValueError):
+        return None  # the error of AutoProcessor tells more
+    kind: Any = getattr(
+        transformers, PROCESSOR_MAPPING_NAMES.get(stored.get("model_type"), ""), None
+    )
+    if kind is None or "video_processor" not in kind.get_attributes():
+        return None
+
+    def create(
+        self: Any,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> None:
+        kind.__init__(self, image_processor, tokenizer, chat_template=chat_template, **options)
+
+    return type(kind.__name__, (kind,), {"__init__": create, "__module__": kind.__module__})
 
 
 def _load(kind: Any, what: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -1,0 +1,195 @@
+"""Images of different sizes in prompts: the engine produces the tokens of `generate`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ed_esurge import SamplingParams, eSurge
+from ed_esurge.core.commands import EncoderInput
+from ed_infra.errors import ConfigError
+
+TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+VISION = {
+    "depth": 2,
+    "embed_dim": 24,
+    "hidden_size": 32,
+    "num_heads": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 1,
+    "initializer_range": 0.5,
+}
+IMAGE, MERGE, NUMBERS = 156, 2, 12
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    from ed_models.families.qwen2_vl import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    config = Qwen2VLConfig(
+        text_config=TEXT,
+        vision_config=VISION,
+        image_token_id=IMAGE,
+        video_token_id=157,
+        vision_start_token_id=158,
+        vision_end_token_id=159,
+        eos_token_id=2,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    return Qwen2VLForConditionalGeneration.create(config, seed=3)
+
+
+def engine_of(model, **options) -> eSurge:
+    """Return an engine whose chunks split the images, and whose pages do not hold all requests."""
+    given = {
+        "max_num_seqs": 3,
+        "max_num_seq_buckets": (3,),
+        "page_size": 8,
+        "num_pages": 14,
+        "max_num_batched_tokens": 24,
+        "max_model_len": 80,
+        "compile_runner": False,
+        "silent_mode": True,
+    }
+    return eSurge(model, **{**given, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(qwen):
+    return engine_of(qwen)
+
+
+def prompt(seed: int, *images: tuple[int, int, int], names: tuple[int, ...] = ()):
+    """Token ids, and the arrays and items of images.
+
+    Args:
+        images: place of each image, and its rows and columns of features.
+        names: seeds of the pixels; by default they follow from `seed`.
+    """
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(3, 150, size=48).tolist()
+    pixels, grids, items = [], [], []
+    for number, (start, rows, columns) in enumerate(images):
+        grid = np.array([1, rows * MERGE, columns * MERGE], np.int32)
+        name = names[number] if names else seed * 10 + number
+        values = np.random.default_rng(name).normal(size=(grid.prod(), NUMBERS))
+        arrays = {"pixel_values": values.astype(np.float32), "image_grid_thw": grid}
+        ids[start : start + rows * columns] = [IMAGE] * (rows * columns)
+        items.append(EncoderInput.of(arrays, start, rows * columns))
+        pixels.append(arrays["pixel_values"])
+        grids.append(grid)
+    given = {"pixel_values": np.concatenate(pixels), "image_grid_thw": np.stack(grids)}
+    return ids, given if images else {}, items
+
+
+def without_images(seed: int):
+    return np.random.default_rng(seed).integers(3, 150, size=48).tolist(), {}, []
+
+
+def expected(model, ids, arrays) -> list[int]:
+    out = model.generate(np.array([ids]), max_new_tokens=10, eos_token_id=[], **arrays)
+    return out.sequences[0, len(ids) :].tolist()
+
+
+def answers(engine, cases) -> list[list[int]]:
+    """Return the tokens of requests that run together."""
+    for name, (ids, _, items) in enumerate(cases):
+        engine.add_request(str(name), ids, GREEDY, encoder_inputs=items)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests:
+        for out in engine.step():
+            assert out.error is None
+            tokens.setdefault(out.request_id, []).extend(out.outputs[0].token_ids)
+    return [tokens[str(name)] for name in range(len(cases))]
+
+
+def test_prompt_with_two_images_produces_tokens_of_generate(qwen, engine):
+    case = prompt(1, (2, 3, 4), (20, 2, 5))
+    assert answers(engine, [case]) == [expected(qwen, *case[:2])]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"use_aot_forward": False}])
+def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(qwen, options):
+    cases = [
+        prompt(1, (2, 3, 4), (20, 2, 5)),
+        prompt(2, (5, 5, 6)),
+        without_images(3),
+        prompt(4, (1, 1, 1), (3, 6, 2), (30, 2, 2)),
+    ]
+    wanted = [expected(qwen, *case[:2]) for case in cases]
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
+    assert answers(engine_of(qwen, **options), cases) == wanted
+
+
+@pytest.mark.nightly
+def test_equal_text_with_another_image_shares_no_page_of_the_image(qwen, engine):
+    case, other = prompt(5, (8, 3, 4)), prompt(5, (8, 3, 4), names=(77,))
+    turned = prompt(5, (8, 4, 3), names=(50,))
+    assert case[0] == turned[0] and case[2][0].key != turned[2][0].key
+    outputs = []
+    for ids, _, items in (case, case, other, turned):
+        engine.add_request("a", ids, GREEDY, encoder_inputs=items)
+        got, cached = [], 0
+        while engine.has_unfinished_requests:
+            for out in engine.step():
+                got += out.outputs[0].token_ids
+                cached = out.metrics.num_cached_tokens
+        outputs.append((got, cached))
+    assert [got for got, _ in outputs] == [
+        expected(qwen, *each[:2]) for each in (case, case, other, turned)
+    ]
+    assert [cached for _, cached in outputs] == [0, 40, 8, 8]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ahead_of_time", [True, False])
+def test_nothing_is_compiled_after_warm_up(qwen, ahead_of_time):
+    engine = engine_of(qwen, compile_runner=True, use_aot_forward=ahead_of_time)
+    before = engine.loop.runner.num_traces
+    sizes = [(1, 1), (3, 4), (4, 5), (7, 6)]
+    for seed, (rows, columns) in enumerate(sizes):
+        case = prompt(seed, (2, rows, columns))
+        assert answers(engine, [case]) == [expected(qwen, *case[:2])]
+    assert engine.loop.runner.num_traces == before
+
+
+@pytest.mark.nightly
+def test_proposals_of_prompt_lookup_do_not_change_tokens_after_images(qwen):
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = engine_of(qwen, speculative_config=speculative, num_pages=40)
+    cases = [prompt(1, (2, 3, 4), (20, 2, 5)), prompt(2, (5, 5, 6))]
+    assert answers(engine, cases) == [expected(qwen, *case[:2]) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": 11}, r"has 12 features, but the item has 11 placeholder tokens"),
+        ({"grid": [1, 6, 7]}, r"pixel_values has shape \[48, 12\], and image_grid_thw is"),
+        ({"missing": True}, "the item has no array image_grid_thw"),
+    ],
+)
+def test_image_that_contradicts_its_placeholders_is_rejected(engine, change, message):
+    ids, _, (item,) = prompt(6, (2, 3, 4))
+    arrays = dict(item.arrays)
+    if "grid" in change:
+        arrays["image_grid_thw"] = np.array(change["grid"], np.int32)
+    if "missing" in change:
+        del arrays["image_grid_thw"]
+    wrong = EncoderInput.of(arrays, item.start, change.get("length", item.length))
+    with pytest.raises(ConfigError, match=message):
+        engine.add_request("wrong", ids, GREEDY, encoder_inputs=[wrong])
