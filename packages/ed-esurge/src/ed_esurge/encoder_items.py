@@ -135,7 +135,7 @@ class PackedImages:
     The patches are padded to a power of two of features, so few programs are compiled.
     """
 
-    names = ("pixel_values", "image_grid_thw")
+    names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
     has_axes = True
 
     def __init__(self, model: PatchedImageTextLM, max_model_len: int) -> None:
