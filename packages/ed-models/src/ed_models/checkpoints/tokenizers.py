@@ -120,9 +120,8 @@ def _without_videos(name: str, revision: str | None) -> type[Any] | None:
         stored, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
     except (OSError, ValueError):
         return None  # the error of AutoProcessor tells more
-    kind: Any = getattr(
-        transformers, PROCESSOR_MAPPING_NAMES.get(stored.get("model_type"), ""), None
-    )
+    class_name = PROCESSOR_MAPPING_NAMES.get(str(stored.get("model_type")))
+    kind: Any = getattr(transformers, class_name, None) if class_name else None
     if kind is None or "video_processor" not in kind.get_attributes():
         return None
 
