@@ -135,7 +135,7 @@ def test_image_of_wrong_size_fails_alone(engine):
     ended = {}
     while engine.has_unfinished_requests:
         ended |= {out.request_id: out for out in engine.step() if out.finished}
-    assert "images of 8 x 8, but vision_config.image_size is 16" in ended["wrong"].error
+    assert "images of 8 x 8, but image_size is 16 x 16" in ended["wrong"].error
     assert ended["right"].error is None
 
 

@@ -7,14 +7,12 @@ of a row, d hidden.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra import registry
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded, Features
 from ed_infra.outputs import BaseModelOutput
 from ed_layers.parts import Parts
@@ -25,39 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.patch_tower import PatchTower
-
-
-class NestedConfig(EasyDeLBaseConfig):
-    """A configuration with `text_config` and `vision_config`.
-
-    The execution fields also apply to the nested configurations. A family sets the class of its
-    vision configuration; the class of the text configuration follows from its model type.
-    """
-
-    vision_class: ClassVar[type[EasyDeLBaseConfig]]
-    text_config: Any = None
-    vision_config: Any = None
-
-    def __post_init__(self, **kwargs: Any):
-        super().__post_init__(**kwargs)
-        text, vision = self.text_config, self.vision_config
-        if not isinstance(text, EasyDeLBaseConfig):
-            self.text_config = registry.get_config(text.model_type).from_dict(text.to_dict())
-        if not isinstance(vision, EasyDeLBaseConfig):
-            own = self.vision_class
-            if vision.model_type != own.model_type:
-                raise ConfigError(
-                    f"{self.model_type}: vision_config.model_type={vision.model_type!r} is not "
-                    f"supported, only {own.model_type!r}"
-                )
-            self.vision_config = own.from_dict(vision.to_dict())
-
-    def seal(self) -> Self:
-        """Copy the execution fields to the nested configurations, and make all immutable."""
-        if not self.is_sealed:
-            for nested in (self.text_config, self.vision_config):
-                nested.read_basics_from_config(self)
-        return super().seal()
 
 
 class PatchedImageTextModel(EasyDeLBaseModule):

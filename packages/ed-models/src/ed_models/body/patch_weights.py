@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ed_models.body.vision import under
 from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
 
 #: Name of the vision tower in the model.
@@ -42,16 +43,10 @@ def patch_weights(names: Mapping[str, str]) -> tuple[Rule, ...]:
                 f"{TOWER}.patch_embed.kernel", f"{TOWER}.patch_embed.weight", permute(1, 2, 3, 4, 0)
             ),
             *(
-                Rule(_under_tower(rule.ours), f"{TOWER}.{rule.hf}", rule.layout)
+                Rule(under(TOWER, rule.ours), f"{TOWER}.{rule.hf}", rule.layout)
                 for rule in layers
                 if rule.ours
             ),
         ),
         *renamed(_TEXT, *STANDARD),
     )
-
-
-def _under_tower(ours: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if isinstance(ours, str):
-        return f"{TOWER}.{ours}"
-    return tuple(f"{TOWER}.{name}" for name in ours)

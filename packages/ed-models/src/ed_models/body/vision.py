@@ -72,12 +72,13 @@ def tower_rules(ours: str, theirs: str, names: Mapping[str, str] = CLIP_NAMES) -
     """
     rules = [rule for rule in VISION_RULES if rule.ours]
     return tuple(
-        Rule(_under(ours, rule.ours), f"{theirs}.{rule.hf}", rule.layout)
+        Rule(under(ours, rule.ours), f"{theirs}.{rule.hf}", rule.layout)
         for rule in renamed(names, *rules)
     )
 
 
-def _under(path: str, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def under(path: str, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Return the name or the names of parameters below a path."""
     if isinstance(names, str):
         return f"{path}.{names}"
     return tuple(f"{path}.{name}" for name in names)

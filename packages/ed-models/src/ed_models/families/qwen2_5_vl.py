@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -21,7 +22,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.image_text import NestedConfig, PatchedImageTextModel
+from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, window_of
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import OTHER_NAMES, TIED, patch_weights
@@ -43,11 +44,13 @@ class Qwen2_5_VLTextConfig(EasyDeLBaseConfig, transformers.Qwen2_5_VLTextConfig)
 
 
 @register_config("qwen2_5_vl")
-class Qwen2_5_VLConfig(NestedConfig, transformers.Qwen2_5_VLConfig):
+class Qwen2_5_VLConfig(EasyDeLBaseConfig, transformers.Qwen2_5_VLConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "qwen2_5_vl"
-    vision_class = Qwen2_5_VLVisionConfig
+    text_config: Any = None
+    vision_config: Any = None
+    nested_configs = {"vision_config": Qwen2_5_VLVisionConfig}
 
 
 class Qwen2_5_VLTextDecoderLayer(DecoderLayer):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -22,7 +23,7 @@ from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.image_text import NestedConfig, PatchedImageTextModel
+from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, window_of
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import OTHER_NAMES, TIED, patch_weights
@@ -44,11 +45,13 @@ class Qwen2VLTextConfig(EasyDeLBaseConfig, transformers.Qwen2VLTextConfig):
 
 
 @register_config("qwen2_vl")
-class Qwen2VLConfig(NestedConfig, transformers.Qwen2VLConfig):
+class Qwen2VLConfig(EasyDeLBaseConfig, transformers.Qwen2VLConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "qwen2_vl"
-    vision_class = Qwen2VLVisionConfig
+    text_config: Any = None
+    vision_config: Any = None
+    nested_configs = {"vision_config": Qwen2VLVisionConfig}
 
 
 class Qwen2VLTextDecoderLayer(DecoderLayer):
