@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.workspace import ROOT
@@ -25,25 +25,26 @@ def with_part(text: str, begin: str, end: str, part: str) -> str:
     return f"{before}{begin}{part}{end}{rest.split(end)[1]}"
 
 
-def main(tool: str, path: Path, page: Callable[[], str]) -> int:
-    """Write or check a page: the implementation of `python -m tools.<tool> [--check]`.
+def main(tool: str, path: Path | Sequence[Path], page: Callable[..., str]) -> int:
+    """Write or check pages: the implementation of `python -m tools.<tool> [--check]`.
 
     Args:
         tool: Name of the module in `tools`.
-        path: Path of the page.
-        page: Function that returns the new text.
+        path: Path of the page, or of several pages.
+        page: Function that returns the new text; for several pages, a function of the path.
 
     Returns:
-        The exit code: 1 if the checked page is outdated.
+        The exit code: 1 if a checked page is outdated.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tools.{tool}")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
-    text = page()
-    if not parser.parse_args().check:
-        path.write_text(text, encoding="utf-8")
-        return 0
-    if path.read_text(encoding="utf-8") == text:
-        return 0
-    name = path.relative_to(ROOT).as_posix()
-    print(f"{name} is outdated: run `uv run python -m tools.{tool}`")
-    return 1
+    check = parser.parse_args().check
+    texts = {path: page()} if isinstance(path, Path) else {one: page(one) for one in path}
+    outdated = [one for one, text in texts.items() if one.read_text(encoding="utf-8") != text]
+    for one in outdated:
+        if check:
+            name = one.relative_to(ROOT).as_posix()
+            print(f"{name} is outdated: run `uv run python -m tools.{tool}`")
+        else:
+            one.write_text(texts[one], encoding="utf-8")
+    return 1 if check and outdated else 0

@@ -11,12 +11,12 @@ from typing import Any
 from ed_elarge.errors import Problem
 
 #: Key of `trainer` -> the path in `mixture` with the same meaning.
-_OF_MIXTURE = {
+OF_MIXTURE = {
     "packing": ("pack_tokens",),
     "assistant_only_loss": ("tokenization", "assistant_only_loss"),
 }
 #: Keys of `loss_config` -> the keys of `trainer`.
-_LOSSES = {"label_smoothing": "label_smoothing_factor", "z_loss": "z_loss_coefficient"}
+LOSSES = {"label_smoothing": "label_smoothing_factor", "z_loss": "z_loss_coefficient"}
 
 
 def moved(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
@@ -32,7 +32,7 @@ def moved(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]
     _tracker(own, problems)
     _losses(own, problems)
     if isinstance(mixture, Mapping):
-        for key, path in _OF_MIXTURE.items():
+        for key, path in OF_MIXTURE.items():
             if key in own:
                 value = own.pop(key)
                 mixture = _with(mixture, path, value, ("trainer", key), problems)
@@ -93,9 +93,9 @@ def _losses(trainer: dict[str, Any], problems: list[Problem]) -> None:
         return
     del trainer["loss_config"]
     for key, value in config.items():
-        name = _LOSSES.get(str(key))
+        name = LOSSES.get(str(key))
         if name is None:
-            message = f"unknown key {key!r} (known: {', '.join(_LOSSES)})"
+            message = f"unknown key {key!r} (known: {', '.join(LOSSES)})"
             problems.append(Problem(("trainer", "loss_config", key), message, True))
         elif name in trainer:
             message = f"{key} of loss_config and {name} are one option: keep {name}"

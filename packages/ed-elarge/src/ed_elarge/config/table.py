@@ -31,6 +31,7 @@ from ed_elarge.config.action_options import (
 )
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection
 from ed_elarge.config.checks import machine, model_fields, training, unused
+from ed_elarge.config.other_files import place
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import (
     BaseConfigSection,
@@ -200,6 +201,9 @@ SECTIONS: dict[str, Section] = {
 
 def unknown_section(name: object) -> str:
     """The message for a section that does not exist."""
+    if instead := place(str(name)):
+        hint = instead if instead.startswith("omit it") else f"use {instead}"
+        return f"unknown section {name!r}; {hint}"
     known = [*SECTIONS, "actions"]
     return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
 

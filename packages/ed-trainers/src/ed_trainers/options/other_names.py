@@ -1,7 +1,7 @@
-"""The names that other trainers use: Hugging Face `TrainingArguments`, TRL and Axolotl.
+"""The names that other trainers use: Hugging Face `TrainingArguments`, TRL, Axolotl and EasyDeL.
 
 A name with the same meaning is an alias (`SAME`). Every other name is an error that states the
-equivalent (`EQUIVALENT`).
+equivalent (`EQUIVALENT`). The pages of docs/migrate list these names, one page for each program.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _TOKENIZER = "model.tokenizer: the folder or id of a tokenizer with these tokens
 _ACTIONS = "the list of actions, such as [train, eval]"
 _COMPILED = "omit it: every step is one compiled program"
 _ONE_PROCESS = "omit it: one process for each host runs all of its devices"
+_TORCH = "omit it: a setting of torch and its libraries"
+_NONE = "omit it: this project has no counterpart"
+_SHARED = "omit it: all hosts write to one save_directory"
+_SUMS = "omit it: an evaluation sums losses and metrics batch by batch"
+_WEIGHTS = "omit it: the engine reads the weights of the trainer on its mesh"
 
-#: Name elsewhere -> what to use instead, or "omit it: " and the reason.
-EQUIVALENT: dict[str, str] = {
+#: Name in `transformers.TrainingArguments` -> what to use instead, or "omit it: " and the reason.
+HUGGING_FACE: dict[str, str] = {
     "per_device_train_batch_size": "total_batch_size: sequences of an optimizer step, over all "
     "devices and microbatches",
-    "micro_batch_size": "total_batch_size and gradient_accumulation_steps: a microbatch has "
-    "total_batch_size / gradient_accumulation_steps sequences over all devices",
-    "batch_size": "total_batch_size: sequences of an optimizer step, over all devices and "
-    "microbatches",
     "per_device_eval_batch_size": "eval_batch_size: sequences over all devices",
     "auto_find_batch_size": "total_batch_size, with more gradient_accumulation_steps if memory is "
     "short",
     "warmup_ratio": "warmup_steps: the ratio times the number of optimizer steps",
     "optim": "optimizer, such as adamw, adamw_8bit, lion or adafactor",
-    "optim_args": "optimizer_kwargs, a mapping",
     "optim_target_modules": "learning_rate_rules and weight_decay_rules, pairs of a pattern and a "
     "number",
     "adam_beta1": _ADAM,
@@ -64,15 +64,11 @@ EQUIVALENT: dict[str, str] = {
     "do_predict": _ACTIONS,
     "bf16": _DTYPE,
     "fp16": _DTYPE,
-    "tf32": _DTYPE,
+    "tf32": "the section loader: {precision: default}",
     "bf16_full_eval": _DTYPE,
     "fp16_full_eval": _DTYPE,
     "gradient_checkpointing": _CHECKPOINTING,
     "gradient_checkpointing_kwargs": _CHECKPOINTING,
-    "activation_checkpointing": _CHECKPOINTING,
-    "activation_checkpointing_kwargs": _CHECKPOINTING,
-    "activation_offloading": "base_config: {values: {gradient_checkpointing: ...}} with a policy "
-    "that offloads",
     "deepspeed": _MESH,
     "fsdp": _MESH,
     "fsdp_config": _MESH,
@@ -107,20 +103,56 @@ EQUIVALENT: dict[str, str] = {
     "hub_strategy": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
-    "wandb_project": "project and report_to: wandb",
-    "wandb_name": "run_name and report_to: wandb",
-    "wandb_run_id": "run_name and report_to: wandb",
-    # TRL
+    "average_tokens_across_devices": "omit it: a loss is the mean over the tokens of all devices",
+    "batch_eval_metrics": _SUMS,
+    "eval_accumulation_steps": _SUMS,
+    "eval_do_concat_batches": _SUMS,
+    "eval_use_gather_object": _SUMS,
+    "include_for_metrics": _SUMS,
+    "prediction_loss_only": _SUMS,
+    "eval_delay": _NONE,
+    "eval_on_start": _NONE,
+    "dataloader_in_order": "omit it: the order of batches depends on the seed only",
+    "dataloader_multiprocessing_context": _WORKERS,
+    "dataloader_persistent_workers": _WORKERS,
+    "dataloader_pin_memory": _TORCH,
+    "ddp_broadcast_buffers": _ONE_PROCESS,
+    "ddp_bucket_cap_mb": _ONE_PROCESS,
+    "ddp_static_graph": _ONE_PROCESS,
+    "ddp_timeout": _ONE_PROCESS,
+    "debug": _TORCH,
+    "enable_jit_checkpoint": "omit it: SIGTERM always saves a checkpoint",
+    "full_determinism": "seed, which determines the batches and all random numbers",
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "include_num_input_tokens_seen": "omit it: the metrics contain the number of tokens",
+    "length_column_name": "mixture: {pack_tokens: true}, which leaves no padding",
+    "log_level": _NONE,
+    "log_level_replica": _NONE,
+    "log_on_each_node": _SHARED,
+    "save_on_each_node": _SHARED,
+    "logging_nan_inf_filter": "skip_bad_steps",
+    "restore_callback_states_from_checkpoint": _TORCH,
+    "skip_memory_metrics": _NONE,
+    "torch_empty_cache_steps": _TORCH,
+    "trackio_bucket_id": _NONE,
+    "trackio_space_id": _NONE,
+    "trackio_static_space_id": _NONE,
+    "use_cache": "omit it: training uses no key-value cache",
+    "optim_args": "optimizer_kwargs, a mapping",
+    "activation_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing_kwargs": _CHECKPOINTING,
+}
+#: Name in the configurations of TRL, in addition to `HUGGING_FACE`.
+TRL: dict[str, str] = {
     "packing_strategy": "mixture.pack_strategy",
     "padding_free": "mixture: {pack_tokens: true}, which leaves no padding",
     "eval_packing": "mixture.pack_tokens, which also packs held-out texts",
     "pad_to_multiple_of": "max_length: all rows have this length",
     "completion_only_loss": "rows with a prompt and a completion: only the completion is learned",
-    "train_on_inputs": "rows with a prompt and a completion: only the completion is learned",
     "chat_template_path": "model.tokenizer: a folder with the chat template",
     "eos_token": _TOKENIZER,
     "pad_token": _TOKENIZER,
-    "special_tokens": _TOKENIZER,
     "dataset_num_proc": "mixture.tokenization: {num_proc: 4}",
     "dataset_kwargs": "the keys of the section mixture",
     "shuffle_dataset": "mixture.shuffle_buffer_size",
@@ -136,14 +168,74 @@ EQUIVALENT: dict[str, str] = {
     "generation_batch_size": "total_batch_size and num_generations",
     "num_generations_eval": "num_generations",
     "peft_config": "the section lora: {rank: 16, alpha: 32}",
+    "load_in_4bit": "quantization: {model: {quantization_method: nf4}}",
+    "load_in_8bit": "quantization: {model: {quantization_method: 8bit}}",
+    "precompute_ref_batch_size": "eval_batch_size",
+    "f_divergence_type": "omit it: the divergence is the reverse Kullback-Leibler divergence",
+    "f_alpha_divergence_coef": "omit it: the divergence is the reverse Kullback-Leibler divergence",
+    "ld_alpha": _NONE,
+    "loss_weights": "loss_type: one loss",
+    "use_weighting": _NONE,
+    "router_aux_loss_coef": "base_config: {values: {output_router_logits: true, "
+    "router_aux_loss_coef: 0.001}}",
+    "cache_implementation": _ENGINE,
+    "use_transformers_continuous_batching": _ENGINE,
+    "transformers_continuous_batching_config": _ENGINE,
+    "cast_lm_head_to_fp32": "omit it: losses compute log-probabilities in float32",
+    "chat_template_kwargs": "the field chat_template_kwargs of a row",
+    "ds3_gather_for_generation": _WEIGHTS,
+    "vllm_enable_sleep_mode": _WEIGHTS,
+    "vllm_group_port": _WEIGHTS,
+    "vllm_server_base_url": _WEIGHTS,
+    "vllm_server_host": _WEIGHTS,
+    "vllm_server_port": _WEIGHTS,
+    "vllm_server_timeout": _WEIGHTS,
+    "vllm_model_impl": _ENGINE,
+    "vllm_structured_outputs_regex": _NONE,
+    "vllm_importance_sampling_correction": "importance_sampling_correction",
+    "vllm_importance_sampling_mode": "importance_sampling_correction",
+    "vllm_importance_sampling_cap": "importance_sampling_cap",
+    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
+    "vllm_importance_sampling_clip_min": "importance_sampling_cap",
+    "generation_kwargs": "temperature, top_p, top_k and min_p",
+    "repetition_penalty": "omit it: completions are samples of the model's distribution",
+    "log_completions": "generation_prompts and generation_interval, which log samples",
+    "log_completions_hub_repo": "generation_prompts and generation_interval, which log samples",
+    "log_multimodal": "generation_prompts and generation_interval, which log samples",
+    "log_unique_prompts": "generation_prompts and generation_interval, which log samples",
+    "num_completions_to_print": "generation_num_prompts",
+    "max_tool_calling_iterations": _NONE,
+    "multi_objective_aggregation": "reward_weights",
+    "off_policy_mask_threshold": "importance_sampling_correction: sequence_mask",
+    "entropy_coef": _NONE,
+    "entropy_coef_delta": _NONE,
+    "entropy_coef_max": _NONE,
+    "entropy_coef_min": _NONE,
+    "entropy_target": _NONE,
+    "use_adaptive_entropy": _NONE,
+    "top_entropy_quantile": _NONE,
+    "sapo_temperature_neg": _NONE,
+    "sapo_temperature_pos": _NONE,
+    "vespo_k_neg": _NONE,
+    "vespo_k_pos": _NONE,
+    "vespo_lambda_neg": _NONE,
+    "vespo_lambda_pos": _NONE,
+    "teacher_model_name_or_path": "the section teacher_model: {name_or_path: ...}",
+    "teacher_model_revision": "the section teacher_model: {revision: ...}",
+    "teacher_model_init_kwargs": "the section teacher_model",
+    "activation_offloading": "base_config: {values: {gradient_checkpointing: ...}} with a policy "
+    "that offloads",
     "lora_r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
-    "lora_target_linear": "lora.targets",
     "lora_target_modules": "lora.targets",
-    "load_in_4bit": "quantization: {model: {quantization_method: nf4}}",
-    "load_in_8bit": "quantization: {model: {quantization_method: 8bit}}",
-    # Axolotl
+}
+#: Name in a configuration of Axolotl, in addition to `HUGGING_FACE` and `TRL`.
+AXOLOTL: dict[str, str] = {
+    "micro_batch_size": "total_batch_size and gradient_accumulation_steps: a microbatch has "
+    "total_batch_size / gradient_accumulation_steps sequences over all devices",
+    "batch_size": "total_batch_size: sequences of an optimizer step, over all devices and "
+    "microbatches",
     "sample_packing": "mixture: {pack_tokens: true, pack_seq_length: ...}",
     "pad_to_sequence_len": "mixture.tokenization: {padding: max_length}",
     "evals_per_epoch": "evaluation_steps",
@@ -152,7 +244,15 @@ EQUIVALENT: dict[str, str] = {
     "cosine_min_lr_ratio": "learning_rate_end",
     "flash_attention": "base_config: {values: {attn_mechanism: flash_attn2}}",
     "early_stopping_patience": "save_best_k and load_best_model_at_end",
-    # EasyDeL
+    "wandb_project": "project and report_to: wandb",
+    "wandb_name": "run_name and report_to: wandb",
+    "wandb_run_id": "run_name and report_to: wandb",
+    "lora_target_linear": "lora.targets",
+    "special_tokens": _TOKENIZER,
+    "train_on_inputs": "rows with a prompt and a completion: only the completion is learned",
+}
+#: Name in the options of EasyDeL.
+EASYDEL: dict[str, str] = {
     "use_wandb": "report_to: wandb",
     "packing": "mixture.pack_tokens",
     "assistant_only_loss": "mixture.tokenization.assistant_only_loss",
@@ -164,3 +264,6 @@ EQUIVALENT: dict[str, str] = {
     "use_grain": "omit it: the loader of the mixture is the only one",
     "shuffle_train_dataset": "mixture.shuffle_buffer_size",
 }
+
+#: Every name of another program that is no option.
+EQUIVALENT: dict[str, str] = {**HUGGING_FACE, **TRL, **AXOLOTL, **EASYDEL}

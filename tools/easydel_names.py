@@ -1,0 +1,240 @@
+"""The names of EasyDeL's documents, and their places in this repository.
+
+`tests/guides/documents` contains the documents. Keys come from the YAML blocks, Python names from
+the Python blocks and from `tools.config_reference.DOCUMENTED`. Places come from the option classes,
+from the tables of aliases, and from the objects themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import yaml
+from ed_elarge.config import other_programs, reference
+from ed_elarge.config.table import ACTIONS, canonical_action
+from ed_infra.config.fields import FIELDS, canonical_field
+from ed_trainers.options.other_names import EASYDEL
+
+from tools.config_reference import DOCUMENTED
+from tools.pages import heading, row
+from tools.workspace import ROOT
+
+DOCUMENTS = ROOT / "tests/guides/documents"
+_BLOCK = re.compile(r"^( *)```(yaml|python)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+#: Keys below these keys belong to other programs, or are names that the user chooses.
+_FREE = ("format_fields", "operation_configs", "mixture_weights", "values")
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """Return the code blocks of a document in one language."""
+    text = (DOCUMENTS / f"{document}.txt").read_text("utf-8")
+    return [textwrap.dedent(body) for _, name, body in _BLOCK.findall(text) if name == language]
+
+
+def keys() -> list[tuple[str, ...]]:
+    """Return the paths of all documented keys, in order; an action is `("actions", name, ...)`."""
+    found: dict[tuple[str, ...], None] = {}
+    for block in blocks("004", "yaml"):
+        # A block may show several values of one section, one after the other.
+        for part in re.split(r"\n\s*\n(?=#)", block):
+            for section, value in (yaml.safe_load(part) or {}).items():
+                found |= dict.fromkeys(_below((section,), value))
+    text = (DOCUMENTS / "004.txt").read_text("utf-8")
+    table = text.split("## Trainer Types")[1].split("\n## ")[0]
+    for line in table.splitlines():
+        for name in re.findall(r"`(\w+)`", "|".join(line.split("|")[3:])):
+            found[("trainer", name)] = None
+    return [path for path in found if path != ("actions",)]
+
+
+def _below(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
+    if path[-1] not in ("actions", "informs"):
+        yield path
+    if path == ("actions",):
+        for item in value:
+            named = item if isinstance(item, Mapping) else {item: None}
+            for name, parameters in named.items():
+                yield from _below(("actions", canonical_action(name) or name), parameters)
+    elif isinstance(value, list):
+        for item in (one for one in value if isinstance(one, Mapping)):
+            for key, inner in item.items():
+                yield from _below((*path, str(key)), inner)
+    elif isinstance(value, Mapping) and path[-1] not in _FREE:
+        for key, inner in value.items():
+            yield from _below((*path, str(key)), inner)
+
+
+def place_of_key(path: tuple[str, ...]) -> tuple[str, str]:
+    """Return the canonical path of a key, and the methods that have the key (empty: all).
+
+    Raises:
+        LookupError: No section has the key.
+    """
+    if len(path) == 1:
+        return path[0], ""
+    if path[0] == "actions" and len(path) == 2:
+        return f"actions: [{path[1]}]", ""
+    if path[0] == "trainer" and path[1] in other_programs.OF_MIXTURE:
+        return ".".join(("mixture", *other_programs.OF_MIXTURE[path[1]])), ""
+    found = reference.find(path)
+    if not found:
+        raise LookupError(f"{'.'.join(path)} has no place in a run file")
+    names = list(dict.fromkeys(key.name for key in found))
+    kinds = sorted({kind for key in found for kind in key.kinds})
+    every = sorted(reference.classes(path[0])) if path[0] != "actions" else [""]
+    named = [".".join((*path[:-1], name)) for name in names]
+    return " or ".join(f"`{one}`" for one in named), "" if kinds == every else ", ".join(kinds)
+
+
+def key_tables() -> list[str]:
+    """Return the table of changed keys, and the table of keys with the same name here."""
+    changed = heading("EasyDeL", "here", "methods")
+    same: dict[str, list[str]] = {}
+    for path in keys():
+        place, kinds = place_of_key(path)
+        action = path[0] == "actions"
+        written = f"actions: {': '.join(path[1:])}" if action else ".".join(path)
+        if not action and place != f"`{written}`" and len(path) > 1:
+            changed.append(row(f"`{written}`", place, kinds))
+        elif len(path) > 1 + action:
+            start = 2 if action else 1
+            section = f"actions: {path[1]}" if action else path[0]
+            same.setdefault(section, []).append(".".join(path[start:]))
+        else:
+            same.setdefault(written, [])
+    for key, path in other_programs.OF_MIXTURE.items():
+        changed.append(row(f"`trainer.{key}`", f"`{'.'.join(('mixture', *path))}`", ""))
+    for key, name in other_programs.LOSSES.items():
+        changed.append(row(f"`trainer.loss_config.{key}`", f"`trainer.{name}`", ""))
+    for key in sorted({*EASYDEL} - {*other_programs.OF_MIXTURE}):
+        changed.append(row(f"`trainer.{key}`", *instead(EASYDEL[key]), ""))
+    for name, kind in ACTIONS.items():
+        for other in kind.aliases:
+            changed.append(row(f"`actions: {other}`", f"`actions: {name}`", ""))
+    lines = heading("section or action", "keys with the same name and meaning here")
+    for section, names in same.items():
+        lines.append(row(f"`{section}`", ", ".join(f"`{name}`" for name in names)))
+    return [*changed, "", *lines]
+
+
+def instead(text: str) -> list[str]:
+    """Return the cell that states the equivalent of a key."""
+    text = text.replace("|", "\\|")
+    text = text if "`" in text else text.replace("<", "\\<")
+    return [f"none: {text.removeprefix('omit it: ')}" if text.startswith("omit it: ") else text]
+
+
+def python_names() -> dict[str, str]:
+    """Return documented name -> where the object is defined here.
+
+    Raises:
+        LookupError: A documented name is missing here.
+    """
+    found: dict[str, str] = {}
+    for document in ("000", "001", "004"):
+        for block in blocks(document, "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("easydel"):
+                    found |= {one.name: _place(one.name) for one in node.names}
+                elif isinstance(node, ast.Attribute):
+                    found |= _attribute(node, document)
+    for group, listed in DOCUMENTED.items():
+        if not group.startswith("Parameters"):
+            for name in (name for name in listed.split() if "(" not in name):
+                found |= _documented(name, group)
+    return found
+
+
+def _documented(name: str, group: str) -> dict[str, str]:
+    """Return the place of a name that a page of EasyDeL's reference lists."""
+    import easydel
+
+    if name == "easydel.infra":  # a module
+        return {}
+    owner, _, attribute = name.rpartition(".")
+    owner = "EasyDeLBaseModule" if owner == "model" else owner
+    if owner:
+        return {f"{owner}.{attribute}": _place(owner, attribute)}
+    config, module = "EasyDeLBaseConfig", "EasyDeLBaseModule"
+    first = (config, module) if group.startswith("Methods") else (module, config)
+    for cls in (*first, "LlamaForCausalLM"):
+        if not name[0].isupper() and hasattr(getattr(easydel, cls), name):
+            return {f"{cls}.{name}": _place(cls, name)}
+    return {name: _place(name)}
+
+
+def _attribute(node: ast.Attribute, document: str) -> dict[str, str]:
+    """Return the place of an attribute in a block: of `ed`, or of a documented class."""
+    import easydel
+
+    if isinstance(node.value, ast.Name) and node.value.id == "ed":
+        return {node.attr: _place(node.attr)}
+    classes = ["eLargeModel"] if document == "004" else ["EasyDeLBaseModule", "EasyDeLBaseConfig"]
+    for name in classes:
+        if hasattr(getattr(easydel, name), node.attr) and not node.attr.startswith("__"):
+            return {f"{name}.{node.attr}": _place(name, node.attr)}
+    return {}
+
+
+def _place(name: str, attribute: str = "") -> str:
+    """Return the module and the name of an object of `easydel`, or of an attribute of its class."""
+    import easydel
+    from easydel._table import NAMES, found
+
+    if not attribute:
+        module, _, real = {**found("easydel"), **NAMES}[name].partition(":")
+        value = getattr(easydel, name)
+        module = getattr(value, "__module__", module) if isinstance(value, type) else module
+        return f"`{module}.{real or name}`"
+    cls = getattr(easydel, name)
+    for base in cls.__mro__:
+        if attribute in vars(base) or attribute in getattr(base, "__annotations__", {}):
+            return f"`{base.__module__}.{base.__qualname__}.{attribute}`"
+    if attribute in ("__call__", "config"):
+        return "every model"
+    raise LookupError(f"{name}.{attribute} of EasyDeL's documents is missing")
+
+
+@cache
+def module_table() -> list[str]:
+    """Return the table of EasyDeL's module paths, which this repository also has."""
+    from easydel._table import MODULES
+
+    lines = heading("module path", "its names come from")
+    for path, exports in MODULES.items():
+        packages = sorted({at.partition(":")[0].partition(".")[0] for at in exports.values()})
+        shown = ", ".join(f"`{package}`" for package in packages)
+        lines.append(row(f"`{path}`", shown or "its submodules"))
+    return lines
+
+
+def python_tables() -> list[str]:
+    """Return the table of the fields of a configuration, and the table of the other names."""
+    (listed,) = (names for group, names in DOCUMENTED.items() if group.startswith("Parameters"))
+    plain = [name for name in listed.split() if "(" not in name and name != "UserWarning"]
+    fields = [name for name in plain if name in FIELDS]
+    aliases = {name: canonical_field(name) for name in plain if name not in FIELDS}
+    lines = heading("field of `EasyDeLBaseConfig`", "here")
+    lines.append(row(", ".join(f"`{name}`" for name in fields), "the same"))
+    for name, field in aliases.items():
+        if field in FIELDS:
+            lines.append(row(f"`{name}`", f"an alias of `{field}`"))
+    keys_of_models = [name for name, field in aliases.items() if field not in FIELDS]
+    names = ", ".join(f"`{name}`" for name in keys_of_models)
+    lines.append(row(names, "the same, in the configuration of each family"))
+    lines += ["", *heading("EasyDeL", "defined in")]
+    lines += [row(f"`{name}`", place) for name, place in python_names().items()]
+    return lines
+
+
+def tables() -> str:
+    """Return the generated part of docs/migrate/easydel.md."""
+    parts = ["## Keys of a run file", "", *key_tables(), ""]
+    parts += ["## Module paths", "", *module_table(), ""]
+    parts += ["## Classes, functions and fields", "", *python_tables()]
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,182 @@
+"""Write the tables of docs/migrate: the names of other programs, and their places here.
+
+    uv run python -m tools.migration_tables            rewrite the tables
+    uv run python -m tools.migration_tables --check    exit 1 if a table is outdated
+
+The places come from the tables that decide about these names: `ed_trainers.options.other_names`,
+`ed_elarge.config.other_files`, the aliases of the option classes, `easydel._table` and the modules
+of `EasyLM`. A documented name without a place is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from ed_elarge.config import other_files
+from ed_trainers.arguments import ARGUMENTS
+from ed_trainers.options import other_names
+
+from tools import easydel_names, pages
+from tools.easydel_names import instead
+from tools.pages import heading, row
+from tools.workspace import ROOT
+
+FOLDER = ROOT / "docs/migrate"
+BEGIN, END = "<!-- tools/migration_tables.py -->\n", "<!-- end -->\n"
+
+#: Keys of Axolotl's example files that `ed_elarge.config.other_files` does not list itself.
+AXOLOTL_KEYS = """
+    output_dir sequence_len micro_batch_size gradient_accumulation_steps batch_size eval_batch_size
+    num_epochs max_steps learning_rate optimizer optim_args adam_beta1 adam_beta2 adam_epsilon
+    lr_scheduler lr_scheduler_kwargs cosine_min_lr_ratio warmup_steps warmup_ratio weight_decay
+    max_grad_norm seed bf16 fp16 tf32 gradient_checkpointing gradient_checkpointing_kwargs
+    activation_offloading sample_packing pad_to_sequence_len pad_to_multiple_of group_by_length
+    train_on_inputs val_set_size remove_unused_columns dataset_num_proc dataloader_num_workers
+    dataloader_prefetch_factor dataloader_pin_memory special_tokens trust_remote_code
+    attn_implementation flash_attention load_in_8bit load_in_4bit lora_r lora_alpha lora_dropout
+    lora_target_modules lora_target_linear neftune_noise_alpha deepspeed fsdp fsdp_config local_rank
+    ddp_find_unused_parameters torch_compile eval_steps evals_per_epoch eval_strategy save_steps
+    saves_per_epoch save_strategy save_total_limit save_only_model save_safetensors logging_steps
+    early_stopping_patience load_best_model_at_end metric_for_best_model greater_is_better
+    resume_from_checkpoint use_tensorboard wandb_project wandb_name wandb_run_id hub_model_id
+    hub_strategy center_rewards_coefficient precompute_ref_log_probs simpo_gamma cpo_alpha
+"""
+
+#: File of EasyLM's document -> its place here, for files without an import path here.
+EASYLM_FILES: dict[str, str] = {
+    "bpt.py": "`attn_mechanism: blockwise`, and `use_scan_mlp` in `base_config.values`",
+    "jax_utils.py": "the sections `sharding` and `loader`; the package `ed_infra`",
+    "llama_model.py": "`ed_models.families.llama`",
+    "llama_serve.py": "`elarge serve FILE`, `esurge serve MODEL`",
+    "llama_train.py": "`elarge FILE` with the action `train`",
+    "convert_easylm_to_hf.py": "`elarge convert STREAM MODEL --config DIRECTORY`",
+    "convert_hf_to_easylm.py": "`elarge convert MODEL STREAM --easylm`",
+    "convert_checkpoint.py": "`elarge convert SOURCE TARGET`",
+    "diff_checkpoint.py": "`elarge compare A B`",
+    "benchmark_attention.py": "`elarge bench attention`",
+    "lm_eval_harness.py": "the action `eval`",
+}
+
+
+def names_table(program: str, names: Iterable[str], *, of_trainer: bool = True) -> list[str]:
+    """Return the table of the keys of one program.
+
+    Args:
+        program: Heading of the first column.
+        names: The keys.
+        of_trainer: Whether the keys are options of a trainer, so that "the same" is clear.
+
+    Raises:
+        LookupError: A key has no place.
+    """
+    lines = heading(program, "here")
+    for name in dict.fromkeys(names):
+        place = other_files.place(name)
+        if place is None:
+            raise LookupError(f"{name} of {program} has no place: add it to other_names.py")
+        own = of_trainer and place == f"trainer.{name}"
+        lines.append(row(f"`{name}`", "the same" if own else instead(marked(place))[0]))
+    return lines
+
+
+def marked(place: str) -> str:
+    """Mark the code of a place, if the place is only a path of keys."""
+    return f"`{place}`" if re.fullmatch(r"[\w.]+", place) else place
+
+
+def hugging_face() -> list[str]:
+    """Return the fields of `transformers.TrainingArguments`, from its source."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("transformers is not installed: run `uv sync`")
+    tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text("utf-8"))
+    named = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    (cls,) = (node for node in named if node.name == "TrainingArguments")
+    return [
+        node.target.id
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def trl_aliases() -> dict[str, str]:
+    """Return the other spellings of keys of single methods, without those of every method."""
+    shared = set(ARGUMENTS["sft"].ALIASES)
+    return {
+        other: name
+        for options in ARGUMENTS.values()
+        for other, name in options.ALIASES.items()
+        if other not in shared
+    }
+
+
+def trl() -> str:
+    """Return the tables of docs/migrate/trl.md."""
+    theirs = hugging_face()
+    older = [name for name in other_names.HUGGING_FACE if name not in theirs]
+    lines = ["## `TrainingArguments`", "", *names_table("`TrainingArguments`", theirs), ""]
+    lines += ["Names of earlier versions:", "", *names_table("`TrainingArguments`", older), ""]
+    lines += ["## Configurations of TRL", ""]
+    lines += names_table("`SFTConfig`, `DPOConfig`, …", (*other_names.TRL, *trl_aliases()))
+    lines += ["", "## The model and the data of TRL's command line", ""]
+    lines += names_table("`ModelConfig`, `ScriptArguments`", other_files.TRL, of_trainer=False)
+    return "\n".join(lines) + "\n"
+
+
+def axolotl() -> str:
+    """Return the table of docs/migrate/axolotl.md."""
+    names = (*other_files.AXOLOTL, *AXOLOTL_KEYS.split(), *other_names.AXOLOTL)
+    return "\n".join(names_table("Axolotl", sorted(names), of_trainer=False)) + "\n"
+
+
+def easylm() -> str:
+    """Return the table of docs/migrate/easylm.md: the files of EasyLM's document."""
+    text = (easydel_names.DOCUMENTS / "003.txt").read_text("utf-8")
+    source = ROOT / "packages/ed-elarge/src"
+    lines = heading("EasyLM", "here")
+    for name in dict.fromkeys(re.findall(r"\b(\w+\.py)\b", text)):
+        found = [path for path in (source / "EasyLM").rglob(name) if name != "__init__.py"]
+        for path in found:
+            module = ".".join(path.relative_to(source).with_suffix("").parts)
+            lines += [row(f"`{module}{cls}`", place) for cls, place in _exports(path)]
+        if not found and name != "__init__.py":
+            lines.append(row(f"`{name}`", EASYLM_FILES[name]))
+    for path in sorted((source / "EasyLM/models").glob("*.py")):
+        module = ".".join(path.relative_to(source).with_suffix("").parts)
+        lines += [row(f"`{module}{cls}`", place) for cls, place in _exports(path)]
+    return "\n".join(lines) + "\n"
+
+
+def _exports(path: Path) -> list[tuple[str, str]]:
+    """Return what a module of the import package `EasyLM` exports, and where it is defined."""
+    found = []
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            for one in node.names:
+                script = one.name == "main"
+                name = "" if script else f".{one.name}"
+                found.append((name, f"`{node.module}{name}`, the same import path"))
+    return found
+
+
+#: Page -> its generated part.
+PAGES = {
+    FOLDER / "easydel.md": easydel_names.tables,
+    FOLDER / "easylm.md": easylm,
+    FOLDER / "axolotl.md": axolotl,
+    FOLDER / "trl.md": trl,
+}
+
+
+def page(path: Path) -> str:
+    """Return a page with new tables."""
+    return pages.with_part(path.read_text("utf-8"), BEGIN, END, PAGES[path]())
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main("migration_tables", list(PAGES), page))
