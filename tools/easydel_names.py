@@ -75,12 +75,11 @@ def place_of_key(path: tuple[str, ...]) -> tuple[str, str]:
     Raises:
         LookupError: No section has the key.
     """
-    if len(path) == 1:
-        return path[0], ""
-    if path[0] == "actions" and len(path) == 2:
-        return f"actions: [{path[1]}]", ""
-    if path[0] == "trainer" and path[1] in other_programs.OF_MIXTURE:
-        return ".".join(("mixture", *other_programs.OF_MIXTURE[path[1]])), ""
+    section, *rest = path
+    if not rest or (section == "actions" and len(rest) == 1):
+        return section, ""
+    if section == "trainer" and rest[0] in other_programs.OF_MIXTURE:
+        return ".".join(("mixture", *other_programs.OF_MIXTURE[rest[0]])), ""
     found = reference.find(path)
     if not found:
         raise LookupError(f"{'.'.join(path)} has no place in a run file")

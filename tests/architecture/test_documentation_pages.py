@@ -14,7 +14,7 @@ PAGES = sorted(
     (
         *ROOT.glob("*.md"),
         *ROOT.glob(".github/*.md"),
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("packages/*/*.md"),
     )
 )
