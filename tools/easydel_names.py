@@ -96,18 +96,15 @@ def key_tables() -> list[str]:
     same: dict[str, list[str]] = {}
     for path in keys():
         place, kinds = place_of_key(path)
-        action = path[0] == "actions"
-        written = f"actions: {': '.join(path[1:])}" if action else ".".join(path)
-        if not action and place != f"`{written}`" and len(path) > 1:
-            changed.append(row(f"`{written}`", place, kinds))
-        elif len(path) > 1 + action:
-            start = 2 if action else 1
-            section = f"actions: {path[1]}" if action else path[0]
-            same.setdefault(section, []).append(".".join(path[start:]))
-        else:
-            same.setdefault(written, [])
-    for key, path in other_programs.OF_MIXTURE.items():
-        changed.append(row(f"`trainer.{key}`", f"`{'.'.join(('mixture', *path))}`", ""))
+        section, *rest = path
+        if section == "actions":
+            section = f"actions: {rest.pop(0)}"
+        elif rest and place != f"`{'.'.join(path)}`":
+            changed.append(row(f"`{'.'.join(path)}`", place, kinds))
+            continue
+        same.setdefault(section, []).extend([".".join(rest)] * bool(rest))
+    for key, inside in other_programs.OF_MIXTURE.items():
+        changed.append(row(f"`trainer.{key}`", f"`{'.'.join(('mixture', *inside))}`", ""))
     for key, name in other_programs.LOSSES.items():
         changed.append(row(f"`trainer.loss_config.{key}`", f"`trainer.{name}`", ""))
     for key in sorted({*EASYDEL} - {*other_programs.OF_MIXTURE}):
