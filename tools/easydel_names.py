@@ -18,7 +18,7 @@ import yaml
 from ed_elarge.config import other_programs, reference
 from ed_elarge.config.table import ACTIONS, canonical_action
 from ed_infra.config.fields import FIELDS, canonical_field
-from ed_trainers.options.other_names import EASYDEL
+from ed_trainers.options.other_names import EASYDEL, EQUIVALENT
 
 from tools.config_reference import DOCUMENTED
 from tools.pages import heading, row
@@ -26,6 +26,8 @@ from tools.workspace import ROOT
 
 DOCUMENTS = ROOT / "tests/guides/documents"
 _BLOCK = re.compile(r"^( *)```(yaml|python)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+#: Options of EasyDeL's trainers that TRL also has.
+_ALSO_OF_TRL = ("dataset_text_field", "truncation_mode")
 #: Keys below these keys belong to other programs, or are names that the user chooses.
 _FREE = ("format_fields", "operation_configs", "mixture_weights", "values")
 
@@ -107,8 +109,8 @@ def key_tables() -> list[str]:
         changed.append(row(f"`trainer.{key}`", f"`{'.'.join(('mixture', *inside))}`", ""))
     for key, name in other_programs.LOSSES.items():
         changed.append(row(f"`trainer.loss_config.{key}`", f"`trainer.{name}`", ""))
-    for key in sorted({*EASYDEL} - {*other_programs.OF_MIXTURE}):
-        changed.append(row(f"`trainer.{key}`", *instead(EASYDEL[key]), ""))
+    for key in sorted((*EASYDEL, *_ALSO_OF_TRL)):
+        changed.append(row(f"`trainer.{key}`", *instead(EQUIVALENT[key]), ""))
     for name, kind in ACTIONS.items():
         for other in kind.aliases:
             changed.append(row(f"`actions: {other}`", f"`actions: {name}`", ""))

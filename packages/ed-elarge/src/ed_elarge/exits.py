@@ -9,14 +9,22 @@ from collections.abc import Callable
 from ed_data.errors import DataError
 from ed_infra.errors import EasyDeLError
 
-BAD_INPUT, INTERRUPTED = 2, 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_LESS_MEMORY = (
+    "raise trainer.gradient_accumulation_steps, or set base_config: {values: "
+    "{gradient_checkpointing: nothing_saveable}}, the section lora, or more devices in sharding; "
+    "for a server lower esurge.hbm_utilization or max_num_batched_tokens. `elarge plan FILE` "
+    "predicts the memory"
+)
 
 
 def guarded(work: Callable[[], int | None], *, verbose: bool = False) -> int:
     """Call a function and return its exit code; None is success.
 
-    Invalid input prints one message and returns 2. Other errors are defects or failures of the
-    machine, and are raised.
+    Invalid input prints one message and returns 2. A device without sufficient memory prints one
+    message and returns 1. Other errors are defects or failures of the machine, and are raised.
     """
     try:
         return work() or 0
@@ -28,3 +36,12 @@ def guarded(work: Callable[[], int | None], *, verbose: bool = False) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except RuntimeError as error:
+        # The class of XLA's errors is not imported: jax is not needed before an action runs.
+        first = str(error).partition("\n")[0]
+        if type(error).__name__ != "JaxRuntimeError" or _OUT_OF_MEMORY not in first:
+            raise
+        if verbose:
+            traceback.print_exc()
+        print(f"error: a device is out of memory ({first[:200]}): {_LESS_MEMORY}", file=sys.stderr)
+        return FAILED

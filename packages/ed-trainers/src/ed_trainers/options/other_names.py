@@ -145,6 +145,10 @@ HUGGING_FACE: dict[str, str] = {
 }
 #: Name in the configurations of TRL, in addition to `HUGGING_FACE`.
 TRL: dict[str, str] = {
+    "packing": "mixture.pack_tokens",
+    "assistant_only_loss": "mixture.tokenization.assistant_only_loss",
+    "dataset_text_field": "content_field of each entry of mixture.informs",
+    "truncation_mode": "omit it: texts keep their first tokens, and prompts their last tokens",
     "packing_strategy": "mixture.pack_strategy",
     "padding_free": "mixture: {pack_tokens: true}, which leaves no padding",
     "eval_packing": "mixture.pack_tokens, which also packs held-out texts",
@@ -254,10 +258,6 @@ AXOLOTL: dict[str, str] = {
 #: Name in the options of EasyDeL.
 EASYDEL: dict[str, str] = {
     "use_wandb": "report_to: wandb",
-    "packing": "mixture.pack_tokens",
-    "assistant_only_loss": "mixture.tokenization.assistant_only_loss",
-    "dataset_text_field": "content_field of each entry of mixture.informs",
-    "truncation_mode": "omit it: texts keep their first tokens, and prompts their last tokens",
     "save_optimizer_state": "omit it: a checkpoint contains the optimizer, so that a run continues "
     "bit for bit; <save_directory>/model has the weights alone",
     "step_partition_spec": _MESH,
