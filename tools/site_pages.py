@@ -1,7 +1,7 @@
 """Pages of the site that are not in docs/, and links that leave docs/: hooks of mkdocs.
 
-`mkdocs.yml` states the command. The site has the README as its first page, CONTRIBUTING, and a page
-for each package with the docstrings of its public names.
+`tools/mkdocs.yml` states the command. The site has the README as its first page, CONTRIBUTING, and
+a page for each package with the docstrings of its public names.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 def for_site(text: str, page: str, repository: str | None) -> str:
     """Return a page with links that are right in the site.
 
-    A link to a file outside of the site is a link to the repository, or only its label if
-    mkdocs.yml has no `repo_url`. A link to a missing file stays, so that mkdocs reports the link.
+    A link to a file outside of the site is a link to the repository, or only its label without a
+    `repo_url` in tools/mkdocs.yml. A link to a missing file stays, so that mkdocs reports the link.
 
     Args:
         text: The page.

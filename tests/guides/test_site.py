@@ -15,17 +15,20 @@ import pytest
 from tools import site_pages
 from tools.workspace import ROOT, packages
 
-SOURCES = ("README.md", "mkdocs.yml", "docs", ".github", "tools/site_pages.py")
+SOURCES = ("README.md", "docs", ".github", "tools/mkdocs.yml", "tools/site_pages.py")
 
 
 def build(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
     """Build the site as CONTRIBUTING says."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "tools/mkdocs.yml"]
+    command += ["--site-dir", str(target)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_navigation_lists_every_page_of_docs() -> None:
-    listed = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    listed = re.findall(
+        r"^ +- (\S+\.md)$", (ROOT / "tools/mkdocs.yml").read_text("utf-8"), re.MULTILINE
+    )
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     created = {*site_pages.PAGES, *(f"api/{p.name.replace('-', '_')}.md" for p in packages())}
     assert len(listed) == len(set(listed))
