@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -112,24 +113,49 @@ def shared_class(models: list[type[BaseModel]]) -> type[BaseModel]:
     return next(cls for cls in models[0].__mro__ if all(issubclass(model, cls) for model in models))
 
 
+def kinds(name: str, chosen_by: str, classes: Mapping[str, type[BaseModel]]) -> Iterator[str]:
+    """Yield the keys of every kind of a section, those of several kinds, and those of each kind.
+
+    Args:
+        name: The section.
+        chosen_by: The key that selects the class.
+        classes: The classes by the value of this key.
+    """
+    base = shared_class([*classes.values()])
+    seen: set[type] = set()
+    yield from table(name, base, 2, seen)
+    known = rows(base)
+    further = {
+        kind: {key: line for key, line in rows(model).items() if known.get(key) != line}
+        for kind, model in classes.items()
+    }
+    lines = Counter(line for own in further.values() for line in own.values())
+    shared = sorted(line for line, count in lines.items() if count > 1)
+    yield f"Each value of `{chosen_by}` has further keys, and some keys with other defaults.\n"
+    yield f"## `{name}`: keys of several values of `{chosen_by}`\n"
+    yield f"| key | type | default | meaning | `{chosen_by}` |\n| --- | --- | --- | --- | --- |"
+    for line in shared:
+        users = (kind for kind, own in further.items() if line in own.values())
+        yield f"{line} {', '.join(users)} |"
+    yield ""
+    for kind, model in classes.items():
+        several = {key: line for key, line in further[kind].items() if line in shared}
+        yield from table(f"{name} ({chosen_by}: {kind})", model, 2, seen, known | several)
+        if several:
+            yield f"Of the keys of several values: {', '.join(f'`{key}`' for key in several)}.\n"
+
+
 def reference() -> str:
     """Return the generated part of the page."""
     from ed_elarge.config.table import SECTIONS
 
     parts: list[str] = []
     for name, section in SECTIONS.items():
-        classes, known, seen = section.classes(), {}, set()
+        classes = section.classes()
         if len(classes) > 1:
-            shared = shared_class([*classes.values()])
-            parts += table(name, shared, 2, seen)
-            key = f"`{section.chosen_by}`"
-            parts.append(
-                f"Each value of {key} has further keys, and some keys with other defaults:\n"
-            )
-            known = rows(shared)
-        for kind, model in classes.items():
-            title = f"{name} ({section.chosen_by}: {kind})" if kind else name
-            parts += table(title, model, 2, seen, known)
+            parts += kinds(name, section.chosen_by, classes)
+        else:
+            parts += table(name, classes[""], 2, set())
         if name == "base_config":
             parts += base_config()
     parts += actions()
