@@ -42,6 +42,8 @@ LEARNED = {
     "span_corruption": ("eval_loss", 0, 4.5),
     "seq2seq_sft": ("eval_loss", 0, 1.0),
     "seq2seq_dpo": ("eval_rewards/accuracies", 0.9, 1),
+    "image_classification": ("eval_accuracy", 0.9, 1),
+    "contrastive": ("eval_accuracy", 0.4, 1),
     "ctc": ("eval_wer", 0, 0.1),
     "whisper": ("eval_wer", 0, 0.3),
     "grpo": ("eval_reward", 0.9, 1),

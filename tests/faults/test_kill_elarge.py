@@ -72,6 +72,8 @@ FROM_EXAMPLES = (
     "span_corruption",
     "ctc",
     "whisper",
+    "image_classification",
+    "contrastive",
     "seq2seq_sft",
     "seq2seq_dpo",
 )

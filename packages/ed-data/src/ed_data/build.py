@@ -83,7 +83,7 @@ def build_loader(
         DataError: a name cannot be resolved, data is missing or empty, or options contradict each
             other.
     """
-    length = _seq_length(mixture, seq_length)
+    length = _seq_length(mixture, seq_length) if schema.has_text else 1
     limit = _document_limit(mixture, length, schema, processor is not None)
     _check_task(mixture, schema, decoder_start_token_id, time_steps)
     images, audio = medium_encoders(
@@ -92,13 +92,14 @@ def build_loader(
     for path, message in check_names(mixture, schema):  # before slow work starts
         raise DataError(message, path)
     if processor is not None:
-        tokenizer = processor.tokenizer if tokenizer is None else tokenizer
+        if schema.has_text:
+            tokenizer = processor.tokenizer if tokenizer is None else tokenizer
         if not mixture.streaming:
             mixture = mixture.replace(pack_on_the_fly=True)
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
-    tokenizer = load_tokenizer(mixture, tokenizer)
+    tokenizer = load_tokenizer(mixture, tokenizer) if schema.has_text else None
     encoder = Encoder.create(
         tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, limit, audio
     )
@@ -115,7 +116,7 @@ def build_loader(
         seed=seed,
         endless=split == "train",
     )
-    pad = tokenizer.pad_token_id
+    pad = None if tokenizer is None else tokenizer.pad_token_id
     layout = BatchLayout(
         batch_size=rows,
         seq_length=length,
@@ -132,7 +133,7 @@ def build_loader(
     if mixture.streaming:
         return _stream(mixture, encoder, options, layout, split, shuffle, folder)
     loader = _indexed(mixture, encoder, options, layout, split, shuffle, folder)
-    if mixture.save is not None and split == "train":
+    if mixture.save is not None and split == "train" and tokenizer is not None:
         save_mixture(mixture, tokenizer, loader=loader, cache_dir=folder, schema=schema)
     return loader
 
@@ -268,6 +269,8 @@ def _check_task(
             "a row is one recording, so rows are not packed: set pack_tokens: false",
             ("pack_tokens",),
         )
+    if mixture.save is not None and not schema.has_text:
+        raise DataError("rows without text cannot be saved: omit save", ("save",))
     if time_steps is not None and schema.task != "ctc":
         raise DataError(f"time_steps requires a schema of task ctc, got {schema.task}")
     if schema.task in ONE_PER_ROW and mixture.pack_tokens:

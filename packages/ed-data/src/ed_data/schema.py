@@ -42,9 +42,16 @@ Task = Literal[
     "question_answering",
     "speech_seq2seq",
     "ctc",
+    "image_classification",
+    "image_text",
 ]
 #: Tasks whose documents have the numbers of classes as their target.
-CLASSIFYING = ("sequence_classification", "token_classification", "multiple_choice")
+CLASSIFYING = (
+    "sequence_classification",
+    "token_classification",
+    "multiple_choice",
+    "image_classification",
+)
 #: Tasks with one target for each row, which therefore contains one document.
 ONE_PER_ROW = (
     "sequence_classification",
@@ -52,13 +59,18 @@ ONE_PER_ROW = (
     "sequence_ranking",
     "multiple_choice",
     "question_answering",
+    "image_classification",
+    "image_text",
 )
+#: Tasks whose documents are an image without a placeholder in the tokens.
+SEEING = ("image_classification", "image_text")
 #: Tasks with one column.
 _ONE_COLUMN = (
     "sequence_classification",
     "token_classification",
     "sequence_scoring",
     "question_answering",
+    "image_classification",
 )
 #: Tasks whose documents are recordings with their transcripts, and the column of the transcript.
 HEARING = {"speech_seq2seq": "decoder", "ctc": ""}
@@ -159,7 +171,9 @@ class Schema:
             `sequence_ranking` has one column for each document, and no labels.
             `question_answering` has the values `start_positions` and `end_positions`, int32 [b].
             `speech_seq2seq` has the column `decoder`, and `ctc` the column `""`: the tokens of
-            a transcript, which become `labels`.
+            a transcript, which become `labels`. `image_classification` has the column `""`, whose
+            content is the image, and the value `label`; the batch has `pixel_values` and `labels`
+            [b]. `image_text` has a text in addition to an image.
         other_content: fields that contain the content of a row without the field `content`, unless
             the inform names a field.
 
@@ -232,6 +246,16 @@ class Schema:
         return self.task in HEARING
 
     @property
+    def has_image(self) -> bool:
+        """Whether each row has one image, which its tokens do not mention."""
+        return self.task in SEEING
+
+    @property
+    def has_text(self) -> bool:
+        """Whether documents have tokens."""
+        return self.task != "image_classification"
+
+    @property
     def learned(self) -> frozenset[str]:
         """The fields with loss. A row in which one of them is empty is dropped."""
         return frozenset(column.field for column in self.columns)
@@ -302,6 +326,12 @@ SEQ2SEQ = Schema(
 CLASSIFICATION = Schema(
     (Column("", "text"),), "text", (Value("label", "label"),), "sequence_classification"
 )
+#: An image and the number of its class: `pixel_values` [b, 1, c, h, w], `labels` [b].
+IMAGE_CLASSIFICATION = Schema(
+    (Column("", IMAGE),), IMAGE, (Value("label", "label"),), "image_classification"
+)
+#: An image and its caption: `pixel_values` [b, 1, c, h, w], `input_ids`, `segment_ids`.
+IMAGE_TEXT = Schema((Column("", "text"),), "text", (), "image_text", ("caption",))
 #: Two texts and the number of their class: `labels` [b], `token_type_ids` [b, s].
 PAIR_CLASSIFICATION = Schema(
     (Column("", "text", second="text_pair"),),

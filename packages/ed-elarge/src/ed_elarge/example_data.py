@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from itertools import product
 from random import Random
 
 _RANDOM = Random(0)
@@ -96,3 +99,45 @@ choices = [
     }
     for i, (a, b) in enumerate(_SUMS)
 ]
+
+
+_COLORS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 230)}
+_CORNERS = {"top left": (0, 0), "top right": (0, 8), "bottom left": (8, 0), "bottom right": (8, 8)}
+#: Shape -> whether a pixel of a field of 8 x 8 belongs to the shape.
+_SHAPES = {
+    "square": lambda y, x: True,
+    "cross": lambda y, x: y in (3, 4) or x in (3, 4),
+    "frame": lambda y, x: y in (0, 7) or x in (0, 7),
+    "triangle": lambda y, x: x <= y,
+}
+
+
+def _png(shape: str, color: str, corner: str) -> bytes:
+    """Return an image of 16 x 16 pixels in the format PNG: a shape on a noisy background."""
+    top, left = _CORNERS[corner]
+    lines = bytearray()
+    for y in range(16):
+        lines.append(0)  # the pixels of a line follow without a filter
+        for x in range(16):
+            inside = 0 <= y - top < 8 and 0 <= x - left < 8 and _SHAPES[shape](y - top, x - left)
+            lines += bytes(_COLORS[color] if inside else [_RANDOM.randrange(60)] * 3)
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + check
+
+    head = struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0)  # 8 bits for each of three colors
+    parts = chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(bytes(lines))), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+#: Images of shapes, each with the name of its shape and a caption.
+drawings = [
+    {
+        "image": _png(shape, color, corner),
+        "label": shape,
+        "text": f"a {color} {shape} at the {corner}",
+    }
+    for shape, color, corner in [*product(_SHAPES, _COLORS, _CORNERS)] * 4
+]
+_RANDOM.shuffle(drawings)

@@ -270,3 +270,47 @@ class EmbeddingOutput(_Replaceable):
     losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+@_pytree
+class ImageClassifierOutput(_Replaceable):
+    """Output of a model that classifies images.
+
+    Attributes:
+        logits: float32 [b, c].
+        last_hidden_state: [b, s, d], the output of the vision tower.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        losses, aux, updates: as in `CausalLMOutput`.
+        loss: scalar, where the call was given labels.
+    """
+
+    logits: jax.Array
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None
+
+
+@_pytree
+class ImageTextOutput(_Replaceable):
+    """Output of a model that compares images with texts; i images, t texts, e embedding size.
+
+    Attributes:
+        logits_per_image: float32 [i, t], scaled similarities of the embeddings.
+        logits_per_text: the transpose, [t, i].
+        text_embeds: float32 [t, e], of length one.
+        image_embeds: float32 [i, e], of length one.
+        losses, aux, updates: as in `CausalLMOutput`.
+        loss: scalar, where the loss was computed.
+    """
+
+    logits_per_image: jax.Array
+    logits_per_text: jax.Array
+    text_embeds: jax.Array
+    image_embeds: jax.Array
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None

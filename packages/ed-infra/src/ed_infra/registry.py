@@ -162,7 +162,8 @@ def get_config(model_type: str) -> Any:
 def get_module_registration(task_type: TaskType | str, model_type: str) -> ModuleRegistration:
     """Return the registration of a task and model type.
 
-    The base module of a model of images is its vision module.
+    The base module of a vision tower is its vision module; that of a model that compares images
+    with texts is the whole model.
 
     Raises:
         RegistryError: no installed package provides the model type, or not for this task.
@@ -174,8 +175,10 @@ def get_module_registration(task_type: TaskType | str, model_type: str) -> Modul
         _derive(task, model_type)
     if (task, model_type) in _modules:
         return _modules[task, model_type]
-    if task == TaskType.BASE_MODULE and TaskType.BASE_VISION in tasks_of(model_type):
-        return get_module_registration(TaskType.BASE_VISION, model_type)
+    if task == TaskType.BASE_MODULE:
+        for other in (TaskType.BASE_VISION, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION):
+            if other in tasks_of(model_type):
+                return get_module_registration(other, model_type)
     tasks = sorted(t.value for t in tasks_of(model_type))
     if tasks:
         raise RegistryError(

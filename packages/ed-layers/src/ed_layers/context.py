@@ -133,6 +133,14 @@ class Ctx:
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
         return dropped(x, rate, key)
 
+    def rows_dropped(self, x: Float[Array, "b s d"], rate: float, site: str) -> jax.Array:
+        """Drop whole rows of an output in training (stochastic depth, Huang et al. 2016)."""
+        if self.key is None or not rate:
+            return x
+        key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
+        kept = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, 1))
+        return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
     def layer_dropped(self, x: Float[Array, "b s d"], out: Float[Array, "b s d"]) -> jax.Array:
         """Return the output of a layer, or its input x if training skips the layer."""
         if self.key is None or not self.layerdrop:

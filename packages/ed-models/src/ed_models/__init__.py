@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
     from ed_models.auto import AutoEasyDeLModelForEmbedding as AutoEasyDeLModelForEmbedding
     from ed_models.auto import (
+        AutoEasyDeLModelForImageClassification as AutoEasyDeLModelForImageClassification,
+    )
+    from ed_models.auto import (
         AutoEasyDeLModelForImageTextToText as AutoEasyDeLModelForImageTextToText,
     )
     from ed_models.auto import AutoEasyDeLModelForMaskedLM as AutoEasyDeLModelForMaskedLM
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
     from ed_models.auto import (
         AutoEasyDeLModelForTokenClassification as AutoEasyDeLModelForTokenClassification,
     )
+    from ed_models.auto import (
+        AutoEasyDeLModelForZeroShotImageClassification as AutoEasyDeLModelForZeroShotImageClassification,  # noqa: E501
+    )
+    from ed_models.auto import AutoEasyDeLVisionModel as AutoEasyDeLVisionModel
     from ed_models.base.methods import EasyBridgeMixin as EasyBridgeMixin
     from ed_models.base.methods import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.base.module import EasyDeLBaseModule as EasyDeLBaseModule
@@ -40,7 +47,10 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForCausalLM": "ed_models.auto",
         "AutoEasyDeLModel": "ed_models.auto",
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
+        "AutoEasyDeLModelForImageClassification": "ed_models.auto",
         "AutoEasyDeLModelForImageTextToText": "ed_models.auto",
+        "AutoEasyDeLModelForZeroShotImageClassification": "ed_models.auto",
+        "AutoEasyDeLVisionModel": "ed_models.auto",
         "AutoEasyDeLModelForMaskedLM": "ed_models.auto",
         "AutoEasyDeLModelForTokenClassification": "ed_models.auto",
         "AutoEasyDeLModelForQuestionAnswering": "ed_models.auto",

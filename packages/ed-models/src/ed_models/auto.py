@@ -22,7 +22,9 @@ from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.ctc import CTCModel
 from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.encoders import MaskedLM, MultipleChoice, QuestionAnswerer, TokenClassifier
+from ed_models.tasks.image_classification import ImageClassifier
 from ed_models.tasks.image_text import ImageTextLM
+from ed_models.tasks.image_text_match import ImageTextMatcher
 from ed_models.tasks.pooling import Pooling
 from ed_models.tasks.seq2seq import Seq2SeqLM
 
@@ -166,6 +168,18 @@ class AutoEasyDeLVisionModel(_AutoModel[EasyDeLBaseModule]):
     """Vision towers without a head: images to hidden states."""
 
     task = TaskType.BASE_VISION
+
+
+class AutoEasyDeLModelForImageClassification(_AutoModel[ImageClassifier]):
+    """Vision towers with a head that classifies images; the configuration has `num_labels`."""
+
+    task = TaskType.IMAGE_CLASSIFICATION
+
+
+class AutoEasyDeLModelForZeroShotImageClassification(_AutoModel[ImageTextMatcher]):
+    """Models that compare images with texts (CLIP, SigLIP)."""
+
+    task = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
 
 
 class AutoEasyDeLModelForSequenceClassification(_AutoModel[SequenceClassifier]):

@@ -40,6 +40,7 @@ from ed_trainers.options.groups import (
     RLOOArguments,
     RLVRArguments,
 )
+from ed_trainers.options.images import ContrastiveArguments, ImageClassificationArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.mlm import MLMArguments
 from ed_trainers.options.next_token import NextTokenArguments
@@ -218,6 +219,18 @@ _SHIPPED: dict[str, MethodEntry] = {
         "ed_trainers.methods.token_classification:TokenClassificationTrainer",
         "token_classification",
         task=TaskType.TOKEN_CLASSIFICATION,
+    ),
+    "image_classification": MethodEntry(
+        ImageClassificationArguments,
+        "ed_trainers.methods.image_classification:ImageClassificationTrainer",
+        "image_classification",
+        task=TaskType.IMAGE_CLASSIFICATION,
+    ),
+    "contrastive": MethodEntry(
+        ContrastiveArguments,
+        "ed_trainers.methods.contrastive:ContrastiveTrainer",
+        "image_text",
+        task=TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
     ),
     "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
     "gspo": _online(GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD),

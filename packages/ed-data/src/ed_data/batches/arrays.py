@@ -85,7 +85,8 @@ def make_batch(
         images of each row, padded with zeros to the largest number i of images in a row (at
         least 1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task
         `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
-        features of `AudioEncoder.arrays`.
+        features of `AudioEncoder.arrays`. The task `image_classification` has only `pixel_values`
+        and `labels`, and `image_text` no labels.
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
     widths = [layout.seq_length] * len(counts)
@@ -113,6 +114,8 @@ def make_batch(
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
     if layout.task in ("seq2seq_lm", "speech_seq2seq"):
         _shift_decoder(batch, layout)
+    elif layout.task == "image_text":
+        del batch["labels"]
     elif layout.task == "ctc":
         batch = {"labels": batch["labels"]}
     elif layout.task == "question_answering":
@@ -123,6 +126,8 @@ def make_batch(
         labels = batch.pop("label")
         labels = labels[:, 0] if layout.task in ONE_PER_ROW else labels
         batch["labels"] = labels if layout.task == "sequence_scoring" else labels.astype(np.int32)
+        if layout.task == "image_classification":
+            batch = {"labels": batch["labels"]}
     for value in layout.values:
         if value.token_types:
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)

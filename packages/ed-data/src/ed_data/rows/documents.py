@@ -23,12 +23,13 @@ from ed_data.rows.contents import (
     numbered,
     span,
 )
-from ed_data.rows.example import Example, RowAudio, RowImage
+from ed_data.rows.example import Example, RowAudio, RowImage, image_key
 from ed_data.rows.images import ImageReader
 from ed_data.rows.preferences import separated
 from ed_data.rows.template import template_arguments
 from ed_data.schema import (
     CLASSIFYING,
+    IMAGE,
     OPTIONAL_FIELDS,
     TEXT,
     Content,
@@ -128,7 +129,7 @@ class Documents:
             self._names[schema.content] = inform.text_field
             self._content_is_named = True
         self._other_content = () if self._content_is_named else schema.other_content
-        self._images = ImageReader(inform)
+        self._images = ImageReader(inform, required=schema.has_image)
         self._audio = AudioReader(inform) if schema.has_audio else None
         self._parts = {column.field: column for column in schema.columns if column.in_parts}
         self._lists = schema.lists
@@ -266,6 +267,9 @@ class Documents:
             if implicit and name == self.schema.content:
                 fields[name] = ""
                 continue
+            if name == IMAGE and self.schema.has_image:  # its key follows below
+                fields[name] = ""
+                continue
             if name in self._lists:
                 exact = self.schema.task == "multiple_choice"
                 fields[name] = listed(row, name, self._lists[name], where, exact=exact)
@@ -304,6 +308,8 @@ class Documents:
         images: list[RowImage] = []
         if is_chat or self._images.required:
             fields, images = self._images.of_row(row, fields, folder, where)
+        if self.schema.has_image:
+            fields = self._with_key(fields, images, where)
         template = template_arguments(row, where) if is_chat else {}
         values = self._values(row, fields, where)
         audio: RowAudio | str | None = None
@@ -313,6 +319,20 @@ class Documents:
                 self.tally.drop(audio, record.place)
                 return None
         return Example(fields, extra, record.place, values, tuple(images), template, audio)
+
+    def _with_key(
+        self, fields: dict[str, Content], images: list[RowImage], where: str
+    ) -> dict[str, Content]:
+        """Return the fields, in which a text that identifies the image stands for the image."""
+        if len(images) != 1:
+            raise DataError(
+                f"{where}: a row of {self.schema.task} has one image, got {len(images)}: split the "
+                "row",
+                ("image_field",),
+            )
+        if self.schema.content != IMAGE:
+            return fields
+        return {**fields, IMAGE: image_key(images[0].source)}
 
     def _has_implicit_prompt(self, row: Row) -> bool:
         """Return whether the prompt of a row is the common prefix of its answers."""

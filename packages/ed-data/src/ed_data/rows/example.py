@@ -82,7 +82,7 @@ class Example:
         if self.audio is not None:
             return _hash([self.fields, _audio_key(self.audio.source)])
         if self.images:
-            keys = [_image_key(image.source) for image in self.images]
+            keys = [image_key(image.source) for image in self.images]
             return _hash([self.fields, self.values, keys[0] if len(keys) == 1 else keys, *more])
         if self.values or more:
             return _hash([self.fields, self.values, *more])
@@ -94,7 +94,8 @@ class Example:
         return _hash(self.content)
 
 
-def _image_key(image: Image) -> str:
+def image_key(image: Image) -> str:
+    """Return a text that identifies an image: its path, or a hash of its content."""
     if isinstance(image, dict):
         raw = image["bytes"]
     elif isinstance(image, bytes | str):

@@ -27,12 +27,13 @@ class ImageReader:
     Args:
         inform: `image_field` or `pixel_field` names the field with the images; by default the
             fields `images` and `image` contain the images of chat messages.
+        required: whether each row needs an image; then the default is the field `image`.
     """
 
-    def __init__(self, inform: Inform) -> None:
-        self.field = inform.image_field or inform.pixel_field
+    def __init__(self, inform: Inform, *, required: bool = False) -> None:
+        self.field = inform.image_field or inform.pixel_field or (IMAGE if required else None)
         self.key = "pixel_field" if inform.pixel_field else "image_field"
-        self.required = inform.is_visual
+        self.required = inform.is_visual or required
 
     def of_field(self, value: object, folder: str, where: str) -> list[Image]:
         """Return the images of a field with one image or a list of images; null has none.

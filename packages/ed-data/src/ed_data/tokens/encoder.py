@@ -46,7 +46,7 @@ class Encoder:
     """A tokenizer with the options that determine the tokens of a document.
 
     Attributes:
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a tokenizer of transformers; None for documents without text.
         add_special_tokens: whether the tokenizer adds its own special tokens (for most, a
             beginning-of-text token).
         eos: id that ends each document. It is not added if the tokens already end with it, or if
@@ -61,7 +61,7 @@ class Encoder:
             of a pair, and to check that truncation removes no image and no part of a transcript.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # None without texts
     add_special_tokens: bool
     eos: int
     assistant_only_loss: bool
@@ -74,7 +74,7 @@ class Encoder:
     @classmethod
     def create(
         cls,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         options: Tokenization,
         eos: int | None,
         schema: Schema = TEXT,
@@ -98,6 +98,8 @@ class Encoder:
             DataError: there is no end-of-document id, `assistant_only_loss` needs a chat template,
                 or the schema does not support images.
         """
+        if tokenizer is None:
+            return cls(None, False, 0, False, options.batch_size, schema, images)
         if eos is None:
             # Tokenizers of encoders end a text with a separator.
             own = (tokenizer.eos_token_id, tokenizer.sep_token_id)
@@ -144,13 +146,17 @@ class Encoder:
     @property
     def vocab_size(self) -> int:
         """Number of ids, including added tokens."""
-        return len(self.tokenizer)
+        return 1 if self.tokenizer is None else len(self.tokenizer)
 
     @property
     def has_loss_mask(self) -> bool:
         """Whether some tokens have no loss."""
         with_context = any(column.context is not None for column in self.schema.columns)
-        return self.assistant_only_loss or with_context or self.images is not None
+        return self.assistant_only_loss or with_context or self._has_placeholders
+
+    @property
+    def _has_placeholders(self) -> bool:
+        return self.images is not None and self.images.token is not None
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -173,7 +179,8 @@ class Encoder:
             options += [self.audio.fingerprint, self.max_length]
         elif self.max_length is not None:
             options.append(self.max_length)
-        return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
+        of_tokenizer = "" if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+        return f"{of_tokenizer}:{json.dumps(options)}"
 
     def encode(
         self, documents: list[Example], label: str, skip: Skipped | None = None
@@ -193,11 +200,13 @@ class Encoder:
         """
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
-        if self.schema.has_spans:
+        if self.tokenizer is None:  # one token stands for the image
+            columns = [[TokenSequence([self.eos]) for _ in documents]]
+        elif self.schema.has_spans:
             documents, columns = self._windows(documents, label)
         else:
             columns = [self._column(documents, column, label) for column in self.schema.columns]
-        if self.images is not None:
+        if self._has_placeholders:
             columns = [self._with_images(documents, column, label) for column in columns]
         else:
             self._check_no_images(documents, label)
@@ -229,6 +238,7 @@ class Encoder:
         """Expand the placeholders of images, and check that truncation removes none of them."""
         assert self.images is not None
         token, limit, result = self.images.token, self.max_length, list[TokenSequence]()
+        assert token is not None
         for document, sequence in zip(documents, sequences, strict=True):
             where = f"inform {label!r}, {document.place}"
             written = sequence.ids.count(token)
@@ -301,7 +311,7 @@ class Encoder:
             for d in documents
         ]
         prompts = self._prompts(items)
-        if self.images is None:
+        if not self._has_placeholders:
             return prompts
         sequences = self._with_images(documents, list(map(TokenSequence, prompts)), label)
         return [sequence.ids for sequence in sequences]

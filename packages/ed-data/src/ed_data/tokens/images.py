@@ -57,18 +57,28 @@ class ImageEncoder:
 
     Args:
         processor: the processor of the checkpoint.
+        placed: whether tokens mention the images. Otherwise an image processor is enough.
 
     Attributes:
-        token: id of the placeholder token of an image feature.
+        token: id of the placeholder token of an image feature; None if tokens mention no images.
         processor: the processor.
 
     Raises:
         DataError: the processor does not define a placeholder token, or cannot count features.
     """
 
-    def __init__(self, processor: ModelProcessor) -> None:
-        self.processor = processor
+    def __init__(self, processor: ModelProcessor | ImageProcessor, *, placed: bool = True) -> None:
+        self.processor: Any = processor
+        self.token: int | None = None
+        self._to_pixels: Any = getattr(processor, "image_processor", processor)
         kind = type(processor).__name__
+        if not placed:
+            if not callable(self._to_pixels) or not hasattr(self._to_pixels, "size"):
+                raise DataError(
+                    f"{kind} is no processor of images: pass the AutoProcessor or the "
+                    "AutoImageProcessor of the checkpoint"
+                )
+            return
         for name in ("image_processor", "tokenizer", "_get_num_multimodal_tokens"):
             if not hasattr(processor, name):
                 raise DataError(
@@ -77,7 +87,7 @@ class ImageEncoder:
                 )
         token: object = getattr(processor, "image_token_id", None)
         if token is None and isinstance(text := getattr(processor, "image_token", None), str):
-            token = processor.tokenizer.convert_tokens_to_ids(text)
+            token = self.processor.tokenizer.convert_tokens_to_ids(text)
         if not isinstance(token, int):
             raise DataError(f"{kind} defines no image token: set its image_token")
         self.token = token
@@ -90,7 +100,7 @@ class ImageEncoder:
             for name, value in vars(self.processor).items()
             if isinstance(value, str | int | float | bool | None) and name != "chat_template"
         }
-        values = [type(self.processor).__name__, own, self.processor.image_processor.to_dict()]
+        values = [type(self.processor).__name__, own, self._to_pixels.to_dict()]
         text = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -168,7 +178,7 @@ class ImageEncoder:
                 decoded = opened.convert("RGB")
             except (OSError, ValueError) as error:
                 raise _unreadable(image.where, error) from error
-        return self.processor.image_processor(images=[decoded], return_tensors="np")
+        return self._to_pixels(images=[decoded], return_tensors="np")
 
 
 def size_of(image: RowImage) -> tuple[int, int]:

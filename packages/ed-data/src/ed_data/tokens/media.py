@@ -31,6 +31,13 @@ def medium_encoders(
     Raises:
         DataError: the data or the schema require another processor.
     """
+    if schema.has_image:
+        if processor is None:
+            raise DataError(
+                f"a schema of task {schema.task} requires a processor: pass the AutoProcessor or "
+                "the AutoImageProcessor of the model"
+            )
+        return ImageEncoder(processor, placed=False), None  # type: ignore[arg-type]
     if not schema.has_audio:
         for path, message in without_recordings(mixture):
             raise DataError(message, path)

@@ -20,7 +20,7 @@ from ed_infra.logging import get_logger
 from ed_trainers.arguments import ROLES, Role
 from ed_trainers.options.classification import ClassifierArguments
 
-from ed_elarge.building import speech
+from ed_elarge.building import images, speech
 from ed_elarge.building.engines import served_task
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ed_infra.specs import EasyDeLQuantizationConfig
     from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.trainer import Trainer
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
     from ed_elarge.engine.rollout import EngineRollout
 
@@ -49,14 +49,19 @@ _WITH_OTHER_INPUTS = (
     TaskType.IMAGE_TEXT_TO_TEXT,
     TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
     TaskType.CTC,
+    TaskType.IMAGE_CLASSIFICATION,
+    TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
 )
 
 
 # The tokenizer.
 
 
-def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or train it on the training texts (later runs load it)."""
+def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer, or train it on the training texts (later runs load it).
+
+    A model without text has no tokenizer.
+    """
     from ed_models.checkpoints.tokenizers import load_tokenizer, set_chat_template
 
     from ed_elarge.building import tokenizer_training
@@ -64,7 +69,9 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     run = elm.config
     section = _model_section(run).tokenizer_section
     with run.blame("model", "tokenizer"):
-        if run.has_processor:
+        if not run.has_text:
+            return None
+        if run.has_processor and not has_new_images(run):
             made = elm.part("processor").tokenizer
         elif section.train is not None:
             made = tokenizer_training.load_or_train(
@@ -83,12 +90,17 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     return made
 
 
-def processor(elm: eLargeModel) -> ProcessorMixin:
+def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor:
     """Load the processor of a model of images or recordings, which contains its tokenizer.
 
-    A new model of speech may train its tokenizer.
+    A new model of speech may train its tokenizer. A new model of images gets an image processor
+    for its `image_size`.
     """
-    from ed_models.checkpoints.tokenizers import load_processor, set_chat_template
+    from ed_models.checkpoints.tokenizers import (
+        load_image_processor,
+        load_processor,
+        set_chat_template,
+    )
 
     run = elm.config
     section = _model_section(run).tokenizer_section
@@ -96,12 +108,25 @@ def processor(elm: eLargeModel) -> ProcessorMixin:
     with run.blame("model", "tokenizer"):
         if run.has_audio and section.train is not None:
             return speech.train_processor(run, section.train)
+        if has_new_images(run):
+            return images.new_processor(new_config(run), elm.part("tokenizer"))
         part = "feature_extractor" if run.has_audio else "image_processor"
+        if not run.has_text:
+            return load_image_processor(**_tokenizer_source(run))
         made: Any = load_processor(**_tokenizer_source(run), part=part)
     if template is not None:
         with run.blame("model", "tokenizer", "chat_template"):
             set_chat_template(made, template)
     return made
+
+
+def has_new_images(run: RunConfig) -> bool:
+    """Whether a new model of images gets a processor of its own."""
+    section = _model_section(run)
+    vision_language = run.task == TaskType.IMAGE_TEXT_TO_TEXT
+    if section.config is None or not run.has_images or vision_language:
+        return False
+    return run.has_text or section.tokenizer_section.name_or_path is None
 
 
 def _tokenizer_source(run: RunConfig) -> dict[str, Any]:
@@ -161,19 +186,11 @@ def _new_model(elm: eLargeModel) -> CausalLM:
     from ed_infra import registry
 
     run, tokens = elm.config, elm.build_tokenizer()
-    config = new_config(
-        run,
-        {
-            "vocab_size": len(tokens),
-            "bos_token_id": tokens.bos_token_id,
-            "eos_token_id": tokens.eos_token_id,
-            "pad_token_id": tokens.pad_token_id,
-            **(speech.config_fields(tokens) if run.has_audio else {}),
-        },
-    )
+    of_tokens = {} if tokens is None else _of_tokenizer(run, tokens)
+    config = new_config(run, of_tokens)
     with run.blame("model", "config"):
-        vocab_size = config.get_text_config().vocab_size
-        if vocab_size < len(tokens):
+        vocab_size = config.get_text_config().vocab_size if of_tokens else 0
+        if tokens is not None and vocab_size < len(tokens):
             raise ConfigError(
                 f"vocab_size {vocab_size} is less than the tokenizer's {len(tokens)} "
                 "tokens: raise it, or omit it"
@@ -187,6 +204,17 @@ def _new_model(elm: eLargeModel) -> CausalLM:
         return made
     with run.blame("quantization", "model"):
         return made.quantize(_weight_format(run.weight_format))
+
+
+def _of_tokenizer(run: RunConfig, tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the fields of a new model that depend on the tokenizer."""
+    return {
+        "vocab_size": len(tokens),
+        "bos_token_id": tokens.bos_token_id,
+        "eos_token_id": tokens.eos_token_id,
+        "pad_token_id": tokens.pad_token_id,
+        **(speech.config_fields(tokens) if run.has_audio else {}),
+    }
 
 
 def _load(run: RunConfig) -> CausalLM:
@@ -357,7 +385,8 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
     if run.takes_prompts:
         build: Any = build_prompts
     else:
-        build, options["seq_length"] = build_loader, sequence_length(run)
+        build = build_loader
+        options["seq_length"] = sequence_length(run) if run.has_text else None
         options |= other_inputs(elm)
     size = run.batch_size if trainer is None else trainer.loader_batch_size
     train = build(mixture, tokens, batch_size=size, split="train", **options)

@@ -54,6 +54,8 @@ def _model(run: RunConfig) -> str:
     size = f", {count / 1e6:.1f}M parameters" if count else ""
     if trained is not None:
         tokenizer = f"a new tokenizer of {trained.vocab_size} tokens"
+    elif not run.has_text:
+        tokenizer = "a new image processor"
     else:
         tokenizer = str(model.tokenizer_section.name_or_path)
     return f"model: a new {model.config['model_type']}{size} ({run.loader.dtype}), {tokenizer}"
@@ -66,6 +68,8 @@ def _data(run: RunConfig) -> str:
     sources = f"{count} source{'s' if count != 1 else ''}"
     if run.takes_prompts:
         return f"data: {sources}, prompts"
+    if not run.has_text:
+        return f"data: {sources}, images"
     packed = "packed " if run.mixture.pack_tokens else ""
     length, key = run.sequence_length
     default = "" if key or length is None else f" (the default of {run.method})"

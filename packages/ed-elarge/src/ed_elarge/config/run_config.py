@@ -27,6 +27,7 @@ from ed_trainers.options.rows import RowKind
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
 from ed_elarge.config.sections import (
+    WITHOUT_TEXT,
     BaseConfigSection,
     EvalSection,
     LoaderSection,
@@ -171,7 +172,16 @@ class RunConfig:
     @property
     def has_images(self) -> bool:
         """Whether the model reads images, so that its processor prepares the data."""
-        return self.task == TaskType.IMAGE_TEXT_TO_TEXT
+        return self.task in (
+            TaskType.IMAGE_TEXT_TO_TEXT,
+            TaskType.IMAGE_CLASSIFICATION,
+            TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
+        )
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the model reads text, so that it has a tokenizer."""
+        return self.task not in WITHOUT_TEXT
 
     @property
     def has_audio(self) -> bool:

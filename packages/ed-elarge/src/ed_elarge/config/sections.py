@@ -95,8 +95,14 @@ TASKS = (
     TaskType.TOKEN_CLASSIFICATION,
     TaskType.SEQUENCE_CLASSIFICATION,
     TaskType.EMBEDDING,
+    TaskType.IMAGE_CLASSIFICATION,
+    TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
     TaskType.AUTO_BIND,
 )
+
+
+#: Tasks of models that read no text, and so have no tokenizer.
+WITHOUT_TEXT = (TaskType.IMAGE_CLASSIFICATION,)
 
 
 def _task(value: Any) -> Any:
@@ -162,12 +168,6 @@ class ModelSection(Options):
         if (self.name_or_path is None) == (self.config is None):
             raise ValueError(
                 "set either name_or_path (an existing model) or config (a new model), and not both"
-            )
-        given = self.tokenizer_section
-        if self.config is not None and given.name_or_path is None and given.train is None:
-            raise ValueError(
-                "no tokenizer is set, and a new model has none: set tokenizer: PATH or tokenizer: "
-                "{train: {vocab_size: N}}"
             )
         return self
 

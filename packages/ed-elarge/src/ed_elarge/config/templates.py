@@ -16,6 +16,7 @@ from ed_trainers.arguments import METHODS, TrainingArguments
 from ed_trainers.options.online import RewardedArguments
 
 from ed_elarge.config.reference import default, meanings
+from ed_elarge.config.sections import WITHOUT_TEXT
 from ed_elarge.config.table import ACTIONS, canonical_action
 
 #: Kind of rows -> the list of `ed_elarge.example_data`, and the fields of a row.
@@ -32,6 +33,8 @@ _ROWS = {
     "question_answering": ("questions", "question, context and answers, as in SQuAD"),
     "choice": ("choices", "question, choices and label (the number of a choice)"),
     "token_classification": ("entities", "tokens (words) and labels (one for each word)"),
+    "image_classification": ("drawings", "image (a path or bytes) and label"),
+    "image_text": ("drawings", "image (a path or bytes) and text"),
 }
 #: Classifiers of texts, which are usually encoders.
 _ENCODED = ("sequence_classification", "cross_encoder")
@@ -41,19 +44,30 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "question_answering": {"doc_stride": 16},
     "sequence_classification": {"label_names": ["negative", "positive"], "text_pairs": True},
     "token_classification": {"label_names": ["O", "B-PER", "B-LOC"]},
+    "image_classification": {"label_names": ["square", "cross", "frame", "triangle"]},
 }
 #: Methods whose rows become one sequence each.
-_UNPACKED = ("prompt", "classification", "relevance", "question_answering", "choice")
-_SMALL = (
-    "hidden_size: 64, intermediate_size: 128,\n"
-    "           num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 128"
+_UNPACKED = (
+    *("prompt", "image_classification", "image_text"),
+    *("classification", "relevance", "question_answering", "choice"),
 )
+#: Methods of `_UNPACKED` whose rows have no sequence of tokens, or a prompt.
+_WITHOUT_LENGTH = ("prompt", "image_classification")
+_LAYERS = (
+    "hidden_size: 64, intermediate_size: 128,\n"
+    "           num_hidden_layers: 2, num_attention_heads: 4"
+)
+_SMALL = f"{_LAYERS}, max_position_embeddings: 128"
 #: A small model for the task of a method; other tasks use a decoder.
 _MODELS = {
     TaskType.MASKED_LM: f"model_type: bert, {_SMALL}",
     TaskType.TOKEN_CLASSIFICATION: f"model_type: bert, {_SMALL}",
     TaskType.QUESTION_ANSWERING: f"model_type: bert, {_SMALL}",
     TaskType.MULTIPLE_CHOICE: f"model_type: bert, {_SMALL}",
+    TaskType.IMAGE_CLASSIFICATION: f"model_type: vit, image_size: 16, patch_size: 4, {_LAYERS}",
+    TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION: "model_type: clip, projection_dim: 64,\n"
+    f"           vision_config: {{image_size: 16, patch_size: 4, {_LAYERS}}},\n"
+    f"           text_config: {{max_position_embeddings: 64, {_LAYERS}}}",
     TaskType.SEQUENCE_TO_SEQUENCE: "model_type: t5, d_model: 64, d_kv: 16, d_ff: 128,\n"
     "           num_layers: 2, num_heads: 4",
 }
@@ -100,6 +114,7 @@ def _of_method(name: str, file: str) -> str:
     if not rows:  # a method of another package
         source = "{type: ORGANIZATION/DATASET}"
     packed = rows and entry.rows not in _UNPACKED
+    has_length = entry.rows in _UNPACKED and entry.rows not in _WITHOUT_LENGTH
     parts = [_HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file), _model(name)]
     for role in entry.roles:
         if role.required:
@@ -112,7 +127,7 @@ def _of_method(name: str, file: str) -> str:
         f"    - {source}\n"
         "  eval_fraction: 0.1 # held out for evaluation\n"
         + ("  pack_tokens: true\n  pack_seq_length: 64\n" if packed else "")
-        + ("  tokenization: {max_length: 64}\n" if entry.rows in _UNPACKED[1:] else "")
+        + ("  tokenization: {max_length: 64}\n" if has_length else "")
     )
     parts.append(_trainer(name, entry.arguments))
     parts.append("actions:\n  - validate\n  - train\n")
@@ -134,7 +149,7 @@ def _model(name: str) -> str:
         "model:\n"
         "  # An existing model: replace config and tokenizer by name_or_path: ORGANIZATION/MODEL\n"
         f"  config: {{{config}}}\n"
-        "  tokenizer: {train: {vocab_size: 400}}\n"
+        + ("" if entry.task in WITHOUT_TEXT else "  tokenizer: {train: {vocab_size: 400}}\n")
     )
 
 

@@ -34,6 +34,8 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.SPEECH_SEQUENCE_TO_SEQUENCE: "AutoModelForSpeechSeq2Seq",
     TaskType.CTC: "AutoModelForCTC",
     TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
+    TaskType.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
+    TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION: "AutoModelForZeroShotImageClassification",
     TaskType.BASE_MODULE: "AutoModel",
     TaskType.BASE_VISION: "AutoModel",
     TaskType.EMBEDDING: "AutoModel",

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-Method = Literal["bilinear", "bicubic"]
-#: Method -> half the width of its kernel, in old positions.
+ResizeKernel = Literal["bilinear", "bicubic"]
+#: ResizeKernel -> half the width of its kernel, in old positions.
 _REACH = {"bilinear": 1, "bicubic": 2}
 
 
@@ -21,7 +21,7 @@ def resized_grid(
     grid: Float[Array, "h w d"],
     height: int,
     width: int,
-    method: Method = "bicubic",
+    method: ResizeKernel = "bicubic",
     *,
     antialias: bool = False,
 ) -> Float[Array, "height width d"]:
@@ -45,7 +45,7 @@ def resized_grid(
 
 
 def resizing_matrix(
-    old: int, new: int, method: Method, *, antialias: bool = False
+    old: int, new: int, method: ResizeKernel, *, antialias: bool = False
 ) -> Float[np.ndarray, "m n"]:
     """Return the weights of the old positions for each new position; float32, rows sum to 1."""
     scale = old / new
@@ -63,7 +63,7 @@ def resizing_matrix(
     return matrix.astype(np.float32)
 
 
-def _kernel(x: np.ndarray, method: Method, a: float) -> np.ndarray:
+def _kernel(x: np.ndarray, method: ResizeKernel, a: float) -> np.ndarray:
     """Return the weights at distances x; `a` is the parameter of the cubic kernel."""
     x = np.abs(x)
     if method == "bilinear":

@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import BaseModelOutput
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
-from ed_layers.context import named
+from ed_layers.context import ALL_LAYERS, named
 from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
@@ -30,10 +32,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.base.new_heads import new_heads
 from ed_models.body.context import layer_context
 from ed_models.body.layers import DecoderLayer
 from ed_models.body.resizing import resized_grid
-from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
+from ed_models.weights.blocks import Shape
+from ed_models.weights.rules import STANDARD, Rule, fused, ignore, permute, renamed
 
 #: Parts of our names -> those of the towers of CLIP and SigLIP.
 CLIP_NAMES: Mapping[str, str] = {
@@ -50,6 +54,21 @@ CLIP_NAMES: Mapping[str, str] = {
     "pooler": "head",
     "norm": "post_layernorm",
 }
+#: Parts of our names -> those of ViT.
+VIT_NAMES: Mapping[str, str] = {
+    "embeddings.patch_embedding": "embeddings.patch_embeddings.projection",
+    "embeddings.position_embedding": "embeddings.position_embeddings",
+    "layers": "encoder.layer",
+    "self_attn.q_proj": "attention.attention.query",
+    "self_attn.k_proj": "attention.attention.key",
+    "self_attn.v_proj": "attention.attention.value",
+    "self_attn.o_proj": "attention.output.dense",
+    "input_layernorm": "layernorm_before",
+    "post_attention_layernorm": "layernorm_after",
+    "mlp.up_proj": "intermediate.dense",
+    "mlp.down_proj": "output.dense",
+    "norm": "layernorm",
+}
 #: The kernel of the patches, and the attention of a pooler like SigLIP's.
 VISION_RULES = (
     Rule("{path}.patch_embedding.kernel", "{path}.patch_embedding.weight", permute(1, 2, 3, 0)),
@@ -63,17 +82,23 @@ VISION_RULES = (
 )
 
 
-def tower_rules(ours: str, theirs: str, names: Mapping[str, str] = CLIP_NAMES) -> tuple[Rule, ...]:
+def tower_rules(
+    ours: str,
+    theirs: str,
+    names: Mapping[str, str] = CLIP_NAMES,
+    rules: Sequence[Rule] = VISION_RULES,
+) -> tuple[Rule, ...]:
     """Return the weight rules of a tower inside another model.
 
     Args:
         ours, theirs: path of the tower in the model and in checkpoints.
         names: parts of our names below the path -> those of the checkpoint.
+        rules: rules of a tower alone, before the renaming.
     """
-    rules = [rule for rule in VISION_RULES if rule.ours]
+    of_tower = [rule for rule in rules if rule.ours]
     return tuple(
         Rule(under(ours, rule.ours), f"{theirs}.{rule.hf}", rule.layout)
-        for rule in renamed(names, *rules)
+        for rule in renamed(names, *of_tower)
     )
 
 
@@ -131,7 +156,8 @@ class VisionEmbeddings(nnx.Module):
         tokens: names of the trained tokens in front of the patches, in their order.
         lead: leading axes of size 1 of tokens and positions in checkpoints (ViT: 2 and 1 axes).
         registers: number of trained tokens without positions, between the others and the patches.
-        masks: whether there is a token for masked patches.
+        masks: number of axes of the token for masked patches in checkpoints, without the last;
+            None = there is no such token.
         positions: whether there are learned positions.
         antialias: whether smaller grids of positions are antialiased.
     """
@@ -144,7 +170,7 @@ class VisionEmbeddings(nnx.Module):
         tokens: Sequence[str] = (),
         lead: int = 0,
         registers: int = 0,
-        masks: bool = False,
+        masks: int | None = None,
         positions: bool = True,
         antialias: bool = False,
     ):
@@ -156,20 +182,28 @@ class VisionEmbeddings(nnx.Module):
         )
         self.grid = height, width
         self.patch_embedding = PatchEmbedding(parts, bias=bias)
-        for name in (*tokens, *(["mask_token"] if masks else [])):
+        for name in tokens:
             setattr(self, name, self.table(parts, *(1,) * lead, d))
+        if masks is not None:
+            self.mask_token = self.table(parts, *(1,) * masks, d)
         if registers:
             self.register_tokens = self.table(parts, 1, registers, d)
         if positions:
             count = len(self.tokens) + height * width
             self.position_embedding = self.table(parts, *(1,) * (lead - 1), count, d)
 
+    @property
+    def prefix(self) -> int:
+        """Number of tokens in front of the patches."""
+        registers = self.register_tokens.shape[1] if hasattr(self, "register_tokens") else 0
+        return len(self.tokens) + registers
+
     @staticmethod
     def table(parts: Parts, *shape: int) -> nnx.Param[jax.Array]:
         """Create trained embeddings."""
         return parts.table(*shape, axes=(*[None] * (len(shape) - 1), "embed"))
 
-    def rows(self, name: str) -> Float[Array, "n d"]:
+    def vectors(self, name: str) -> Float[Array, "n d"]:
         """Return trained embeddings."""
         value = getattr(self, name).get_value().astype(self.dtype)
         return value.reshape(-1, value.shape[-1])
@@ -188,7 +222,7 @@ class VisionEmbeddings(nnx.Module):
         if bool_masked_pos is not None:
             if not hasattr(self, "mask_token"):
                 raise ConfigError("bool_masked_pos needs a model with a mask token: omit the array")
-            x = jnp.where(bool_masked_pos[..., None] != 0, self.rows("mask_token"), x)
+            x = jnp.where(bool_masked_pos[..., None] != 0, self.vectors("mask_token"), x)
         x = self.after(self.tokens, x)
         if hasattr(self, "position_embedding"):
             size = images.shape[2], images.shape[3]
@@ -207,12 +241,12 @@ class VisionEmbeddings(nnx.Module):
 
     def after(self, names: Sequence[str], x: Float[Array, "b n d"]) -> Float[Array, "b m d"]:
         """Return x after trained tokens."""
-        tokens = [jnp.broadcast_to(t, (x.shape[0], *t.shape)) for t in map(self.rows, names)]
+        tokens = [jnp.broadcast_to(t, (x.shape[0], *t.shape)) for t in map(self.vectors, names)]
         return jnp.concatenate([*tokens, x], axis=1)
 
     def positions(self, height: int, width: int) -> Float[Array, "n d"]:
         """Return the positions of the tokens and of a grid of patches."""
-        table = self.rows("position_embedding")
+        table = self.vectors("position_embedding")
         if (height, width) == self.grid:
             return table
         count, d = len(self.tokens), table.shape[-1]
@@ -224,34 +258,51 @@ class VisionEmbeddings(nnx.Module):
 class VisionLayer(DecoderLayer):
     """A pre-norm layer with bidirectional attention."""
 
-    def __init__(self, parts: Parts, index: int, **changes: Any):
+    def __init__(self, parts: Parts, index: int, *, self_attn: Any = None, mlp: Any = None):
         config = parts.config
-        attention = SelfAttention(
-            parts,
-            bias=getattr(config, "qkv_bias", True),
-            out_bias=True,
-            position=None,
-            mask=MaskRule(causal=False),
-        )
-        settings = {"self_attn": attention, "mlp": MLP(parts), **changes}
+        if self_attn is None:
+            self_attn = SelfAttention(
+                parts,
+                bias=getattr(config, "qkv_bias", True),
+                out_bias=True,
+                position=None,
+                mask=MaskRule(causal=False),
+            )
         rate = getattr(config, "hidden_dropout_prob", 0.0)
-        super().__init__(parts, dropout=rate, **settings)
+        super().__init__(parts, self_attn=self_attn, mlp=mlp or MLP(parts), dropout=rate)
 
 
 class VisionTower(EasyDeLBaseModule):
     """Embeddings, layers and a norm. Subclasses override the methods that differ.
 
+    Args:
+        pooling: whether to create a pooler that a classifier does not read (ViT).
+
     Attributes:
         layer_class: class of the layers.
+        interpolates: default of `interpolate_pos_encoding`.
+        reads: the features that a classifier of images reads: the first token, the mean of the
+            patches, or both.
         names: parts of our names -> those of checkpoints.
+        rules: weight rules before the renaming.
+        others: tensors of heads in checkpoints, which are ignored.
+        new_layers: layers of a pooler, which checkpoints of classifiers lack.
     """
 
     layer_class: ClassVar[MakePart] = VisionLayer
     input_names = ("pixel_values",)
+    interpolates: ClassVar[bool] = False
+    reads: ClassVar[Literal["first", "mean", "both"]] = "first"
     names: ClassVar[Mapping[str, str]] = CLIP_NAMES
-    WEIGHTS = renamed(CLIP_NAMES, *VISION_RULES)
+    rules: ClassVar[tuple[Rule, ...]] = VISION_RULES
+    others: ClassVar[tuple[str, ...]] = ()
+    new_layers: ClassVar[tuple[str, ...]] = ()
     # Published checkpoints of a tower alone.
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {"vision_model": ""}
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        cls.WEIGHTS = (*renamed(cls.names, *cls.rules), *map(ignore, cls.others))
 
     def __init__(
         self,
@@ -260,9 +311,11 @@ class VisionTower(EasyDeLBaseModule):
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         *,
+        pooling: bool = True,
         rngs: nnx.Rngs,
     ):
         super().__init__(config, dtype, param_dtype, precision)
+        self.pooling = pooling
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
         parts = replace(parts, norm_of_family=norm)
@@ -279,6 +332,17 @@ class VisionTower(EasyDeLBaseModule):
     def add_parts(self, parts: Parts) -> None:
         """Create further parts, for `enter`, `leave` and `pooled`."""
 
+    def rope(
+        self, size: tuple[int, int], key: jax.Array | None
+    ) -> tuple[Float[Array, "n half"], Float[Array, "n half"]] | None:
+        """Return cosine and sine of the rotary positions of an image; None = there are none.
+
+        Args:
+            size: height and width of the image.
+            key: key of a random change of the positions in training; None = deterministic.
+        """
+        return None
+
     def enter(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """Transform the embeddings before the first layer."""
         return x
@@ -291,16 +355,28 @@ class VisionTower(EasyDeLBaseModule):
         """Return the features of each image; None = the tower has no pooling."""
         return None
 
+    @classmethod
+    def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
+        """Return a random pooler for a checkpoint without one, and log a warning."""
+        return new_heads(TaskType.BASE_VISION, config, missing, cls.new_layers)
+
     @property
     def features(self) -> int:
         """Size of the hidden states, d."""
         return self.config.hidden_size
 
+    def classified(self, x: Float[Array, "b n d"]) -> Float[Array, "b f"]:
+        """Return the features of each image that a classifier reads; see `reads`."""
+        if self.reads == "first":
+            return x[:, 0]
+        mean = jnp.mean(x[:, self.embeddings.prefix :], axis=1)
+        return mean if self.reads == "mean" else jnp.concatenate([x[:, 0], mean], axis=-1)
+
     def __call__(
         self,
         pixel_values: Float[Array, "b c h w"],
         *,
-        interpolate_pos_encoding: bool = False,
+        interpolate_pos_encoding: bool | None = None,
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
         **inputs: Any,
@@ -310,7 +386,7 @@ class VisionTower(EasyDeLBaseModule):
         Args:
             pixel_values: images [b, c, h, w].
             interpolate_pos_encoding: accept images of another size than `image_size`, and resize
-                the grid of positions.
+                the grid of positions; None = `interpolates`.
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the output of the last.
             inputs: `bool_masked_pos` [b, patches], nonzero = the mask token replaces the patch, of
@@ -322,10 +398,15 @@ class VisionTower(EasyDeLBaseModule):
         Raises:
             ConfigError: the images do not have the size `image_size`.
         """
-        x = self.embeddings(
-            pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **inputs
+        resizes = (
+            self.interpolates if interpolate_pos_encoding is None else interpolate_pos_encoding
         )
+        x = self.embeddings(pixel_values, interpolate_pos_encoding=resizes, **inputs)
         ctx, _ = layer_context(self.config, (x.shape[0], x.shape[1]), key=key, ropes={})
+        rope = self.rope((pixel_values.shape[2], pixel_values.shape[3]), ctx.key)
+        if rope is not None:
+            tables = [jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope]
+            ctx = replace(ctx, rope={ALL_LAYERS: (tables[0], tables[1])})
         rate = getattr(self.config, "hidden_dropout_prob", 0.0)
         x = self.enter(ctx.dropped(x, rate, "embeddings"))
         x, _, _, hidden = self.layers(x, ctx, keep_hidden=output_hidden_states)

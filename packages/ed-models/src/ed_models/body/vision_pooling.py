@@ -1,4 +1,7 @@
-"""Pooling of patches by attention (SigLIP). Legend: b images, n patches, h heads, k head dim."""
+"""Pooling of the outputs of a vision tower.
+
+Legend: b images, n patches, d hidden, h heads, k head dim, e pooled size.
+"""
 
 from __future__ import annotations
 
@@ -69,3 +72,16 @@ class PoolingMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b d"]) -> Float[Array, "b d"]:
         return self.down_proj(activation(self.hidden_act)(self.up_proj(x)))
+
+
+class TokenPooling(nnx.Module):
+    """A linear layer and an activation of one token (ViT)."""
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        d, e = config.hidden_size, config.pooler_output_size
+        self.dense = parts.linear(d, e, axes=("embed", None), bias=True)
+        self.act = config.pooler_act
+
+    def __call__(self, token: Float[Array, "b d"]) -> Float[Array, "b e"]:
+        return activation(self.act)(self.dense(token))

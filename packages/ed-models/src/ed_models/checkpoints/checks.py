@@ -46,6 +46,7 @@ _TASKS: Mapping[str, TaskType] = {
     "ForQuestionAnswering": TaskType.QUESTION_ANSWERING,
     "ForMultipleChoice": TaskType.MULTIPLE_CHOICE,
     "ForCTC": TaskType.CTC,
+    "ForImageClassification": TaskType.IMAGE_CLASSIFICATION,
     "Model": TaskType.BASE_MODULE,
 }
 #: Numbers that JSON lacks; `transformers` writes them as `{"__float__": "Infinity"}`.

@@ -11,7 +11,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, EmbeddingSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 
 def load_tokenizer(
@@ -135,6 +135,19 @@ def _without_videos(name: str, revision: str | None) -> type[Any] | None:
         kind.__init__(self, image_processor, tokenizer, chat_template=chat_template, **options)
 
     return type(kind.__name__, (kind,), {"__init__": create, "__module__": kind.__module__})
+
+
+def load_image_processor(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> BaseImageProcessor:
+    """Load the image processor of a model without text; arguments as of `load_processor`.
+
+    Raises:
+        CheckpointError: There is no image processor.
+    """
+    from transformers import AutoImageProcessor
+
+    return _load(AutoImageProcessor, "image processor", name, revision, trust_remote_code)
 
 
 def _load(kind: Any, what: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:

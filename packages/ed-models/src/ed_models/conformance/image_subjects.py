@@ -10,7 +10,7 @@ import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.testing import require_torch
 
-from ed_models.conformance.subjects import B, Cases, Subject
+from ed_models.conformance.subjects import B, Cases, S, Subject
 
 
 class VisionSubject(Subject):
@@ -48,7 +48,7 @@ class VisionSubject(Subject):
         if pooled is None:
             return hidden
         join = jnp.concatenate if isinstance(hidden, jax.Array) else require_torch().cat
-        return join([hidden, pooled[:, None]], 1)
+        return join([hidden.reshape(hidden.shape[0], -1), pooled], 1)
 
     def torch_arrays(self) -> dict[str, Any]:
         """Return the arguments of Hugging Face's model."""
@@ -64,3 +64,54 @@ class VisionSubject(Subject):
 
     def torch_loss(self) -> Any:
         return self.output(self.torch_model(**self.torch_arrays())).square().mean()
+
+
+class ImageClassifierSubject(VisionSubject):
+    """A vision tower that classifies images."""
+
+    checks = ("parity", "gradients", "saved", "meshes")
+    task = TaskType.IMAGE_CLASSIFICATION
+
+    def training(self) -> dict[str, Any]:
+        return {**self.whole(), "labels": np.array([1, 0, 1, 1])}
+
+    def output(self, result: Any) -> Any:
+        return result.logits
+
+    def torch_loss(self) -> Any:
+        return self.torch_model(**self.torch_arrays()).loss
+
+
+class ImageTextMatchSubject(VisionSubject):
+    """A model that compares images with texts: similarities and both embeddings."""
+
+    checks = ("parity", "gradients", "saved", "layouts", "meshes")
+    task = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
+        super().__init__(model_type, row, module_class, cases)
+        # Texts end with the end token, followed by padding.
+        end = self.fields["text_config"]["eos_token_id"]
+        self.mask = np.stack([np.arange(S) < S - pad for pad in self.pad]).astype(np.int32)
+        self.ids = np.where(self.mask, self.ids, 0)
+        self.ids[np.arange(B), S - 1 - np.array(self.pad)] = end
+
+    def whole(self) -> dict[str, Any]:
+        return {"input_ids": self.ids, "pixel_values": self.pixel_values}
+
+    def padded(self) -> dict[str, Any]:
+        return {**self.whole(), "attention_mask": self.mask}
+
+    def output(self, result: Any) -> Any:
+        parts = result.logits_per_image, result.image_embeds, result.text_embeds
+        join = jnp.concatenate if isinstance(parts[0], jax.Array) else require_torch().cat
+        return join(parts, 1)
+
+    def torch_outputs(self, model: Any) -> np.ndarray:
+        torch = require_torch()
+        arrays = {**self.torch_arrays(), "attention_mask": torch.tensor(self.mask)}
+        with torch.no_grad():
+            return self.output(model(**arrays)).float().numpy()
+
+    def torch_loss(self) -> Any:
+        return self.torch_model(**self.torch_arrays(), return_loss=True).loss

@@ -18,7 +18,11 @@ from ed_infra.enums import TaskType
 from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.testing import require_torch
 
-from ed_models.conformance.image_subjects import VisionSubject
+from ed_models.conformance.image_subjects import (
+    ImageClassifierSubject,
+    ImageTextMatchSubject,
+    VisionSubject,
+)
 from ed_models.conformance.patched_images import PatchedImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
@@ -458,7 +462,7 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
     for kind in (
         *(Subject, ImageTextSubject, Seq2SeqSubject, SpeechSubject, EncoderSubject, BodySubject),
         *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject, CTCSubject),
-        *(VisionSubject,),
+        *(VisionSubject, ImageClassifierSubject, ImageTextMatchSubject),
     )
 }
 

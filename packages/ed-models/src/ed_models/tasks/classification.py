@@ -149,18 +149,8 @@ class SequenceClassifier(HeadModel[BodyT]):
             ConfigError: `problem_type` is unknown.
         """
         output, labels = self(input_ids, **inputs), jnp.asarray(labels)
-        loss = _loss(output.logits, labels, self._problem(labels))
+        loss = problem_loss(output.logits, labels, problem_of(self.config, labels))
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
-
-    def _problem(self, labels: jax.Array) -> str:
-        problem = self.config.problem_type
-        if problem is not None and problem not in PROBLEMS:
-            raise ConfigError(f"problem_type is {problem!r}; it must be one of {PROBLEMS}")
-        if problem is not None:
-            return problem
-        if self.config.num_labels == 1:
-            return PROBLEMS[0]
-        return PROBLEMS[1] if jnp.issubdtype(labels.dtype, jnp.integer) else PROBLEMS[2]
 
     @classmethod
     def new_tensors(
@@ -180,7 +170,24 @@ class SequenceClassifier(HeadModel[BodyT]):
         return {SCORE.hf: values.astype(np.float32)}
 
 
-def _loss(logits: Float[Array, "b c"], labels: jax.Array, problem: str) -> Float[Array, ""]:
+def problem_of(config: Any, labels: jax.Array) -> str:
+    """Return `config.problem_type`, or the problem that follows from the labels.
+
+    Raises:
+        ConfigError: `problem_type` is unknown.
+    """
+    problem = config.problem_type
+    if problem is not None and problem not in PROBLEMS:
+        raise ConfigError(f"problem_type is {problem!r}; it must be one of {PROBLEMS}")
+    if problem is not None:
+        return problem
+    if config.num_labels == 1:
+        return PROBLEMS[0]
+    return PROBLEMS[1] if jnp.issubdtype(labels.dtype, jnp.integer) else PROBLEMS[2]
+
+
+def problem_loss(logits: Float[Array, "b c"], labels: jax.Array, problem: str) -> Float[Array, ""]:
+    """Return the mean loss of the rows for a problem; see `SequenceClassifier.compute_loss`."""
     if problem == "regression":
         return jnp.mean((logits.reshape(labels.shape) - labels) ** 2)
     if problem == "single_label_classification":

@@ -10,18 +10,15 @@ import jax
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.logging import get_logger, once
 from ed_layers import dropout
 from ed_layers.activations import activation
 from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.base.export import TORCH_CLASSES
+from ed_models.base.new_heads import new_heads
 from ed_models.weights.blocks import Shape
 from ed_models.weights.rules import STANDARD, Rule, ignore, renamed
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -197,24 +194,7 @@ class EncoderNames:
             config: configuration of the checkpoint; `architectures` names the saved class.
             missing: shapes of the tensors that the checkpoint lacks.
         """
-        saved, head = config.architectures or [], self.heads.get(task)
-        ending = TORCH_CLASSES[task].removeprefix("AutoModel")
-        if head is None or (ending and any(name.endswith(ending) for name in saved)):
+        head = self.heads.get(task)
+        if head is None:
             return {}
-        new, rng = dict[str, np.ndarray](), np.random.default_rng(0)
-        for name, shape in missing.items():
-            owner = name.rpartition(".")[0]
-            if not {name, owner} & {*head.names()}:
-                continue
-            if len(shape) == 2:
-                new[name] = rng.normal(0.0, config.initializer_range, shape).astype(np.float32)
-            else:
-                is_norm = owner == head.norm and name.endswith(".weight")
-                new[name] = np.full(shape, float(is_norm), np.float32)
-        if new:
-            once(
-                logger,
-                f"the checkpoint was saved from {', '.join(saved) or 'an unknown class'}: "
-                f"{', '.join(new)} are randomly initialized and must be trained",
-            )
-        return new
+        return new_heads(task, config, missing, head.names(), (head.norm,))

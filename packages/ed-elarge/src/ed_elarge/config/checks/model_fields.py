@@ -45,6 +45,17 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
     model, mixture = run.model, run.mixture
     if model is None:
         return
+    given = model.tokenizer_section
+    is_missing = given.name_or_path is None and given.train is None
+    if model.config is not None and is_missing and run.has_text:
+        message = (
+            "no tokenizer is set, and a new model has none: set tokenizer: PATH or tokenizer: "
+            "{train: {vocab_size: N}}"
+        )
+        yield Problem(("model", "config"), message, True)
+    if given.train is not None and not run.has_text:
+        message = f"a model for {run.task.value!r} reads no text: omit the tokenizer"
+        yield Problem(("model", "tokenizer", "train"), message, True)
     if model.tokenizer_section.train is not None and "mixture" not in run.written:
         message = "training a tokenizer needs the texts of the section 'mixture', which is missing"
         yield Problem(("model", "tokenizer", "train"), message, True)

@@ -51,8 +51,8 @@ class SelfAttention(nnx.Module):
         heads, kv_heads, head_dim: h, g and k; None = the configuration's `num_attention_heads`,
             `num_key_value_heads`, `head_dim`.
         bias: whether the projections of queries, keys and values have a bias.
-        key_bias, out_bias: whether the projection of the keys, and that of the outputs, has a bias;
-            None = same as `bias`.
+        key_bias, value_bias, out_bias: whether the projection of the keys, that of the values, and
+            that of the outputs, has a bias; None = same as `bias`.
         position: the position encoding; None = none.
         mask: which tokens a token attends to. A bidirectional layer has no cache. A decoder whose
             configuration has `is_causal: false` or `use_bidirectional_attention: true` is
@@ -72,6 +72,7 @@ class SelfAttention(nnx.Module):
         head_dim: int | None = None,
         bias: bool = False,
         key_bias: bool | None = None,
+        value_bias: bool | None = None,
         out_bias: bool | None = None,
         position: Position = Rotary(),  # noqa: B008
         mask: MaskRule = MaskRule(),  # noqa: B008
@@ -89,7 +90,8 @@ class SelfAttention(nnx.Module):
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         key_bias = bias if key_bias is None else key_bias
         self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=key_bias)
-        self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
+        value_bias = bias if value_bias is None else value_bias
+        self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=value_bias)
         if isinstance(position, Disentangled) and not position.shared:
             for term in position.terms:
                 name = OWN_PROJECTIONS[term]

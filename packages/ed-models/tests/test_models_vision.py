@@ -1,0 +1,141 @@
+"""Models of images: resized positions, other image sizes, masked patches, new heads, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ed_infra import registry
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError, RegistryError
+from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForImageClassification
+from ed_models.body.resizing import resized_grid
+from ed_models.checkpoints.checks import task_of
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "patch_size": 4,
+}
+ONE = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
+#: Vision tower of transformers, and whether it takes `interpolate_pos_encoding`.
+TOWERS = {
+    "ViT": True,
+    "DeiT": True,
+    "Dinov2": False,
+    "Dinov2WithRegisters": False,
+    "CLIPVision": True,
+    "SiglipVision": True,
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("size", [(5, 7), (2, 3), (9, 4)])
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("method", ["bilinear", "bicubic"])
+def test_resized_grid_equals_torch(method: Any, antialias: bool, size: tuple[int, int]) -> None:
+    torch = pytest.importorskip("torch")
+    grid = np.random.default_rng(0).normal(size=(4, 6, 3)).astype(np.float32)
+    want = torch.nn.functional.interpolate(
+        torch.tensor(grid).permute(2, 0, 1)[None],
+        size=size,
+        mode=method,
+        align_corners=False,
+        antialias=antialias,
+    )
+    found = resized_grid(grid, *size, method, antialias=antialias)
+    np.testing.assert_allclose(found, want[0].permute(1, 2, 0).numpy(), atol=2e-6)
+
+
+def written(folder: Path, name: str, kind: str = "Model", **fields: Any) -> Any:
+    """Save a tiny model of transformers with large positions, and return the model."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    tiny = {**TINY, "mlp_ratio": 2} if name.startswith("Dinov2") else TINY
+    config = getattr(transformers, f"{name}Config")(**tiny, **fields)
+    model = getattr(transformers, f"{name}{kind}")(config).eval()
+    with torch.no_grad():
+        for parameter, value in model.named_parameters():
+            if "position" in parameter or "token" in parameter:
+                value.normal_(0, 1)
+    model.save_pretrained(folder)
+    return model
+
+
+def outputs(theirs: Any, ours: Any, images: np.ndarray, **inputs: Any) -> tuple[Any, Any]:
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        want = theirs(torch.tensor(images), **inputs).last_hidden_state.numpy()
+    given = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+    return ours(images, **given).last_hidden_state, want
+
+
+@pytest.mark.torch
+@pytest.mark.daily("ViT")
+@pytest.mark.parametrize("name", TOWERS)
+def test_images_of_other_sizes_have_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = written(tmp_path, name)
+    ours = AutoEasyDeLModel.from_pretrained(tmp_path, **ONE)
+    images = np.random.default_rng(0).normal(size=(2, 3, 20, 9)).astype(np.float32)
+    inputs = {"interpolate_pos_encoding": True} if TOWERS[name] else {}
+    found, want = outputs(theirs, ours, images, **inputs)
+    np.testing.assert_allclose(found, want, atol=2e-5)
+    if TOWERS[name]:
+        with pytest.raises(ConfigError, match="images of 20 x 9, but image_size is 12 x 12"):
+            ours(images)
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["Dinov2", "Dinov2WithRegisters"])
+def test_masked_patches_have_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    theirs = written(tmp_path, name)
+    ours = AutoEasyDeLModel.from_pretrained(tmp_path, **ONE)
+    images = np.random.default_rng(0).normal(size=(2, 3, 12, 12)).astype(np.float32)
+    masked = torch.arange(18).reshape(2, 9) % 2 == 0
+    found, want = outputs(theirs, ours, images, bool_masked_pos=masked)
+    np.testing.assert_allclose(found, want, atol=2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["ViT", "Dinov2", "CLIP", "Siglip"])
+def test_body_becomes_a_classifier_with_a_new_head(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name in ("CLIP", "Siglip"):
+        transformers = pytest.importorskip("transformers")
+        text = {**TINY, "vocab_size": 32, "max_position_embeddings": 8}
+        text = {n: x for n, x in text.items() if n not in ("image_size", "patch_size")}
+        of = getattr(transformers, f"{name}Config")
+        config = of(text_config=text, vision_config=TINY)
+        getattr(transformers, f"{name}Model")(config).save_pretrained(tmp_path)
+    else:
+        written(tmp_path, name)
+    model = AutoEasyDeLModelForImageClassification.from_pretrained(
+        tmp_path, config_kwargs={"num_labels": 5}, **ONE
+    )
+    images = np.zeros((2, 3, 12, 12), np.float32)
+    assert model(images).logits.shape == (2, 5)
+    assert "classifier.weight" in caplog.text
+
+
+@pytest.mark.torch
+def test_checkpoint_names_its_task(tmp_path: Path) -> None:
+    written(tmp_path, "ViT", "ForImageClassification", num_labels=3)
+    assert task_of(tmp_path) == TaskType.IMAGE_CLASSIFICATION
+
+
+def test_tower_is_the_base_module_of_its_model_type() -> None:
+    tower = registry.get_module(TaskType.BASE_VISION, "clip_vision_model")
+    assert registry.get_module(TaskType.BASE_MODULE, "clip_vision_model") is tower
+    with pytest.raises(RegistryError, match="unknown model type 'my_tower'"):
+        registry.get_config("llava")(
+            text_config={"model_type": "llama"}, vision_config={"model_type": "my_tower"}
+        )
