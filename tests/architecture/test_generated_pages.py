@@ -8,12 +8,17 @@ from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.registry import built_in
 
 from tests.conformance.cases import subjects
-from tools import attention_table, conformance_results, model_table
+from tools import attention_table, conformance_results, gguf_table, model_table
 
 
 def test_attention_page_is_up_to_date() -> None:
     text = attention_table.PAGE.read_text(encoding="utf-8")
     assert text == attention_table.page(text), "run: uv run python -m tools.attention_table"
+
+
+def test_gguf_table_matches_the_architectures() -> None:
+    text = gguf_table.PAGE.read_text(encoding="utf-8")
+    assert text == gguf_table.page(text), "run: uv run python -m tools.gguf_table"
 
 
 def test_added_kernel_is_listed_in_attention_table() -> None:

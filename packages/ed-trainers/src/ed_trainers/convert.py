@@ -4,10 +4,13 @@
     python -m ed_trainers.convert meta-llama/Llama-3.2-1B states
     python -m ed_trainers.convert runs/mine/model streaming_params --easylm
     python -m ed_trainers.convert streaming_params model --config runs/mine/model
+    python -m ed_trainers.convert runs/mine/model model.gguf --dtype q8_0
+    python -m ed_trainers.convert model.gguf model
 
 Checkpoints of a run, and what `save_state` and `CheckpointManager` wrote, become a directory that
 `transformers` loads; anything else is loaded as a model and saved by `CheckpointManager`. A LLaMA
-also becomes a streaming checkpoint of EasyLM's, and such a file a model directory.
+also becomes a streaming checkpoint of EasyLM's, and such a file a model directory. A GGUF file of
+llama.cpp becomes a model directory, and a model or a checkpoint a GGUF file.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_infra.parameter_names import canonical
 from ed_infra.sharding import placement as sharding
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
+from ed_models.base.gguf_export import from_gguf, save_gguf, to_gguf
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from flax import nnx
 
 from ed_trainers.checkpoints.manager import CheckpointManager
@@ -146,23 +151,32 @@ def convert(
     *,
     config: str | Path | None = None,
     easylm: bool = False,
+    dtype: str | None = None,
 ) -> Path:
     """Convert in the direction that the source calls for; see the head of this module.
 
     Args:
         source: a checkpoint, a saved state, a directory of Hugging Face or the name of one on the
-            hub; or a file, a stream of EasyLM's.
-        target: what to write.
+            hub; a GGUF file; or another file, a stream of EasyLM's.
+        target: what to write. A name that ends with `.gguf` is a GGUF file.
         config: of a stream: a directory with the model's `config.json`.
         easylm: write a stream.
+        dtype: format of the matrices of a GGUF file ("f16", "q8_0", …), or dtype of the model that
+            is read from one; None = that of the source.
 
     Returns:
-        The directory, or the stream, that was written.
+        The directory, or the file, that was written.
 
     Raises:
         CheckpointError: the source is damaged, or holds only a part of a model.
         ConfigError: a stream comes without a configuration, or another source with one.
     """
+    if str(target).endswith(GGUF):
+        return _to_gguf(source, Path(target), dtype)
+    if str(source).endswith(GGUF):
+        return from_gguf(source, target, dtype=dtype)
+    if dtype is not None:
+        raise ConfigError(f"dtype={dtype!r} (--dtype) has an effect only on GGUF files: omit dtype")
     if Path(source).is_file() != (config is not None):
         raise ConfigError(
             f"{source}: config (--config) is a directory with the config.json of a stream's model; "
@@ -186,6 +200,16 @@ def convert(
     return CheckpointManager(target).save(model)
 
 
+def _to_gguf(source: str | Path, target: Path, dtype: str | None) -> Path:
+    """Write a model, or the model of a checkpoint, with the tokenizer next to it."""
+    if not (Path(source) / "arrays").is_dir():
+        return to_gguf(source, target, dtype=dtype)
+    run = Path(source).absolute().parent.parent  # runs/mine/checkpoints/100
+    places = (Path(source), run / "model", run / "tokenizer", run)
+    tokenizer = next((place for place in places if (place / "tokenizer.json").is_file()), None)
+    return save_gguf(model_of(source), target, tokenizer=tokenizer, dtype=dtype)
+
+
 def main() -> int:
     """Convert, and print the written files."""
     parser = argparse.ArgumentParser(
@@ -197,9 +221,10 @@ def main() -> int:
     parser.add_argument("target", help="directory or stream to write")
     parser.add_argument("--config", help="of a stream: a directory with the model's config.json")
     parser.add_argument("--easylm", action="store_true", help="write a stream of EasyLM's")
+    parser.add_argument("--dtype", help="of a GGUF file: f32, f16, bf16, q8_0 or q4_0")
     options = parser.parse_args()
     try:
-        print(convert(options.source, options.target, config=options.config, easylm=options.easylm))
+        print(convert(**vars(options)))
     except EasyDeLError as error:
         print(error, file=sys.stderr)
         return 1

@@ -16,23 +16,30 @@ Dtype = Annotated[
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Checkpoint, saved state, model or stream.")],
-    target: Annotated[str, typer.Argument(help="Directory or stream to write.")],
+    source: Annotated[
+        str, typer.Argument(help="Checkpoint, saved state, model, GGUF file or stream.")
+    ],
+    target: Annotated[str, typer.Argument(help="Directory, stream or .gguf file to write.")],
     config: Annotated[
         str | None,
         typer.Option(help="For a stream: a directory with the model's config.json."),
     ] = None,
     easylm: Annotated[bool, typer.Option("--easylm", help="Write a stream of EasyLM.")] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Matrices of a .gguf file: f32, f16, bf16, q8_0 or q4_0."),
+    ] = None,
 ) -> None:
     """Convert a checkpoint of a run to a model in Hugging Face layout, or the reverse.
 
-    A stream of EasyLM is also read (with --config) and written (with --easylm).
+    A GGUF file of llama.cpp is read, and written if the target ends with `.gguf`. A stream of
+    EasyLM is read (with --config) and written (with --easylm).
     """
 
     def work() -> None:
         from ed_trainers.convert import convert
 
-        print(convert(source, target, config=config, easylm=easylm))
+        print(convert(source, target, config=config, easylm=easylm, dtype=dtype))
 
     raise typer.Exit(guarded(work))
 

@@ -273,8 +273,8 @@ def _processor_of(values: argparse.Namespace) -> Any:
 
 
 def name_of(model: str) -> str:
-    """Return the name of the model for clients: the hub id, or the last part of a directory."""
-    return Path(model).resolve().name if Path(model).expanduser().is_dir() else model
+    """Return the name of the model for clients: the hub id, or the last part of a path."""
+    return Path(model).resolve().name if Path(model).expanduser().exists() else model
 
 
 def dims_of(text: str | None, tensor_parallel_size: int | None = None) -> tuple[int, ...]:

@@ -261,6 +261,25 @@ class EasyBridgeMixin:
             self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
         )
 
+    def save_gguf(
+        self,
+        path: str | Path,
+        *,
+        tokenizer: TokenizerFiles | str | Path | None = None,
+        dtype: str | None = None,
+    ) -> Path:
+        """Write the model as a GGUF file for llama.cpp, with its tokenizer and chat template.
+
+        See `ed_models.base.gguf_export.save_gguf`.
+
+        Raises:
+            CheckpointError: llama.cpp has no such model.
+            ConfigError: the model has adapters or quantized matrices, or the format is unknown.
+        """
+        from ed_models.base.gguf_export import save_gguf
+
+        return save_gguf(self, path, tokenizer=tokenizer, dtype=dtype)
+
     def to_torch(self) -> PreTrainedModel:
         """Return the model as a `transformers` class on torch's CPU, with the same dtypes.
 

@@ -38,6 +38,8 @@ from ed_models.checkpoints.checks import (
     read_settings,
     task_of,
 )
+from ed_models.checkpoints.gguf.directory import ENDING as GGUF
+from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
 from ed_models.checkpoints.loading import load
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.text_halves import MODEL_TYPES
@@ -69,6 +71,7 @@ LoadableT = TypeVar("LoadableT", bound=Loadable)
 class HubOptions(TypedDict, total=False):
     """Which files of the hub, and how to reach them: options of `huggingface_hub`."""
 
+    gguf_file: str | None
     revision: str | None
     subfolder: str | None
     token: str | bool | None
@@ -82,6 +85,7 @@ def resolve(
     *,
     weights: bool = True,
     allow_pickle: bool = False,
+    gguf_file: str | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
     token: str | bool | None = None,
@@ -91,8 +95,14 @@ def resolve(
 ) -> Path:
     """Return a local directory with the files of a model, downloading them if need be.
 
+    For a GGUF file, the directory contains its settings and its tokenizer in Hugging Face layout
+    (`ed_models.checkpoints.gguf.directory`).
+
     Args:
-        name_or_path: a directory, or a hub repository (`"org/name"`).
+        name_or_path: a directory, a hub repository (`"org/name"`), a GGUF file, or a GGUF file in
+            a repository (`"org/name/model.gguf"`).
+        gguf_file: name of a GGUF file in the directory or repository. Of a model in several files,
+            the first one.
         weights: fetch weights too, not only settings and tokenizer.
         allow_pickle: fetch `pytorch_model.bin` where the repository has no safetensors files.
         subfolder: where the model is in the directory or repository, if not at the top.
@@ -103,8 +113,15 @@ def resolve(
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return _within(path, subfolder)
+        folder = _within(path, subfolder)
+        file = file_in(folder, gguf_file)
+        return folder if file is None else as_directory(file)
     name = str(name_or_path)
+    if path.is_file() and path.name.endswith(GGUF):
+        return as_directory(path)
+    if gguf_file is None and name.endswith(GGUF) and name.count("/") > 1 and not path.is_absolute():
+        owner, repository, gguf_file = name.split("/", 2)
+        name = f"{owner}/{repository}"
     if path.is_file() or path.is_absolute() or name.startswith((".", "~")):
         kind = "a file" if path.is_file() else "not there"
         raise CheckpointError(f"{name} is {kind}; give the directory that holds config.json")
@@ -124,6 +141,9 @@ def resolve(
         return _within(Path(folder), subfolder)
 
     try:
+        if gguf_file is not None:
+            folder = fetch([parts_pattern(gguf_file)], [])
+            return as_directory(file_in(folder, gguf_file) or folder)
         folder = fetch([*SETTINGS, *(WEIGHTS if weights else ())], _NEVER)
         if (folder / MODULES_NAME).is_file():
             pickled = (PICKLED,) if allow_pickle else ()

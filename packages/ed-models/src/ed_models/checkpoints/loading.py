@@ -33,7 +33,7 @@ from ed_models.checkpoints.task_rules import rules_of
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.text_halves import text_tensors
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.weights.rules import TIED, renamer
+from ed_models.weights.rules import TIED, Rule, renamer
 from ed_models.weights.separate import SeparateParam
 
 _ModuleT = TypeVar("_ModuleT")
@@ -116,11 +116,16 @@ def load(
 
         with nnx.use_eager_sharding(False):
             graphdef, state = nnx.split(nnx.eval_shape(build))
-        return Draft(graphdef, state, weight_map(cls, state, config, stored=stored is not None))
+        names = rules_of_files(rules_of(cls), config)
+        return Draft(
+            graphdef, state, weight_map(cls, state, config, stored=stored is not None, rules=names)
+        )
 
     is_packed = isinstance(config.quantization_config, Mapping) and stored is None
+    rules_of_files = files.rules
     files, config = unpacked(files, config)
     made = draft(config)
+    files = files.shaped(made.weights.hf_shapes, config)
     files = text_tensors(files, made.weights.hf_shapes)
     files = _with_prefix(files, made.weights.hf_shapes)
     files = _with_our_names(cls, files, made.weights.hf_shapes)
@@ -177,15 +182,21 @@ def _placements(
 
 
 def weight_map(
-    cls: type, state: nnx.State, config: EasyDeLBaseConfig, *, stored: bool = False
+    cls: type,
+    state: nnx.State,
+    config: EasyDeLBaseConfig,
+    *,
+    stored: bool = False,
+    rules: Sequence[Rule] | None = None,
 ) -> WeightMap:
     """Apply a class's rules to the parameters of its (possibly abstract) state.
 
     Args:
         stored: whether a quantized matrix is its codes and scales; else the plain one.
+        rules: other rules, such as those of another layout; None = the rules of the class.
     """
     shapes = {name: tuple(leaf.shape[at:]) for name, leaf, at in _tensors(state, stored=stored)}
-    rules = rules_of(cls)
+    rules = rules_of(cls) if rules is None else rules
     return WeightMap((*PARTS_AS_THEY_ARE, *rules) if stored else rules, shapes, config)
 
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from ed_infra.errors import CheckpointError
 
+from ed_models.checkpoints.gguf.directory import weights_of
+from ed_models.checkpoints.gguf.files import GgufFiles
 from ed_models.checkpoints.tensor_files import (
     DTYPES,
     TensorEntry,
@@ -65,7 +67,8 @@ _DTYPES = {
 def open_tensors(
     directory: Path, *, variant: str | None = None, allow_pickle: bool = False
 ) -> TensorFiles:
-    """Open the weights of a directory: safetensors, or torch's pickles where these are allowed.
+    """Open the weights of a directory: safetensors, torch's pickles where these are allowed, or the
+    GGUF file that the directory was made for.
 
     Args:
         directory: a local directory.
@@ -76,6 +79,9 @@ def open_tensors(
         CheckpointError: there are no weights, a file is damaged or missing, or a pickle refers to
             anything else than tensors.
     """
+    gguf = weights_of(directory)
+    if gguf is not None:
+        return GgufFiles.open(gguf, variant)
     index = directory / with_variant(PICKLED_INDEX, variant)
     single = directory / with_variant(PICKLED, variant)
     has_pickles = index.is_file() or single.is_file()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -159,6 +159,12 @@ def _by_name(
             else:
                 leaves[name] = (value, at)
     return leaves, frozenset(parts)
+
+
+def layer_values(state: nnx.State) -> Callable[[str, tuple[int, ...]], np.ndarray]:
+    """Return a function (canonical name, leading positions) -> values on the host."""
+    leaves, _ = _by_name(state)
+    return lambda name, at: _at(*leaves[name], at)
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import math
 import mmap
 import operator
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 from ed_infra.errors import CheckpointError, did_you_mean
+
+from ed_models.weights.blocks import Shape
+from ed_models.weights.rules import Rule
 
 #: What part of a tensor is read.
 Index = tuple[int | slice, ...]
@@ -137,6 +140,14 @@ class TensorFiles(Mapping[str, TensorEntry]):
     def joined(self, computed: Mapping[str, Computed]) -> TensorFiles:
         """The same files, and computed tensors; those of equal names are read in their place."""
         return JoinedFiles(self, computed)
+
+    def rules(self, rules: Sequence[Rule], config: object) -> Sequence[Rule]:
+        """Return the weight rules of a model in these files, from those of its class."""
+        return rules
+
+    def shaped(self, wanted: Mapping[str, Shape], config: object) -> TensorFiles:
+        """Return the files with the dimensions that the rules expect."""
+        return self
 
     @property
     def directory(self) -> Path:

@@ -9,6 +9,8 @@ from ed_infra.chats import read_chat_template
 from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, EmbeddingSettings
+from ed_models.checkpoints.gguf.directory import ENDING as GGUF
+from ed_models.checkpoints.hub import resolve
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -27,7 +29,7 @@ def load_tokenizer(
     to lower case.
 
     Args:
-        name: The directory or repository.
+        name: The directory or repository, or a GGUF file.
         revision: The branch, tag or commit of a repository.
         trust_remote_code: Whether the repository may run its own Python code.
         chat_template: See `set_chat_template`. None keeps the template of the tokenizer.
@@ -38,6 +40,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    if str(name).endswith(GGUF) or Path(name).is_dir():
+        name = str(resolve(name, weights=False, revision=revision))
     tokenizer = _load(AutoTokenizer, "tokenizer", name, revision, trust_remote_code)
     _set_lower_case(tokenizer, name, revision)
     if chat_template is not None:

@@ -263,7 +263,12 @@ def _other_model(name: str, section: OtherModelSection | None) -> Iterator[Probl
 
 def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
     directory = Path(value).expanduser()
+    is_gguf = value.endswith(".gguf")
+    if is_gguf and (directory.is_file() or _HUB_ID.fullmatch(value.rpartition("/")[0])):
+        return
     if directory.is_dir():
+        if any(directory.glob("*.gguf")):
+            return
         if not any((directory / name).exists() for name in needed):
             yield Problem(path, f"the directory contains no {' or '.join(needed)}")
     elif not _HUB_ID.fullmatch(value):

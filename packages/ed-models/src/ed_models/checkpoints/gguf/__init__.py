@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp: read as Hugging Face checkpoints, and written from them."""

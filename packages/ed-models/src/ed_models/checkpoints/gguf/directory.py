@@ -1,0 +1,100 @@
+"""A GGUF file as a directory in Hugging Face layout.
+
+The directory contains config.json and the files of the tokenizer, written from the metadata. The
+weights stay in the GGUF file: `weights_of` returns it. So everything that reads a checkpoint reads
+a GGUF file too. The directories of a process are temporary.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from ed_infra.errors import CheckpointError
+
+from ed_models.checkpoints.gguf.files import read_parts
+from ed_models.checkpoints.gguf.settings import TOKENS, settings_of
+from ed_models.checkpoints.gguf.vocabulary import write_tokenizer
+
+ENDING = ".gguf"
+_made: dict[tuple[Path, int, int], Path] = {}
+_weights: dict[Path, Path] = {}
+
+
+def weights_of(directory: Path) -> Path | None:
+    """Return the GGUF file with the weights of a directory; None if it is an ordinary one."""
+    return _weights.get(directory)
+
+
+def as_directory(file: Path) -> Path:
+    """Return a directory with the settings and the tokenizer of a GGUF file.
+
+    The directory is deleted at the end of the process. A file that has not changed has one.
+
+    Raises:
+        CheckpointError: the file is damaged, or its architecture is not supported.
+    """
+    file = file.absolute()
+    status = file.stat()
+    key = file, status.st_mtime_ns, status.st_size
+    if key not in _made:
+        header = read_parts(file)
+        directory = Path(tempfile.mkdtemp(prefix=f"{file.stem[:64]}-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        try:
+            settings = settings_of(header)
+            _write(directory / "config.json", settings)
+            ends = {name: settings[name] for name in TOKENS if name in settings}
+            _write(directory / "generation_config.json", ends)
+            write_tokenizer(directory, header.metadata)
+        except (ArithmeticError, TypeError, ValueError, LookupError, AttributeError) as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{file}: the metadata is damaged ({error!r}): download or convert the model again"
+            ) from error
+        _made[key], _weights[directory] = directory, file
+    return _made[key]
+
+
+def file_in(directory: Path, name: str | None = None) -> Path | None:
+    """Return the GGUF file of a directory; None for a checkpoint in Hugging Face layout.
+
+    Args:
+        directory: an existing directory.
+        name: the file to use; None selects the only one of a directory without config.json.
+
+    Raises:
+        CheckpointError: there is no such file, or there are several.
+    """
+    if name is not None:
+        file = directory / name
+        if not file.is_file() or Path(name).is_absolute() or ".." in Path(name).parts:
+            there = ", ".join(sorted(p.name for p in directory.glob(f"*{ENDING}"))) or "none"
+            raise CheckpointError(f"{directory} has no file {name!r} (GGUF files: {there})")
+        return file
+    if (directory / "config.json").is_file():
+        return None
+    files = sorted(directory.glob(f"*{ENDING}"))
+    models = [file for file in files if not file.name.startswith("mmproj")]
+    firsts = [file for file in models if "-of-" not in file.name or "-00001-of-" in file.name]
+    if len(firsts) > 1:
+        raise CheckpointError(
+            f"{directory} has several GGUF files: {', '.join(file.name for file in firsts)}; "
+            "select one with gguf_file="
+        )
+    return firsts[0] if firsts else None
+
+
+def parts_pattern(name: str) -> str:
+    """Return a pattern that matches a GGUF file, and the other parts of a split model."""
+    return re.sub(r"-\d{5}-of-", "-?????-of-", name)
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=True), encoding="utf-8")

@@ -1,0 +1,320 @@
+"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json.
+
+llama.cpp has four kinds of vocabularies: `gpt2` (merges of bytes), `llama` (SentencePiece with
+scores, where a higher score merges first), `bert` (WordPiece) and `t5` (Unigram).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ed_infra.errors import CheckpointError, did_you_mean
+
+from ed_models.checkpoints.gguf.header import MetadataValue, numbers, text, texts
+from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, steps_of
+
+KEY = "tokenizer.ggml"
+#: Key of a whole tokenizer.json.
+WHOLE = "tokenizer.huggingface.json"
+TEMPLATE = "tokenizer.chat_template"
+#: `tokenizer.ggml.token_type`.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+#: Name of a special token of `transformers` -> key.
+SPECIAL: Mapping[str, str] = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # the spelling of the specification
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+SPACE = "\u2581"
+_LONGEST = 256  # characters of a token that is the result of merges
+
+
+class TokenTable:
+    """The tokens of a file."""
+
+    def __init__(self, metadata: Mapping[str, MetadataValue]):
+        self.metadata = metadata
+        self.tokens = texts(metadata, f"{KEY}.tokens")
+        self.types = numbers(metadata, f"{KEY}.token_type") or [NORMAL] * len(self.tokens)
+        self.scores = numbers(metadata, f"{KEY}.scores") or [0.0] * len(self.tokens)
+        if not len(self.tokens) == len(self.types) == len(self.scores):
+            raise CheckpointError(
+                f"{KEY} has {len(self.tokens)} tokens, {len(self.types)} types and "
+                f"{len(self.scores)} scores: the file is damaged"
+            )
+        self.ids: dict[str, int] = {}
+        for number, token in enumerate(self.tokens):
+            self.ids.setdefault(token, number)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return an option of the tokenizer."""
+        return bool(self.metadata.get(f"{KEY}.{name}", default))
+
+    def special(self, name: str) -> str | None:
+        """Return the text of a special token."""
+        number = self.metadata.get(f"{KEY}.{SPECIAL[name]}")
+        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
+            return None
+        return self.tokens[number]
+
+    def added(self) -> list[dict[str, Any]]:
+        """Return the tokens that are found before a text is divided."""
+        kinds = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
+        return [
+            {
+                "id": number,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kinds[kind],
+            }
+            for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in kinds and token
+        ]
+
+    def ends(self, *, bos: bool, eos: bool) -> dict[str, Any] | None:
+        """Return the post-processor that adds special tokens around a text."""
+        start = self.special("cls_token") or self.special("bos_token")
+        end = self.special("sep_token") or self.special("eos_token")
+        before = start if self.flag("add_bos_token", default=bos) else None
+        after = end if self.flag("add_eos_token", default=eos) else None
+        if not (before or after):
+            return None
+
+        def around(kind: str, first: str | None) -> list[dict[str, Any]]:
+            of_type = 0 if kind == "A" else 1
+            return [
+                *([{"SpecialToken": {"id": first, "type_id": of_type}}] if first else []),
+                {"Sequence": {"id": kind, "type_id": of_type}},
+                *([{"SpecialToken": {"id": after, "type_id": of_type}}] if after else []),
+            ]
+
+        second = None if self.special("cls_token") else before
+        return {
+            "type": "TemplateProcessing",
+            "single": around("A", before),
+            "pair": [*around("A", before), *around("B", second)],
+            "special_tokens": {
+                token: {"id": token, "ids": [self.ids[token]], "tokens": [token]}
+                for token in (before, after)
+                if token is not None
+            },
+        }
+
+
+def write_tokenizer(directory: Path, metadata: Mapping[str, MetadataValue]) -> None:
+    """Write the files of the tokenizer; nothing if the file has none.
+
+    Raises:
+        CheckpointError: the vocabulary is damaged or of an unknown kind.
+    """
+    kind = text(metadata, f"{KEY}.model")
+    whole = text(metadata, WHOLE)
+    if (kind is None or kind == "none") and whole is None:
+        return
+    vocabulary = TokenTable(metadata)
+    content = whole or json.dumps(_content(vocabulary, str(kind)), ensure_ascii=False)
+    (directory / "tokenizer.json").write_text(content, encoding="utf-8")
+    special = {name: vocabulary.special(name) for name in SPECIAL}
+    settings: dict[str, Any] = {name: token for name, token in special.items() if token is not None}
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if kind == "bert":
+        settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    template = text(metadata, TEMPLATE)
+    if template:
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _content(vocabulary: TokenTable, kind: str) -> dict[str, Any]:
+    if kind not in _KINDS:
+        raise CheckpointError(
+            f"the file has a vocabulary of the kind {kind!r}, which is not read"
+            f"{did_you_mean(kind, _KINDS)} (known: {', '.join(_KINDS)}): put the tokenizer.json of "
+            "the original checkpoint next to the model, and load a directory"
+        )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": vocabulary.added(),
+        **_KINDS[kind](vocabulary),
+    }
+
+
+def _bytes(vocabulary: TokenTable) -> dict[str, Any]:
+    """Merges of bytes."""
+    name = text(vocabulary.metadata, f"{KEY}.pre", "default") or "default"
+    name = SYNONYMS.get(name, name)
+    if name not in DIVISIONS:
+        raise CheckpointError(
+            f"{KEY}.pre is {name!r}, a division of texts that is not known"
+            f"{did_you_mean(name, [*DIVISIONS, *SYNONYMS])}: update this package, or use the "
+            "checkpoint in Hugging Face layout"
+        )
+    division = DIVISIONS[name]
+    steps = steps_of(division)
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": vocabulary.ends(bos=division.bos, eos=False),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": division.ignore_merges,
+            "vocab": vocabulary.ids,
+            "merges": list(_merges(vocabulary)),
+        },
+    }
+
+
+def _merges(vocabulary: TokenTable) -> Iterator[list[str]]:
+    """Return the merges whose parts and result are tokens."""
+    for merge in texts(vocabulary.metadata, f"{KEY}.merges"):
+        at = merge.find(" ", 1)
+        left, right = merge[:at], merge[at + 1 :]
+        if at < 0 or not right:
+            raise CheckpointError(f"{KEY}.merges contains {merge[:40]!r}, which is no merge")
+        if {left, right, left + right} <= vocabulary.ids.keys():
+            yield [left, right]
+
+
+def _pieces(vocabulary: TokenTable) -> dict[str, Any]:
+    """Pieces of SentencePiece, merged by their scores."""
+    prefix = vocabulary.flag("add_space_prefix", default=True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, replace]},
+        "pre_tokenizer": None,
+        "post_processor": vocabulary.ends(bos=True, eos=False),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": vocabulary.special("unk_token") or _unknown(vocabulary),
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary.ids,
+            "merges": merges_of_scores(vocabulary),
+        },
+    }
+
+
+def merges_of_scores(vocabulary: TokenTable) -> list[list[str]]:
+    """Return merges in the order in which SentencePiece makes them: by the score of the result."""
+    usable = {
+        token: score
+        for token, score, kind in zip(
+            vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
+        )
+        if kind in (NORMAL, USER_DEFINED, UNUSED)
+    }
+    found = []
+    for token, score in usable.items():
+        for cut in range(1, min(len(token), _LONGEST)):
+            left, right = token[:cut], token[cut:]
+            if left in usable and right in usable:
+                found.append((-score, vocabulary.ids[token], cut, left, right))
+    found.sort()
+    return [[left, right] for *_, left, right in found]
+
+
+def _unknown(vocabulary: TokenTable) -> str | None:
+    pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    return next((token for token, kind in pairs if kind == UNKNOWN), None)
+
+
+def _words(vocabulary: TokenTable) -> dict[str, Any]:
+    """WordPiece: llama.cpp marks the start of a word instead of its continuation."""
+    specials = {entry["content"] for entry in vocabulary.added()}
+    vocab = {
+        token
+        if token in specials or (token.startswith("[") and token.endswith("]"))
+        else (token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"): number
+        for number, token in enumerate(vocabulary.tokens)
+    }
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": vocabulary.flag("normalizer.lowercase", default=True),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": vocabulary.ends(bos=True, eos=True),
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": vocabulary.special("unk_token") or "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocab,
+        },
+    }
+
+
+def _unigram(vocabulary: TokenTable) -> dict[str, Any]:
+    """Pieces of SentencePiece, chosen by the sum of their scores."""
+    charsmap: Sequence[int] = numbers(vocabulary.metadata, f"{KEY}.precompiled_charsmap")
+    steps: list[dict[str, Any]] = []
+    if len(charsmap):
+        coded = base64.b64encode(bytes(n % 256 for n in charsmap)).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": coded})
+    if vocabulary.flag("remove_extra_whitespaces", default=False):
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    scheme = "always" if vocabulary.flag("add_space_prefix", default=True) else "never"
+    metaspace = {"replacement": SPACE, "prepend_scheme": scheme, "split": True}
+    unknown = vocabulary.ids.get(vocabulary.special("unk_token") or _unknown(vocabulary) or "", 0)
+    pairs = zip(vocabulary.tokens, vocabulary.scores, strict=True)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps} if steps else None,
+        "pre_tokenizer": {"type": "Metaspace", **metaspace},
+        "post_processor": vocabulary.ends(bos=False, eos=True),
+        "decoder": {"type": "Metaspace", **metaspace},
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": [[token, float(score)] for token, score in pairs],
+            "byte_fallback": False,
+        },
+    }
+
+
+#: `tokenizer.ggml.model` -> normalizer, division, model and so on of tokenizer.json.
+_KINDS: Mapping[str, Callable[[TokenTable], dict[str, Any]]] = {
+    "gpt2": _bytes,
+    "llama": _pieces,
+    "bert": _words,
+    "t5": _unigram,
+}
