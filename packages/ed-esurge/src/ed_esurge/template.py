@@ -139,9 +139,9 @@ class ChatTemplate:
         ids: list[int] = []
         at = 0
         for hit, token in zip(places, expected, strict=True):
-            ids += [*self._as_text(plain(text[at : hit.start()])), token]
+            ids += [*self.as_text(plain(text[at : hit.start()])), token]
             at = hit.end()
-        return [*ids, *self._as_text(plain(text[at:]))]
+        return [*ids, *self.as_text(plain(text[at:]))]
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -170,7 +170,8 @@ class ChatTemplate:
         copy.encode_special_tokens = True
         return copy
 
-    def _as_text(self, piece: str) -> list[int]:
+    def as_text(self, piece: str) -> list[int]:
+        """Return the token ids of a text whose special tokens are text."""
         if not piece:
             return []
         if self._text_only is not None:

@@ -35,9 +35,14 @@ _CACHE_DTYPES = {
 }
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model, its loading, and the engine."""
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id")
+def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the flags of the model, its loading, and the engine.
+
+    Args:
+        optional: whether the command works without a model.
+    """
+    count: Any = {"nargs": "?"} if optional else {}
+    parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id", **count)
     group = parser.add_argument_group("model")
     group.add_argument("--tokenizer", help="a directory, or a hub id; default: the model's own")
     group.add_argument("--revision", help="branch, tag or commit of a hub repository")

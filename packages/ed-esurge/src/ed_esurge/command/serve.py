@@ -11,6 +11,7 @@ from ed_infra.errors import ConfigError
 
 from ed_esurge.command.flags import mapping_of, options_of
 from ed_esurge.command.load import add_model_arguments, name_of, served_engine
+from ed_esurge.command.model_directory import model_directory
 from ed_esurge.config import EngineConfig, ServerLimits, UnknownFields
 
 #: Environment variables with API keys. A command line is readable by every user of the machine.
@@ -19,7 +20,7 @@ KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the server, the engine and the model."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, optional=True)
     group = parser.add_argument_group("server")
     group.add_argument(
         "--also",
@@ -28,6 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="more models for the same server, such as an embedding model or Whisper, with the "
         "same options; each gets an equal share of the memory for pages",
+    )
+    group.add_argument(
+        "--model-dir",
+        metavar="DIR",
+        help="directory of models that are loaded when a request needs them, and where clients "
+        "store derived models",
+    )
+    group.add_argument(
+        "--model-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of the models of --model-dir: weights and pages (default: no limit)",
+    )
+    group.add_argument(
+        "--keep-alive",
+        default="5m",
+        metavar="TIME",
+        help="time without requests after which a model of --model-dir is unloaded, such as 30s "
+        "or 1h; -1 = never (default: %(default)s)",
     )
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     group.add_argument(
@@ -88,6 +108,8 @@ def engines_of(values: argparse.Namespace) -> Any:
     Raises:
         EasyDeLError: see `served_engine`; or two models have the same name.
     """
+    if values.model is None:
+        return {}
     models = [values.model, *values.also]
     if len(models) == 1:
         return served_engine(values)
@@ -133,10 +155,15 @@ def run(values: argparse.Namespace) -> int:
     from ed_esurge.server import serve
     from ed_esurge.server.http.auth import read_keys
 
+    if values.model is None and (values.model_dir is None or values.also or values.lora_modules):
+        raise ConfigError("name a MODEL, or a directory of models with --model-dir")
+    if values.model is None and values.served_model_name:
+        raise ConfigError("--served-model-name requires a MODEL")
     if values.also and values.served_model_name:
         raise ConfigError(
             "--served-model-name requires one model: with --also, each model has its own name"
         )
+    directory = model_directory(values)
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = read_keys(values.api_key_file) if values.api_key_file else []
@@ -168,6 +195,7 @@ def run(values: argparse.Namespace) -> int:
         admin_api_key=os.environ.get(ADMIN_KEY),
         share_prefix_cache=values.share_prefix_cache,
         allowed_media_domains=values.allowed_media_domains,
+        model_directory=directory,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

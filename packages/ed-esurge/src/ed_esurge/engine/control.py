@@ -31,6 +31,7 @@ from ed_esurge.core.commands import (
 )
 from ed_esurge.engine.assembly import Loop
 from ed_esurge.engine.transport import ProcessRole, Transport
+from ed_esurge.model import platform_of
 
 
 class EngineControl:
@@ -53,6 +54,20 @@ class EngineControl:
         """Execute a command before the next step; see `ed_esurge.core.commands`."""
 
     # ---- weights and memory
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of weights, adapter slots, pages and states over all devices; 0 while
+        the engine sleeps."""
+        return self.loop.memory_bytes()
+
+    @property
+    def platform(self) -> str:
+        """The platform of the engine's devices: `cpu`, `gpu` or `tpu`."""
+        return platform_of(self.loop.runner.model)
+
+    def drop_memory(self) -> None:
+        """Abort all requests, and free weights and pages. The engine cannot be used afterwards."""
+        self.execute(Sleep(keep_weights=False))
 
     def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Replace the served weights by a copy of other weights before the next step.

@@ -87,6 +87,10 @@ class EngineLoop:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.ledger
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of weights, adapter slots, pages and states over all devices."""
+        return self.runner.memory_bytes()
+
     @property
     def open_requests(self) -> list[str]:
         """Ids of the waiting and running requests."""

@@ -81,6 +81,9 @@ class RemoteRunner:
     def max_logprobs(self) -> int:
         return self._local.max_logprobs
 
+    def memory_bytes(self) -> int:
+        return 0
+
     def describe(self) -> str:
         return self._local.describe()
 

@@ -89,6 +89,10 @@ class Replicas:
     def asleep(self) -> bool:
         return self.loops[0].asleep
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of weights, adapter slots, pages and states of this process."""
+        return sum(loop.memory_bytes() for loop in self.loops)
+
     # ---- requests
 
     @property

@@ -94,6 +94,10 @@ class EncoderRunner:
         self._step = jax.jit(self._vectors)
         self._token_step = jax.jit(self._states)
 
+    def memory_bytes(self) -> int:
+        """See `Runner`. An encoder has no memory of sequences."""
+        return sum(leaf.nbytes for leaf in self.weights.leaves) if self.weights.there else 0
+
     def describe(self) -> str:
         """Return the number of shapes, for the log."""
         return f"an encoder with {len(self._seqs) * len(self._lengths)} shapes"

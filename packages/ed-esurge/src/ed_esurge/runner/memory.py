@@ -91,6 +91,11 @@ class Memory:
         it."""
         return (self.encoded,) if featured and self.encoded is not None else ()
 
+    def bytes(self) -> int:
+        """Return the bytes of all arrays over all devices."""
+        kept = (self.cache, self.state, self.sums, self.encoded)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+
     def cache_bytes(self) -> int:
         """Return the bytes of all pages and recurrent states over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))

@@ -133,6 +133,11 @@ class ModelRunner:
         """Free the device memory of the pages and states."""
         self.memory.free()
 
+    def memory_bytes(self) -> int:
+        """See `Runner`."""
+        weights = self.weights.leaves if self.weights.there else []
+        return sum(leaf.nbytes for leaf in weights) + self.memory.bytes()
+
     def describe(self) -> str:
         """Return the sizes of the memory and the number of shapes, for the log."""
         counts = self.num_pages.items()

@@ -92,6 +92,10 @@ class Runner(Protocol):
         """Number of traces, which is constant after all functions are compiled."""
         ...
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of weights, adapter slots, pages and states over all devices."""
+        ...
+
     def describe(self) -> str:
         """Return the sizes of the memory and the number of shapes, for the log."""
         ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from ed_infra.chats import read_chat_template
 from ed_infra.enums import TaskType
@@ -21,15 +21,21 @@ from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.images import ChatImages
-from ed_esurge.server.generation.models import ServedModel, ServedModels, ServerState
+from ed_esurge.server.generation.models import ServedModel, ServerState
 from ed_esurge.server.generation.prompts import PromptEncoder
 from ed_esurge.server.generation.reply_formats import ReplyFormats
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
 from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
 from ed_esurge.server.http.body import read
-from ed_esurge.server.http.fields import HEADER
+from ed_esurge.server.http.fields import HEADER, IGNORED
 from ed_esurge.server.http.forms import read_audio
+from ed_esurge.server.library.activity import Activity
+from ed_esurge.server.library.checkpoint_files import CheckpointFiles
+from ed_esurge.server.library.definitions import DefinitionStore
+from ed_esurge.server.library.directory import ModelDirectory
+from ed_esurge.server.library.loading import ModelLoading, memory_of, release
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import Endpoint, dispatch
@@ -38,6 +44,9 @@ from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
 if TYPE_CHECKING:
     from ed_esurge.engine import AsyncEngine, eSurge
+
+#: Folder of the definitions of derived models, within the directory of models.
+DEFINITIONS = ".definitions"
 
 Engine: TypeAlias = "ServedEngine | eSurge"
 Engines: TypeAlias = "Engine | Mapping[str, Engine]"
@@ -64,6 +73,7 @@ class AppOptions(TypedDict, total=False):
     admin_api_key: str | None
     share_prefix_cache: bool
     allowed_media_domains: Sequence[str]
+    model_directory: ModelLoading | None
 
 
 def create_app(
@@ -87,6 +97,7 @@ def create_app(
     admin_api_key: str | None = None,
     share_prefix_cache: bool = False,
     allowed_media_domains: Sequence[str] = (),
+    model_directory: ModelLoading | None = None,
 ) -> FastAPI:
     """Create the application that serves one or several engines.
 
@@ -126,6 +137,8 @@ def create_app(
             `cached_tokens` nor response times reveal the prompts of other clients.
         allowed_media_domains: hosts from which the server downloads images of requests. By default,
             requests must contain their images as `data:` URLs.
+        model_directory: further models, which are loaded when a request needs them. None = only the
+            models of `engine`. With a directory, `engine` may be an empty mapping.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is unknown, or two models have the same
@@ -145,14 +158,17 @@ def create_app(
     )
     metrics = ServerMetrics()
 
-    def model(engine: Engine, names: str | Sequence[str] | None) -> ServedModel:
+    def model(
+        engine: Engine, names: str | Sequence[str] | None, **more: Unpack[ModelFacts]
+    ) -> ServedModel:
         if isinstance(engine, ServedEngine):
             served: ServedEngine = engine
         else:
             from ed_esurge.engine import AsyncEngine  # imports jax, which other engines do not need
 
-            own.append(AsyncEngine(engine))
-            served = own[-1]
+            served = AsyncEngine(engine)
+            if not more:  # `release` stops the models of the directory
+                own.append(served)
         prompts = _prompts(served, chat_template, oai_like_processor, allowed_media_domains)
         formats = ReplyFormats(
             prompts.tokenizer,
@@ -165,10 +181,14 @@ def create_app(
         known = [known] if isinstance(known, str) else list(known)
         counted = metrics.of(known[0], served.replica_stats)
         directory = None if lora_directory is None else Path(lora_directory)
-        return ServedModel(served, known, prompts, formats, counted, state, directory)
+        return ServedModel(served, known, prompts, formats, counted, state, directory, **more)
 
+    on_demand = definitions = None
+    if model_directory is not None:
+        on_demand = _directory(model_directory, model, metrics)
+        definitions = DefinitionStore(model_directory.folder / DEFINITIONS)
     if isinstance(engine, Mapping):
-        if served_model_name is not None or not engine:
+        if served_model_name is not None or not (engine or on_demand):
             raise ConfigError(
                 "several models require a non-empty mapping of names to engines: omit "
                 "served_model_name"
@@ -177,7 +197,7 @@ def create_app(
     else:
         models = [model(engine, served_model_name)]
     batches = None if batch_directory is None else BatchStore(batch_directory, limits)
-    server = ServedModels(models, state, metrics, batches)
+    server = ServedModels(models, state, metrics, batches, on_demand, definitions)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -185,10 +205,14 @@ def create_app(
             start = getattr(model.engine, "start", None)
             if start is not None:  # has no effect on a running engine
                 start()
+        sweeping = asyncio.create_task(on_demand.sweep()) if on_demand is not None else None
         try:
             async with running(server, BATCHED):
                 yield
         finally:
+            if on_demand is not None and sweeping is not None:
+                sweeping.cancel()
+                await on_demand.close()
             for each in own:
                 await asyncio.to_thread(each.shutdown)
             if tracing is not None:
@@ -229,6 +253,46 @@ def create_app(
     )
     app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost, to count every status
     return app
+
+
+class ModelFacts(TypedDict, total=False):
+    """The arguments of `ServedModel` for a model of a directory."""
+
+    activity: Activity
+    files: CheckpointFiles
+
+
+def _directory(
+    options: ModelLoading,
+    serve: Callable[..., ServedModel],
+    metrics: ServerMetrics,
+) -> ModelDirectory[ServedModel]:
+    """Return the models of a directory, which are served as those of the start."""
+
+    async def load(name: str, files: CheckpointFiles) -> tuple[ServedModel, int]:
+        def work() -> ServedModel:
+            engine = options.load(files.path)
+            return serve(engine, name, activity=directory.activity(), files=files)
+
+        model = await asyncio.to_thread(work)
+        start = getattr(model.engine, "start", None)
+        if start is not None:
+            start()
+        return model, memory_of(model.engine)
+
+    async def unload(model: ServedModel) -> None:
+        metrics.forget(model.names[0])
+        await release(model.engine)
+
+    directory = ModelDirectory(
+        options.folder,
+        load=load,
+        unload=unload,
+        estimate=options.estimate,
+        memory=options.memory,
+        keep_alive=options.keep_alive,
+    )
+    return directory
 
 
 def _keys(
@@ -278,7 +342,7 @@ def _register(app: FastAPI, server: ServedModels, endpoint: Endpoint) -> None:
         if endpoint.accepts is None:
             return await dispatch(server, endpoint, None, request)
         unknown = server.state.unknown_fields
-        ignored = unknown.request()
+        ignored = request.scope[IGNORED] = unknown.request()
         reads = read_audio if endpoint.form else read
         body = await reads(request, endpoint.accepts, server.state.limits, ignored)
         unknown.log(ignored, endpoint.path)

@@ -19,8 +19,9 @@ from pydantic import Field
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ServedModel, ServedModels, new_id
+from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.requests import GenerationRequest
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.routing import Endpoint, post

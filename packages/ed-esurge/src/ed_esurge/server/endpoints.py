@@ -5,6 +5,7 @@ from __future__ import annotations
 from ed_esurge.server import easylm
 from ed_esurge.server.batches import endpoints as batches
 from ed_esurge.server.messages import endpoint as messages
+from ed_esurge.server.ollama import endpoints as ollama
 from ed_esurge.server.openai import (
     chat,
     classification,
@@ -25,6 +26,7 @@ ENDPOINTS = (
     *chat.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *ollama.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *pooling.ENDPOINTS,
     *ranking.ENDPOINTS,

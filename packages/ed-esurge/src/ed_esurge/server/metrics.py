@@ -98,6 +98,10 @@ class ServerMetrics:
         self.engines[model_name] = replica_stats
         return ModelMetrics(self, model_name)
 
+    def forget(self, model_name: str) -> None:
+        """Stop reading the statistics of a model. Its counters remain."""
+        self.engines.pop(model_name, None)
+
     def render(self) -> bytes:
         """Return the text for Prometheus."""
         return generate_latest(self.registry)

@@ -10,8 +10,9 @@ from pydantic.json_schema import models_json_schema
 
 from ed_esurge.server.endpoints import ENDPOINTS
 from ed_esurge.server.generation import answers
-from ed_esurge.server.http.errors import is_anthropic
+from ed_esurge.server.http.errors import is_anthropic, is_ollama
 from ed_esurge.server.messages.endpoint import AnthropicError
+from ed_esurge.server.ollama.replies import OllamaError
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
 
@@ -20,6 +21,7 @@ def document(version: str) -> dict[str, Any]:
     models: dict[tuple[type[BaseModel], Any], None] = {
         (answers.Error, "serialization"): None,
         (AnthropicError, "serialization"): None,
+        (OllamaError, "serialization"): None,
     }
     for endpoint in ENDPOINTS:
         if endpoint.accepts is not None:
@@ -56,8 +58,13 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
     else:
         content = {"application/json": {"schema": names[str(endpoint.returns)]}}
     if endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    envelope = AnthropicError if is_anthropic(endpoint.path) else answers.Error
+        kind = "application/x-ndjson" if is_ollama(endpoint.path) else "text/event-stream"
+        content[kind] = {"schema": {"type": "string"}}
+    envelope: type[BaseModel] = answers.Error
+    if is_anthropic(endpoint.path):
+        envelope = AnthropicError
+    elif is_ollama(endpoint.path):
+        envelope = OllamaError
     refused = {"application/json": {"schema": names[str(envelope)]}}
     responses = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.refusals:

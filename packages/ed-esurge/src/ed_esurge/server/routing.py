@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,9 +12,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from ed_esurge.server.generation.abilities import EndpointAbility, require
-from ed_esurge.server.generation.models import ServedModel, ServedModels
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import Access, owner_of
 from ed_esurge.server.http.fields import RequestBody
+from ed_esurge.server.http.streaming import EventStream
 
 REFUSALS = {
     400: "The request is invalid; `param` names the field.",
@@ -110,7 +113,12 @@ async def dispatch(
         return await endpoint.answer(server, request)
     if endpoint.whole_server:
         return await endpoint.answer(server, body, request)
-    model = server.find(getattr(body, "model", None), owner_of(request.scope))
-    if endpoint.ability is not None:
-        require(model, endpoint.ability)
-    return await endpoint.answer(model, body, request)
+    name = getattr(body, "model", None)
+    async with AsyncExitStack() as stack:
+        model = await stack.enter_async_context(server.using(name, owner_of(request.scope)))
+        if endpoint.ability is not None:
+            require(model, endpoint.ability)
+        response = await endpoint.answer(model, body, request)
+        if isinstance(response, EventStream):  # the model stays in memory until the stream ends
+            response.held = stack.pop_all()
+        return response

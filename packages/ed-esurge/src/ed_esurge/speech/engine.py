@@ -77,6 +77,14 @@ class SpeechEngine:
         self._threads = ThreadPoolExecutor(RUNNING, thread_name_prefix="ed-esurge-speech")
         self._attempts: dict[int, float] = {}  # thread -> start of its attempt
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of the weights over all devices."""
+        import jax
+        from flax import nnx
+
+        state = nnx.state(self.transcriber.model)
+        return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(state))
+
     # ---- transcription
 
     @property

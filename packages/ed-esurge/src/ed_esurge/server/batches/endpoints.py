@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ed_esurge.server.batches.uploads import check_form, receive
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ServedModels
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody, few

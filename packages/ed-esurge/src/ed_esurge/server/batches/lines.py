@@ -12,7 +12,7 @@ from ed_infra.options import Options
 from fastapi import Request
 from pydantic import Field, ValidationError
 
-from ed_esurge.server.generation.models import ServedModels
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import OWNER
 from ed_esurge.server.http.body import BODY_BYTES, aside, parsed_json
 from ed_esurge.server.http.errors import APIError, from_validation

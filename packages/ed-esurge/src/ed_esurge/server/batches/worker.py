@@ -21,7 +21,7 @@ from ed_esurge.server.batches.lines import (
     interrupted_line,
     succeeded,
 )
-from ed_esurge.server.generation.models import ServedModels
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.routing import Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, open_private
 

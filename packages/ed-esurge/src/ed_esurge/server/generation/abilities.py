@@ -29,7 +29,7 @@ class Model(Protocol):
     names: tuple[str, ...]
     engine: Any
     state: Any
-    """Its `models` are all models of the server."""
+    """Its `all_models` returns all models of the server."""
 
     @property
     def task(self) -> TaskType:
@@ -107,7 +107,7 @@ def require(model: Model, ability: EndpointAbility, why: str | None = None) -> N
 
 def unsupported_task(model: Model, ability: EndpointAbility, why: str | None = None) -> APIError:
     """Return the error of `require`."""
-    others: Sequence[Model] = model.state.models
+    others: Sequence[Model] = model.state.all_models()
     able = [repr(other.names[0]) for other in others if ability.has(other)]
     if not able:
         choice = f"no model of this server {ability.verb}"

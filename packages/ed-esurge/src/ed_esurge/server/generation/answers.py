@@ -160,7 +160,8 @@ class ModelCard(AnswerBody):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
+    """null if the model is not loaded and its files do not contain the length."""
 
 
 class ModelList(AnswerBody):

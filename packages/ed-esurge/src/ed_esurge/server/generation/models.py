@@ -6,14 +6,14 @@ import asyncio
 import copy
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 from ed_infra.enums import TaskType
-from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from fastapi import Request
 
@@ -39,8 +39,11 @@ from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.server.http.fields import UnknownFieldsPolicy
 from ed_esurge.server.http.streaming import RequestLifetime
-from ed_esurge.server.metrics import ModelMetrics, RequestTimer, ServerMetrics
-from ed_esurge.server.stores import BatchStore, ResponseStore
+from ed_esurge.server.library.activity import Activity
+from ed_esurge.server.library.checkpoint_files import CheckpointFiles
+from ed_esurge.server.library.definitions import ModelDefinition
+from ed_esurge.server.metrics import ModelMetrics, RequestTimer
+from ed_esurge.server.stores import ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
 
 
@@ -59,7 +62,7 @@ class ServerState:
         draining: whether the server is stopping.
         stopping: set when the server aborts the running requests.
         responses: the stored responses.
-        models: the models of the server.
+        all_models: returns the models of the server.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class ServerState:
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)
-        self.models: tuple[ServedModel, ...] = ()
+        self.all_models: Callable[[], tuple[ServedModel, ...]] = tuple
 
 
 class ServedModel:
@@ -93,6 +96,8 @@ class ServedModel:
         state: the state shared with the other models of the server.
         adapter_directory: directory of the LoRA adapters that clients may load; None = clients
             cannot load adapters.
+        activity: None = the model is never unloaded.
+        files: see the attribute.
 
     Attributes:
         name: the name in answers.
@@ -100,6 +105,11 @@ class ServedModel:
         owner: the owner of the requests, see `http.auth.owner_of`; empty without a key.
         adapter_owners: name of an adapter -> digests of the keys that may use the adapter. Every
             key may use an adapter without an entry.
+        on_demand: whether the model is loaded on demand.
+        activity: the running requests of the model, and how long the model stays loaded.
+        load_seconds: seconds in which the request waited for the model.
+        definition: system prompt and defaults of a derived model.
+        files: the checkpoint of the model, if the server knows its files.
     """
 
     def __init__(
@@ -111,7 +121,13 @@ class ServedModel:
         metrics: ModelMetrics,
         state: ServerState,
         adapter_directory: Path | None = None,
+        activity: Activity | None = None,
+        files: CheckpointFiles | None = None,
     ) -> None:
+        self.on_demand = activity is not None
+        self.activity, self.files = activity or Activity(), files
+        self.load_seconds = 0.0
+        self.definition: ModelDefinition | None = None
         self.engine = engine
         self.names = tuple(names)
         self.prompts = prompts
@@ -389,92 +405,6 @@ class ServedModel:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [job.result() for job in jobs]
-
-
-class ServedModels:
-    """The models of a server.
-
-    Args:
-        models: at least one model. Requests without a model name use the first.
-        state: the state that the models share.
-        metrics: the counters of the server.
-        batches: the files and batches; None = batches are not supported.
-
-    Attributes:
-        batch_added: set when a batch is added.
-        batch_trouble: why batches wait for the disk; None = batches run.
-
-    Raises:
-        ConfigError: two models have the same name.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[ServedModel],
-        state: ServerState,
-        metrics: ServerMetrics,
-        batches: BatchStore | None = None,
-    ) -> None:
-        self.models, self.state, self.metrics = tuple(models), state, metrics
-        state.models = self.models
-        self.batches, self.batch_added = batches, asyncio.Event()
-        self.batch_trouble: str | None = None
-        names = [name for model in self.models for name in model.names]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(
-                    f"two models have the name {name!r}: choose different names (served_model_name)"
-                )
-
-    @property
-    def first(self) -> ServedModel:
-        """The model for requests without a model name."""
-        return self.models[0]
-
-    def stall_batches(self, reason: str | None) -> None:
-        """Report why batches wait for the disk in `/health` and the metrics; None = batches run."""
-        self.batch_trouble = reason
-        self.metrics.batches_stalled.set(reason is not None)
-
-    def find(self, name: str | None, owner: str) -> ServedModel:
-        """Return a model, or one of its adapters, for the requests of one key.
-
-        Args:
-            name: the model name of the request; None = the first model.
-            owner: owner of the request, see `owner_of`. Adapters of other keys are not found.
-
-        Raises:
-            APIError: 404 `model_not_found`.
-        """
-        if name is None:
-            return self.first.seen_by(owner)
-        for model in self.models:
-            if name in model.names:
-                return model.seen_by(owner)
-            if name in model.adapters(owner):
-                return model.seen_by(owner, adapter=name)
-        known = [name for model in self.models for name in (*model.names, *model.adapters(owner))]
-        hint = did_you_mean(name, known) or f"; this server has {', '.join(known)}"
-        raise APIError(
-            f"the model {name[:160]!r} does not exist{hint}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-
-    def cards(self, owner: str) -> list[dict[str, Any]]:
-        """Return the entries of `/v1/models`: the names of each model, then its adapters.
-
-        Args:
-            owner: see `owner_of`. The adapters of other keys are omitted.
-        """
-        cards = []
-        for model in self.models:
-            cards += [model.card(name) for name in model.names]
-            for adapter in model.adapters(owner).values():
-                root = adapter.source or adapter.name
-                cards.append({**model.card(adapter.name), "root": root, "parent": model.name})
-        return cards
 
 
 def new_id(kind: str, wanted: str | None) -> str:

@@ -8,7 +8,7 @@ need: the chat template, tools, and the parsing of replies. An endpoint converts
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,17 +18,20 @@ from fastapi.responses import Response
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import CheckedPrompt
-from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from ed_esurge.replies.blocks import BlockTracker, Change
 from ed_esurge.replies.events import CallEnds, Event, Reply, ReplyText
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
 from ed_esurge.server.generation.models import ServedModel, new_id
+from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.reply_formats import Parser
-from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
+from ed_esurge.server.generation.requests import ChatMessage, ChatRequest, GenerationRequest
 from ed_esurge.server.generation.structured import NamedTool, compile_one, required_calls
 from ed_esurge.server.http.body import size_of
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.streaming import ErrorEvent, merge
+from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge
+from ed_esurge.server.library.definitions import ModelDefinition
+from ed_esurge.server.library.parameters import chat_fields
 
 #: Header of the answer to a truncated prompt: the number of removed tokens.
 TRUNCATED = "X-Truncated-Prompt-Tokens"
@@ -65,6 +68,7 @@ class RunningGeneration:
     Attributes:
         completion_tokens: number of tokens generated so far.
         cached_tokens: number of prompt tokens read from the prefix cache.
+        times: times of the prompt that had the last output; None before the first output.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class RunningGeneration:
         self.prompt_tokens = sum(len(task.prompt) for task in tasks)
         self.truncated_tokens = sum(task.prompt.removed for task in tasks)
         self.completion_tokens = 0
+        self.times: RequestMetrics | None = None
         self._cached = [0] * len(tasks)
         self._queue = model.queue_options(body)
 
@@ -102,6 +107,7 @@ class RunningGeneration:
         streams = [self._stream(index, task) for index, task in enumerate(self.tasks)]
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
+                self.times = delta.metrics
                 self._cached[index] = delta.metrics.num_cached_tokens
                 self.completion_tokens += delta.num_tokens
                 yield index, delta
@@ -118,17 +124,17 @@ class RunningGeneration:
         stream: bool,
         events: Callable[[], AsyncGenerator[str]],
         whole: Callable[[], Any],
-        error_event: ErrorEvent | None = None,
+        form: StreamFormat = OPENAI_STREAM,
     ) -> Response:
         """Answer with a stream of events, or with one JSON body.
 
         Args:
             events: returns the events of the stream.
             whole: returns a coroutine for the body.
-            error_event: see `RequestLifetime.respond`.
+            form: format of the stream.
         """
         if stream:
-            return await self.lifetime.respond(events(), self.headers, error_event)
+            return await self.lifetime.respond(events(), self.headers, form)
         return await self.lifetime.answer(whole(), self.headers)
 
 
@@ -167,6 +173,8 @@ class ChatGeneration:
         prompt_logprobs: log-probabilities of the prompt, if requested, after the first output.
         blocks: the blocks of the reply, filled by `changes`.
         last: the piece with the finish reason, after `changes` has yielded that piece.
+        plain: whether the reply is text only, without thoughts and calls.
+        answer_tokens: tokens of the first choice so far.
     """
 
     body: ChatRequest
@@ -175,36 +183,56 @@ class ChatGeneration:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     blocks: BlockTracker = field(default_factory=BlockTracker)
     last: ReplyPiece | None = None
+    plain: bool = False
+    answer_tokens: list[int] = field(default_factory=list)
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _called: set[int] = field(default_factory=set)
 
     @classmethod
     async def begin(
-        cls, model: ServedModel, body: ChatRequest, request: Request, kind: str
+        cls,
+        model: ServedModel,
+        body: ChatRequest,
+        request: Request,
+        kind: str,
+        *,
+        tokens: Sequence[int] = (),
+        plain: EncodedPrompt | None = None,
+        context: int | None = None,
+        own_options: bool = False,
     ) -> ChatGeneration:
         """Check a request, and create its prompt.
 
         Args:
             kind: prefix of the request id.
+            tokens: token ids before the prompt.
+            plain: prompt that replaces the messages. The reply is text only.
+            context: see `PromptEncoder.check`.
+            own_options: whether `body` already has the sampling options of a derived model.
 
         Raises:
             APIError: the conversation is too long, the template rejects it, or an option does not
                 fit the model.
         """
+        if model.definition is not None:
+            body = with_defaults(body, model.definition, messages_only=own_options)
         model.check_generations(body.n)
         model.formats.check(body)
-        prompt = await model.prompts.chat(body, size_of(request))
+        prompt = plain or await model.prompts.chat(body, size_of(request))
+        if tokens:
+            prompt = prompt.after(tokens)
         checked = model.prompts.check(
             prompt.tokens,
             body.max_completion_tokens or body.max_tokens,
             param="messages",
             last=body.truncate_prompt_tokens,
+            context=context,
         )
         ending = model.prompts.ending(checked)
         more: dict[str, Any] = {}
         if model.formats.shows_special(body):
             more["skip_special_tokens"] = False
-        ends = model.formats.ends_of_thoughts(ending)
+        ends = () if plain is not None else model.formats.ends_of_thoughts(ending)
         structured = await compile_one(model.engine, _structured_outputs(body), ends)
         if structured is not None:
             more["structured_outputs"] = structured
@@ -216,7 +244,8 @@ class ChatGeneration:
             **more,
         )
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
-        return cls(body, RunningGeneration(model, body, request, [task], kind), ending)
+        generation = RunningGeneration(model, body, request, [task], kind)
+        return cls(body, generation, ending, plain=plain is not None)
 
     @property
     def model(self) -> ServedModel:
@@ -233,7 +262,8 @@ class ChatGeneration:
 
     async def pieces(self) -> AsyncGenerator[list[ReplyPiece]]:
         """Yield the new pieces after each step of the engine. Closing it aborts the request."""
-        make = self.model.formats.parsers(self.body, self.ending)
+        formats = self.model.formats
+        make = None if self.plain else formats.parsers(self.body, self.ending)
         async with aclosing(self.generation.outputs()) as items:
             async for _, delta in items:
                 yield self._read(delta, make)
@@ -244,6 +274,8 @@ class ChatGeneration:
         result = []
         for out in delta.outputs:
             reason = out.finish_reason and finish_reason(out.finish_reason)
+            if out.index == 0:
+                self.answer_tokens += out.token_ids
             if make is None:
                 events: list[Event] = [ReplyText(out.text)] if out.text else []
             else:
@@ -298,6 +330,27 @@ class ChatGeneration:
         async with aclosing(self.changes()) as items:
             async for _ in items:
                 pass
+
+
+def with_defaults(
+    body: ChatRequest, definition: ModelDefinition, *, messages_only: bool = False
+) -> ChatRequest:
+    """Return a request with the first messages and the sampling options of a derived model.
+
+    A system message and the options of the request take precedence.
+    """
+    values = {} if messages_only else chat_fields(definition.parameters)
+    values = {name: value for name, value in values.items() if name not in body.model_fields_set}
+    if "max_completion_tokens" in body.model_fields_set:
+        values.pop("max_tokens", None)
+    first = list(definition.messages)
+    own = body.messages[0].role in ("system", "developer")
+    if definition.system is not None and not own:
+        first.insert(0, {"role": "system", "content": definition.system})
+    messages = [ChatMessage.model_validate(message) for message in first]
+    start = 1 if own else 0
+    messages = [*body.messages[:start], *messages, *body.messages[start:]]
+    return body.model_copy(update={**values, "messages": messages})
 
 
 def _structured_outputs(body: ChatRequest) -> dict[str, StructuredOutputs]:

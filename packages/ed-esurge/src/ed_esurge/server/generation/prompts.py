@@ -22,6 +22,7 @@ from ed_esurge.engine.intake import (
 )
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import ChatImages
+from ed_esurge.server.generation.infilling import infill_tokens
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.generation.text_pairs import (
@@ -49,6 +50,12 @@ class EncodedPrompt:
 
     tokens: list[int]
     encoder_inputs: tuple[EncoderInput, ...] = ()
+
+    def after(self, tokens: Sequence[int]) -> EncodedPrompt:
+        """Return this prompt after other tokens."""
+        count = len(tokens)
+        moved = tuple(replace(one, start=one.start + count) for one in self.encoder_inputs)
+        return EncodedPrompt([*tokens, *self.tokens], moved)
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class PromptEncoder:
         self._template: ChatTemplate | None = None
         if chat_template or getattr(tokenizer, "chat_template", None):
             self._template = ChatTemplate(tokenizer, chat_template)
+        self.has_template = self._template is not None
         self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
         template = self._template
         self._parts = template is not None and oai_like_processor and template.reads_parts()
@@ -217,6 +225,61 @@ class PromptEncoder:
             for tokens, start, removed in encoded
         ]
 
+    async def infill(
+        self,
+        before: str,
+        after: str,
+        *,
+        files: Sequence[tuple[str, str]] = (),
+        param: str,
+    ) -> list[int]:
+        """Return the prompt of a gap between two texts. The texts never become special tokens.
+
+        Args:
+            before, after: the texts around the gap.
+            files: names and texts of other files of the repository.
+            param: the field that requests the gap, for errors.
+
+        Raises:
+            APIError: 400, the model cannot fill gaps, or a text is too long.
+        """
+        form = infill_tokens(self.tokenizer)
+        if form is None:
+            raise APIError(
+                "this model has no special tokens for a text after the answer (fill in the "
+                "middle): put the text into the prompt",
+                param=param,
+                code="unsupported_value",
+            )
+        texts = [before, after, *(part for file in files for part in file)]
+        self._check_texts(texts, param)
+        self._check_length(sum(map(len, texts)), param)
+        ids = self.tokenizer.get_vocab()
+        encoder = ChatTemplate(self.tokenizer, "")
+
+        def work() -> list[int]:
+            def text(piece: str) -> list[int]:
+                return encoder.as_text(piece)
+
+            def token(name: str) -> list[int]:
+                return [ids[name]] if name else []
+
+            first = [*token(form.prefix), *text(before)]
+            second = [*token(form.suffix), *text(after)]
+            parts = [*second, *first] if form.suffix_first else [*first, *second]
+            others: list[int] = []
+            if files and form.file:
+                others = [*token(form.repository), *text("repository\n" if form.repository else "")]
+                for name, content in files:
+                    others += [*token(form.file), *text(f"{name}\n{content}\n")]
+                others += token(form.file)
+            start = getattr(self.tokenizer, "bos_token_id", None)
+            add = getattr(self.tokenizer, "add_bos_token", False)
+            begin = [start] if isinstance(start, int) and add else []
+            return [*begin, *others, *parts, *token(form.middle)]
+
+        return await self._aside(work, sum(map(len, texts)))
+
     async def first_tokens(self, texts: Sequence[str], count: int) -> list[str]:
         """Return the beginning of each text, up to a number of tokens."""
 
@@ -265,7 +328,13 @@ class PromptEncoder:
             )
 
     def check(
-        self, tokens: list[int], wanted: int | None, *, param: str, last: int | None = None
+        self,
+        tokens: list[int],
+        wanted: int | None,
+        *,
+        param: str,
+        last: int | None = None,
+        context: int | None = None,
     ) -> CheckedPrompt:
         """Return a checked prompt, truncated according to the engine's options.
 
@@ -274,16 +343,18 @@ class PromptEncoder:
             wanted: the requested number of tokens to generate; None = as many as fit.
             param: the field of the prompt, for errors.
             last: maximum number of prompt tokens, counted from the end; -1 = as many as fit.
+            context: maximum number of tokens of prompt and completion, if it is below the model's.
 
         Raises:
             APIError: 400, a token id is outside the vocabulary, or the prompt does not fit
                 (`context_length_exceeded`).
         """
         count = len(tokens)
+        longest = min(context or self.max_model_len, self.max_model_len)
         if last is not None:
             room = 0 if self._apart else wanted or 1
-            tokens = tokens[-(last if last > 0 else self.max_model_len - room) :]
-        limits: dict[str, Any] = {"max_model_len": self.max_model_len, "apart": self._apart}
+            tokens = tokens[-(last if last > 0 else longest - room) :]
+        limits: dict[str, Any] = {"max_model_len": longest, "apart": self._apart}
         limits["vocab_size"] = self.vocab_size
         try:
             checked = check_prompt(tokens, wanted, self.config, **limits)

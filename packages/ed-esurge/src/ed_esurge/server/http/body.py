@@ -39,6 +39,11 @@ async def aside(work: Callable[[], T], size: int) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
 
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return the result of work that reads files."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+
 _OptionsT = TypeVar("_OptionsT", bound=Options)
 
 #: Maximum number of keys, lists and objects of a body, and of its values.

@@ -1,7 +1,8 @@
-"""Errors in the formats of the OpenAI and the Anthropic API.
+"""Errors in the formats of the APIs of OpenAI, Anthropic and Ollama.
 
 The official clients turn `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
-`{"type": "error", "error": {"type", "message"}}`, into typed exceptions.
+`{"type": "error", "error": {"type", "message"}}`, into typed exceptions. Ollama's client reads
+`{"error": message}`.
 """
 
 from __future__ import annotations
@@ -139,6 +140,12 @@ class APIError(Exception):
             headers["Connection"] = "close"
         return ErrorResponse(self, headers)
 
+    def full_message(self) -> str:
+        """Return the message with the name of the invalid field."""
+        if self.param is None or self.param in self.message:
+            return self.message
+        return f"{self.param}: {self.message}"
+
     def anthropic_envelope(self) -> dict[str, Any]:
         """Return the JSON body of the answer in Anthropic's format.
 
@@ -147,10 +154,7 @@ class APIError(Exception):
         kind = _ANTHROPIC_TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "api_error"
         )
-        message = self.message
-        if self.param is not None and self.param not in message:
-            message = f"{self.param}: {message}"
-        error: dict[str, Any] = {"type": kind, "message": message}
+        error: dict[str, Any] = {"type": kind, "message": self.full_message()}
         if self.code is not None:
             error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error}
@@ -183,12 +187,20 @@ class ErrorResponse(JSONResponse):
             self.body = self.render({**self._error.anthropic_envelope(), "request_id": request_id})
             self.headers["Content-Length"] = str(len(self.body))
             self.headers["Request-Id"] = request_id
+        elif is_ollama(scope["path"]):
+            self.body = self.render({"error": self._error.full_message()})
+            self.headers["Content-Length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
 def is_anthropic(path: str) -> bool:
     """Return whether a path belongs to Anthropic's API."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def is_ollama(path: str) -> bool:
+    """Return whether a path belongs to Ollama's API."""
+    return path.startswith("/api/")
 
 
 @contextmanager

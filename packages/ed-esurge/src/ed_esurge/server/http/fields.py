@@ -23,6 +23,8 @@ from ed_esurge.server.http.errors import InvalidField, from_validation
 
 logger = logging.getLogger(__name__)
 
+#: Key of the scope for the `IgnoredKeys` of a request.
+IGNORED = "ed_esurge.ignored_keys"
 #: Header of an answer with the ignored keys of its request.
 HEADER = "X-Ignored-Fields"
 # Limits of that header: number and length of the keys; limit of the keys that are logged once.

@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -35,6 +36,21 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=F
 
 ErrorEvent = Callable[[APIError], str]
 """Writes the last event of a stream that fails."""
+
+
+@dataclass(frozen=True)
+class StreamFormat:
+    """The format of a stream.
+
+    Attributes:
+        error_event: None = the OpenAI error envelope, and `[DONE]` after the last event.
+    """
+
+    error_event: ErrorEvent | None = None
+    media_type: str = "text/event-stream"
+
+
+OPENAI_STREAM = StreamFormat()
 
 
 def named_event(event: str, fields: Mapping[str, Any]) -> str:
@@ -96,15 +112,12 @@ class RequestLifetime:
         self,
         events: AsyncGenerator[str],
         headers: Mapping[str, str],
-        error_event: ErrorEvent | None = None,
+        form: StreamFormat = OPENAI_STREAM,
     ) -> Response:
         """Answer with a stream of events.
 
         The status is sent after the first event exists, so that an error before the first token
         has its own HTTP status.
-
-        Args:
-            error_event: None = the OpenAI error envelope, and `[DONE]` after the last event.
         """
         try:
             first = await self.run(anext(events))
@@ -114,7 +127,7 @@ class RequestLifetime:
         if first is None:
             await events.aclose()
             return client_gone()
-        return EventStream(first, events, self, headers, error_event)
+        return EventStream(first, events, self, headers, form)
 
     async def answer(
         self, body: Awaitable[Mapping[str, Any]], headers: Mapping[str, str]
@@ -130,13 +143,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events that closes `events` when the client disconnects.
+    """A response of events that closes `events` when the client disconnects.
 
     Starlette's StreamingResponse does not close an interrupted generator, so the engine would
     continue to generate until the next garbage collection.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -144,19 +155,25 @@ class EventStream(Response):
         events: AsyncGenerator[str],
         lifetime: RequestLifetime,
         headers: Mapping[str, str],
-        error_event: ErrorEvent | None = None,
+        form: StreamFormat = OPENAI_STREAM,
     ) -> None:
-        self._error_event = error_event
+        self._error_event, self.media_type = form.error_event, form.media_type
         self.status_code = 200
         self.background = None
         self.body = b""
         self._first = first
         self._events = events
         self._lifetime = lifetime
+        self.held: AsyncExitStack | None = None
+        """Closed after the stream."""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.held or AsyncExitStack():
+            await self._send(scope, send)
+
+    async def _send(self, scope: Scope, send: Send) -> None:
         async def body(text: str, more: bool = True) -> None:
             message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
             await send(message)

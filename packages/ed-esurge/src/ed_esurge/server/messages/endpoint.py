@@ -17,7 +17,7 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, truncation
 from ed_esurge.server.http.body import aside, size_of
 from ed_esurge.server.http.errors import APIError, renamed
-from ed_esurge.server.http.streaming import named_event
+from ed_esurge.server.http.streaming import StreamFormat, named_event
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.routing import post
 
@@ -93,7 +93,7 @@ async def message(model: ServedModel, body: MessagesRequest, request: Request) -
         chat = await aside(body.chat, size_of(request))
         turn = await ChatGeneration.begin(model, chat, request, "msg")
     return await turn.generation.answer(
-        body.stream, lambda: _events(turn), lambda: _whole(turn), _error_event
+        body.stream, lambda: _events(turn), lambda: _whole(turn), StreamFormat(_error_event)
     )
 
 

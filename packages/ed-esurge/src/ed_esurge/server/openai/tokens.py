@@ -17,8 +17,9 @@ from ed_esurge.server.generation.answers import (
     TokenizedText,
     TokenizerInfo,
 )
-from ed_esurge.server.generation.models import ServedModel, ServedModels
+from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.body import aside, size_of
 from ed_esurge.server.routing import READING, Endpoint, post
@@ -64,7 +65,9 @@ async def info(server: ServedModels, request: Request) -> JSONResponse:
     Raises:
         APIError: 404, the model does not exist.
     """
-    prompts = server.find(request.query_params.get("model"), owner_of(request.scope)).prompts
+    name = request.query_params.get("model")
+    async with server.using(name, owner_of(request.scope)) as model:
+        prompts = model.prompts
     known = _plain(getattr(prompts.tokenizer, "init_kwargs", {}))
     return JSONResponse(
         {
@@ -104,8 +107,10 @@ async def one(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 404.
     """
     name, owner = request.path_params["model"], owner_of(request.scope)
-    server.find(name, owner)
-    return JSONResponse(next(card for card in server.cards(owner) if card["id"] == name))
+    cards = {card["id"]: card for card in server.cards(owner)}
+    if name not in cards:
+        server.find(name, owner)  # raises the error
+    return JSONResponse(cards[name])
 
 
 ENDPOINTS = (

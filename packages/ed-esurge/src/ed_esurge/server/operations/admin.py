@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 
 from ed_esurge.server.generation.answers import Sleeping
-from ed_esurge.server.generation.models import ServedModel, ServedModels
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.server.http.fields import RequestBody

@@ -22,7 +22,8 @@ from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.abilities import ROUTES_OF_ENCODERS, SPEECH_TASKS
 from ed_esurge.server.generation.answers import HealthState, Load, Version
-from ed_esurge.server.generation.models import ServedModel, ServedModels, new_id
+from ed_esurge.server.generation.models import ServedModel, new_id
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.generation.speech import speech_engine
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.routing import Endpoint

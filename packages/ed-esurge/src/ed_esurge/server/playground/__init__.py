@@ -13,7 +13,7 @@ from importlib.resources import files
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from ed_esurge.server.generation.models import ServedModels
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.routing import Endpoint
 
 

@@ -14,13 +14,14 @@ from fastapi.responses import JSONResponse, Response
 from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ServedModel, ServedModels
+from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.body import aside, size_of
 from ed_esurge.server.http.errors import APIError, renamed
 from ed_esurge.server.http.fields import validated
-from ed_esurge.server.http.streaming import named_event
+from ed_esurge.server.http.streaming import StreamFormat, named_event
 from ed_esurge.server.responses.request import NAMES, NamedFunction, ResponseRequest
 from ed_esurge.server.routing import READING, Endpoint, post
 
@@ -267,7 +268,9 @@ async def create(model: ServedModel, body: ResponseRequest, request: Request) ->
         chat = await aside(partial(body.chat, before), size_of(request) + length)
         turn = await ChatGeneration.begin(model, chat, request, "resp")
     response = _Response(turn, body, before)
-    return await turn.generation.answer(body.stream, response.events, response.whole, _error_event)
+    return await turn.generation.answer(
+        body.stream, response.events, response.whole, StreamFormat(_error_event)
+    )
 
 
 def _error_event(error: APIError) -> str:

@@ -1,0 +1,1 @@
+"""Models that are loaded on demand, and models that clients derive from others."""

@@ -1,0 +1,160 @@
+"""Facts about a checkpoint on disk, without loading the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ed_infra.errors import CheckpointError
+
+#: Maximum length of a header of a safetensors file, in bytes; see the format's documentation.
+MAX_HEADER = 100_000_000
+UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A directory with `config.json` and safetensors files."""
+
+    path: Path
+
+    @staticmethod
+    def is_checkpoint(path: Path) -> bool:
+        """Return whether a directory contains a model."""
+        return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of `config.json`; empty if the file is damaged."""
+        return _json(self.path / "config.json")
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        """The files with weights, by name."""
+        return sorted(self.path.glob("*.safetensors"))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files with weights."""
+        return sum(file.stat().st_size for file in self.weight_files)
+
+    @property
+    def modified(self) -> float:
+        """Time of the last change of a file, in seconds since 1970."""
+        files = [self.path / "config.json", *self.weight_files]
+        return max(file.stat().st_mtime for file in files)
+
+    @cached_property
+    def headers(self) -> list[dict[str, Any]]:
+        """The header of each file with weights: name -> `dtype`, `shape` and `data_offsets`.
+
+        Raises:
+            CheckpointError: a file is no safetensors file.
+        """
+        return [_header(file) for file in self.weight_files]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of `config.json`, and of the name, size and header of each file with weights.
+
+        Equal digests do not prove equal weights, because reading all weights would take long.
+        """
+        known = [
+            [file.name, file.stat().st_size, header]
+            for file, header in zip(self.weight_files, self.headers, strict=True)
+        ]
+        content = json.dumps([self.config, known], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of elements of all tensors."""
+        tensors = [tensor for header in self.headers for tensor in header.values()]
+        return sum(math.prod(tensor["shape"]) for tensor in tensors)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype with the most bytes, in the spelling of safetensors: `BF16`."""
+        sizes: dict[str, int] = {}
+        for header in self.headers:
+            for tensor in header.values():
+                first, end = tensor["data_offsets"]
+                sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + end - first
+        return max(sizes, key=lambda name: sizes[name], default="F32")
+
+    @property
+    def quantization(self) -> str:
+        """The quantization method of the checkpoint, or the dtype of its weights."""
+        method = self.config.get("quantization_config")
+        name = method.get("quant_method") if isinstance(method, dict) else None
+        return name if isinstance(name, str) else self.dtype
+
+    @property
+    def family(self) -> str:
+        """The model type of `config.json`."""
+        return str(self.config.get("model_type", "unknown"))
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template of the tokenizer; empty without a template."""
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text("utf-8")
+        known = _json(self.path / "tokenizer_config.json").get("chat_template")
+        return known if isinstance(known, str) else ""
+
+    def text_field(self, *names: str) -> int | None:
+        """Return the first known field of the language model's configuration."""
+        text = self.config.get("text_config")
+        for fields in (self.config, text if isinstance(text, dict) else {}):
+            for name in names:
+                if isinstance(value := fields.get(name), int):
+                    return value
+        return None
+
+    def page_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Return the bytes of cached keys and values of this many tokens, for full attention.
+
+        Layers with windows or recurrent states need less.
+        """
+        layers = self.text_field("num_hidden_layers", "n_layer") or 0
+        heads = self.text_field("num_attention_heads", "n_head") or 1
+        width = self.text_field("head_dim")
+        if width is None:
+            width = (self.text_field("hidden_size", "n_embd") or 0) // heads
+        cached = self.text_field("num_key_value_heads") or heads
+        return 2 * layers * cached * width * tokens * bytes_per_value
+
+
+def size_name(count: int) -> str:
+    """Return a number of parameters in Ollama's form: `1.2B`."""
+    for unit, size in UNITS:
+        if count >= size:
+            return f"{count / size:.2f}".rstrip("0").rstrip(".") + unit
+    return str(count)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > MAX_HEADER:
+            raise CheckpointError(f"{file} is no safetensors file: its header has {length} bytes")
+        try:
+            known = json.loads(opened.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file} is no safetensors file: {error}") from None
+    known.pop("__metadata__", None)
+    return known

@@ -1,0 +1,223 @@
+"""A directory of models that are loaded when a request needs them, within a limit of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from ed_infra.errors import ConfigError
+
+from ed_esurge.server.library.activity import Activity
+from ed_esurge.server.library.checkpoint_files import CheckpointFiles
+
+logger = logging.getLogger(__name__)
+
+#: Maximum number of models of a directory.
+MAX_MODELS = 1024
+
+
+class LoadableModel(Protocol):
+    """A loaded model of the directory."""
+
+    activity: Activity
+
+
+ModelT = TypeVar("ModelT", bound=LoadableModel)
+
+
+@dataclass
+class LoadedModel(Generic[ModelT]):
+    """A model in memory.
+
+    Attributes:
+        size: bytes of weights and pages.
+        load_seconds: duration of loading.
+    """
+
+    model: ModelT
+    size: int
+    load_seconds: float
+
+
+class ModelDirectory(Generic[ModelT]):
+    """The models of a directory.
+
+    A model is loaded by its first request. A model is unloaded after a time without requests, or
+    when another model needs the memory: the least recently used model without running requests
+    first. If all loaded models have running requests, the request waits.
+
+    Args:
+        folder: each subfolder with a checkpoint is a model; `a/b` is a model of a subfolder.
+        load: loads a model in a thread: `(name, files)` -> the model and its size in bytes.
+        unload: frees the memory of a model.
+        estimate: returns the bytes that a model will need.
+        memory: limit of the bytes of the loaded models; None = no limit.
+        keep_alive: seconds without requests after which a model is unloaded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        load: Callable[[str, CheckpointFiles], Awaitable[tuple[ModelT, int]]],
+        unload: Callable[[ModelT], Awaitable[None]],
+        estimate: Callable[[CheckpointFiles], int],
+        memory: int | None = None,
+        keep_alive: float = 300.0,
+    ) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"the directory of models {folder} does not exist")
+        self.folder, self.memory, self.keep_alive = folder, memory, keep_alive
+        self._load, self._unload, self._estimate = load, unload, estimate
+        self.loaded: dict[str, LoadedModel[ModelT]] = {}
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._waiting: Counter[str] = Counter()  # requests that wait for a model
+        self._sizes: dict[str, int] = {}  # measured by earlier loads
+
+    def files(self, name: str) -> CheckpointFiles | None:
+        """Return the files of a model; None = the directory has no such model."""
+        parts = name.split("/")
+        if len(parts) > 2 or any(part in ("", ".", "..") for part in parts) or "\\" in name:
+            return None
+        path = self.folder.joinpath(*parts)
+        inside = path.resolve().is_relative_to(self.folder.resolve())
+        return CheckpointFiles(path) if inside and CheckpointFiles.is_checkpoint(path) else None
+
+    def names(self) -> list[str]:
+        """Return the names of the models, sorted."""
+        paths = [path for path in sorted(self.folder.iterdir()) if path.is_dir()]
+        deeper = [
+            inner
+            for path in paths
+            if not CheckpointFiles.is_checkpoint(path)
+            for inner in sorted(path.iterdir())
+            if inner.is_dir()
+        ]
+        found = [
+            path.relative_to(self.folder).as_posix()
+            for path in (*paths, *deeper)
+            if not path.name.startswith(".") and CheckpointFiles.is_checkpoint(path)
+        ]
+        return found[:MAX_MODELS]
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncGenerator[tuple[ModelT, float]]:
+        """Yield a loaded model, and the seconds of its loading. The model stays during the block.
+
+        Raises:
+            ConfigError: the model needs more memory than the limit.
+            EasyDeLError: the model cannot be loaded.
+        """
+        start = time.monotonic()
+        waited = name not in self.loaded
+        self._waiting[name] += 1  # a model that a request waits for is not unloaded
+        try:
+            while name not in self.loaded:
+                # The load continues if the request is cancelled.
+                await asyncio.shield(self._load_of(name))
+        finally:
+            self._waiting[name] -= 1
+            self._changed.set()
+        known = self.loaded[name]
+        with known.model.activity.using():
+            yield known.model, time.monotonic() - start if waited else 0.0
+
+    def _load_of(self, name: str) -> asyncio.Task[None]:
+        if name not in self._loads:
+            task = asyncio.create_task(self._load_in_turn(name))
+            self._loads[name] = task
+            task.add_done_callback(lambda _: self._loads.pop(name))
+        return self._loads[name]
+
+    async def _load_in_turn(self, name: str) -> None:
+        """Load a model after unloading others. One model is loaded at a time."""
+        async with self._lock:
+            if name not in self.loaded:
+                await self._load_now(name)
+
+    async def _load_now(self, name: str) -> None:
+        files = self.files(name)
+        assert files is not None, "the caller has found the model"
+        needed = self._sizes.get(name) or self._estimate(files)
+        await self._make_room(name, needed)
+        start = time.monotonic()
+        model, size = await self._load(name, files)
+        self._sizes[name] = size
+        seconds = time.monotonic() - start
+        self.loaded[name] = LoadedModel(model, size, seconds)
+        logger.info("loaded %s: %.2f GiB in %.1f s", name, size / 2**30, seconds)
+        try:
+            await self._make_room(name, 0)  # the estimate may have been too low
+        except ConfigError:
+            await self._drop(name)
+            raise
+
+    async def _make_room(self, name: str, needed: int) -> None:
+        if self.memory is None:
+            return
+        own = self.loaded[name].size if name in self.loaded else 0
+        if needed + own > self.memory:
+            raise ConfigError(
+                f"the model {name!r} needs {(needed + own) / 2**30:.2f} GiB, and the limit of the "
+                f"server's models (--model-memory) is {self.memory / 2**30:.2f} GiB: raise the "
+                "limit, or lower cpu_cache_gib, max_num_seqs or max_model_len"
+            )
+        while self.used + needed > self.memory:
+            idle = [one for one in self.loaded if one != name and self._idle(one)]
+            if idle:
+                await self._drop(min(idle, key=lambda one: self._last_used(one)))
+                continue
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _idle(self, name: str) -> bool:
+        return not self.loaded[name].model.activity.running and not self._waiting[name]
+
+    def _last_used(self, name: str) -> float:
+        return self.loaded[name].model.activity.last_used
+
+    @property
+    def used(self) -> int:
+        """Bytes of the loaded models."""
+        return sum(loaded.size for loaded in self.loaded.values())
+
+    def activity(self) -> Activity:
+        """Return the activity of a new model."""
+        return Activity(self.keep_alive, self._changed.set)
+
+    async def _drop(self, name: str) -> None:
+        loaded = self.loaded.pop(name)
+        logger.info("unloading %s", name)
+        await self._unload(loaded.model)
+
+    async def sweep(self) -> None:
+        """Unload models whose time without requests is over, until the task is cancelled."""
+        while True:
+            idle = [name for name in self.loaded if self._idle(name)]
+            times = {name: self.loaded[name].model.activity.expires_in for name in idle}
+            wait = min(times.values(), default=math.inf)
+            if wait > 0:
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if math.isinf(wait) else wait):
+                        await self._changed.wait()
+                continue
+            async with self._lock:
+                for name, it in list(self.loaded.items()):
+                    if self._idle(name) and it.model.activity.expires_in <= 0:
+                        await self._drop(name)
+
+    async def close(self) -> None:
+        """Unload all models."""
+        for name in list(self.loaded):
+            await self._drop(name)

@@ -1,0 +1,74 @@
+"""Sampling options in Ollama's spelling, and their conversion to the fields of a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ed_esurge.server.generation.requests import Stops
+from ed_esurge.server.http.fields import RequestBody, unsupported
+
+#: Ollama's defaults, which differ from those of OpenAI.
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+#: Option -> field of a chat request.
+FIELDS = {
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
+            *("presence_penalty", "frequency_penalty"),
+            *("mirostat", "mirostat_tau", "mirostat_eta"),
+        )
+    },
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_tokens",
+}
+
+
+class SamplingOptions(RequestBody):
+    """Options of a request or of a derived model.
+
+    Options about the memory and the threads of Ollama's runner (`num_gpu`, `num_thread`, …) are
+    unknown fields here.
+    """
+
+    num_predict: Annotated[int | None, Field(ge=-2, lt=2**31)] = None
+    """Maximum number of tokens; a negative number = as many as fit."""
+    num_ctx: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    """Maximum number of tokens of prompt and answer together, at most the model's maximum."""
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    typical_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: Stops | None = None
+    repeat_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    mirostat: Annotated[int | None, Field(ge=0, le=2)] = None
+    mirostat_tau: Annotated[float | None, Field(ge=0, le=100)] = None
+    mirostat_eta: Annotated[float | None, Field(ge=0, le=1)] = None
+    repeat_last_n: Annotated[
+        None, unsupported("the penalties read all tokens; send repeat_last_n -1", -1, 0)
+    ] = None
+    tfs_z: Annotated[None, unsupported("tail-free sampling; send min_p", 1, 1.0)] = None
+    penalize_newline: Annotated[
+        None, unsupported("exceptions of penalties; send logit_bias", True)
+    ] = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the given options."""
+        return self.model_dump(exclude_none=True, exclude_unset=True)
+
+
+def chat_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat request for options in Ollama's spelling."""
+    fields = {field: options[name] for name, field in FIELDS.items() if name in options}
+    if (fields.get("max_tokens") or 0) < 0:
+        del fields["max_tokens"]
+    if options.get("seed") == -1:  # a random seed
+        del fields["seed"]
+    return fields

@@ -1,0 +1,55 @@
+"""`POST /api/copy`: a further name of a model."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.fields import RequestBody
+from ed_esurge.server.library.definitions import ModelDefinition
+from ed_esurge.server.ollama.create import NewModel, add, store_of
+from ed_esurge.server.ollama.requests import ModelReference
+from ed_esurge.server.routing import REFUSALS, Endpoint
+
+
+class CopyRequest(RequestBody):
+    """Body of `POST /api/copy`."""
+
+    source: ModelReference
+    destination: NewModel
+
+
+async def copy(server: ServedModels, body: CopyRequest, request: Request) -> Response:
+    """Store a model that is derived from another model without changes. No weights are copied.
+
+    Raises:
+        APIError: see `create.create`.
+    """
+    definitions = store_of(server)
+    if server.has_weights(body.destination):
+        raise APIError(
+            f"{body.destination!r} is the name of a model with weights: choose another name",
+            param="destination",
+        )
+    known = definitions.known.get(body.source)
+    if known is None and not server.has_weights(body.source):
+        server.find(body.source, "")  # raises the error
+    add(definitions, body.destination, known or ModelDefinition(source=body.source), server)
+    return Response(status_code=200)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/api/copy",
+        "Give a model a further name in the format of Ollama's API.",
+        copy,
+        "text/plain",
+        CopyRequest,
+        method="POST",
+        whole_server=True,
+        access="admin",
+        refusals=tuple(REFUSALS),
+    ),
+)

@@ -1,0 +1,147 @@
+"""`POST /api/create`: derive a model from another model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, ClassVar
+
+from ed_infra.errors import ConfigError
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BeforeValidator, Field
+
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.fields import RequestBody, few, unsupported
+from ed_esurge.server.http.streaming import RequestLifetime
+from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition, ModelName
+from ed_esurge.server.library.parameters import SamplingOptions
+from ed_esurge.server.ollama.replies import LINES, json_line
+from ed_esurge.server.ollama.requests import ModelReference, OllamaMessage, chat_messages
+from ed_esurge.server.routing import REFUSALS, Endpoint
+
+MAX_LICENSES = 16
+#: Maximum number of first messages of a derived model.
+MAX_FIRST_MESSAGES = 256
+
+NewModel = Annotated[ModelName, BeforeValidator(lambda name: str(name).removesuffix(":latest"))]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class CreateRequest(RequestBody):
+    """Body of `POST /api/create`."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"from": "source", "name": "model"}
+
+    model: NewModel
+    source: ModelReference | None = None
+    """The model that answers; Ollama's name is `from`."""
+    system: Annotated[str | None, Field(max_length=2**18)] = None
+    messages: Annotated[list[OllamaMessage], few(MAX_FIRST_MESSAGES)] = Field(default_factory=list)
+    parameters: SamplingOptions = Field(default_factory=SamplingOptions)
+    license: Annotated[list[str], BeforeValidator(_listed), few(MAX_LICENSES)] = Field(
+        default_factory=list
+    )
+    stream: bool = True
+    template: Annotated[
+        None, unsupported("templates of Go; start the server with chat_template", "")
+    ] = None
+    files: Annotated[None, unsupported("uploads; put the model into --model-dir", {})] = None
+    adapters: Annotated[
+        None, unsupported("uploads; load an adapter with /v1/load_lora_adapter", {})
+    ] = None
+    quantize: Annotated[
+        None, unsupported("quantization of one model; start the server with --quantization", "")
+    ] = None
+
+
+class Status(AnswerBody):
+    """The state of an operation."""
+
+    status: str
+
+
+async def create(server: ServedModels, body: CreateRequest, request: Request) -> Response:
+    """Store a derived model.
+
+    Raises:
+        APIError: 400, the source is missing, the name belongs to a model with weights, or the
+            server has no directory of models; 404, the source does not exist.
+    """
+    definitions = store_of(server)
+    if body.source is None:
+        raise APIError("is missing: name the model that answers", param="from")
+    if server.has_weights(body.model):
+        raise APIError(
+            f"{body.model!r} is the name of a model with weights: choose another name",
+            param="model",
+        )
+    if not server.has_weights(body.source) and body.source not in definitions:
+        server.find(body.source, "")  # raises the error
+    definition = ModelDefinition(
+        source=body.source,
+        system=body.system,
+        messages=chat_messages(body.messages),
+        parameters=body.parameters.values(),
+        license=body.license,
+    )
+    add(definitions, body.model, definition, server)
+
+    async def events() -> AsyncGenerator[str]:
+        for status in ("writing manifest", "success"):
+            yield json_line({"status": status})
+
+    if body.stream:
+        limits = server.state.limits
+        lifetime = RequestLifetime(request, server.state.stopping, limits.request_timeout)
+        return await lifetime.respond(events(), {}, LINES)
+    return JSONResponse({"status": "success"})
+
+
+def add(
+    definitions: DefinitionStore, name: str, definition: ModelDefinition, server: ServedModels
+) -> None:
+    """Store a definition.
+
+    Raises:
+        APIError: 400, the sources form a circle, or a limit is exceeded.
+    """
+    before = definitions.known.get(name)
+    try:
+        definitions.add(name, definition)
+        definitions.resolve(name, server.has_weights)
+    except ConfigError as error:
+        if before is not None:
+            definitions.add(name, before)
+        elif name in definitions:
+            definitions.remove(name)
+        raise APIError(str(error)) from None
+
+
+def store_of(server: ServedModels) -> DefinitionStore:
+    """Return the derived models. Raises APIError: 400, the server has no directory of models."""
+    if server.definitions is None:
+        raise APIError(
+            "this server stores no models: start it with --model-dir, the directory of its models"
+        )
+    return server.definitions
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/api/create",
+        "Derive a model from another model in the format of Ollama's API.",
+        create,
+        Status,
+        CreateRequest,
+        streams=True,
+        method="POST",
+        whole_server=True,
+        access="admin",
+        refusals=tuple(REFUSALS),
+    ),
+)

@@ -1,0 +1,58 @@
+"""`DELETE /api/delete`: remove a derived model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.fields import RequestBody
+from ed_esurge.server.ollama.create import store_of
+from ed_esurge.server.ollama.requests import ModelReference
+from ed_esurge.server.routing import REFUSALS, Endpoint
+
+
+class DeleteRequest(RequestBody):
+    """Body of `DELETE /api/delete`."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"name": "model"}
+
+    model: ModelReference
+
+
+async def delete(server: ServedModels, body: DeleteRequest, request: Request) -> Response:
+    """Remove a derived model. Weights are never removed.
+
+    Raises:
+        APIError: 403, the model has weights; 404, the model does not exist.
+    """
+    if server.has_weights(body.model):
+        raise APIError(
+            f"{body.model!r} has weights, which the server does not remove: delete the folder of "
+            "the model",
+            status=403,
+            param="model",
+        )
+    definitions = store_of(server)
+    if body.model not in definitions:
+        server.find(body.model, "")  # raises the error
+    definitions.remove(body.model)
+    return Response(status_code=200)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/api/delete",
+        "Remove a derived model in the format of Ollama's API.",
+        delete,
+        "text/plain",
+        DeleteRequest,
+        method="DELETE",
+        whole_server=True,
+        access="admin",
+        refusals=tuple(REFUSALS),
+    ),
+)

@@ -1,0 +1,134 @@
+"""`POST /api/embed`, and the older `POST /api/embeddings`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BeforeValidator, Field
+
+from ed_esurge.server.generation.abilities import EMBEDS, require
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.requests import MAX_PROMPTS
+from ed_esurge.server.http.fields import RequestBody, few, validated
+from ed_esurge.server.ollama.keep_alive import KeepAlive, keep
+from ed_esurge.server.ollama.replies import Stopwatch
+from ed_esurge.server.ollama.requests import ModelReference
+from ed_esurge.server.openai.embeddings import EmbeddingRequest, EncodedTexts, shortened
+from ed_esurge.server.routing import post
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class EmbedRequest(RequestBody):
+    """Body of `POST /api/embed`."""
+
+    model: ModelReference
+    input: Annotated[list[str], BeforeValidator(_listed), few(MAX_PROMPTS)]
+    truncate: bool = True
+    """Whether a text that is too long loses its end; false = such a text is an error."""
+    dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    keep_alive: KeepAlive = None
+
+
+class EmbedAnswer(AnswerBody):
+    """Answer of `POST /api/embed`. Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class EmbeddingsRequest(RequestBody):
+    """Body of `POST /api/embeddings`."""
+
+    model: ModelReference
+    prompt: str
+    keep_alive: KeepAlive = None
+
+
+class EmbeddingsAnswer(AnswerBody):
+    """Answer of `POST /api/embeddings`."""
+
+    embedding: list[float]
+
+
+async def embed(model: ServedModel, body: EmbedRequest, request: Request) -> Response:
+    """Return the vector of each text.
+
+    Raises:
+        APIError: 400, the model returns no embeddings, a text is too long, or the vectors have
+            fewer dimensions than requested.
+    """
+    require(model, EMBEDS)
+    watch = Stopwatch(model)
+    keep(model, body.keep_alive, request)
+
+    async def whole() -> dict[str, Any]:
+        vectors, count = [], 0
+        if body.input:
+            vectors, count = await _vectors(model, body.input, body.truncate, body.dimensions)
+        return {
+            "model": model.name,
+            "embeddings": vectors,
+            **watch.durations(),
+            "prompt_eval_count": count,
+        }
+
+    return await model.lifetime(request).answer(whole(), {})
+
+
+async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Request) -> Response:
+    """Return the vector of one text.
+
+    Raises:
+        APIError: see `embed`.
+    """
+    require(model, EMBEDS)
+    keep(model, body.keep_alive, request)
+
+    async def whole() -> dict[str, Any]:
+        if not body.prompt:
+            return {"embedding": []}
+        vectors, _ = await _vectors(model, [body.prompt], True, None)
+        return {"embedding": vectors[0]}
+
+    return await model.lifetime(request).answer(whole(), {})
+
+
+async def _vectors(
+    model: ServedModel, texts: list[str], truncate: bool, dimensions: int | None
+) -> tuple[list[list[float]], int]:
+    """Return normalized vectors, and the number of prompt tokens."""
+    fields = {"input": texts, "truncate_prompt_tokens": -1 if truncate else None}
+    asked = validated(EmbeddingRequest, fields)
+    encoded = await EncodedTexts.of(model, asked)
+    params = await encoded.embedding_params(asked, normalize=True)
+    vectors = await model.vectors(encoded.prompts, params, **model.queue_options(asked))
+    if dimensions is not None:
+        vectors = shortened(vectors, dimensions, normalize=True)
+    return vectors.tolist(), sum(len(prompt) for prompt in encoded.prompts)
+
+
+ENDPOINTS = (
+    post(
+        "/api/embed",
+        "Embed texts in the format of Ollama's API.",
+        embed,
+        EmbedRequest,
+        EmbedAnswer,
+    ),
+    post(
+        "/api/embeddings",
+        "Embed one text in the older format of Ollama's API.",
+        embeddings,
+        EmbeddingsRequest,
+        EmbeddingsAnswer,
+    ),
+)

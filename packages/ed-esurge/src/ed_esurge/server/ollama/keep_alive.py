@@ -1,0 +1,51 @@
+"""Ollama's `keep_alive`: how long a model stays loaded after a request."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated
+
+from fastapi import Request
+from pydantic import BeforeValidator
+
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.http.errors import InvalidField
+from ed_esurge.server.http.fields import IGNORED
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
+_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+
+
+def seconds_of(value: object) -> object:
+    """Return a duration in seconds: a number, or Go's notation `1h30m`. Negative = infinity.
+
+    Raises:
+        InvalidField: the text is no duration.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if len(text) > 64 or not _DURATION.fullmatch(text):
+            raise InvalidField(f"{value!r:.80} is no duration: send seconds, or text such as 5m")
+        parts = _PART.findall(text)
+        amount = sum(float(number) * _UNITS[unit] for number, unit in parts)
+        value = amount if parts else abs(float(text))
+        value = -value if text.startswith("-") else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return math.inf if value < 0 else float(value)
+    return value
+
+
+KeepAlive = Annotated[float | None, BeforeValidator(seconds_of)]
+
+
+def keep(model: ServedModel, seconds: float | None, request: Request) -> None:
+    """Apply the `keep_alive` of a request. Models of the start stay loaded, so the field has no
+    effect on them, which `X-Ignored-Fields` reports."""
+    if seconds is None:
+        return
+    if model.on_demand:
+        model.activity.keep(seconds)
+    elif (ignored := request.scope.get(IGNORED)) is not None and math.isfinite(seconds):
+        ignored.add("keep_alive")

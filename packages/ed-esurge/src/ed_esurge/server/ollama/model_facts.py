@@ -1,0 +1,108 @@
+"""Facts about models in Ollama's format: size, digest, details."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.library.checkpoint_files import CheckpointFiles, size_name
+from ed_esurge.server.library.definitions import ModelDefinition
+from ed_esurge.server.library.loading import memory_of
+
+
+class ModelDetails(AnswerBody):
+    """Details of a model."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts about one name.
+
+    Attributes:
+        name: name of the model.
+        model: the model in memory; None = the model is not loaded.
+        files: the checkpoint; None = the server does not know the files.
+        definition: the definition of a derived model with the values of its sources.
+    """
+
+    name: str
+    model: ServedModel | None
+    files: CheckpointFiles | None
+    definition: ModelDefinition | None
+
+    @classmethod
+    def of(cls, server: ServedModels, name: str, owner: str) -> ModelFacts:
+        """Return the facts about a name.
+
+        Raises:
+            APIError: 404, the model does not exist.
+        """
+        definition = server.definition(name)
+        base = name if definition is None else definition.source
+        files = server.directory.files(base) if server.directory is not None else None
+        model = next((one for one in server.models if base in one.names), None)
+        if model is None and files is None:
+            model = server.find(base, owner)  # an adapter, or the error
+        return cls(name, model, files, definition)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files; without known files, bytes in memory."""
+        if self.files is not None:
+            return self.files.size
+        return 0 if self.model is None else memory_of(self.model.engine)
+
+    @property
+    def modified(self) -> float:
+        """Time of the last change, in seconds since 1970."""
+        if self.definition is not None:
+            return self.definition.created
+        if self.files is not None:
+            return self.files.modified
+        return float(self.model.created) if self.model is not None else 0.0
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the facts that identify the model; see `CheckpointFiles.digest`."""
+        parts = [self.files.digest if self.files is not None else self.name]
+        if self.definition is not None:
+            parts.append(self.definition.digest)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def details(self) -> dict[str, Any]:
+        """Return `details`. Unknown facts are empty."""
+        files = self.files
+        family = files.family if files is not None else ""
+        return {
+            "parent_model": self.definition.source if self.definition is not None else "",
+            "format": "safetensors" if files is not None else "",
+            "family": family,
+            "families": [family] if family else [],
+            "parameter_size": size_name(files.parameters) if files is not None else "",
+            "quantization_level": files.quantization if files is not None else "",
+        }
+
+
+def listed(server: ServedModels, owner: str) -> list[ModelFacts]:
+    """Return the facts about every name that a key may use. A derived model without its source is
+    omitted."""
+    found = []
+    for name in server.known_names(owner):
+        try:
+            found.append(ModelFacts.of(server, name, owner))
+        except APIError:
+            continue
+    return found

@@ -1,0 +1,70 @@
+"""`GET /api/ps`: the models in memory."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.library.loading import memory_of, on_accelerator
+from ed_esurge.server.ollama.model_facts import ModelDetails, ModelFacts
+from ed_esurge.server.ollama.replies import timestamp
+from ed_esurge.server.routing import Endpoint
+
+#: Seconds until the expiry of a model that is never unloaded: Ollama's answers have a time.
+FOREVER = 100 * 365.25 * 86400
+
+
+class RunningModel(AnswerBody):
+    """A model in memory."""
+
+    name: str
+    model: str
+    size: int
+    """Bytes of weights and pages."""
+    size_vram: int
+    """Bytes in the memory of accelerators."""
+    digest: str
+    details: ModelDetails
+    expires_at: str
+    context_length: int
+
+
+class RunningModels(AnswerBody):
+    """Answer of `GET /api/ps`."""
+
+    models: list[RunningModel]
+
+
+async def ps(server: ServedModels, request: Request) -> JSONResponse:
+    """Return the models in memory."""
+    running = []
+    for model in server.models:
+        facts = ModelFacts.of(server, model.names[0], owner_of(request.scope))
+        size = memory_of(model.engine)
+        left = model.activity.expires_in
+        running.append(
+            {
+                "name": model.names[0],
+                "model": model.names[0],
+                "size": size,
+                "size_vram": size if on_accelerator(model.engine) else 0,
+                "digest": facts.digest,
+                "details": facts.details(),
+                "expires_at": timestamp(time.time() + (FOREVER if math.isinf(left) else left)),
+                "context_length": model.prompts.max_model_len,
+            }
+        )
+    return JSONResponse({"models": running})
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/api/ps", "List the models in memory in the format of Ollama's API.", ps, RunningModels
+    ),
+)

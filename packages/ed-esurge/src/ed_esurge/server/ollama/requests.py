@@ -1,0 +1,175 @@
+"""Common fields of Ollama's requests, and their conversion to chat requests."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.requests import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest
+from ed_esurge.server.generation.structured import MAX_TOOL_CALLS
+from ed_esurge.server.http.errors import InvalidField
+from ed_esurge.server.http.fields import (
+    History,
+    JsonSchema,
+    RequestBody,
+    few,
+    validated,
+)
+from ed_esurge.server.library.parameters import DEFAULTS, SamplingOptions, chat_fields
+from ed_esurge.server.ollama.keep_alive import KeepAlive
+
+#: Fields of the chat request -> fields of this API.
+NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format": "format",
+    "reasoning_effort": "think",
+    **{f"{name}": f"options.{name}" for name in ("temperature", "top_p", "top_k", "stop", "seed")},
+}
+MAX_IMAGES = 64
+
+
+def _tagless(value: object) -> object:
+    """Remove the tag `latest`, which Ollama's clients append to names."""
+    return value.removesuffix(":latest") if isinstance(value, str) else value
+
+
+ModelReference = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_tagless)]
+
+
+def _format(value: object) -> object:
+    if value in ("", None):
+        return None
+    if value == "json" or isinstance(value, Mapping):
+        return value
+    raise InvalidField('must be "json" or a JSON schema')
+
+
+AnswerFormat = Annotated[Literal["json"] | JsonSchema | None, BeforeValidator(_format)]
+Think = bool | Literal["low", "medium", "high", "max"] | None
+Images = Annotated[list[Annotated[str, Field(min_length=1)]], few(MAX_IMAGES)]
+
+
+class OllamaRequest(RequestBody):
+    """Fields of the requests that generate."""
+
+    model: ModelReference
+    stream: bool = True
+    format: AnswerFormat = None
+    options: SamplingOptions = Field(default_factory=SamplingOptions)
+    keep_alive: KeepAlive = None
+    think: Think = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    def sampling(self, model: ServedModel) -> dict[str, Any]:
+        """Return the options: those of the request, of the derived model, and Ollama's defaults."""
+        derived = model.definition.parameters if model.definition is not None else {}
+        return {**DEFAULTS, **derived, **self.options.values()}
+
+    def chat(self, model: ServedModel, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
+        """Return the chat request with the fields of this request.
+
+        Raises:
+            APIError: 400, a field is invalid.
+        """
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": self.stream,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+            **chat_fields(self.sampling(model)),
+            **more,
+        }
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif self.format is not None:
+            schema = {"name": "answer", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.think is not None:
+            efforts = {True: "medium", False: "none"}
+            effort = self.think if isinstance(self.think, str) else efforts[self.think]
+            fields["reasoning_effort"] = effort
+        return validated(ChatRequest, fields)
+
+
+class FunctionOfCall(History):
+    """The function of a call, with arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(History):
+    """A call in a message of the assistant."""
+
+    function: FunctionOfCall
+    id: Annotated[str | None, Field(max_length=256)] = None
+
+
+class OllamaMessage(History):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: Images = Field(default_factory=list)
+    tool_calls: Annotated[list[OllamaCall], few(MAX_TOOL_CALLS)] = Field(default_factory=list)
+    tool_name: str | None = None
+    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
+
+
+OllamaMessages = Annotated[list[OllamaMessage], Field(fail_fast=True), few(MAX_MESSAGES)]
+
+
+def with_images(text: str, images: list[str]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: text, or parts if there are images."""
+    if not images:
+        return text
+    urls = [
+        image if image.startswith("data:") else f"data:image;base64,{image}" for image in images
+    ]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return messages of a chat request.
+
+    Results of tools have the names of their functions, or no names: the ids of the calls follow
+    from the names, or else from the order.
+    """
+    result: list[dict[str, Any]] = []
+    waiting: deque[tuple[str, str]] = deque()  # id and name of calls without results
+    for place, message in enumerate(messages):
+        entry: dict[str, Any] = {
+            "role": message.role,
+            "content": with_images(message.content, message.images),
+        }
+        if message.thinking is not None:
+            entry["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = []
+            for number, call in enumerate(message.tool_calls):
+                call_id = call.id or f"call_{place}_{number}"
+                waiting.append((call_id, call.function.name))
+                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+                function = {"name": call.function.name, "arguments": arguments}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            entry["tool_calls"] = calls
+        if message.role == "tool":
+            named = [one for one in waiting if one[1] == message.tool_name]
+            known = (named or [*waiting] or [(f"call_{place}", "")])[0]
+            if known in waiting:
+                waiting.remove(known)
+            entry["tool_call_id"] = message.tool_call_id or known[0]
+            if message.tool_name is not None:
+                entry["name"] = message.tool_name
+        result.append(entry)
+    return result

@@ -1,0 +1,28 @@
+"""`GET /api/version`."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+from ed_esurge.server.generation.answers import Version
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.operations.health import server_version
+from ed_esurge.server.routing import Endpoint
+
+
+async def version(server: ServedModels, request: Request) -> JSONResponse:
+    """Return the version of this server."""
+    return JSONResponse({"version": server_version()})
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/api/version",
+        "Return the version of the server in the format of Ollama's API.",
+        version,
+        Version,
+        refusals=(421,),
+        access="open",
+    ),
+)
