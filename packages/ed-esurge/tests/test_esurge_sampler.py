@@ -35,8 +35,15 @@ def rows(n: int, **given) -> SamplerRows:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
+        "typical_p": 1.0,
+        "top_n_sigma": 0.0,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1,
     }
-    ints = ("slot", "seed", "position", "top_k", "num_logprobs", "processed")
+    ints = ("mirostat", "slot", "seed", "position", "top_k", "num_logprobs", "processed")
     out = {}
     for name, default in plain.items():
         value = np.broadcast_to(np.asarray(given.get(name, default)), (n,))

@@ -96,15 +96,14 @@ def test_policy_selects_ignoring_or_rejecting_unknown_fields():
         ("use_beam_search", True, False),
         ("length_penalty", 0.5, 1.0),
         ("prompt_embeds", "abc", None),
-        ("typical_p", 0.5, 1.0),
+        ("tfs_z", 0.5, 1.0),
         ("repeat_penalty", 1.1, 1.0),
-        ("thinking_token_budget", 5, -1),
         ("logits_processors", ["x"], []),
         ("chat_template", "{{ 1 }}", None),
         ("documents", [{"text": "a"}], []),
+        ("samplers", ["top_k"], None),
         ("echo", True, False),
         ("best_of", 2, 1),
-        ("include_reasoning", False, True),
     ],
 )
 def test_unimplemented_field_that_changes_the_answer_returns_400(http, field, value, harmless):

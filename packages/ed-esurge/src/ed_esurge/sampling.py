@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 from ed_infra.options import Options, Whole
 from pydantic import Field, field_validator, model_validator
 
+from ed_esurge.core.repetition import RepetitionPenalty
+from ed_esurge.core.thinking import ThinkingBudget
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 # Python code iterates over the lists of a request, so each list has a maximum length.
@@ -48,7 +51,8 @@ class SamplingParams(Options):
 
     The options apply to the logits in this order: `repetition_penalty`, `frequency_penalty` and
     `presence_penalty`, then `logit_bias`, masks (`allowed_token_ids`, `bad_words`, `min_tokens`),
-    `temperature`, `top_k`, `top_p` (over the tokens that top-k keeps) and `min_p`.
+    `temperature`, `top_n_sigma`, `top_k`, `typical_p`, `top_p` (over the tokens that top-k keeps),
+    `min_p` and XTC. DRY adds to the biases. `mirostat` replaces the filters after the temperature.
     `logprobs_mode` selects the log-probabilities before or after all of these.
     """
 
@@ -62,6 +66,36 @@ class SamplingParams(Options):
     """Number of most probable tokens to sample from. 0 or -1: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum probability of a sampled token, relative to that of the most probable token."""
+    typical_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Mass of the tokens whose surprise is nearest to the entropy (arXiv:2202.00666). 1: all."""
+    top_n_sigma: Annotated[float, Field(ge=-1, le=1e6)] = 0.0
+    """Number of standard deviations below the largest logit (arXiv:2411.07641). 0 or -1: all
+    tokens."""
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability that a token is drawn without the top choices (XTC): the tokens with at least
+    `xtc_threshold`, except the least probable of them."""
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] = 0.1
+    dry_multiplier: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Penalty of a token that would continue a repetition of `dry_allowed_length` tokens (DRY). 0:
+    no penalty."""
+    dry_base: Annotated[float, Field(ge=1, le=1e6)] = 1.75
+    """Factor of the penalty for each further repeated token."""
+    dry_allowed_length: Annotated[int, Field(ge=1, lt=2**31)] = 2
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    """Number of last tokens that are searched for repetitions. -1: all; 0: no penalty."""
+    dry_sequence_breakers: Annotated[tuple[Word, ...], Field(max_length=MAX_STOPS)] = (
+        *("\n", ":", '"', "*"),
+    )
+    """Strings at which repetitions end. A token with one of them is part of no repetition."""
+    dry_breaker_token_ids: Annotated[tuple[Whole, ...], Field(max_length=MAX_LISTED)] | None = None
+    """Tokens at which repetitions end. None: the tokens with one of `dry_sequence_breakers`."""
+    mirostat: Annotated[int, Field(ge=0, le=2)] = 0
+    """Version of mirostat (arXiv:2007.14966), which controls the surprise of the sampled tokens.
+    0: off. The control starts again if the engine preempts the request."""
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] = 5.0
+    """Target surprise, in bits."""
+    mirostat_eta: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate of the control."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Seed of the sampler, any 64-bit integer, as in OpenAI's API. The same seed, prompt and
     options produce the same tokens in every batch. None: derived from the engine's seed and the
@@ -106,6 +140,9 @@ class SamplingParams(Options):
     """Token after the start token of an encoder-decoder, such as the target language of a
     translation. The completion does not contain the token. None: that of the checkpoint."""
 
+    thinking_budget: ThinkingBudget | None = None
+    """Limit of the tokens of the thoughts at the beginning of the completion."""
+
     structured_outputs: StructuredOutputs | None = None
     """Grammar of the output. Only tokens that the grammar allows are sampled."""
 
@@ -147,6 +184,12 @@ class SamplingParams(Options):
             raise ValueError("stop strings need text: drop stop, or detokenize=False")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be sampled; use None")
+        if self.logprobs is not None and self.logprobs_mode == "processed_logprobs":
+            for name, off in (("typical_p", 1.0), ("xtc_probability", 0.0), ("mirostat", 0)):
+                if getattr(self, name) != off:
+                    raise ValueError(
+                        f"processed_logprobs are not available with {name}: drop one of the two"
+                    )
         if self.structured_outputs is not None:
             for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
                 if getattr(self, name):
@@ -160,6 +203,19 @@ class SamplingParams(Options):
     def greedy(self) -> bool:
         """Whether sampling always selects the most probable token."""
         return self.temperature < 1e-5
+
+    @property
+    def repetition_of_sequences(self) -> RepetitionPenalty | None:
+        """The penalty for repetitions of several tokens (DRY); None = no penalty."""
+        if not self.dry_multiplier or not self.dry_penalty_last_n:
+            return None
+        return RepetitionPenalty(
+            self.dry_multiplier,
+            self.dry_base,
+            self.dry_allowed_length,
+            None if self.dry_penalty_last_n < 0 else self.dry_penalty_last_n,
+            frozenset(self.dry_breaker_token_ids or ()),
+        )
 
     @property
     def penalized(self) -> bool:

@@ -123,12 +123,16 @@ class ChatTemplate:
 
         return not shown(probe) and shown([{"type": "text", "text": probe}])
 
+    def plain(self, text: str, marks: re.Pattern[str]) -> str:
+        """Return a rendered conversation without the marks."""
+        return marks.sub(lambda hit: chr(int(hit[1], 16)), text)
+
     def encode(self, text: str, marks: re.Pattern[str]) -> list[int]:
         """Return the token ids of a rendered conversation. Marked characters never form a special
         token."""
 
         def plain(piece: str) -> str:
-            return marks.sub(lambda hit: chr(int(hit[1], 16)), piece)
+            return self.plain(piece, marks)
 
         places = list(self._special.finditer(text))
         expected = [self._ids[hit[0]] for hit in places]

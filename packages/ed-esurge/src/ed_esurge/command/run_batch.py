@@ -22,7 +22,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.command.load import add_model_arguments, engine_of
 
 if TYPE_CHECKING:
-    from ed_esurge.server.generation.models import ServedModels
+    from ed_esurge.server.generation.served_models import ServedModels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

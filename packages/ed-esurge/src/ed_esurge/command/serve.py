@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="hosts from which images of requests are downloaded (default: none)",
     )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="accept the field chat_template of chat requests: Jinja of clients, in a sandbox",
+    )
     group.add_argument("--tool-parser-name", default="auto", help="default: %(default)s")
     group.add_argument("--reasoning-parser", default="auto", help="default: %(default)s")
     group.add_argument(
@@ -163,7 +168,7 @@ def run(values: argparse.Namespace) -> int:
         raise ConfigError(
             "--served-model-name requires one model: with --also, each model has its own name"
         )
-    directory = model_directory(values)
+    on_demand = model_directory(values)
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = read_keys(values.api_key_file) if values.api_key_file else []
@@ -195,7 +200,8 @@ def run(values: argparse.Namespace) -> int:
         admin_api_key=os.environ.get(ADMIN_KEY),
         share_prefix_cache=values.share_prefix_cache,
         allowed_media_domains=values.allowed_media_domains,
-        model_directory=directory,
+        model_directory=on_demand,
+        trust_request_chat_template=values.trust_request_chat_template,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

@@ -243,4 +243,7 @@ def is_adjusted(
         or params.min_tokens
         or bad_token_ids
         or rules is not None
+        or params.mirostat
+        or params.dry_multiplier
+        or params.thinking_budget is not None
     )

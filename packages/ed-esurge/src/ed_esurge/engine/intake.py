@@ -198,6 +198,8 @@ def fit(
 
 #: Most tokens of a decoder before its completion: the start token, and a forced token.
 DECODER_PREFIX = 2
+#: Number of lists of `dry_sequence_breakers` whose tokens are kept.
+MAX_BREAKER_SETS = 16
 
 
 def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
@@ -279,6 +281,7 @@ class Intake:
         # Reading the rotary settings of a configuration dominates the time of `prepare`.
         self.prompt_class = lru_cache(4096)(prompt_class or (lambda length: 0))
         self._samples = samples
+        self._breakers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.grammars = grammars
         self.items = items
         self._decoder = decoder
@@ -343,6 +346,8 @@ class Intake:
                 "omit the option"
             )
         options: dict[str, Any] = {} if sampling is None else self._sampling(sampling, max_tokens)
+        if sampling is not None and sampling.repetition_of_sequences is not None:
+            params = self._with_breakers(sampling)
         return Add(
             request_id,
             ids,
@@ -447,6 +452,21 @@ class Intake:
             "bad_token_ids": (*known, *(word for word in words if max(word) < self.vocab_size)),
             "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
         }
+
+    def _with_breakers(self, params: SamplingParams) -> SamplingParams:
+        """Return options of DRY with the ids of the tokens at which repetitions end."""
+        if params.dry_breaker_token_ids is not None:
+            return params
+        words = params.dry_sequence_breakers
+        if not words or self.tokenizer is None:
+            return params.replace(dry_breaker_token_ids=())
+        if words not in self._breakers:
+            if len(self._breakers) >= MAX_BREAKER_SETS:
+                self._breakers.clear()
+            texts = [self.tokenizer.decode([token]) for token in range(self.vocab_size)]
+            found = (token for token, text in enumerate(texts) if any(w in text for w in words))
+            self._breakers[words] = tuple(found)
+        return params.replace(dry_breaker_token_ids=self._breakers[words])
 
     def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
         """Compile the grammar of a structured output; see `Grammars.submit`.

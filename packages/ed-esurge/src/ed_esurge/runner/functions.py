@@ -236,7 +236,8 @@ class Functions:
         cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
         if name == PUT:
             line = np.zeros(self._guides.vocab_size)
-            return state, np.int32(0), line.astype(np.float32), line.astype(np.int32)
+            mu = np.float32(0)
+            return state, np.int32(0), line.astype(np.float32), line.astype(np.int32), mu
         if name == PLACE:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values

@@ -10,6 +10,7 @@ Legend: n rows, v vocabulary, c candidates, l alternatives (`max_logprobs`), a r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
+
+from ed_esurge.runner.filters import kept_of_filters, within_surprise
 
 # Rows with filters (top-k, top-p, min-p) use this number of most probable tokens, and the whole
 # vocabulary only if the filters keep more tokens.
@@ -50,9 +53,25 @@ class SamplerRows:
     presence_penalty: Float[Array, " n"]
     frequency_penalty: Float[Array, " n"]
     repetition_penalty: Float[Array, " n"]
+    typical_p: Float[Array, " n"]
+    top_n_sigma: Float[Array, " n"]
+    xtc_probability: Float[Array, " n"]
+    xtc_threshold: Float[Array, " n"]
+    mirostat: Int[Array, " n"]
+    mirostat_tau: Float[Array, " n"]
+    mirostat_eta: Float[Array, " n"]
+
+    @property
+    def special(self) -> Bool[Array, " n"]:
+        """Whether a row has a filter of `ed_esurge.runner.filters`."""
+        chosen = (self.typical_p < 1) | (self.top_n_sigma > 0) | (self.xtc_probability > 0)
+        return (chosen | (self.mirostat > 0)) & (self.temperature > 0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["bias", "seen", "last"], meta_fields=[])
+_STATE = ["bias", "seen", "last", "mu"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=[])
 @dataclass(frozen=True)
 class SamplerState:
     """Sampling state between steps, stored on the device and donated in each step.
@@ -61,20 +80,30 @@ class SamplerState:
         bias: term added to the logits: biases, and -inf for masked tokens; [a, v].
         seen: `2 * (times generated) + (in the prompt)`; [a, v].
         last: the token that each slot sampled last; [a].
+        mu: limit of the surprise of mirostat, in bits; [a].
     """
 
     bias: Float[Array, "a v"]
     seen: Int[Array, "a v"]
     last: Int[Array, " a"]
+    mu: Float[Array, " a"]
 
     @classmethod
     def create(cls, rows: int, vocab: int) -> SamplerState:
         bias, seen = jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows, vocab), jnp.int32)
-        return cls(bias, seen, jnp.zeros(rows, jnp.int32))
+        return cls(bias, seen, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32))
 
-    def put(self, slot: jax.Array, bias: jax.Array, seen: jax.Array) -> SamplerState:
-        """Return the state with one row of `bias` and `seen` replaced."""
-        return replace(self, bias=self.bias.at[slot].set(bias), seen=self.seen.at[slot].set(seen))
+    def put(
+        self, slot: jax.Array, bias: jax.Array, seen: jax.Array, mu: jax.Array | float = math.nan
+    ) -> SamplerState:
+        """Return the state with one row of `bias` and `seen` replaced; also `mu`, unless NaN."""
+        mu = jnp.where(jnp.isnan(mu), self.mu[slot], mu)
+        return replace(
+            self,
+            bias=self.bias.at[slot].set(bias),
+            seen=self.seen.at[slot].set(seen),
+            mu=self.mu.at[slot].set(mu),
+        )
 
     def read(self, token_ids: Int[Array, " n"], slots: Int[Array, " n"]) -> Int[Array, " n"]:
         """Replace unread tokens (-1) by the last sampled tokens. Each row is one sequence."""
@@ -141,12 +170,15 @@ def sample(
     greedy = first_argmax(adjusted)
     random = rows.temperature > 0
     everything = jnp.full(greedy.shape, -jnp.inf)
+    mu = state.mu.at[rows.slot].get(mode="fill", fill_value=0)
 
-    def drawn() -> tuple[jax.Array, jax.Array]:
-        tokens, cutoff = draw(adjusted, rows)
-        return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything)
+    def drawn() -> tuple[jax.Array, jax.Array, jax.Array]:
+        tokens, cutoff, surprise = draw(adjusted, rows, mu)
+        return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything), surprise
 
-    tokens, cutoff = jax.lax.cond(jnp.any(random), drawn, lambda: (greedy, everything))
+    tokens, cutoff, surprise = jax.lax.cond(
+        jnp.any(random), drawn, lambda: (greedy, everything, jnp.zeros_like(mu))
+    )
     n, count = tokens.shape[0], min(max_logprobs, logits.shape[1])
 
     def measured() -> tuple[jax.Array, ...]:
@@ -167,8 +199,11 @@ def sample(
 
     scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
     seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
+    learns = (rows.mirostat > 0) & random
+    mu = jnp.where(learns, mu - rows.mirostat_eta * (surprise - rows.mirostat_tau), mu)
+    kept = replace(state, seen=seen, mu=state.mu.at[rows.slot].set(mu, mode="drop"))
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    return SampledTokens(jnp.where(finite, tokens, -1), *scores), replace(state, seen=seen)
+    return SampledTokens(jnp.where(finite, tokens, -1), *scores), kept
 
 
 def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Array:
@@ -217,12 +252,20 @@ def sampled_from(
     return jnp.where(kept, scaled, -jnp.inf)
 
 
-def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
+def draw(
+    logits: jax.Array, rows: SamplerRows, mu: Float[Array, " n"]
+) -> tuple[Int[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
     """Sample every row with its temperature and filters.
 
+    Args:
+        logits: adjusted logits.
+        rows: sampling options.
+        mu: limits of the surprise of mirostat.
+
     Returns:
-        the tokens, and the smallest scaled logit that the filters keep. The latter is -inf for a
-        row without filters, and may be -inf if no row requests processed log-probabilities.
+        the tokens, the smallest scaled logit that the filters keep, and the surprise of the tokens
+        in bits. The second is -inf for a row without filters, and may be -inf if no row requests
+        processed log-probabilities. The third is 0 if no row has mirostat.
     """
     vocab = logits.shape[1]
     random = rows.temperature > 0
@@ -239,21 +282,28 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
     # the last one is removed. Top-p within a larger top-k needs the sum over the whole top-k.
     sums_known = (rows.top_k <= few.shape[1]) | (rows.top_k >= vocab)
     complete = ((few_odds[:, -1] < least) & sums_known) | (few.shape[1] == vocab)
+    complete &= ~rows.special
 
-    def among_candidates() -> tuple[jax.Array, jax.Array]:
+    def among_candidates() -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = token_noise(rows, ids)
         kept = few_odds >= least[:, None]
         best = first_argmax(jnp.where(kept, few + noise, -jnp.inf))
         cutoff = jnp.min(jnp.where(kept, few, jnp.inf), axis=-1)
-        return jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0], cutoff
+        tokens = jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0]
+        return tokens, cutoff, jnp.zeros_like(mu)
 
-    def among_all() -> tuple[jax.Array, jax.Array]:
+    def among_all() -> tuple[jax.Array, jax.Array, jax.Array]:
         kept = jax.lax.cond(
-            jnp.any(random & ~unfiltered & ~complete),
+            jnp.any(random & ~unfiltered & ~complete & ~rows.special),
             lambda: kept_of_all(odds, mass, rows),
             lambda: jnp.zeros_like(odds, bool),
         )
         kept = jnp.where(complete[:, None], odds >= least[:, None], kept) | unfiltered[:, None]
+        kept = jax.lax.cond(
+            jnp.any(rows.special),
+            lambda: jnp.where(rows.special[:, None], kept_of_special(scaled, rows, mu), kept),
+            lambda: kept,
+        )
         every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
         tokens = first_argmax(jnp.where(kept, scaled + token_noise(rows, every), -jnp.inf))
         cutoff = jax.lax.cond(
@@ -261,10 +311,44 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
             lambda: jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1),
             lambda: jnp.full(tokens.shape, -jnp.inf),
         )
-        return tokens, cutoff
+
+        def surprise() -> jax.Array:
+            total = jnp.sum(jnp.where(kept, odds, 0.0), axis=-1)
+            chosen = jnp.take_along_axis(odds, tokens[:, None], axis=1)[:, 0]
+            return jnp.log2(total) - jnp.log2(chosen)
+
+        none = jnp.zeros_like(mu)
+        return tokens, cutoff, jax.lax.cond(jnp.any(rows.mirostat > 0), surprise, lambda: none)
 
     enough = (complete & ~unfiltered) | ~random
     return jax.lax.cond(jnp.all(enough), among_candidates, among_all)
+
+
+def kept_of_special(
+    scaled: Float[Array, "n v"], rows: SamplerRows, mu: Float[Array, " n"]
+) -> Bool[Array, "n v"]:
+    """Return a mask of the tokens that the filters of rows with special filters keep.
+
+    Mirostat replaces all other filters, as in llama.cpp.
+    """
+    words = jnp.full((len(mu), 1), jnp.iinfo(jnp.int32).max)  # no id of a token
+    chance = jnp.exp(-jnp.exp(-token_noise(rows, words)[:, 0]))  # uniform in (0, 1)
+    kept = kept_of_filters(
+        scaled,
+        width=rows.top_n_sigma,
+        best=lambda odds: among_best(odds, rows.top_k) | (rows.top_k == 0)[:, None],
+        typical_p=rows.typical_p,
+        top_p=rows.top_p,
+        min_p=rows.min_p,
+        xtc_threshold=rows.xtc_threshold,
+        xtc_active=chance < rows.xtc_probability,
+    )
+
+    def limited() -> jax.Array:
+        within = within_surprise(jnp.exp(scaled), mu, rows.mirostat)
+        return jnp.where((rows.mirostat > 0)[:, None], within, kept)
+
+    return jax.lax.cond(jnp.any(rows.mirostat > 0), limited, lambda: kept)
 
 
 def cutoff_of_best(

@@ -25,17 +25,24 @@ OF_SAMPLING = (
     "top_k",
     "num_logprobs",
     "processed",
+    "mirostat",
     "temperature",
     "top_p",
     "min_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "mirostat_tau",
+    "mirostat_eta",
 )
 NUMBERS = OF_SEQUENCE + OF_SAMPLING
 FLOATS = frozenset(OF_SAMPLING[OF_SAMPLING.index("temperature") :])
 
-Line = tuple[np.int32, np.ndarray, np.ndarray]
+Line = tuple[np.int32, np.ndarray, np.ndarray, np.float32]
 
 
 class SlotTables:
@@ -76,6 +83,7 @@ class SlotTables:
             slot=num_slots,
             num_logprobs=-1,
             top_p=1.0,
+            typical_p=1.0,
             repetition_penalty=1.0,
         )
 
@@ -142,6 +150,13 @@ class SlotTables:
                 top_k=max(params.top_k, 0),
                 top_p=params.top_p,
                 min_p=params.min_p,
+                typical_p=params.typical_p,
+                top_n_sigma=max(params.top_n_sigma, 0.0),
+                xtc_probability=params.xtc_probability,
+                xtc_threshold=params.xtc_threshold,
+                mirostat=params.mirostat,
+                mirostat_tau=params.mirostat_tau,
+                mirostat_eta=params.mirostat_eta,
             )
 
     def grow(self, row: PlanRow) -> None:
@@ -231,8 +246,9 @@ class Adjustment:
     def __init__(self, new: NewSequence, params: SamplingParams, vocab_size: int) -> None:
         self._new, self._params, self._vocab_size = new, params, vocab_size
         self._tokens = list(new.token_ids)
-        # Tokens counted, banned tokens, and the only allowed token.
-        self.held: tuple[int, frozenset[int], int | None] | None = None
+        # Tokens counted, banned tokens, the only allowed token, and penalties of repetitions.
+        self.held: tuple[int, frozenset[int], int | None, dict[int, float]] | None = None
+        self._begun = False
 
     def grow(self, row: PlanRow) -> None:
         """Append the new tokens of a row."""
@@ -240,14 +256,24 @@ class Adjustment:
             self._tokens[row.start :] = row.token_ids
 
     def update(self) -> Line | None:
-        """Return `(slot, bias [v], seen [v])` if the row must be written before the next sampling;
-        None otherwise."""
-        banned, forced = self._banned(), self._forced()
-        now = (len(self._tokens), banned, forced)
+        """Return `(slot, bias [v], seen [v], mu)` if the row must be written before the next
+        sampling; None otherwise. `mu` is NaN if the row keeps its limit of mirostat."""
+        banned, forced, repeated = self._banned(), self._forced(), self._repeated()
+        now = (len(self._tokens), banned, forced, repeated)
         if self.held == now:
             return None
         self.held = now
-        return np.int32(self._new.slot), self._bias(banned, forced), self._seen()
+        mu = np.float32(np.nan if self._begun else 2 * self._params.mirostat_tau)
+        self._begun = True
+        bias = self._bias(banned, forced)
+        for token, penalty in repeated.items():
+            bias[token] -= penalty
+        return np.int32(self._new.slot), bias, self._seen(), mu
+
+    def _repeated(self) -> dict[int, float]:
+        """Return the penalties of tokens that would continue a repetition (DRY)."""
+        penalty = self._params.repetition_of_sequences
+        return {} if penalty is None else penalty.of(self._tokens)
 
     def sampled(self, count: int) -> None:
         """Record that the device counts `count` more tokens."""
@@ -270,6 +296,11 @@ class Adjustment:
 
     def _forced(self) -> int | None:
         """Return the only token that is allowed next; None = no such token."""
+        budget = self._params.thinking_budget
+        if budget is not None:
+            forced = budget.forced(self._tokens[self._new.prompt_len :])
+            if forced is not None:
+                return forced
         new, count = self._new, len(self._tokens) - self._new.prompt_len
         ends = new.rules is not None and new.rules.forces_end(count, new.max_tokens)
         return new.rules.forced_eos_token_id if new.rules is not None and ends else None

@@ -74,6 +74,7 @@ class AppOptions(TypedDict, total=False):
     share_prefix_cache: bool
     allowed_media_domains: Sequence[str]
     model_directory: ModelLoading | None
+    trust_request_chat_template: bool
 
 
 def create_app(
@@ -98,6 +99,7 @@ def create_app(
     share_prefix_cache: bool = False,
     allowed_media_domains: Sequence[str] = (),
     model_directory: ModelLoading | None = None,
+    trust_request_chat_template: bool = False,
 ) -> FastAPI:
     """Create the application that serves one or several engines.
 
@@ -139,6 +141,8 @@ def create_app(
             requests must contain their images as `data:` URLs.
         model_directory: further models, which are loaded when a request needs them. None = only the
             models of `engine`. With a directory, `engine` may be an empty mapping.
+        trust_request_chat_template: whether chat requests may contain a `chat_template`. Templates
+            run in Jinja's sandbox, but can use much processor time and memory.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is unknown, or two models have the same
@@ -154,7 +158,13 @@ def create_app(
         tracing = Tracing(provider_for(otlp_traces_endpoint))
     keys = _keys(api_key, admin_api_key)
     state = ServerState(
-        limits, tracing, enable_sleep_mode, unknown_fields, keys, share_prefix_cache
+        limits,
+        tracing,
+        enable_sleep_mode,
+        unknown_fields,
+        keys,
+        share_prefix_cache,
+        trust_request_chat_template,
     )
     metrics = ServerMetrics()
 

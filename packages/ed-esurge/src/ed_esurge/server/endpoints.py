@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ed_esurge.server import easylm
 from ed_esurge.server.batches import endpoints as batches
+from ed_esurge.server.llama_cpp import endpoints as llama_cpp
 from ed_esurge.server.messages import endpoint as messages
 from ed_esurge.server.ollama import endpoints as ollama
 from ed_esurge.server.openai import (
@@ -27,6 +28,7 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *ollama.ENDPOINTS,
+    *llama_cpp.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *pooling.ENDPOINTS,
     *ranking.ENDPOINTS,

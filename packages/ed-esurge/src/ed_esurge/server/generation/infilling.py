@@ -10,7 +10,7 @@ from typing import Protocol
 class Vocabulary(Protocol):
     """The part of a tokenizer that decides whether a model can fill gaps."""
 
-    def get_vocab(self) -> dict[str, int]:
+    def get_vocab(self) -> Mapping[str, int]:
         """Return the id of each token."""
         ...
 

@@ -35,10 +35,11 @@ class TokenTexts:
     Args:
         tokenizer: a Hugging Face tokenizer. Its decoder determines how pieces represent bytes:
             `ByteLevel` (GPT-2's letters), or SentencePiece's `▁` and `<0x0A>`.
+        as_ids: whether the texts are the ids of the tokens, `token_id:5`.
     """
 
-    def __init__(self, tokenizer: ServedTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: ServedTokenizer, *, as_ids: bool = False) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
         added = tokenizer.added_tokens_decoder
         self._added = set(added)
         self._special = {token for token, what in added.items() if what.special}
@@ -60,6 +61,8 @@ class TokenTexts:
 
     def text_of(self, token: int) -> str:
         """Return the text of the token, or `bytes:\\x..` for incomplete characters."""
+        if self._as_ids:
+            return f"token_id:{token}"
         found = self._texts.get(token)
         if found is None:
             raw = self.bytes_of(token)

@@ -33,7 +33,7 @@ from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
 from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
-from ed_esurge.server.generation.requests import GenerationRequest
+from ed_esurge.server.generation.requests import LLAMA_SAMPLERS, GenerationRequest
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable
@@ -57,6 +57,7 @@ class ServerState:
         unknown_fields: policy for unknown request fields: "ignore", "warn" or "refuse".
         keys: the API keys of the server.
         share_prefix_cache: whether the keys share cached prefixes.
+        trust_request_chat_template: whether requests may contain chat templates.
 
     Attributes:
         draining: whether the server is stopping.
@@ -73,7 +74,9 @@ class ServerState:
         unknown_fields: str = "warn",
         keys: Sequence[ApiKey] = (),
         share_prefix_cache: bool = False,
+        trust_request_chat_template: bool = False,
     ) -> None:
+        self.trust_request_chat_template = trust_request_chat_template
         self.limits, self.tracing = limits, tracing
         self.enable_sleep_mode = enable_sleep_mode
         self.keys, self.share_prefix_cache = tuple(keys), share_prefix_cache
@@ -142,7 +145,12 @@ class ServedModel:
         self.decoding: asyncio.Task[str | None] | None = None
         """The last decode check; see `operations.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
+        self._id_texts = TokenTexts(prompts.tokenizer, as_ids=True)
         self.created = int(time.time())
+
+    def texts_for(self, request: GenerationRequest) -> TokenTexts:
+        """Return the texts of tokens in the log-probabilities of an answer."""
+        return self._id_texts if request.return_tokens_as_token_ids else self.texts
 
     @property
     def task(self) -> TaskType:
@@ -197,6 +205,7 @@ class ServedModel:
                 "top_k",
                 "min_p",
                 "repetition_penalty",
+                *LLAMA_SAMPLERS,
                 "min_tokens",
                 "stop_token_ids",
                 "ignore_eos",

@@ -20,7 +20,7 @@ from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from ed_esurge.replies.blocks import BlockTracker, Change
-from ed_esurge.replies.events import CallEnds, Event, Reply, ReplyText
+from ed_esurge.replies.events import CallEnds, Event, Reasoning, Reply, ReplyText
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.prompts import EncodedPrompt
@@ -218,6 +218,7 @@ class ChatGeneration:
             body = with_defaults(body, model.definition, messages_only=own_options)
         model.check_generations(body.n)
         model.formats.check(body)
+        check_template(model, body)
         prompt = plain or await model.prompts.chat(body, size_of(request))
         if tokens:
             prompt = prompt.after(tokens)
@@ -232,6 +233,9 @@ class ChatGeneration:
         more: dict[str, Any] = {}
         if model.formats.shows_special(body):
             more["skip_special_tokens"] = False
+        budget = body.thinking_token_budget
+        if budget is not None and budget >= 0:
+            more["thinking_budget"] = model.formats.thinking_budget(budget, ending)
         ends = () if plain is not None else model.formats.ends_of_thoughts(ending)
         structured = await compile_one(model.engine, _structured_outputs(body), ends)
         if structured is not None:
@@ -291,6 +295,8 @@ class ChatGeneration:
                 by_name = isinstance(self.body.tool_choice, NamedTool)
                 if reason == "stop" and out.index in self._called and not by_name:
                     reason = "tool_calls"
+            if not self.body.include_reasoning:
+                events = [event for event in events if not isinstance(event, Reasoning)]
             result.append(ReplyPiece(out.index, events, out, reason))
         return result
 
@@ -351,6 +357,17 @@ def with_defaults(
     start = 1 if own else 0
     messages = [*body.messages[:start], *messages, *body.messages[start:]]
     return body.model_copy(update={**values, "messages": messages})
+
+
+def check_template(model: ServedModel, body: ChatRequest) -> None:
+    """Check that the server accepts the template of a request. Raises APIError: 400."""
+    if body.chat_template is not None and not model.state.trust_request_chat_template:
+        raise APIError(
+            "chat templates of clients are not supported by this server: start the server with "
+            "--trust-request-chat-template, or send chat_template_kwargs",
+            param="chat_template",
+            code="unsupported_value",
+        )
 
 
 def _structured_outputs(body: ChatRequest) -> dict[str, StructuredOutputs]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -399,17 +400,21 @@ class PromptEncoder:
         Raises:
             APIError: 400, see `conversation`; or the template does not support `reasoning_effort`.
         """
+        return await self.conversation(request.messages, **self._arguments(request), size=size)
+
+    def _arguments(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the arguments of `conversation` for a chat request."""
         variables = request.chat_template_kwargs or {}
         if request.reasoning_effort is not None:
             variables = {**self._thinking(request.reasoning_effort), **variables}
-        return await self.conversation(
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            variables=variables,
-            tools=() if request.tool_choice == "none" else request.tools,
-            size=size,
-        )
+        return {
+            "add_generation_prompt": request.add_generation_prompt,
+            "continue_final_message": request.continue_final_message,
+            "variables": variables,
+            "tools": () if request.tool_choice == "none" else request.tools,
+            "documents": request.documents,
+            "chat_template": request.chat_template,
+        }
 
     def _thinking(self, effort: str) -> dict[str, Any]:
         """Return the template's variables for the amount of thinking.
@@ -436,18 +441,72 @@ class PromptEncoder:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
         tools: Sequence[Tool] = (),
+        documents: Sequence[dict[str, Any]] = (),
+        chat_template: str | None = None,
         size: int = 0,
     ) -> EncodedPrompt:
         """Return the prompt of messages. Text in messages never becomes a special token.
 
         Args:
+            documents: documents for the template.
+            chat_template: Jinja text that replaces the template of the model.
             size: length of the request's body in bytes, which selects whether a thread is used.
 
         Raises:
             APIError: 400, there is no template, it rejects the conversation, or an image is
                 invalid.
         """
+        render = self._rendering(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+        )
+        sources = await self.images.sources(messages)
+
+        def work() -> EncodedPrompt:
+            template, text, marks = render()
+            tokens = template.encode(text, marks)
+            if not sources:
+                return EncodedPrompt(tokens)
+            return EncodedPrompt(*self.images.encode(tokens, sources))
+
+        weight = size + 100 * (len(messages) + len(tools))
+        return await self._aside(work, LONG_TEXT if sources else weight)
+
+    async def text_of(self, request: ChatRequest) -> str:
+        """Return the text of a chat request after the template.
+
+        Raises:
+            APIError: see `conversation`.
+        """
+        render = self._rendering(request.messages, **self._arguments(request))
+
+        def work() -> str:
+            template, text, marks = render()
+            return template.plain(text, marks)
+
+        return await self._aside(work, LONG_TEXT)
+
+    def _rendering(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: dict[str, Any] | None,
+        tools: Sequence[Tool],
+        documents: Sequence[dict[str, Any]],
+        chat_template: str | None,
+    ) -> Callable[[], tuple[ChatTemplate, str, re.Pattern[str]]]:
+        """Return a function that renders a conversation: the template, the text and the pattern of
+        its marks. See `conversation` and `ChatTemplate.render`."""
         template = self._template
+        if chat_template is not None:
+            template = ChatTemplate(self.tokenizer, chat_template)
         if template is None:
             raise APIError(
                 "this model has no chat template, which messages require: use /v1/completions, or "
@@ -463,15 +522,25 @@ class PromptEncoder:
                 param="chat_template_kwargs",
             )
 
-        sources = await self.images.sources(messages)
+        if documents and template.source is None and "documents" not in self.template_text:
+            raise APIError(
+                "documents are not supported by this model's chat template: put them into a "
+                "message",
+                param="documents",
+                code="unsupported_value",
+            )
 
-        def work() -> EncodedPrompt:
+        def work() -> tuple[ChatTemplate, str, re.Pattern[str]]:
             texts = [message.for_template() for message in messages]
             if self._parts:
                 for text in texts:
                     if isinstance(text["content"], str):
                         text["content"] = [{"type": "text", "text": text["content"]}]
-            offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+            offered: dict[str, Any] = {}
+            if tools:
+                offered["tools"] = [tool.for_template() for tool in tools]
+            if documents:
+                offered["documents"] = list(documents)
             self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
             try:
                 text, marks = template.render(
@@ -492,13 +561,9 @@ class PromptEncoder:
                 raise APIError(
                     f"the messages are not valid Unicode: {error.reason}", param="messages"
                 ) from error
-            tokens = template.encode(text, marks)
-            if not sources:
-                return EncodedPrompt(tokens)
-            return EncodedPrompt(*self.images.encode(tokens, sources))
+            return template, text, marks
 
-        weight = size + 100 * (len(messages) + len(tools))
-        return await self._aside(work, LONG_TEXT if sources else weight)
+        return work
 
 
 def invalid_token(error: TokenIdError, param: str) -> APIError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ed_esurge.core.thinking import ThinkingBudget
 from ed_esurge.replies.forced import LISTED, NamedCall
 from ed_esurge.replies.formats import FormatT, by_name, detect
 from ed_esurge.replies.parser import Calls, ReplyParser
@@ -44,7 +45,7 @@ class ReplyFormats:
         tool_parser_name: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        self.enabled = enable_function_calling
+        self.enabled, self._tokenizer = enable_function_calling, tokenizer
         vocabulary = tokenizer.get_vocab()
 
         def choose(table: Mapping[str, FormatT], name: str, option: str) -> FormatT | None:
@@ -116,6 +117,29 @@ class ReplyFormats:
     def thinks(self, ending: str) -> bool:
         """Return whether the reply to a prompt with this ending begins with thoughts."""
         return self.reasoning is not None and ending.rstrip().endswith(self.reasoning.opens)
+
+    def thinking_budget(self, tokens: int, ending: str) -> ThinkingBudget:
+        """Return the limit of the thoughts of a reply to a prompt with this ending.
+
+        Raises:
+            APIError: 400, the model has no thoughts.
+        """
+        form = self.reasoning
+        if form is None:
+            raise APIError(
+                "the format of this model's thoughts is unknown: omit it, or start the server with "
+                "reasoning_parser",
+                param="thinking_token_budget",
+                code="unsupported_value",
+            )
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        start = () if self.thinks(ending) else ids(form.opens[0])
+        return ThinkingBudget(
+            tokens=tokens, end_token_ids=ids(form.closes[0]), start_token_ids=start
+        )
 
     def ends_of_thoughts(self, ending: str) -> tuple[str, ...]:
         """Return the texts that end the thoughts at the beginning of a reply.

@@ -25,8 +25,6 @@ from ed_esurge.server.generation.structured import (
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, RequestBody, TokenIds, few, parts_of, unsupported
 
-_DRAFTS = "send temperature, top_k, top_p and min_p"
-
 
 class OtherSamplers(RequestBody):
     """Sampling fields of vLLM, SGLang, llama.cpp and text-generation-inference."""
@@ -43,9 +41,6 @@ class OtherSamplers(RequestBody):
     repetition_detection: Annotated[
         None, unsupported("repetition_detection; send repetition_penalty")
     ] = None
-    thinking_token_budget: Annotated[
-        None, unsupported("thinking_token_budget; send max_tokens, or reasoning_effort", -1)
-    ] = None
     kv_transfer_params: Annotated[None, unsupported("transfers of pages between servers", {})] = (
         None
     )
@@ -53,39 +48,40 @@ class OtherSamplers(RequestBody):
     prompt_embeds: Annotated[
         None, unsupported("embeddings as a prompt; send text or token ids", [])
     ] = None
-    return_tokens_as_token_ids: Annotated[None, unsupported("send return_token_ids", False)] = None
     guided_whitespace_pattern: Annotated[None, unsupported("send guided_grammar")] = None
-    typical_p: Annotated[None, unsupported(f"typical_p; {_DRAFTS}", 1, 1.0)] = None
-    mirostat: Annotated[None, unsupported(f"mirostat; {_DRAFTS}", 0)] = None
-    dry_multiplier: Annotated[
-        None, unsupported("dry_multiplier; send repetition_penalty", 0, 0.0)
+    tfs_z: Annotated[None, unsupported("tail-free sampling; send min_p", 1, 1.0)] = None
+    top_a: Annotated[None, unsupported("top-a; send min_p", 0, 0.0)] = None
+    dynatemp_range: Annotated[None, unsupported("dynamic temperatures", 0, 0.0)] = None
+    repeat_last_n: Annotated[
+        None, unsupported("the penalties read all tokens; send repeat_last_n -1", -1)
     ] = None
-    xtc_probability: Annotated[None, unsupported(f"xtc_probability; {_DRAFTS}", 0, 0.0)] = None
+    samplers: Annotated[
+        None, unsupported("the order of the samplers is fixed; omit unused samplers")
+    ] = None
     repeat_penalty: Annotated[None, unsupported("send repetition_penalty", 1, 1.0)] = None
 
 
 class OtherTemplates(RequestBody):
     """Fields of vLLM's chat requests about the chat template."""
 
-    chat_template: Annotated[
-        None, unsupported("templates of clients; start the server with chat_template")
-    ] = None
-    documents: Annotated[None, unsupported("documents; put them into a message", [])] = None
     mm_processor_kwargs: Annotated[None, unsupported("options of the processor", {})] = None
     echo: Annotated[None, unsupported("echo of a conversation; use /v1/completions", False)] = None
     add_special_tokens: Annotated[None, unsupported("the chat template adds them", False)] = None
     best_of: Annotated[None, unsupported("best_of of a conversation; send n", 1)] = None
-    include_reasoning: Annotated[
-        None, unsupported("removal of thoughts; ignore reasoning_content", True)
-    ] = None
 
 
 #: Amount of thinking, in the terms of OpenAI and Anthropic.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+#: Fields of requests and sampling options with llama.cpp's names.
+LLAMA_SAMPLERS = (
+    *("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "mirostat", "mirostat_tau", "mirostat_eta"),
+)
 MAX_LOGPROBS = 20
 # Limits of the items of a request, which are examined one by one.
-MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
+MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS, MAX_DOCUMENTS = 4096, 2048, 1024, 256
 MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
 
 
@@ -176,6 +172,20 @@ class GenerationRequest(Guided, OtherSamplers):
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
+    # Samplers of llama.cpp, with its names.
+    typical_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_n_sigma: Annotated[float | None, Field(ge=-1, le=1e6)] = None
+    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_threshold: Annotated[float | None, Field(ge=0, le=1)] = None
+    dry_multiplier: Annotated[float | None, Field(ge=0, le=1e6)] = None
+    dry_base: Annotated[float | None, Field(ge=1, le=1e6)] = None
+    dry_allowed_length: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    dry_penalty_last_n: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    dry_sequence_breakers: Annotated[list[Word] | None, few(MAX_STOPS)] = None
+    mirostat: Annotated[int | None, Field(ge=0, le=2)] = None
+    mirostat_tau: Annotated[float | None, Field(ge=0, le=100)] = None
+    mirostat_eta: Annotated[float | None, Field(ge=0, le=1)] = None
+
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop_token_ids: Annotated[TokenIds | None, few(MAX_STOP_TOKENS)] = None
     allowed_token_ids: Annotated[TokenIds | None, few(MAX_LISTED)] = None
@@ -186,6 +196,8 @@ class GenerationRequest(Guided, OtherSamplers):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Whether log-probabilities name tokens as `token_id:5`."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
@@ -241,6 +253,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     add_special_tokens: bool = True  # extension
+    thinking_token_budget: Annotated[
+        None, unsupported("a completion has no thoughts; use /v1/chat/completions", -1)
+    ] = None
     suffix: Annotated[
         None,
         unsupported(
@@ -379,6 +394,14 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[str | None, Field(min_length=1, max_length=2**16)] = None
+    """A Jinja template for this request, if the server has `trust_request_chat_template`."""
+    documents: Annotated[list[dict[str, Any]], few(MAX_DOCUMENTS)] = Field(default_factory=list)
+    """Documents for a chat template that renders documents."""
+    include_reasoning: bool = True
+    """Whether the answer contains the thoughts of the model."""
+    thinking_token_budget: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    """Maximum number of tokens of the thoughts; -1 = no limit."""
 
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = None

@@ -149,7 +149,7 @@ class Admission:
                 code="origin_not_allowed",
             )
             await error.response()(scope, receive, send)
-        elif scope["method"] != "POST":
+        elif scope["method"] not in ("POST", "DELETE"):
             await self.app(scope, receive, send)
         elif self.running >= self.max_requests:
             error = APIError(

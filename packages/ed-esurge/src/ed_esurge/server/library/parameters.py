@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ed_esurge.server.generation.requests import Stops
-from ed_esurge.server.http.fields import RequestBody, unsupported
+from ed_esurge.sampling import MAX_STOPS, Word
+from ed_esurge.server.generation.requests import LLAMA_SAMPLERS, Stops
+from ed_esurge.server.http.fields import RequestBody, few, unsupported
 
 #: Ollama's defaults, which differ from those of OpenAI.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
@@ -17,9 +18,9 @@ FIELDS = {
     **{
         name: name
         for name in (
-            *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
+            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
             *("presence_penalty", "frequency_penalty"),
-            *("mirostat", "mirostat_tau", "mirostat_eta"),
+            *LLAMA_SAMPLERS,
         )
     },
     "repeat_penalty": "repetition_penalty",
@@ -48,6 +49,14 @@ class SamplingOptions(RequestBody):
     repeat_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    top_n_sigma: Annotated[float | None, Field(ge=-1, le=1e6)] = None
+    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_threshold: Annotated[float | None, Field(ge=0, le=1)] = None
+    dry_multiplier: Annotated[float | None, Field(ge=0, le=1e6)] = None
+    dry_base: Annotated[float | None, Field(ge=1, le=1e6)] = None
+    dry_allowed_length: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    dry_penalty_last_n: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    dry_sequence_breakers: Annotated[list[Word] | None, few(MAX_STOPS)] = None
     mirostat: Annotated[int | None, Field(ge=0, le=2)] = None
     mirostat_tau: Annotated[float | None, Field(ge=0, le=100)] = None
     mirostat_eta: Annotated[float | None, Field(ge=0, le=1)] = None

@@ -17,13 +17,12 @@ async def _refuse(server: ServedModels, request: Request) -> Response:
     raise APIError(
         f"this server neither downloads nor uploads models, so {request.url.path[:160]} is not "
         "available: put a checkpoint into the directory of --model-dir",
-        status=403,
         code="not_available",
     )
 
 
 _refused = partial(
-    Endpoint, answer=_refuse, returns=OllamaError, method="POST", refusals=(401, 403, 421)
+    Endpoint, answer=_refuse, returns=OllamaError, method="POST", refusals=(400, 401, 421)
 )
 ENDPOINTS = (
     _refused("/api/pull", "Refuse the download of a model."),

@@ -95,7 +95,9 @@ def _logprobs(
 ) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
-    return chat_logprobs(model.texts, out.token_ids, out.logprobs or [], body.top_logprobs or 0)
+    return chat_logprobs(
+        model.texts_for(body), out.token_ids, out.logprobs or [], body.top_logprobs or 0
+    )
 
 
 def _deltas(events: Sequence[Event]) -> list[str]:

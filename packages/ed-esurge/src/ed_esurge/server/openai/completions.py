@@ -163,7 +163,8 @@ class _Completions:
 
     def _writer(self) -> CompletionLogprobs | None:
         count = self.body.logprobs
-        return None if count is None else CompletionLogprobs(self.generation.model.texts, count)
+        texts = self.generation.model.texts_for(self.body)
+        return None if count is None else CompletionLogprobs(texts, count)
 
     def _usage(self) -> dict[str, Any]:
         return openai_usage(self.generation, completion_tokens=0 if self._scores_only else None)

@@ -1,0 +1,42 @@
+"""`POST /apply-template`: the text of a conversation after the chat template."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from ed_esurge.server.generation.abilities import GENERATES
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import check_template
+from ed_esurge.server.generation.requests import ChatRequest
+from ed_esurge.server.routing import post
+
+
+class AppliedTemplate(AnswerBody):
+    """Answer of `POST /apply-template`."""
+
+    prompt: str
+
+
+async def apply_template(model: ServedModel, body: ChatRequest, request: Request) -> Response:
+    """Return the text of a chat request. Nothing is generated.
+
+    Raises:
+        APIError: 400, there is no template, or the template rejects the conversation.
+    """
+    model.formats.check(body)
+    check_template(model, body)
+    return JSONResponse({"prompt": await model.prompts.text_of(body)})
+
+
+ENDPOINTS = (
+    post(
+        "/apply-template",
+        "Return a conversation as text in the format of llama.cpp's server.",
+        apply_template,
+        ChatRequest,
+        AppliedTemplate,
+        ability=GENERATES,
+    ),
+)

@@ -1,0 +1,85 @@
+"""`GET /props`: the properties of a model and its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+from ed_esurge.sampling import SamplingParams
+from ed_esurge.server.generation.abilities import SPEECH_TASKS
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.requests import LLAMA_SAMPLERS
+from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.operations.health import server_version
+from ed_esurge.server.routing import READING, Endpoint
+
+_SHOWN = (
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *LLAMA_SAMPLERS,
+)
+
+
+class ServerProps(AnswerBody):
+    """Answer of `GET /props`. Paths of files are omitted."""
+
+    default_generation_settings: dict[str, Any]
+    """`n_ctx`, and under `params` the defaults of sampling options."""
+    total_slots: int
+    """Maximum number of running sequences."""
+    model_alias: str
+    chat_template: str
+    modalities: dict[str, bool]
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool
+
+
+async def props(server: ServedModels, request: Request) -> JSONResponse:
+    """Return the properties of a model; query parameter: `model`.
+
+    Raises:
+        APIError: 404, the model does not exist.
+    """
+    name = request.query_params.get("model")
+    async with server.using(name, owner_of(request.scope)) as model:
+        return JSONResponse(_properties(model))
+
+
+def _properties(model: ServedModel) -> dict[str, Any]:
+    defaults = SamplingParams()
+    tokenizer = model.prompts.tokenizer
+    known = {field: getattr(defaults, field) for field in _SHOWN}
+    settings = {
+        **{field: list(v) if isinstance(v, tuple) else v for field, v in known.items()},
+        "repeat_penalty": defaults.repetition_penalty,
+    }
+    return {
+        "default_generation_settings": {"n_ctx": model.prompts.max_model_len, "params": settings},
+        "total_slots": model.engine.config.max_num_seqs,
+        "model_alias": model.name,
+        "chat_template": model.prompts.template_text,
+        "modalities": {
+            "vision": "pixel_values" in getattr(model.engine, "input_names", ()),
+            "audio": model.task in SPEECH_TASKS,
+        },
+        "bos_token": str(getattr(tokenizer, "bos_token", None) or ""),
+        "eos_token": str(getattr(tokenizer, "eos_token", None) or ""),
+        "build_info": f"ed-esurge {server_version()}",
+        "is_sleeping": model.engine.is_sleeping,
+    }
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/props",
+        "Return the properties of a model in the format of llama.cpp's server.",
+        props,
+        ServerProps,
+        refusals=(*READING, 400, 404, 500, 503),
+    ),
+)
