@@ -170,5 +170,6 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
         *("ChatMessage", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
         *("AnthropicMessage", "TextBlock", "ToolUse", "ToolResult", "Thinking"),
         *("ResponsePart", "ImagePart", "ImageURL"),
+        *("OllamaMessage", "OllamaCall", "FunctionOfCall"),
         *("MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
     }
