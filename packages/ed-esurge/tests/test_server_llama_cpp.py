@@ -43,7 +43,7 @@ def test_props_and_slots_describe_the_model(http, engine):
 
 
 def test_apply_template_returns_the_prompt_of_a_chat_request(http, engine):
-    body = {"messages": [{"role": "user", "content": "reply <|fim_prefix|> plain"}]}
+    body = {"messages": [{"role": "user", "content": "reply plain <|fim_prefix|>"}]}
     text = http.post("/apply-template", json=body).json()["prompt"]
     http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
     assert text == engine.prompts[-1]
@@ -94,7 +94,9 @@ def test_samplers_of_llama_cpp_reach_the_engine(http, engine):
         "mirostat_tau": 4.0,
         "mirostat_eta": 0.2,
     }
-    client = openai.OpenAI(base_url=f"{http.base_url}v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(
+        base_url=f"{str(http.base_url).rstrip('/')}/v1", api_key="none", max_retries=0
+    )
     client.chat.completions.create(**CHAT, extra_body=given)
     client.completions.create(model="scripted", prompt="reply plain", extra_body=given)
     for params in [*engine.requests.values()][-2:]:
@@ -112,7 +114,7 @@ def test_thoughts_are_omitted_without_include_reasoning(http):
     assert whole["choices"][0]["message"]["content"].startswith("One moment.")
     body = {**CHAT, "include_reasoning": False, "stream": True}
     streamed = http.post("/v1/chat/completions", json=body).text
-    assert "One" in streamed
+    assert '"content":"O"' in streamed
     assert "reasoning_content" not in streamed
 
 
