@@ -64,9 +64,9 @@ def main() -> None:
                 continue
             print(f"{name}: {error:.1e}", flush=True)
             worst[subject.model_type] = max(error, worst.get(subject.model_type, 0.0))
-    results |= {name: float(f"{error:.1e}") for name, error in worst.items()}
-    text = json.dumps(dict(sorted(results.items())), indent=2)
-    RESULTS.write_text(text + "\n", encoding="utf-8")
+            results[subject.model_type] = float(f"{worst[subject.model_type]:.1e}")
+            text = json.dumps(dict(sorted(results.items())), indent=2)
+            RESULTS.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def test_model_read_from_float32_gguf_is_bit_equal(llama: Any, tmp_path: Path) -
     assert again.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0", "q4_0"])
 def test_matrices_of_gguf_have_the_values_of_the_format(
     dtype: str, llama: Any, tmp_path: Path
@@ -86,6 +87,7 @@ def test_matrices_of_gguf_have_the_values_of_the_format(
     np.testing.assert_array_equal(read[norm], own[norm])
 
 
+@pytest.mark.nightly
 def test_int8_codes_represent_q8_0_exactly(llama: Any, tmp_path: Path) -> None:
     path = llama.save_gguf(tmp_path / "model.gguf", dtype="q8_0")
     rules = {"dtype": "int8", "group_size": 32}
@@ -96,6 +98,7 @@ def test_int8_codes_represent_q8_0_exactly(llama: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, plain[name], err_msg=name)
 
 
+@pytest.mark.nightly
 def test_directory_and_file_name_select_the_gguf_file(llama: Any, tmp_path: Path) -> None:
     llama.save_gguf(tmp_path / "one.gguf", dtype="f16")
     assert load(tmp_path).config.hidden_size == 64
@@ -109,6 +112,7 @@ def test_directory_and_file_name_select_the_gguf_file(llama: Any, tmp_path: Path
         load(tmp_path, gguf_file="../one.gguf")
 
 
+@pytest.mark.nightly
 def test_body_and_classifier_load_from_gguf(llama: Any, tmp_path: Path) -> None:
     path = llama.save_gguf(tmp_path / "model.gguf")
     body = hub.from_pretrained(path, task="base-module", **ONE)
@@ -117,6 +121,7 @@ def test_body_and_classifier_load_from_gguf(llama: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, own[f"model.{name}"], err_msg=name)
 
 
+@pytest.mark.nightly
 def test_model_is_split_over_files(llama: Any, tmp_path: Path) -> None:
     from gguf import GGUFWriter
 
@@ -148,6 +153,7 @@ def test_model_is_split_over_files(llama: Any, tmp_path: Path) -> None:
         load(tmp_path / "model-00001-of-00002.gguf")
 
 
+@pytest.mark.nightly
 def test_fused_and_merged_tensors_of_other_writers_are_read(tmp_path: Path) -> None:
     """Queries, keys and values in one tensor, and experts with gate and input in one tensor."""
     from ed_models.checkpoints.gguf import layouts, table
@@ -182,6 +188,7 @@ def test_model_that_llama_cpp_computes_otherwise_is_not_written(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_unknown_architecture_names_the_known_ones(llama: Any, tmp_path: Path) -> None:
     path = llama.save_gguf(tmp_path / "model.gguf")
     content = path.read_bytes().replace(b"llama", b"lamma")
@@ -190,6 +197,7 @@ def test_unknown_architecture_names_the_known_ones(llama: Any, tmp_path: Path) -
         load(path)
 
 
+@pytest.mark.nightly
 def test_quantized_model_and_unknown_format_raise_config_errors(llama: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dequantize"):
         llama.quantize({"dtype": "int8"}).save_gguf(tmp_path / "model.gguf")
@@ -199,6 +207,7 @@ def test_quantized_model_and_unknown_format_raise_config_errors(llama: Any, tmp_
         llama.save_gguf(tmp_path)
 
 
+@pytest.mark.nightly
 def test_tensors_that_do_not_fit_the_metadata_are_listed(llama: Any, tmp_path: Path) -> None:
     path = llama.save_gguf(tmp_path / "model.gguf")
     content = path.read_bytes().replace(b"blk.0.ffn_down", b"blk.0.ffn_dowm")
@@ -208,6 +217,7 @@ def test_tensors_that_do_not_fit_the_metadata_are_listed(llama: Any, tmp_path: P
     assert "blk.0.ffn_down.weight" in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_parameters_are_read_by_every_device(llama: Any, tmp_path: Path) -> None:
     path = llama.save_gguf(tmp_path / "model.gguf", dtype="q8_0")
     whole = parameters(load(path))
