@@ -34,11 +34,13 @@ class EncoderItems(Protocol):
     Attributes:
         names: names of the arrays.
         longest: maximum number of encoder positions of an item.
+        features: size of the output of an encoder position.
         has_axes: whether tokens have rotary positions along time, height and width.
     """
 
     names: tuple[str, ...]
     longest: int
+    features: int
     has_axes: bool
 
     def examples(self) -> list[Arrays]:
@@ -102,7 +104,7 @@ class FixedImages:
         def embeddings(state: nnx.State) -> jax.Array:
             return cast(LanguageModel, nnx.merge(graphdef, state)).encode(inputs).embeddings
 
-        self.longest = jax.eval_shape(embeddings, state).shape[1]
+        _, self.longest, self.features = jax.eval_shape(embeddings, state).shape
 
     def examples(self) -> list[Arrays]:
         """See `EncoderItems.examples`."""
@@ -143,6 +145,7 @@ class PackedImages:
         self.merge = model.merge
         self._numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.longest = min(max_model_len, MOST_FEATURES)
+        self.features = model.encoded_features
 
     def examples(self) -> list[Arrays]:
         """See `EncoderItems.examples`."""

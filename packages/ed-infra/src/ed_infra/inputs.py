@@ -177,11 +177,12 @@ class Features:
     """Embeddings that replace the embeddings of placeholder tokens.
 
     Attributes:
-        values: [b, n, d].
+        values: [b, n, d], or [b, n, m * d] with further features that the first m - 1 layers add
+            to their outputs (Qwen3-VL).
         index: [b, s], index into the `values` of the row; -1 keeps the embedding of the token.
     """
 
-    values: Float[Array, "b n d"]
+    values: Float[Array, "b n _"]
     index: Int[Array, "b s"]
 
     @classmethod
@@ -193,5 +194,21 @@ class Features:
     def insert(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Return token embeddings [b, s, d] in which features replace the placeholders."""
         index = jnp.maximum(self.index, 0)[..., None]
-        features = jnp.take_along_axis(self.values.astype(x.dtype), index, axis=1)
+        values = self.values[..., : x.shape[-1]].astype(x.dtype)
+        features = jnp.take_along_axis(values, index, axis=1)
         return jnp.where((self.index >= 0)[..., None], features, x)
+
+    def added(self, x: Float[Array, "b s d"]) -> Float[Array, "l b s d"] | None:
+        """Return the features that layers add to their outputs; 0 for other tokens. None = none.
+
+        Args:
+            x: token embeddings, for their size and dtype.
+        """
+        width = x.shape[-1]
+        if self.values.shape[-1] == width:
+            return None
+        values = self.values[..., width:].astype(x.dtype)
+        index = jnp.maximum(self.index, 0)[..., None]
+        features = jnp.take_along_axis(values, index, axis=1)
+        features = jnp.where((self.index >= 0)[..., None], features, 0)
+        return jnp.moveaxis(features.reshape(*features.shape[:2], -1, width), 2, 0)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ed_infra.inputs import Encoded
 
     from ed_layers.cache.ragged import RaggedBatch
+    from ed_layers.cache.storage import Layer
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -80,7 +81,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     jax.tree_util.register_dataclass,
     data_fields=[
         *("position_ids", "rope", "mask_info", "windows", "ragged", "adapter_ids", "key"),
-        *("buckets", "summary_buckets", "encoded"),
+        *("buckets", "summary_buckets", "encoded", "added"),
     ],
     meta_fields=["layerdrop", "mode", "config"],
 )
@@ -103,6 +104,7 @@ class Ctx:
         summary_buckets: the same table for summaries of blocks (LongT5); None without them.
         encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
             the cache contains its keys and values.
+        added: what the first l layers add to their outputs, [l, b, s, d]; None = nothing.
         layerdrop: probability that training skips a layer (Fan et al. 2019); static.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
@@ -118,6 +120,7 @@ class Ctx:
     buckets: Float[Array, "n _"] | None = None
     summary_buckets: Float[Array, "n h"] | None = None
     encoded: Encoded | None = None
+    added: Float[Array, "l b s d"] | None = None
     layerdrop: float = field(default=0.0)
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
@@ -147,6 +150,15 @@ class Ctx:
             return out
         key = jax.random.fold_in(self.key, zlib.crc32(b"layer"))
         return jnp.where(jax.random.bernoulli(key, self.layerdrop), x, out)
+
+    def with_added(self, x: Float[Array, "b s d"], layer: Layer) -> Float[Array, "b s d"]:
+        """Return the output of a layer plus what the layer adds to its output."""
+        if self.added is None:
+            return x
+        count = self.added.shape[0]
+        if isinstance(layer, int):
+            return x + self.added[layer] if layer < count else x
+        return x + jnp.where(layer < count, self.added[jnp.minimum(layer, count - 1)], 0)
 
     @property
     def real(self) -> Bool[Array, "b s"] | None:

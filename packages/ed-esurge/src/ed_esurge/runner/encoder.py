@@ -42,8 +42,9 @@ class ItemEncoder:
     ) -> None:
         self._weights, self._memory, self._items = weights, memory, items
         self._ahead_of_time = ahead_of_time
+        # The table keeps its sharding, so that steps are not traced again.
         self._written = jax.jit(
-            traced(self._write), donate_argnums=1, out_shardings=memory.everywhere
+            traced(self._write), donate_argnums=1, out_shardings=memory.placement
         )
         self._compiled: dict[int, Callable[..., Any]] = {}  # by the number of encoder positions
 

@@ -24,10 +24,11 @@ class Memory:
         max_num_seqs: maximum number of running sequences: the slots of the sampler's state and of
             the recurrent states.
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
+        encoder_features: number of columns of the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
 
     Attributes:
-        encoded: table of encoder outputs [encoder_rows, d], or None.
+        encoded: table of encoder outputs [encoder_rows, encoder_features], or None.
         cache: pages and recurrent states.
         state: state of the sampler.
         sums: sums of the hidden states of pooled sequences; float32 `[m, d]`.
@@ -41,9 +42,11 @@ class Memory:
         num_pages: dict[str, int],
         max_num_seqs: int,
         encoder_rows: int = 0,
+        encoder_features: int = 0,
         encoder_length: int | None = None,
     ) -> None:
         self.encoder_rows, self.encoder_length = encoder_rows, encoder_length
+        self._encoder_features = encoder_features
         self.encoded: jax.Array | None = None
         self.page_size, self.num_pages = page_size, num_pages
         self.max_num_seqs = max_num_seqs
@@ -73,7 +76,9 @@ class Memory:
         self.sums = self.replicated(jnp.zeros((self.max_num_seqs, self._width), jnp.float32))
         if self.encoder_rows:
             dtype = cast(Any, self._model).dtype
-            self.encoded = self.replicated(jnp.zeros((self.encoder_rows, self._width), dtype))
+            self.encoded = self.replicated(
+                jnp.zeros((self.encoder_rows, self._encoder_features), dtype)
+            )
         return self.cache
 
     def free(self) -> None:
@@ -116,6 +121,12 @@ class Memory:
             return None
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
 
+    @property
+    def placement(self) -> jax.sharding.Sharding:
+        """The sharding of the arrays that `replicated` returns."""
+        device = self._mesh.devices.flat[0]
+        return self.everywhere or jax.sharding.SingleDeviceSharding(device)
+
     def replicated(self, tree: Tree) -> Tree:
         """Replicate arrays over the devices."""
-        return jax.device_put(tree, self.everywhere or self._mesh.devices.flat[0])
+        return jax.device_put(tree, self.placement)

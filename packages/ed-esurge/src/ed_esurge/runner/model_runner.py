@@ -76,6 +76,7 @@ class ModelRunner:
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             encoder_rows=encoder_rows,
+            encoder_features=0 if items is None else items.features,
             encoder_length=encoder_length,
         )
         guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicated)

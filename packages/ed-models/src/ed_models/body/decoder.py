@@ -141,6 +141,8 @@ class Decoder(EasyDeLBaseModule):
         ctx, cache = layer_context(
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
         )
+        if features is not None:
+            ctx = replace(ctx, added=features.added(x))
         with native.allowed(self.config.native_kernels):
             x, cache, report, hidden = self.through(
                 self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states

@@ -57,6 +57,11 @@ class PatchedImageTextModel(EasyDeLBaseModule):
         return self.language_model.features
 
     @property
+    def encoded_features(self) -> int:
+        """Size of the embeddings that `encode` returns: d, or a multiple of d."""
+        return self.visual.features
+
+    @property
     def embed_tokens(self) -> Embed:
         """The token embedding."""
         return self.language_model.embed_tokens

@@ -96,6 +96,18 @@ class DecoderLayer(nnx.Module):
         return getattr(self, self.mixes).cache_spec
 
 
+class AddingLayer(DecoderLayer):
+    """A pre-norm layer that adds features of images to its output, if it is one of the first layers
+    (Qwen3-VL)."""
+
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Stream, Cache | None, LayerReport]:
+        """Return the stream after the layer, the cache, and the report of the layer."""
+        x, cache, report = super().__call__(x, ctx, cache, layer)
+        return ctx.with_added(x, layer), cache, report
+
+
 class SandwichLayer(DecoderLayer):
     """A layer with norms before and after attention and feed-forward (Gemma 2, GLM-4).
 

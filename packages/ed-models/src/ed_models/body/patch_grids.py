@@ -25,11 +25,13 @@ class PatchPlaces:
         frames: number of the frame in the row, from 1; 0 = padding, [b, p]. An image has one frame.
         position_ids: row and column of the patch in its image, [2, b, p].
         windows: number of the window in the row, from 1; 0 = padding, [b, p].
+        sizes: number of rows and columns of the image of the patch, [2, b, p].
     """
 
     frames: Int[Array, "b p"]
     position_ids: Int[Array, "2 b p"]
     windows: Int[Array, "b p"]
+    sizes: Int[Array, "2 b p"]
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class PatchPlaces:
             jnp.where(real, frames, 0),
             jnp.where(real, jnp.stack([row, column]), 0),
             jnp.where(real, windows, 0),
+            jnp.stack([rows, columns]),
         )
 
     def by_window(self, merge: int) -> tuple[Self, Int[Array, "b n"]]:

@@ -32,9 +32,11 @@ from ed_models.body.patch_grids import PatchPlaces, patches_of
 class PatchProjection(nnx.Module):
     """A linear map of patches: a convolution in space and time whose stride is its size."""
 
-    def __init__(self, parts: Parts, features: int):
+    def __init__(self, parts: Parts, features: int, *, bias: bool = False):
         config: Any = parts.config
         self.dtype, side = parts.dtype, config.patch_size
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(features, parts.param_dtype), axes=("embed",))
         shape = config.in_channels, config.temporal_patch_size, side, side, features
         kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
         self.kernel = nnx.Param(kernel, axes=(None, None, None, None, "embed"))
@@ -47,7 +49,8 @@ class PatchProjection(nnx.Module):
                 f"pixel_values has patches of {patches.shape[-1]} numbers, but the vision tower "
                 f"reads patches of {size}: use the image processor of the checkpoint"
             )
-        return patches.astype(self.dtype) @ kernel.reshape(size, -1)
+        x = patches.astype(self.dtype) @ kernel.reshape(size, -1)
+        return x + self.bias.get_value().astype(self.dtype) if hasattr(self, "bias") else x
 
 
 class PatchLayer(DecoderLayer):
@@ -66,18 +69,25 @@ class PatchLayer(DecoderLayer):
 
 
 class PatchMerger(nnx.Module):
-    """A norm of patches, and two linear layers from the patches of a block to one feature."""
+    """A norm, and two linear layers from the patches of a block to one feature.
 
-    def __init__(self, parts: Parts, features: int):
+    Args:
+        parts: creates the layers.
+        features: size of a feature, e.
+        whole: whether the norm is that of a block, instead of a patch.
+    """
+
+    def __init__(self, parts: Parts, features: int, *, whole: bool = False):
         config: Any = parts.config
-        self.size = config.spatial_merge_size**2
+        self.size, self.whole = config.spatial_merge_size**2, whole
         inner = config.hidden_size * self.size
-        self.ln_q = parts.own_norm(config.hidden_size)
+        self.norm = parts.own_norm(inner if whole else config.hidden_size)
         self.linear_1 = parts.linear(inner, inner, axes=(None, "embed"), bias=True)
         self.linear_2 = parts.linear(inner, features, axes=("embed", None), bias=True)
 
     def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b n e"]:
-        x = self.ln_q(x).reshape(x.shape[0], x.shape[1] // self.size, -1)
+        blocks = x.shape[0], x.shape[1] // self.size, x.shape[2] * self.size
+        x = self.norm(x.reshape(blocks)) if self.whole else self.norm(x).reshape(blocks)
         return self.linear_2(activation("gelu")(self.linear_1(x)))
 
 
@@ -92,6 +102,10 @@ class PatchTower(nnx.Module):
         features: size of a feature, e.
         kinds: one value per layer if the layers differ.
         window: blocks along the side of a window; None = no layer has windows.
+        bias: whether the projection of patches has a bias.
+        positions: number of rows and columns of a table of learned positions, which is resized to
+            each image; None = no table.
+        deep: numbers of the layers whose outputs are merged into further features.
     """
 
     def __init__(
@@ -103,18 +117,31 @@ class PatchTower(nnx.Module):
         features: int,
         kinds: Sequence[Hashable] | None = None,
         window: int | None = None,
+        bias: bool = False,
+        positions: int | None = None,
+        deep: Sequence[int] = (),
     ):
         self.config: Any = parts.config
         self.merge: int = self.config.spatial_merge_size
         self.window = window
-        self.patch_embed = PatchProjection(parts, self.config.hidden_size)
+        d = self.config.hidden_size
+        self.patch_embed = PatchProjection(parts, d, bias=bias)
+        self.positions, self.deep = positions, tuple(deep)
+        if positions is not None:
+            self.pos_embed = parts.table(positions**2, d, axes=(None, "embed"))
         self.blocks = parts.stack(layer, depth, kinds=kinds)
         self.merger = PatchMerger(parts, features)
+        if deep:
+            mergers = [PatchMerger(parts, features, whole=True) for _ in deep]
+            self.deepstack_merger_list = nnx.List(mergers)
+        self.features = features * (1 + len(self.deep))
 
     def __call__(
         self, patches: Float[Array, "b p f"], grids: Int[Array, "b i 3"]
-    ) -> Float[Array, "b n e"]:
+    ) -> Float[Array, "b n _"]:
         """Return the features of the images of each row, one image after another.
+
+        A feature contains the merged output of the last layer, then those of the layers `deep`.
 
         Args:
             patches: packed patches; their number is a multiple of m².
@@ -136,6 +163,8 @@ class PatchTower(nnx.Module):
             # The patches of a window are neighbors, so attention skips blocks of other windows.
             places, order = places.by_window(self.merge)
             x = jnp.take_along_axis(x, patches_of(order, self.merge)[..., None], axis=1)
+        if self.positions is not None:
+            x = x + self.learned_positions(places).astype(x.dtype)
         ctx, _ = layer_context(
             self.config,
             (rows, count),
@@ -145,9 +174,29 @@ class PatchTower(nnx.Module):
         if self.window is not None:
             windows = MaskInfo.from_segments(places.windows, causal=False)
             ctx = replace(ctx, windows=windows)
-        x, *_ = self.blocks(x, ctx)
+        x, _, _, hidden = self.blocks(x, ctx, keep_hidden=bool(self.deep))
         features = self.merger(x)
+        if hidden is not None:
+            mergers = zip(self.deepstack_merger_list, self.deep, strict=True)
+            further = [merger(hidden[layer + 1]) for merger, layer in mergers]
+            features = jnp.concatenate([features, *further], axis=-1)
         if order is not None:
             back = jnp.argsort(order, axis=1)
             features = jnp.take_along_axis(features, back[..., None], axis=1)
         return features
+
+    def learned_positions(self, places: PatchPlaces) -> Float[Array, "b p d"]:
+        """Return the learned positions of patches, between those of the table (bilinear, with
+        aligned corners)."""
+        assert self.positions is not None
+        last = self.positions - 1
+        at = places.position_ids.astype(jnp.float32) * last / jnp.maximum(places.sizes - 1, 1)
+        low = jnp.floor(at).astype(jnp.int32)
+        table = self.pos_embed.get_value().astype(jnp.float32)
+        total = jnp.zeros((), jnp.float32)
+        for corner in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            row, column = (jnp.minimum(low[axis] + corner[axis], last) for axis in (0, 1))
+            across = jnp.stack([low[axis] + corner[axis] for axis in (0, 1)])
+            weight = jnp.prod(jnp.maximum(1 - jnp.abs(at - across), 0), axis=0)
+            total = total + weight[..., None] * table[row * self.positions + column]
+        return total

@@ -6,7 +6,7 @@ and some published checkpoints have `model.visual.…` and `model.language_model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ed_models.body.vision import under
 from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
@@ -16,29 +16,49 @@ TOWER = "model.visual"
 TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Other names of tensors in checkpoints -> the names that the rules have.
 OTHER_NAMES = {"model.visual": "visual", "model.language_model": "model"}
-_TEXT = {"model.language_model": "model", "model.visual": "visual"}
+#: Our names of text and tower -> those of checkpoints of Qwen2-VL and Qwen2.5-VL.
+STORED = {"model.language_model": "model", TOWER: "visual"}
 _TOWER = {
-    TOWER: "visual",
     "input_layernorm": "norm1",
     "post_attention_layernorm": "norm2",
     "self_attn.o_proj": "attn.proj",
     "self_attn": "attn",
     "patch_embed": "patch_embed.proj",
+}
+#: Text and tower have our names in checkpoints of Qwen3-VL; parts of its tower have other names.
+NESTED: Mapping[str, str] = {}
+NESTED_NAMES = {
+    "mlp.up_proj": "mlp.linear_fc1",
+    "mlp.down_proj": "mlp.linear_fc2",
+    "linear_1": "linear_fc1",
+    "linear_2": "linear_fc2",
+    "pos_embed": "pos_embed.weight",
+}
+#: Names of the merger of Qwen2-VL and Qwen2.5-VL.
+MERGER = {
+    "merger.norm": "merger.ln_q",
     "merger.linear_1": "merger.mlp.0",
     "merger.linear_2": "merger.mlp.2",
 }
 
 
-def patch_weights(names: Mapping[str, str]) -> tuple[Rule, ...]:
+def patch_weights(
+    names: Mapping[str, str],
+    *,
+    text: Sequence[Rule] = STANDARD,
+    stored: Mapping[str, str] = STORED,
+) -> tuple[Rule, ...]:
     """Return the rules of a vision-language model over packed patches.
 
     Args:
         names: further names of the tower: ours -> those of the checkpoint.
+        text: rules of the language model.
+        stored: names of text and tower in checkpoints.
     """
     layers = *fused(("q_proj", "k_proj", "v_proj"), "qkv"), *STANDARD
     return (
         *renamed(
-            {**names, **_TOWER},
+            {**names, **_TOWER, **stored},
             Rule(
                 f"{TOWER}.patch_embed.kernel", f"{TOWER}.patch_embed.weight", permute(1, 2, 3, 4, 0)
             ),
@@ -48,5 +68,5 @@ def patch_weights(names: Mapping[str, str]) -> tuple[Rule, ...]:
                 if rule.ours
             ),
         ),
-        *renamed(_TEXT, *STANDARD),
+        *renamed(stored, *text),
     )

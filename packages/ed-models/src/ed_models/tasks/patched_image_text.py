@@ -28,6 +28,11 @@ _ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
 class PatchedImageBody(Protocol):
     """A body with a vision tower over packed patches."""
 
+    @property
+    def encoded_features(self) -> int:
+        """Size of the embeddings that `encode` returns."""
+        ...
+
     def encode(self, patches: jax.Array, grids: jax.Array, /) -> Encoded:
         """Return the features of all images of a row."""
         ...
@@ -48,6 +53,11 @@ class PatchedImageTextLM(ImageTextLM):
     def image_token(self) -> int:
         """Id of the placeholder token of a feature."""
         return self.config.image_token_id
+
+    @property
+    def encoded_features(self) -> int:
+        """Size of the embeddings that `encode` returns."""
+        return cast(PatchedImageBody, self.model).encoded_features
 
     @property
     def merge(self) -> int:
