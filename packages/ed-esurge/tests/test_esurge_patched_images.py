@@ -156,6 +156,37 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(qwen, engine)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model_type", "vision"),
+    [
+        ("qwen2_5_vl", {"window_size": 8, "fullatt_block_indexes": [1]}),
+        ("qwen3_vl", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
+    ],
+)
+def test_families_with_windows_and_further_features_produce_tokens_of_generate(model_type, vision):
+    from ed_infra import registry
+    from ed_infra.enums import TaskType
+
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 32}
+    own = {
+        name: value for name, value in VISION.items() if name not in ("embed_dim", "hidden_size")
+    }
+    text = {**TEXT, "head_dim": 8} if model_type == "qwen3_vl" else TEXT
+    config = registry.get_config(model_type)(
+        text_config=text,
+        vision_config={**own, **sizes, **vision},
+        image_token_id=IMAGE,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    model = registry.get_module(TaskType.IMAGE_TEXT_TO_TEXT, model_type).create(config, seed=3)
+    cases = [prompt(1, (2, 3, 4), (20, 2, 5)), prompt(2, (5, 5, 6)), without_images(3)]
+    wanted = [expected(model, *case[:2]) for case in cases]
+    assert answers(engine_of(model), cases) == wanted
+    changed = prompt(1, (2, 3, 4), (20, 2, 5), names=(70, 71))
+    assert expected(model, *changed[:2]) != wanted[0], "the images have no effect"
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("ahead_of_time", [True, False])
 def test_nothing_is_compiled_after_warm_up(qwen, ahead_of_time):
     engine = engine_of(qwen, compile_runner=True, use_aot_forward=ahead_of_time)
