@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ed_elarge.command import checkpoints, files, machine, measurements, plans, runs
+from ed_elarge.command import checkpoints, files, launches, machine, measurements, plans, runs
 
 #: Options of the program itself; every other first word that is no command is a run file.
 _OWN = ("--help", "--version", "--install-completion", "--show-completion")
@@ -65,6 +65,7 @@ _COMMANDS = {
     "serve": runs.serve,
     "data": runs.data,
     "plan": plans.plan,
+    "launch": launches.launch,
     "init": files.init,
     "explain": files.explain,
     "schema": files.schema,

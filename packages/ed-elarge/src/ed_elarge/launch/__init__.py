@@ -1,0 +1,1 @@
+"""Runs on several hosts: one file per launcher, and one entry in `launchers`."""

@@ -1,0 +1,100 @@
+"""A run file with the processes, settings and sweep of a launch; independent of the launcher."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ed_infra.errors import ConfigError
+
+#: Runs of a sweep: the largest array that SLURM accepts by default.
+MAX_POINTS = 1000
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launcher starts.
+
+    Attributes:
+        file: The run file, relative to `directory` or absolute.
+        directory: Folder in which the run starts; every host must see it.
+        hosts: Number of hosts; 0: as many as the launcher's own list has.
+        processes: Processes on each host.
+        points: Settings (`KEY=VALUE`) of each run; one run without a sweep.
+        setup: Shell commands before the run, such as the activation of an environment.
+        options: Options of the launcher itself, by name.
+    """
+
+    file: str
+    directory: Path
+    hosts: int = 1
+    processes: int = 1
+    points: tuple[tuple[str, ...], ...] = ((),)
+    setup: tuple[str, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the job: the file without its suffix."""
+        return Path(self.file).stem
+
+    def words(self, point: Sequence[str]) -> list[str]:
+        """Return the command of a run as words."""
+        return ["elarge", self.file, *(word for pair in point for word in ("--set", pair))]
+
+    def command(self, point: Sequence[str]) -> str:
+        """Return the command of a run, quoted for a shell."""
+        return shlex.join(self.words(point))
+
+
+def parse_options(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the options of a launcher from `NAME=VALUE`, or `NAME` for a flag.
+
+    Raises:
+        ConfigError: An option has no name, or a line break.
+    """
+    pairs = []
+    for text in given:
+        name, _, value = text.partition("=")
+        if not _NAME.fullmatch(name) or "\n" in value:
+            raise ConfigError(f"--option {text!r} must be NAME=VALUE, without line breaks")
+        pairs.append((name, value))
+    return tuple(pairs)
+
+
+def parse_sweep(
+    settings: Sequence[str], sweep: Sequence[str], save_directory: str
+) -> tuple[tuple[str, ...], ...]:
+    """Return the settings of every run of a sweep.
+
+    Args:
+        settings: Settings of all runs, as `--set`.
+        sweep: `KEY=VALUE,VALUE,...`; several keys are combined in every way.
+        save_directory: Directory of the trainer. Run N of a sweep writes to its folder `sweep-N`.
+
+    Raises:
+        ConfigError: A key has no values, or there are too many runs.
+    """
+    if not sweep:
+        return (tuple(settings),)
+    axes = []
+    for text in sweep:
+        key, _, values = text.partition("=")
+        listed = [value.strip() for value in values.split(",")]
+        if not key or not all(listed):
+            raise ConfigError(f"--sweep {text!r} must be KEY=VALUE,VALUE,...")
+        axes.append([f"{key}={value}" for value in listed])
+    count = 1
+    for axis in axes:
+        count *= len(axis)
+    if count > MAX_POINTS:
+        raise ConfigError(f"the sweep has {count} runs; the largest number is {MAX_POINTS}")
+    return tuple(
+        (*settings, *point, f"trainer.save_directory={save_directory}/sweep-{number}")
+        for number, point in enumerate(itertools.product(*axes))
+    )

@@ -1,0 +1,27 @@
+"""The table of launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ed_elarge.launch import slurm, ssh
+from ed_elarge.launch.job import Job
+
+
+class Launcher(NamedTuple):
+    """Functions of a launcher.
+
+    Attributes:
+        render: Return the text that starts a job: a script, or commands.
+        start: Start a job and return an exit code.
+    """
+
+    render: Callable[[Job], str]
+    start: Callable[[Job], int]
+
+
+LAUNCHERS = {
+    "slurm": Launcher(slurm.render, slurm.start),
+    "ssh": Launcher(ssh.render, ssh.start),
+}

@@ -1,0 +1,126 @@
+"""`elarge launch`: scripts, commands and sweeps, and processes over a program in place of ssh."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from ed_elarge.command.main import app
+from ed_elarge.launch import ssh
+from ed_elarge.launch.job import Job, parse_options, parse_sweep
+from ed_elarge.launch.launchers import LAUNCHERS
+from ed_infra.errors import ConfigError
+
+RUN = """\
+model: {name_or_path: gpt2}
+mixture: {informs: [{type: python, data_files: "pydoc_data.topics:topics"}], pack_seq_length: 64}
+trainer: {trainer_type: sft, total_batch_size: 8, save_directory: runs/a}
+actions: [train]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    Path("hosts").write_text("# two hosts\nme@first\nsecond  # the other one\n")
+    return tmp_path
+
+
+def launch(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(["launch", "run.yaml", *words])
+    return int(ended.value.code or 0)
+
+
+def test_slurm_script_requests_hosts_and_saves_before_the_time_limit(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--on", "slurm", "--hosts", "4", "--setup", "module load cuda"]
+    words += ["--option", "time=1:00:00", "--option", "exclusive", "--set", "trainer.seed=3"]
+    assert launch(*words, "--dry-run") == 0
+    script = capsys.readouterr().out
+    for line in ("nodes=4", "ntasks-per-node=1", "requeue", "signal=B:USR1@120", "time=1:00:00"):
+        assert f"#SBATCH --{line}\n" in script
+    assert "#SBATCH --exclusive\n" in script
+    assert "module load cuda\nrun=(elarge run.yaml --set trainer.seed=3)\n" in script
+    assert f"cd {here}\n" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_sweep_is_an_array_whose_runs_have_their_own_folders(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--on", "slurm", "--sweep", "trainer.learning_rate=1e-5,1e-4"]
+    assert launch(*words, "--sweep", "trainer.seed=1,2", "--dry-run") == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-3\n" in script
+    assert (
+        "  2) run=(elarge run.yaml --set trainer.learning_rate=1e-4 --set trainer.seed=1 "
+        "--set trainer.save_directory=runs/a/sweep-2) ;;\n"
+    ) in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--on", "lsf"], "--on 'lsf' must be one of slurm, ssh"),
+        (["--on", "slurm", "--sweep", "trainer.seed="], "must be KEY=VALUE,VALUE"),
+        (["--on", "slurm", "--sweep", "trainer.sed=1,2"], "did you mean 'seed'"),
+        (["--on", "slurm", "--option", "=3"], "must be NAME=VALUE"),
+        (["--on", "ssh"], "--option hosts-file=FILE"),
+        (["--on", "ssh", "--option", "hosts-file=none"], "none cannot be read"),
+        (["--on", "ssh", "--option", "hosts-file=hosts", "--hosts", "3"], r"lists \(2\)"),
+        (["--on", "ssh", "--option", "hosts-file=hosts", "--option", "port=0"], "from 1 to 65535"),
+    ],
+)
+def test_invalid_launch_names_the_value_and_the_constraint(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert launch(*words, "--dry-run") == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_sweep_has_at_most_a_thousand_runs() -> None:
+    values = ",".join(map(str, range(40)))
+    with pytest.raises(ConfigError, match="has 1600 runs; the largest number is 1000"):
+        parse_sweep((), [f"a={values}", f"b={values}"], "runs")
+
+
+def test_ssh_processes_share_one_coordinator(here: Path) -> None:
+    options = parse_options(["hosts-file=hosts", "port=9000", "IdentityFile=key"])
+    job = Job("run.yaml", here, hosts=0, processes=2, options=options)
+    planned = ssh.processes(job)
+    assert [process.host for process in planned] == ["me@first", "me@first", "second", "second"]
+    for number, process in enumerate(planned):
+        assert process.words[:6] == ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "IdentityFile=key")
+        command = process.words[-1]
+        assert "JAX_COORDINATOR_ADDRESS=first:9000" in command
+        assert f"JAX_NUM_PROCESSES=4 && export JAX_PROCESS_ID={number} " in command
+        assert command.endswith("exec elarge run.yaml")
+    assert len(LAUNCHERS["ssh"].render(job).splitlines()) == 4
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_failed_process_stops_the_others_and_decides_the_exit_code(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = here / "tools"
+    tools.mkdir()
+    program(tools / "ssh", 'for word; do last="$word"; done; exec sh -c "$last"')
+    program(
+        tools / "elarge",
+        'echo "number $JAX_PROCESS_ID"; [ "$JAX_PROCESS_ID" = 1 ] && exit 3; exec sleep 600',
+    )
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    assert launch("--on", "ssh", "--option", "hosts-file=hosts") == 3
+    out = capsys.readouterr().out
+    assert "[second] number 1\n" in out
