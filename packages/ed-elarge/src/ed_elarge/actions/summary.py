@@ -91,10 +91,14 @@ class Summary:
                 print(f"{task}: {name} {value:.4f}")
 
     def show(self) -> None:
-        """Print the summary and write its figures to the run's directory."""
+        """Print the summary and write its figures to the run's directory, in process 0."""
         if self._shown or not (self.directory or self.evaluation):
             return
         self._shown = True
+        from ed_infra.distributed import is_main
+
+        if not is_main():
+            return
         from rich.console import Console
         from rich.table import Table
 
