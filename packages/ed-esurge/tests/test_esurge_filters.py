@@ -165,12 +165,13 @@ def drawn(logits, state, **given):
 def test_xtc_removes_top_choices_with_its_probability():
     logits = np.zeros(VOCAB)
     logits[:3] = 10, 9, 8
-    best = [
-        drawn(logits, SamplerState.create(1, VOCAB), position=at, xtc_probability=0.3)[0]
-        for at in range(300)
-    ]
+    count = 300
+    rows = row(count, position=np.arange(count), xtc_probability=0.3)
+    flat = [getattr(rows, name) for name in SamplerRows.__dataclass_fields__]
+    many = jnp.asarray(np.tile(logits, (count, 1)), jnp.float32)
+    tokens, _ = step(many, flat, SamplerState.create(1, VOCAB))
     # XTC removes the first token, because the second also exceeds the threshold of 0.1.
-    share = np.mean([token == 0 for token in best])
+    share = np.mean(np.asarray(tokens) == 0)
     assert share == pytest.approx(0.7 * softmax(logits)[0], abs=0.08)
 
 
@@ -181,7 +182,7 @@ def test_mirostat_controls_the_surprise_as_defined(version):
     mu = 2 * tau
     state = state.put(0, state.bias[0], state.seen[0], jnp.float32(mu))
     surprises = []
-    for position in range(60):
+    for position in range(40):
         logits = some_logits(position).astype(np.float64)
         options = {"mirostat": version, "mirostat_tau": tau, "mirostat_eta": eta}
         token, state = drawn(logits, state, position=position, seed=5, **options)
@@ -192,7 +193,7 @@ def test_mirostat_controls_the_surprise_as_defined(version):
         mu -= eta * (surprise - tau)
         assert float(state.mu[0]) == pytest.approx(mu, abs=1e-3)
         surprises.append(surprise)
-    assert np.mean(surprises[20:]) == pytest.approx(tau, abs=0.7)
+    assert np.mean(surprises[15:]) == pytest.approx(tau, abs=0.7)
 
 
 def test_dry_penalties_equal_a_comparison_of_all_ends():
@@ -223,6 +224,7 @@ def test_end_of_thoughts_is_forced_once_the_budget_is_used():
     assert ThinkingBudget(tokens=0, end_token_ids=(7,)).forced([]) == 7
 
 
+@pytest.mark.nightly
 def test_request_with_a_thinking_budget_ends_its_thoughts(surge):
     budget = ThinkingBudget(tokens=4, end_token_ids=(40, 41, 42))
     params = SamplingParams(max_tokens=12, temperature=0, thinking_budget=budget)
@@ -233,6 +235,7 @@ def test_request_with_a_thinking_budget_ends_its_thoughts(surge):
     assert len(tokens) == 12
 
 
+@pytest.mark.nightly
 def test_samplers_of_a_request_follow_the_logits_of_the_model(surge, plain_logits):
     """Through the engine, each token is in the set that the definition keeps."""
     prompt = [5, 9, 5, 9, 5, 9, 40]
