@@ -211,6 +211,13 @@ def _write_cohere(writing: FileWriting) -> None:
         writing.unlike.append("use_qk_norm is True, which llama.cpp supports from 64 layers on")
 
 
+def _write_cohere2(writing: FileWriting) -> None:
+    config = writing.config
+    size = config.hidden_size // config.num_attention_heads
+    if (getattr(config, "head_dim", None) or size) != size:
+        writing.unlike.append(f"head_dim is {config.head_dim}, and llama.cpp supports {size}")
+
+
 def _write_exaone4(writing: FileWriting) -> None:
     write_pattern(writing)
     config = writing.config
@@ -313,6 +320,7 @@ ROWS: tuple[Architecture, ...] = (
             "layer_norm_epsilon": "attention.layer_norm_epsilon",
             **_NO_HEAD_DIM,
             "num_key_value_heads": None,
+            "max_position_embeddings": None,  # no field of BLOOM; `_write_inner` sets it
             "intermediate_size": None,
         },
         write=_write_inner,
@@ -427,6 +435,7 @@ ROWS: tuple[Architecture, ...] = (
         "cohere2",
         fields={**LAYER_NORM, **_WINDOW, **_NO_HEAD_DIM, "logit_scale": "logit_scale"},
         read=period(4),
+        write=_write_cohere2,
     ),
     Architecture(
         "glm4",

@@ -39,14 +39,6 @@ def has_experts(reading: FileReading) -> bool:
     return bool(reading.get("expert_count"))
 
 
-def _read_norm(reading: FileReading) -> dict[str, Any]:
-    return {"norm_topk_prob": bool(reading.get("expert_weights_norm", False))}
-
-
-def _write_norm(writing: FileWriting) -> None:
-    writing.set("expert_weights_norm", bool(writing.config.norm_topk_prob))
-
-
 def _read_qwen2(reading: FileReading) -> dict[str, Any]:
     size = reading.get("expert_feed_forward_length") or reading.shape("blk.0.ffn_gate_exps.weight")
     shared = reading.get("expert_shared_feed_forward_length")
@@ -184,17 +176,6 @@ def _write_gpt_oss(writing: FileWriting) -> None:
     writing.set("expert_feed_forward_length", writing.config.intermediate_size)
 
 
-def _read_dots(reading: FileReading) -> dict[str, Any]:
-    return {**_read_norm(reading), "sliding_window": None}
-
-
-def _write_dots(writing: FileWriting) -> None:
-    if writing.config.num_key_value_heads != writing.config.num_attention_heads:
-        writing.unlike.append("llama.cpp supports as many key heads as query heads")
-    _write_norm(writing)
-    writing.set("expert_gating_func", _gate("sigmoid"))
-
-
 def _read_phimoe(reading: FileReading) -> dict[str, Any]:
     scale = reading.get("rope.scaling.attn_factor")
     return {"rope_parameters": {"short_mscale": scale, "long_mscale": scale} if scale else {}}
@@ -293,17 +274,6 @@ ROWS: tuple[Architecture, ...] = (
         fields={**_LOCAL, "sliding_window": "attention.sliding_window"},
         read=_read_alternating,
         write=_write_gpt_oss,
-    ),
-    Architecture(
-        "dots1",
-        "dots1",
-        has_head=True,
-        required={"attention_bias": False},
-        rules=_CORRECTION,
-        fields=_ROUTED,
-        present={"attention_bias": BIASES["attention_bias"]},
-        read=_read_dots,
-        write=_write_dots,
     ),
     Architecture(
         "phimoe",
