@@ -346,6 +346,7 @@ ROWS: tuple[Architecture, ...] = (
         "gptneox",
         "gpt_neox",
         has_head=True,
+        required={"attention_bias": True},
         rules=JOINED_QKV,
         fields={**LAYER_NORM, **_NO_HEAD_DIM, "num_key_value_heads": None},
         present={"attention_bias": ("blk.0.attn_qkv.bias",)},

@@ -51,8 +51,7 @@ def settings_of(
         if value is not None:
             settings[name] = value
     settings["vocab_size"] = reading.shape(EMBEDDING)[0]
-    # A head that equals the embedding is loaded as one matrix (`ed_models.checkpoints.loading`).
-    settings["tie_word_embeddings"] = row.has_head or not reading.has(HEAD)
+    settings["tie_word_embeddings"] = not reading.has(HEAD)
     settings |= {name: reading.has(*tensors) for name, tensors in row.present.items()}
     for name, key in TOKENS.items():
         if isinstance(token := header.metadata.get(key), int):
