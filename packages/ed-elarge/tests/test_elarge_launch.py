@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ed_elarge.command.main import app
 from ed_elarge.launch import ssh
-from ed_elarge.launch.job import Job, parse_options, parse_sweep
+from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
 from ed_elarge.launch.launchers import LAUNCHERS
 from ed_infra.errors import ConfigError
 
@@ -93,7 +93,7 @@ def test_sweep_has_at_most_a_thousand_runs() -> None:
 
 def test_ssh_processes_share_one_coordinator(here: Path) -> None:
     options = parse_options(["hosts-file=hosts", "port=9000", "IdentityFile=key"])
-    job = Job("run.yaml", here, hosts=0, processes=2, options=options)
+    job = LaunchedRun("run.yaml", here, hosts=0, processes=2, options=options)
     planned = ssh.processes(job)
     assert [process.host for process in planned] == ["me@first", "me@first", "second", "second"]
     for number, process in enumerate(planned):

@@ -58,7 +58,7 @@ def launch(
         from ed_elarge.config import nodes
         from ed_elarge.config.layers import with_settings
         from ed_elarge.config.normalize import normalize
-        from ed_elarge.launch.job import Job, parse_options, parse_sweep
+        from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
         from ed_elarge.launch.launchers import LAUNCHERS
 
         if on not in LAUNCHERS:
@@ -73,7 +73,7 @@ def launch(
             normalize(with_settings(nodes.read(file), point, nodes.parse), require_actions=True)
         for warning in run.warning_texts():
             print(f"warning: {warning}", file=sys.stderr)
-        job = Job(
+        job = LaunchedRun(
             file=file,
             directory=Path(os.getcwd()),
             hosts=hosts or int(on == "slurm"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ed_elarge.launch import slurm, ssh
-from ed_elarge.launch.job import Job
+from ed_elarge.launch.launched_run import LaunchedRun
 
 
 class Launcher(NamedTuple):
@@ -17,8 +17,8 @@ class Launcher(NamedTuple):
         start: Start a job and return an exit code.
     """
 
-    render: Callable[[Job], str]
-    start: Callable[[Job], int]
+    render: Callable[[LaunchedRun], str]
+    start: Callable[[LaunchedRun], int]
 
 
 LAUNCHERS = {

@@ -7,7 +7,7 @@ import subprocess
 
 from ed_infra.errors import ConfigError
 
-from ed_elarge.launch.job import Job
+from ed_elarge.launch.launched_run import LaunchedRun
 
 #: Seconds between the signal and the time limit, in which the run saves a checkpoint.
 _WARNING = 120
@@ -47,7 +47,7 @@ exit "$code"
 """
 
 
-def render(job: Job) -> str:
+def render(job: LaunchedRun) -> str:
     """Return the script for `sbatch`.
 
     Options of the launcher replace the defaults of the same name; an option without a value is a
@@ -86,7 +86,7 @@ def render(job: Job) -> str:
     )
 
 
-def start(job: Job) -> int:
+def start(job: LaunchedRun) -> int:
     """Submit the script; print the number of the job and return the exit code of `sbatch`.
 
     Raises:

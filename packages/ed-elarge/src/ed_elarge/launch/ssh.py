@@ -13,7 +13,7 @@ from typing import IO
 
 from ed_infra.errors import ConfigError
 
-from ed_elarge.launch.job import Job
+from ed_elarge.launch.launched_run import LaunchedRun
 
 #: Port of the coordinator on the first host, unless the option `port` sets another.
 _PORT = 8476
@@ -52,7 +52,7 @@ def read_hosts(path: Path) -> list[str]:
     return hosts
 
 
-def processes(job: Job) -> list[RemoteProcess]:
+def processes(job: LaunchedRun) -> list[RemoteProcess]:
     """Return the processes of a run in the order of their numbers.
 
     Raises:
@@ -97,12 +97,12 @@ def processes(job: Job) -> list[RemoteProcess]:
     return made
 
 
-def render(job: Job) -> str:
+def render(job: LaunchedRun) -> str:
     """Return the commands of all processes, one per line."""
     return "".join(f"{shlex.join(process.words)}\n" for process in processes(job))
 
 
-def start(job: Job) -> int:
+def start(job: LaunchedRun) -> int:
     """Run all processes, print their lines with the host, and return an exit code.
 
     If a process fails, the others are stopped, and the exit code is that of the process.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Vocabulary(Protocol):
+class InfillTokens(Protocol):
     """The part of a tokenizer that decides whether a model can fill gaps."""
 
     def get_vocab(self) -> Mapping[str, int]:
@@ -57,7 +57,7 @@ INFILL_FORMATS: Mapping[str, InfillFormat] = {
 }
 
 
-def infill_tokens(tokenizer: Vocabulary) -> InfillFormat | None:
+def infill_tokens(tokenizer: InfillTokens) -> InfillFormat | None:
     """Return the format whose tokens a vocabulary contains; None = the model fills no gaps."""
     vocabulary: Collection[str] = tokenizer.get_vocab()
     best = None

@@ -30,11 +30,11 @@ class LoadableModel(Protocol):
     activity: Activity
 
 
-ModelT = TypeVar("ModelT", bound=LoadableModel)
+ServedT = TypeVar("ServedT", bound=LoadableModel)
 
 
 @dataclass
-class LoadedModel(Generic[ModelT]):
+class LoadedModel(Generic[ServedT]):
     """A model in memory.
 
     Attributes:
@@ -42,12 +42,12 @@ class LoadedModel(Generic[ModelT]):
         load_seconds: duration of loading.
     """
 
-    model: ModelT
+    model: ServedT
     size: int
     load_seconds: float
 
 
-class ModelDirectory(Generic[ModelT]):
+class ModelDirectory(Generic[ServedT]):
     """The models of a directory.
 
     A model is loaded by its first request. A model is unloaded after a time without requests, or
@@ -67,8 +67,8 @@ class ModelDirectory(Generic[ModelT]):
         self,
         folder: Path,
         *,
-        load: Callable[[str, CheckpointFiles], Awaitable[tuple[ModelT, int]]],
-        unload: Callable[[ModelT], Awaitable[None]],
+        load: Callable[[str, CheckpointFiles], Awaitable[tuple[ServedT, int]]],
+        unload: Callable[[ServedT], Awaitable[None]],
         estimate: Callable[[CheckpointFiles], int],
         memory: int | None = None,
         keep_alive: float = 300.0,
@@ -77,7 +77,7 @@ class ModelDirectory(Generic[ModelT]):
             raise ConfigError(f"the directory of models {folder} does not exist")
         self.folder, self.memory, self.keep_alive = folder, memory, keep_alive
         self._load, self._unload, self._estimate = load, unload, estimate
-        self.loaded: dict[str, LoadedModel[ModelT]] = {}
+        self.loaded: dict[str, LoadedModel[ServedT]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -111,7 +111,7 @@ class ModelDirectory(Generic[ModelT]):
         return found[:MAX_MODELS]
 
     @asynccontextmanager
-    async def lease(self, name: str) -> AsyncGenerator[tuple[ModelT, float]]:
+    async def lease(self, name: str) -> AsyncGenerator[tuple[ServedT, float]]:
         """Yield a loaded model, and the seconds of its loading. The model stays during the block.
 
         Raises:

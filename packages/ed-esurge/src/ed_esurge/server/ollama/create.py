@@ -59,7 +59,7 @@ class CreateRequest(RequestBody):
     ] = None
 
 
-class Status(AnswerBody):
+class CreateStatus(AnswerBody):
     """The state of an operation."""
 
     status: str
@@ -136,7 +136,7 @@ ENDPOINTS = (
         "/api/create",
         "Derive a model from another model in the format of Ollama's API.",
         create,
-        Status,
+        CreateStatus,
         CreateRequest,
         streams=True,
         method="POST",

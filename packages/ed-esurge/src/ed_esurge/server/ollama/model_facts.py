@@ -28,7 +28,7 @@ class ModelDetails(AnswerBody):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ListedModel:
     """The facts about one name.
 
     Attributes:
@@ -44,7 +44,7 @@ class ModelFacts:
     definition: ModelDefinition | None
 
     @classmethod
-    def of(cls, server: ServedModels, name: str, owner: str) -> ModelFacts:
+    def of(cls, server: ServedModels, name: str, owner: str) -> ListedModel:
         """Return the facts about a name.
 
         Raises:
@@ -96,13 +96,13 @@ class ModelFacts:
         }
 
 
-def listed(server: ServedModels, owner: str) -> list[ModelFacts]:
+def listed(server: ServedModels, owner: str) -> list[ListedModel]:
     """Return the facts about every name that a key may use. A derived model without its source is
     omitted."""
     found = []
     for name in server.known_names(owner):
         try:
-            found.append(ModelFacts.of(server, name, owner))
+            found.append(ListedModel.of(server, name, owner))
         except APIError:
             continue
     return found

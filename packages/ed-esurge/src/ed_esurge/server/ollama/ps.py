@@ -12,7 +12,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.library.loading import memory_of, on_accelerator
-from ed_esurge.server.ollama.model_facts import ModelDetails, ModelFacts
+from ed_esurge.server.ollama.model_facts import ListedModel, ModelDetails
 from ed_esurge.server.ollama.replies import timestamp
 from ed_esurge.server.routing import Endpoint
 
@@ -45,7 +45,7 @@ async def ps(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models in memory."""
     running = []
     for model in server.models:
-        facts = ModelFacts.of(server, model.names[0], owner_of(request.scope))
+        facts = ListedModel.of(server, model.names[0], owner_of(request.scope))
         size = memory_of(model.engine)
         left = model.activity.expires_in
         running.append(

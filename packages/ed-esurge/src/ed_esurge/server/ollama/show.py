@@ -17,7 +17,7 @@ from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.body import in_thread
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-from ed_esurge.server.ollama.model_facts import ModelDetails, ModelFacts
+from ed_esurge.server.ollama.model_facts import ListedModel, ModelDetails
 from ed_esurge.server.ollama.replies import timestamp
 from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.routing import REFUSALS, Endpoint
@@ -65,7 +65,7 @@ async def show(server: ServedModels, body: ShowRequest, request: Request) -> JSO
     owner = owner_of(request.scope)
 
     def work() -> dict[str, Any]:
-        facts = ModelFacts.of(server, body.model, owner)
+        facts = ListedModel.of(server, body.model, owner)
         definition, files = facts.definition, facts.files
         template = files.chat_template if files is not None else ""
         if facts.model is not None:
@@ -98,7 +98,7 @@ def _lines(parameters: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _modelfile(facts: ModelFacts, parameters: list[str], system: str) -> str:
+def _modelfile(facts: ListedModel, parameters: list[str], system: str) -> str:
     source = facts.definition.source if facts.definition is not None else facts.name
     lines = [f"FROM {source}", *(f"PARAMETER {line}" for line in parameters)]
     if system:
@@ -118,7 +118,7 @@ def _info(files: CheckpointFiles) -> dict[str, Any]:
     return info
 
 
-def _capabilities(facts: ModelFacts) -> list[str]:
+def _capabilities(facts: ListedModel) -> list[str]:
     """Return what a model can do. Without loading, the files decide."""
     model = facts.model
     if model is not None:

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedRun:
     """What a launcher starts.
 
     Attributes:
