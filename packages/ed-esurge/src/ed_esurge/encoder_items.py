@@ -25,7 +25,7 @@ from ed_esurge.model import encoder_names
 
 #: Most features of an image of any size. Programs are compiled for images up to this size.
 MOST_FEATURES = 16_384
-Arrays = Mapping[str, np.ndarray]
+ItemArrays = Mapping[str, np.ndarray]
 
 
 class EncoderItems(Protocol):
@@ -43,15 +43,15 @@ class EncoderItems(Protocol):
     features: int
     has_axes: bool
 
-    def examples(self) -> list[Arrays]:
+    def examples(self) -> list[ItemArrays]:
         """Return items of all shapes for which the encoder is compiled, filled with zeros."""
         ...
 
-    def padded(self, arrays: Arrays) -> Arrays:
+    def padded(self, arrays: ItemArrays) -> ItemArrays:
         """Return the arrays of an item in one of the shapes of `examples`."""
         ...
 
-    def count(self, arrays: Arrays) -> int:
+    def count(self, arrays: ItemArrays) -> int:
         """Return the number of encoder positions of arrays in a shape of `examples`."""
         ...
 
@@ -106,15 +106,15 @@ class FixedImages:
 
         _, self.longest, self.features = jax.eval_shape(embeddings, state).shape
 
-    def examples(self) -> list[Arrays]:
+    def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
         return [{"pixel_values": np.zeros(self._shape, np.float32)}]
 
-    def padded(self, arrays: Arrays) -> Arrays:
+    def padded(self, arrays: ItemArrays) -> ItemArrays:
         """Return the arrays unchanged."""
         return arrays
 
-    def count(self, arrays: Arrays) -> int:
+    def count(self, arrays: ItemArrays) -> int:
         """See `EncoderItems.count`."""
         return self.longest
 
@@ -147,7 +147,7 @@ class PackedImages:
         self.longest = min(max_model_len, MOST_FEATURES)
         self.features = model.encoded_features
 
-    def examples(self) -> list[Arrays]:
+    def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
         sizes, most = [rounded_patches(SMALLEST, self.merge)], rounded_patches(self.longest, 1)
         while sizes[-1] < most * self.merge**2:
@@ -158,7 +158,7 @@ class PackedImages:
             for size in sizes
         ]
 
-    def padded(self, arrays: Arrays) -> Arrays:
+    def padded(self, arrays: ItemArrays) -> ItemArrays:
         """See `EncoderItems.padded`."""
         pixels = np.asarray(arrays["pixel_values"], np.float32)
         size = rounded_patches(len(pixels), self.merge)
@@ -166,7 +166,7 @@ class PackedImages:
         grid = np.asarray(arrays["image_grid_thw"], np.int32)
         return {"pixel_values": pixels, "image_grid_thw": grid}
 
-    def count(self, arrays: Arrays) -> int:
+    def count(self, arrays: ItemArrays) -> int:
         """See `EncoderItems.count`."""
         return len(arrays["pixel_values"]) // self.merge**2
 
@@ -201,7 +201,7 @@ class PackedImages:
         return grid_positions(placeholders, np.ones((1, count), np.int32), grids[None])[:, 0]
 
 
-def batch_of_one(arrays: Arrays) -> Inputs:
+def batch_of_one(arrays: ItemArrays) -> Inputs:
     """Return the arrays of an item as the inputs of one row with one item."""
     inputs = {}
     for name, array in arrays.items():

@@ -15,7 +15,7 @@ from ed_infra.inputs import Inputs
 
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError
-from ed_esurge.encoder_items import Arrays, EncoderItems, batch_of_one
+from ed_esurge.encoder_items import EncoderItems, ItemArrays, batch_of_one
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.weights import ServedWeights, abstract
 
@@ -75,7 +75,7 @@ class ItemEncoder:
             lowered = self._written.lower(self._weights.like, table, inputs, rows)
             self._compiled[len(rows)] = lowered.compile()
 
-    def _arguments(self, arrays: Arrays, rows: Sequence[int]) -> tuple[Inputs, np.ndarray]:
+    def _arguments(self, arrays: ItemArrays, rows: Sequence[int]) -> tuple[Inputs, np.ndarray]:
         """Return padded arrays, and the row of each encoder position; padding has no row."""
         arrays = self._items.padded(arrays)
         padded = np.full(self._items.count(arrays), self._memory.encoder_rows, np.int32)
