@@ -37,8 +37,9 @@ class MaskInfo:
     """An attention mask as segments and order, with memory linear in the length.
 
     A query attends to keys of the same segment. Segment 0 is padding, which neither attends nor is
-    attended to. A causal query attends only to keys whose index is not greater than its own. The
-    index is the order of tokens in a segment; `position_ids` only affect rotary angles.
+    attended to. A causal query attends only to keys whose index is not greater than its own, and
+    to the next `ahead` keys. The index is the order of tokens in a segment; `position_ids` only
+    affect rotary angles.
 
     Attributes:
         q_segment_ids: int32 [b, s], 0 = padding.
@@ -49,6 +50,8 @@ class MaskInfo:
         in_order: Whether queries and keys are the same tokens in the order of the row, so that
             differences of indices equal differences of places. Static; some kernels require it.
             False if unknown.
+        ahead: int32 [b, s]: number of later keys that a causal query attends to, such as the later
+            tokens of its image (Gemma 3). None = 0.
     """
 
     q_segment_ids: Int[jax.Array, "b s"]
@@ -57,6 +60,7 @@ class MaskInfo:
     kv_index: Int[jax.Array, "b t"]
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     in_order: bool = dataclasses.field(default=False, metadata={"static": True})
+    ahead: Int[jax.Array, "b s"] | None = None
 
     @classmethod
     def from_segments(cls, segment_ids: ArrayLike, causal: bool = True) -> MaskInfo:
@@ -118,7 +122,7 @@ class MaskInfo:
         q_segment, k_segment = self.q_segment_ids[:, :, None], self.kv_segment_ids[:, None, :]
         mask = (q_segment == k_segment) & (q_segment != 0)
         if self.causal:
-            mask &= k <= q
+            mask &= k <= self.last_index[:, :, None]
         if window is not None:
             near = q - k < window if self.causal else jnp.abs(q - k) < window
             mask &= near | (jnp.asarray(window) <= 0)
@@ -126,6 +130,11 @@ class MaskInfo:
             size = jnp.maximum(jnp.asarray(chunk), 1)
             mask &= (q // size == k // size) | (jnp.asarray(chunk) <= 0)
         return mask
+
+    @property
+    def last_index(self) -> Int[jax.Array, "b s"]:
+        """The index of the last key that a causal query attends to."""
+        return self.q_index if self.ahead is None else self.q_index + self.ahead
 
     def create_bias(
         self, dtype: DTypeLike = jnp.float32, window: Limit = None, chunk: Limit = None

@@ -9,6 +9,7 @@ and keys, d head dim of values.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
@@ -125,6 +126,9 @@ def attend(
     if cache is not None:
         cache, stored = cache.update(layer, kv, mask_info=mask_info, group=group)
         assert isinstance(stored, StoredLayer), "rows with a mask read a contiguous cache"
+        if mask_info.ahead is not None:  # the masks of cache groups have no images
+            mask = replace(stored.mask_info, ahead=mask_info.ahead)
+            stored = replace(stored, mask_info=mask)
         call = Cached(name="auto", q=q, scoring=scoring, stored=stored, config=config)
         groups, slots = stored.keys.shape[-3:-1]
         check_scoring(scoring, q.shape[2], groups, *q.shape[:2], slots)

@@ -182,8 +182,11 @@ class Paged(Call):
     @property
     def features(self) -> frozenset[str]:
         """The names of FEATURES that the call uses."""
-        used = self.scoring.asked
-        return used if self.value_dim == self.q.shape[-1] else used | {"value_dim"}
+        shapes = {
+            "ahead": self.ragged.ahead is not None,
+            "value_dim": self.value_dim != self.q.shape[-1],
+        }
+        return self.scoring.asked | {name for name, is_used in shapes.items() if is_used}
 
     @property
     def value_dim(self) -> int:

@@ -27,7 +27,9 @@ logger = get_logger(__name__)
 GROUP = "easydel.kernels"
 
 ALL = frozenset(FEATURES)
-PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim", "alibi", "relative"})
+PAGED = frozenset(
+    {"ahead", "window", "chunk", "soft_cap", "sinks", "value_dim", "alibi", "relative"}
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ MECHANISMS: dict[str, Ability] = {
         "online softmax over key blocks, masked blocks skipped; memory linear in length",
     ),
     "ring": Ability(
-        ALL - {"relative"},
+        ALL - {"ahead", "relative"},
         "projected",
         "context parallelism: keys travel around the devices that split the sequence, in zig-zag "
         "order if causal",

@@ -22,6 +22,7 @@ from ed_layers.dropout import mixed, seed_of, threshold_of
 #: supports: name -> words for messages.
 FEATURES: dict[str, str] = {
     "bidirectional": "attention in both directions",
+    "ahead": "queries that attend to later keys",
     "cross": "other lengths of queries and keys",
     "window": "a window",
     "chunk": "chunks",
@@ -191,6 +192,7 @@ class Scoring:
         """
         shapes = {
             "bidirectional": not mask_info.causal,
+            "ahead": mask_info.ahead is not None,
             "cross": q.shape[1] != v.shape[1],
             "value_dim": q.shape[-1] != v.shape[-1],
         }

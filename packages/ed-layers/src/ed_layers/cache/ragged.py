@@ -36,6 +36,8 @@ class RaggedBatch:
             factors that depend on the length use these lengths (`ed_models.body.context`). None =
             `kv_lens`.
         adapter_ids: index of each sequence's LoRA adapter, 0 = none; [n]. None = no adapters.
+        ahead: number of later tokens of the sequence that each token attends to; [T]. These tokens
+            are part of the same step. None = 0.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -48,6 +50,7 @@ class RaggedBatch:
     decode_only: bool = field(default=False, metadata={"static": True})
     prompt_lens: Int[Array, " n"] | None = None
     adapter_ids: Int[Array, " n"] | None = None
+    ahead: Int[Array, " T"] | None = None
 
     @property
     def q_lens(self) -> Int[Array, " n"]:

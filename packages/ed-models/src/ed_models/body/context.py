@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -35,6 +36,7 @@ def layer_context(
     segment_ids: jax.Array | None = None,
     position_ids: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
+    ahead: jax.Array | None = None,
     cache: Cache | None = None,
     ragged: RaggedBatch | None = None,
     key: jax.Array | None = None,
@@ -51,6 +53,7 @@ def layer_context(
         position_ids: rotary positions [b, s], or [3, b, s] with the axes of images and videos; the
             default counts the tokens of a segment.
         mask_info: a complete mask.
+        ahead: number of later tokens that each token attends to, [b, s]; None = 0.
         cache: a contiguous cache, in which this call registers the new tokens; a paged cache is
             passed with `ragged` instead.
         ragged: the flat batch of a serving step.
@@ -81,6 +84,10 @@ def layer_context(
         segments = (segments != 0).astype(jnp.int32)
         counted = jnp.maximum(jnp.cumsum(segments, axis=1, dtype=jnp.int32) - 1, 0)
         mask_info = MaskInfo.from_segments(segments)
+    if ahead is not None and ragged is not None:
+        ragged = replace(ragged, ahead=ahead[0])
+    elif ahead is not None and mask_info is not None:
+        mask_info = replace(mask_info, ahead=ahead)
     position_ids = counted if position_ids is None else position_ids
     if mode == "train" and key is not None and mask_info is not None and config.fcm_max_ratio > 0:
         site = jax.random.fold_in(key, zlib.crc32(b"fcm"))

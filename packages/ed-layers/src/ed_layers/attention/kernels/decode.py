@@ -102,12 +102,13 @@ def by_query_blocks(
         shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
-    def block(parts: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        q_x, segments, index, bias_x = parts
-        return of_queries(q_x, replace(info, q_segment_ids=segments, q_index=index), bias_x)
+    def block(parts: tuple[jax.Array, dict[str, jax.Array | None], jax.Array | None]) -> jax.Array:
+        q_x, rows, bias_x = parts
+        return of_queries(q_x, replace(info, **rows), bias_x)
 
-    queries = (cut(q, 3), cut(info.q_segment_ids, 1), cut(info.q_index, 1))
-    out = jax.lax.map(block, (*queries, None if bias is None else cut(bias, 3)))
+    rows = {"q_segment_ids": info.q_segment_ids, "q_index": info.q_index, "ahead": info.ahead}
+    cut_rows = {name: None if x is None else cut(x, 1) for name, x in rows.items()}
+    out = jax.lax.map(block, (cut(q, 3), cut_rows, None if bias is None else cut(bias, 3)))
     out = jnp.moveaxis(out, 0, 3)
     return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :s]
 
@@ -126,6 +127,7 @@ def where_slots_lie(
         kv_segment_ids=slot_spec,
         q_index=row_spec,
         kv_index=slot_spec,
+        ahead=None if info.ahead is None else row_spec,
     )
     bias_spec = None
     if bias is not None:

@@ -217,7 +217,7 @@ def _cudnn(mechanism: str, auto_from: int | None) -> Kernel[Projected]:
         cudnn_attention,
         platform="gpu",
         language="cudnn",
-        lacks=frozenset({"soft_cap", "sinks", "bias", "alibi", "relative", "dropout"}),
+        lacks=frozenset({"ahead", "soft_cap", "sinks", "bias", "alibi", "relative", "dropout"}),
         refuses=refusals_of_cudnn,
         auto_from=auto_from,
     )
@@ -232,7 +232,7 @@ KERNELS = (
         triton_attention,
         platform="gpu",
         language="triton",
-        lacks=frozenset({"sinks", "bias", "alibi", "relative", "dropout"}),
+        lacks=frozenset({"ahead", "sinks", "bias", "alibi", "relative", "dropout"}),
         refuses=refusals_of_dtype,
         available=lambda: has_tokamax(),
         needs="tokamax",

@@ -22,7 +22,7 @@ from ed_layers.native.library import in_use
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
 #: Features that the kernels for prompts, for caches and for pages lack.
-LACKS = frozenset({"bias", "alibi"})
+LACKS = frozenset({"ahead", "bias", "alibi"})
 LACKS_CACHE = LACKS | {"dropout"}
 LACKS_PAGES = LACKS_CACHE | {"relative"}
 

@@ -57,7 +57,8 @@ class Recipe:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("q_segments", "q_index", "k_segments", "k_index", "window", "chunk", "key", "places")
+        *("q_segments", "q_index", "k_segments", "k_index"),
+        *("window", "chunk", "key", "places", "ahead"),
     ],
     meta_fields=[],
 )
@@ -72,6 +73,7 @@ class BlockMask:
         key: random key of dropout, or None.
         places: coordinates for dropout and ALiBi if the blocks are part of a larger call: rows [b],
             heads [h], queries [i, x] and keys [j, y] of that call. None = count from 0.
+        ahead: number of later keys that a causal query attends to, [i, b, x]; None = 0.
     """
 
     q_segments: Int[Array, "i b x"]
@@ -82,6 +84,7 @@ class BlockMask:
     chunk: WindowLimit | None = None
     key: jax.Array | None = None
     places: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None
+    ahead: Int[Array, "i b x"] | None = None
 
     @classmethod
     def of(cls, mask_info: MaskInfo, scoring: Scoring, block_q: int, block_k: int) -> BlockMask:
@@ -94,13 +97,13 @@ class BlockMask:
             scoring.window,
             scoring.chunk,
             scoring.dropout_key if scoring.dropout > 0 else None,
+            ahead=None if mask_info.ahead is None else row_blocks(mask_info.ahead, block_q),
         )
 
     def allowed(self, i: jax.Array, j: jax.Array, *, causal: bool) -> jax.Array:
         """Return the allowed pairs of one block, [b, 1, 1, x, y]."""
-        info = MaskInfo(
-            self.q_segments[i], self.k_segments[j], self.q_index[i], self.k_index[j], causal
-        )
+        ids = self.q_segments[i], self.k_segments[j], self.q_index[i], self.k_index[j]
+        info = MaskInfo(*ids, causal, ahead=None if self.ahead is None else self.ahead[i])
         return info.allowed(window=self.window, chunk=self.chunk)[:, None, None]
 
     def heads(self, groups: int, repeat: int) -> Int[Array, "g r"]:
@@ -112,7 +115,7 @@ class BlockMask:
     def spans(self, *, causal: bool) -> tuple[jax.Array, jax.Array]:
         """Return the visible key blocks of each query block: the first, and one after the last."""
         ids = (self.q_segments, self.q_index, self.k_segments, self.k_index)
-        return blocks_seen(*ids, self.window, self.chunk, causal=causal)
+        return blocks_seen(*ids, self.window, self.chunk, causal=causal, ahead=self.ahead)
 
 
 def row_blocks(x: jax.Array, block: int) -> jax.Array:

@@ -80,13 +80,14 @@ class PageReader:
         kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[-3:])
         return kv[..., 0, : self.head_dim], kv[..., -1, : self.value_dim]
 
-    def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
+    def attend(self, q, rows, position, valid, first_block, last_block, ahead=None) -> jax.Array:
         """Compute attention of scaled queries [m, x, g, r, k] to `first_block` to `last_block`.
 
         Args:
             rows: page-table rows, [m, p].
             position: position of each query in its sequence, [m, x].
             valid: which queries are real, [m, x].
+            ahead: number of later keys that each query attends to, [m, x]; None = 0.
 
         Returns:
             [m, x, g, r, d].
@@ -99,7 +100,7 @@ class PageReader:
             scores = scores.reshape(m, groups, repeat, x, self.block)
             scores, _ = scoring.cap(scores)
             at = jnp.broadcast_to(j * self.block + jnp.arange(self.block), (m, self.block))
-            info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at)
+            info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at, ahead=ahead)
             if scoring.by_distance:
                 bias = scoring.distance_bias(heads_of(groups, repeat), position, at)
                 scores = scores + bias.astype(scores.dtype)
@@ -147,6 +148,7 @@ def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> 
     width = min(QUERY_BLOCK, q.shape[0])
     padding = ((0, width), *[(0, 0)] * 3)
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
+    later = None if ragged.ahead is None else jnp.pad(ragged.ahead, (0, width))
 
     def sequence(i, out):
         start, q_len = ragged.cu_q_lens[i], ragged.q_lens[i]
@@ -158,9 +160,16 @@ def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> 
             position = ragged.kv_lens[i] - q_len + offset
             at = start + x * width
             q_x = jax.lax.dynamic_slice_in_dim(q, at, width, 0)
+            ahead, reached = None, position
+            if later is not None:
+                ahead = jax.lax.dynamic_slice_in_dim(later, at, width)
+                # Later keys beyond this step are not stored yet.
+                ahead = jnp.minimum(ahead, ragged.kv_lens[i] - 1 - position)
+                reached, ahead = position + ahead, ahead[None]
             first, _ = reader.blocks_seen(position[0])
-            _, last = reader.blocks_seen(jnp.max(jnp.where(valid, position, 0)))
-            result = reader.attend(q_x[None], row, position[None], valid[None], first, last)[0]
+            _, last = reader.blocks_seen(jnp.max(jnp.where(valid, reached, 0)))
+            queries = (q_x[None], row, position[None], valid[None])
+            result = reader.attend(*queries, first, last, ahead)[0]
             # The rows after a short block belong to the next sequence.
             before = jax.lax.dynamic_slice_in_dim(out, at, width, 0)
             kept = jnp.where(valid[:, None, None, None], result, before)

@@ -135,7 +135,7 @@ KERNELS = tuple(
         ragged_page_attention,
         platform="tpu",
         language="pallas",
-        lacks=frozenset({"chunk", "sinks", "value_dim", "alibi", "relative"}),
+        lacks=frozenset({"ahead", "chunk", "sinks", "value_dim", "alibi", "relative"}),
         refuses=refusals,
     )
     for name in NAMES

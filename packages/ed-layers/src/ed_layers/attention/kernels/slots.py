@@ -9,7 +9,7 @@ n scales of a head, p splits, y slots of a split in one block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -191,5 +191,5 @@ def allowed_of(info: MaskInfo, first: jax.Array, size: int, scoring: Scoring) ->
         jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
         for x in (info.kv_segment_ids, info.kv_index)
     )
-    block = MaskInfo(info.q_segment_ids, segments, info.q_index, index, info.causal)
+    block = replace(info, kv_segment_ids=segments, kv_index=index)
     return block.allowed(window=scoring.window, chunk=scoring.chunk)

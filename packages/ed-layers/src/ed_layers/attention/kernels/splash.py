@@ -140,7 +140,7 @@ def segments_of(mask_info: MaskInfo, chunk: WindowLimit | None) -> Int[Array, "b
     return jnp.where(segments > 0, starts, 0).astype(segments.dtype)
 
 
-LACKS = frozenset({"bias", "alibi", "relative", "dropout"})
+LACKS = frozenset({"ahead", "bias", "alibi", "relative", "dropout"})
 KERNELS = tuple(
     Kernel(
         name,

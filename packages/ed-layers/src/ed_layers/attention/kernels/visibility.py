@@ -28,6 +28,8 @@ def visible(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the first and the last order index that is visible to queries from `low` to `high`.
 
+    For causal queries that attend to later keys, `high` is the last of these keys.
+
     All visible keys are within these bounds. The first index may be negative, and the last may
     exceed the length.
     """
@@ -63,7 +65,7 @@ def slots_seen(
     """
     real = info.q_segment_ids != 0
     low = jnp.min(jnp.where(real, info.q_index, BIG))
-    high = jnp.max(jnp.where(real, info.q_index, -1))
+    high = jnp.max(jnp.where(real, info.last_index, -1))
     start, last = visible(low, high, window, chunk)
     return jnp.clip(start - first, 0, count), jnp.clip(last + 1 - first, 0, count)
 
@@ -77,6 +79,7 @@ def blocks_seen(
     chunk: WindowLimit | None,
     *,
     causal: bool,
+    ahead: Int[Array, "i b x"] | None = None,
 ) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
     """Return the visible key blocks of each query block: the first, and the one after the last.
 
@@ -91,6 +94,8 @@ def blocks_seen(
 
     # Queries as [i, 1, b], keys as [1, j, b].
     q_low, q_high = (x[:, None] for x in bounds(q_segments, q_index))
+    if ahead is not None:
+        q_high = bounds(q_segments, q_index + ahead)[1][:, None]
     k_low, k_high = (x[None] for x in bounds(k_segments, k_index))
     q_from, q_to = (x[:, None] for x in bounds(q_segments, q_segments))
     k_from, k_to = (x[None] for x in bounds(k_segments, k_segments))
