@@ -151,7 +151,7 @@ def rewrite(directory: Path, target: Path, rename: Any = lambda name: name, **co
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gemma3") / "model"
-    torch_model(GEMMA3).save_pretrained(directory)
+    torch_model(GEMMA3, mm_tokens_per_image=4).save_pretrained(directory)
     return directory
 
 
@@ -228,7 +228,8 @@ def test_ignored_tensors_are_reported_once(gemma3: Path, caplog: pytest.LogCaptu
 
 
 def test_text_half_reads_sharded_files(gemma3: Path, tmp_path: Path) -> None:
-    torch_model(GEMMA3).save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    theirs = torch_model(GEMMA3, mm_tokens_per_image=4)
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     assert_equal(load(tmp_path / "shards"), load(gemma3))
 
@@ -292,12 +293,22 @@ def test_text_half_of_a_classifier_keeps_head_and_labels(tmp_path: Path) -> None
     np.testing.assert_allclose(found, logits(theirs), atol=1e-4)
 
 
-def test_task_of_a_multimodal_checkpoint_is_that_of_its_text_half(gemma3: Path) -> None:
-    assert AutoEasyDeLConfig.from_pretrained(gemma3).model_type == "gemma3_text"
-    model: Any = hub.from_pretrained(gemma3, task=TaskType.AUTO_BIND, sharding_axis_dims=ONE)
+def test_task_of_a_multimodal_checkpoint_is_that_of_its_text_half(tmp_path: Path) -> None:
+    torch_model(GEMMA4).save_pretrained(tmp_path)
+    assert AutoEasyDeLConfig.from_pretrained(tmp_path).model_type == "gemma4_text"
+    model: Any = hub.from_pretrained(tmp_path, task=TaskType.AUTO_BIND, sharding_axis_dims=ONE)
     assert model.model_task == TaskType.CAUSAL_LM
     with pytest.raises(RegistryError, match="no image-text-to-text module"):
-        AutoEasyDeLModelForImageTextToText.from_pretrained(gemma3)
+        AutoEasyDeLModelForImageTextToText.from_pretrained(tmp_path)
+
+
+def test_multimodal_checkpoint_of_a_family_is_loaded_whole_unless_the_task_has_no_images(
+    gemma3: Path,
+) -> None:
+    assert AutoEasyDeLConfig.from_pretrained(gemma3).model_type == "gemma3"
+    model: Any = hub.from_pretrained(gemma3, task=TaskType.AUTO_BIND, sharding_axis_dims=ONE)
+    assert model.model_task == TaskType.IMAGE_TEXT_TO_TEXT
+    np.testing.assert_allclose(model(IDS).logits, load(gemma3)(IDS).logits, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +318,7 @@ def test_task_of_a_multimodal_checkpoint_is_that_of_its_text_half(gemma3: Path) 
         ({"text_config": {"hidden_size": 32}}, CheckpointError, "no text_config with a model_type"),
         ({"text_config": {"model_type": "gema3_text"}}, RegistryError, "mean 'gemma3_text'"),
         ({"model_type": ["gemma3"]}, CheckpointError, 'has no "model_type"'),
-        ({"model_type": "paligemma"}, RegistryError, "multimodal model that is not registered"),
+        ({"model_type": "fuyu"}, RegistryError, "multimodal model that is not registered"),
     ],
 )
 def test_wrong_config_of_a_multimodal_checkpoint_raises_an_error(

@@ -244,7 +244,7 @@ def _load(run: RunConfig) -> CausalLM:
             )
         if task not in GENERATING:
             changes = {**_labels(run), **changes}
-        module = registry.get_module(task, hub.read_config(local).model_type)
+        module = registry.get_module(task, hub.read_config(local, task).model_type)
         options = {"sharding_axis_dims": dims, "config_kwargs": changes, **_dtypes(run)}
         if run.weight_format is None:
             return module.from_pretrained(local, **options)
@@ -282,7 +282,7 @@ def _load_other(
     changes["sharding_axis_names"] = run.sharding.axis_names
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     local = hub.resolve(section.name_or_path, revision=section.revision)
-    module = registry.get_module(task, hub.read_config(local).model_type)
+    module = registry.get_module(task, hub.read_config(local, task).model_type)
     return module.from_pretrained(
         local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
     )

@@ -268,7 +268,7 @@ class RunConfig:
         path = Path(str(model.name_or_path)).expanduser() / "config.json"
         try:
             config = json.loads(path.read_text("utf-8"))
-            return text_settings(config) if isinstance(config, dict) else None
+            return text_settings(config, path, self.task) if isinstance(config, dict) else None
         except (OSError, ValueError):
             return None
 

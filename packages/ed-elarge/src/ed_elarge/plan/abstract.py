@@ -65,7 +65,7 @@ def model_config(run: RunConfig, vocab_size: int | None) -> Any:
     changes = {field: value for field, (_, value) in run.config_fields().items()}
     changes.setdefault("sharding_axis_dims", run.sharding.axis_dims)
     changes.setdefault("sharding_axis_names", run.sharding.axis_names)
-    return hub.read_config(hub.resolve(str(section.name_or_path)), **changes)
+    return hub.read_config(hub.resolve(str(section.name_or_path)), run.task, **changes)
 
 
 def _mesh_of_topology(config: Any, topology: str) -> Any:

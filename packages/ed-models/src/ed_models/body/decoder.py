@@ -89,6 +89,12 @@ class Decoder(EasyDeLBaseModule):
     def add_parts(self, parts: Parts) -> None:
         """Create further parts, such as learned positions, for `enter` and `leave`."""
 
+    def embed(
+        self, input_ids: Int[Array, "b s"] | None, inputs_embeds: Float[Array, "b s d"] | None
+    ) -> Float[Array, "b s d"]:
+        """Return the embeddings of the tokens; features of images later replace some of them."""
+        return embedded(self.embed_tokens, input_ids, inputs_embeds)
+
     def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Transform the hidden states before the first layer (scale, learned positions)."""
         return x
@@ -134,7 +140,7 @@ class Decoder(EasyDeLBaseModule):
         **inputs: Any,
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
-        x = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        x = self.embed(input_ids, inputs_embeds)
         if features is not None:
             x = features.insert(x)
         b, s, _ = x.shape
@@ -170,5 +176,6 @@ class Decoder(EasyDeLBaseModule):
 class ScaledDecoder(Decoder):
     """A body that multiplies the embeddings by the square root of the hidden size (Gemma)."""
 
-    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+    def embed(self, input_ids, inputs_embeds):
+        x = super().embed(input_ids, inputs_embeds)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

@@ -16,7 +16,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-from ed_models.checkpoints.text_halves import text_settings
+from ed_models.checkpoints.text_halves import CONDITIONAL, text_settings
 
 #: The file of sentence-transformers that lists the modules of an embedding model.
 MODULES_NAME = "modules.json"
@@ -51,8 +51,6 @@ _TASKS: Mapping[str, TaskType] = {
 }
 #: Numbers that JSON lacks; `transformers` writes them as `{"__float__": "Infinity"}`.
 _NOT_FINITE = ("Infinity", "-Infinity", "NaN")
-#: Ending of the names of vision-language models and encoder-decoders.
-_CONDITIONAL = "ForConditionalGeneration"
 
 
 def _number(item: dict[str, Any]) -> Any:
@@ -61,8 +59,12 @@ def _number(item: dict[str, Any]) -> Any:
     return float(item["__float__"]) if is_number else item
 
 
-def read_settings(path: Path) -> Mapping[str, Any]:
+def read_settings(path: Path, task: TaskType | None = None) -> Mapping[str, Any]:
     """Read config.json; of a multimodal checkpoint, the settings of its text half.
+
+    Args:
+        path: the file.
+        task: see `text_settings`.
 
     Raises:
         CheckpointError: the file is missing, too large, or not a JSON object, or a multimodal
@@ -85,7 +87,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is not a JSON object ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object but a {type(content).__name__}")
-    return text_settings(content, path)
+    return text_settings(content, path, task)
 
 
 def task_of(directory: Path) -> TaskType:
@@ -105,7 +107,7 @@ def task_of(directory: Path) -> TaskType:
     if not names:
         return TaskType.CAUSAL_LM
     for name in map(str, names):
-        if name.endswith(_CONDITIONAL):
+        if name.endswith(CONDITIONAL):
             tasks = registry.tasks_of(str(settings.get("model_type")))
             if tasks:
                 return tasks[0]
@@ -114,7 +116,7 @@ def task_of(directory: Path) -> TaskType:
                 return task
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
-        f"'auto-bind' knows the endings {', '.join([*_TASKS, _CONDITIONAL])}. Set the task"
+        f"'auto-bind' knows the endings {', '.join([*_TASKS, CONDITIONAL])}. Set the task"
     )
 
 

@@ -179,11 +179,15 @@ def _within(folder: Path, subfolder: str | None) -> Path:
     return inner
 
 
-def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
-    """Read config.json as the class of its model type; of a multimodal checkpoint, the text half.
+def read_config(
+    directory: Path, task: TaskType | None = None, **changes: object
+) -> EasyDeLBaseConfig:
+    """Read config.json as the class of its model type.
 
     Args:
         directory: a local directory.
+        task: task of the model, which determines whether a multimodal checkpoint is loaded whole or
+            as its text half; None = the task that `architectures` names.
         changes: fields to set instead of the file's values; unknown names are errors.
 
     Raises:
@@ -192,7 +196,7 @@ def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
         ConfigError: a change is unknown or wrong.
     """
     path = directory / "config.json"
-    stored = read_settings(path)
+    stored = read_settings(path, task)
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f'{path} has no "model_type"')
@@ -282,7 +286,10 @@ def from_pretrained(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
-    config = _for_task(read_config(directory, **changes), module_class, task, directory)
+    own: Any = canonical_task(task) if module_class is None else None
+    own = getattr(module_class, "model_task", own)
+    config = read_config(directory, own, **changes)
+    config = _for_task(config, module_class, task, directory)
     check_tokenizer(directory, getattr(config, "vocab_size", None))
     cls = _class_for(module_class, task, config, directory)
     if truncate_dim is not None and not hasattr(cls, "truncate_embeddings"):

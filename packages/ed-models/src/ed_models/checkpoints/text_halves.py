@@ -12,9 +12,11 @@ transformers, because run files are checked with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Multimodal model types whose checkpoints are loaded as the model type of their `text_config`.
-#: Their numbers for tokens without images are those of the text model alone.
+#: Multimodal model types whose checkpoints are loaded as the model type of their `text_config`, for
+#: tasks without images or if no family has the whole model. Their numbers for tokens without images
+#: are those of the text model alone.
 MODEL_TYPES = frozenset(
     {
         "deepseek_vl",
@@ -43,6 +46,9 @@ MODEL_TYPES = frozenset(
         "smolvlm",
     }
 )
+
+#: Ending of the names of vision-language models and encoder-decoders.
+CONDITIONAL = "ForConditionalGeneration"
 
 #: Fields of a multimodal configuration that override those of its `text_config`.
 _SHARED = (
@@ -63,18 +69,37 @@ _OTHERS = ("visual.",)
 _HEADS = ("lm_head.", "score.")
 
 
-def text_settings(stored: Mapping[str, Any], path: str | Path = "config.json") -> Mapping[str, Any]:
+def is_whole(stored: Mapping[str, Any], task: TaskType | None) -> bool:
+    """Return whether a multimodal checkpoint is loaded with its vision tower.
+
+    Args:
+        stored: content of config.json.
+        task: task of the model; None or `AUTO_BIND` = the task that `architectures` names.
+    """
+    families = {point.name for point in entry_points(group="easydel.models")}
+    if stored.get("model_type") not in families:
+        return False
+    if task is None or task == TaskType.AUTO_BIND:
+        names = stored.get("architectures") or ()
+        return any(str(name).endswith(CONDITIONAL) for name in names)
+    return task == TaskType.IMAGE_TEXT_TO_TEXT
+
+
+def text_settings(
+    stored: Mapping[str, Any], path: str | Path = "config.json", task: TaskType | None = None
+) -> Mapping[str, Any]:
     """Return the settings of the text half of a multimodal checkpoint; other settings unchanged.
 
     Args:
         stored: content of config.json.
         path: path of the file, for error messages.
+        task: see `is_whole`; the settings of a checkpoint that is loaded whole are unchanged.
 
     Raises:
         CheckpointError: the settings have no `text_config`.
     """
     model_type = stored.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES or is_whole(stored, task):
         return stored
     text = stored.get("text_config")
     if not isinstance(text, Mapping) or not isinstance(text.get("model_type"), str):

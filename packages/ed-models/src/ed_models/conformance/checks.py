@@ -74,7 +74,7 @@ def gradients(subject: Subject) -> float:
 def generation(subject: Subject) -> float:
     """Compare 32 greedy tokens from padded rows with Hugging Face's."""
     make, theirs = subject.torch_model.generate, []
-    for row in subject.torch_inputs():
+    for row in subject.torch_prompts():
         out = make(**row, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
         theirs += list(out.numpy()[:, -32:])
     ours = subject.model.generate(**subject.prompts(), max_new_tokens=32, eos_token_id=[])
@@ -111,7 +111,7 @@ def pages(subject: Subject) -> float:
     filled = subject.paged_cache(B * width + 1, page)
     table = np.random.default_rng(1).permutation(B * width).reshape(B, width)
     done, got = np.zeros(B, int), [[] for _ in range(B)]
-    for counts in ([9, 1, 4, 3], [1, 12, 20, 1], [14, 11, 0, 20]):
+    for counts in subject.page_counts:
         places = [np.arange(done[row], done[row] + n) for row, n in enumerate(counts)]
         slots = [table[row, at // page] * page + at % page for row, at in enumerate(places)]
         done, ends = done + counts, np.cumsum([0, *counts])
@@ -124,7 +124,7 @@ def pages(subject: Subject) -> float:
             page_table={"full": jnp.asarray(table, jnp.int32)},
             state_slots=jnp.arange(B, dtype=jnp.int32),
             num_seqs=jnp.asarray(B, jnp.int32),
-            prompt_lens=jnp.full(B, S, jnp.int32),
+            prompt_lens=jnp.full(B, subject.prompt_length, jnp.int32),
         )
         chosen = [row * S + at for row, at in enumerate(places)]
         inputs = subject.step(np.concatenate([*chosen, np.full(pad, -1)]))

@@ -1,6 +1,6 @@
 """Subjects of the conformance suite: tiny configurations of families, with random weights.
 
-Legend: b rows, s positions, t encoder positions, v vocabulary, d hidden, n image features of a row.
+Legend: b rows, s positions, t encoder positions, v vocabulary, d hidden.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Cases:
             and without padding. False if a bias turns padding into input of a recurrence; rows are
             then compared without padding.
         tasks: the tasks that are checked; empty = the first registered task of the family.
+        image_features: number of features of an image, or of a tile of an image; at most 4.
         tiny: whether the fields of `TINY` are part of each row.
     """
 
@@ -76,6 +77,7 @@ class Cases:
     padded_in_transformers: bool = True
     tasks: tuple[TaskType, ...] = ()
     tiny: bool = True
+    image_features: int = 4
 
 
 class Subject:
@@ -91,6 +93,8 @@ class Subject:
         zero_gradient: bound on gradients that are zero in exact arithmetic, in rounding errors of
             the largest gradient.
         saved_bound: bound on the difference of outputs after saving.
+        page_counts: number of tokens of each row in each step over pages.
+        prompt_length: number of tokens of the prompts of these steps.
     """
 
     checks: ClassVar[tuple[str, ...]] = (
@@ -101,6 +105,8 @@ class Subject:
     pad: ClassVar[tuple[int, ...]] = PAD
     zero_gradient: ClassVar[float] = 1.0
     saved_bound: float = 0.0
+    page_counts: tuple[tuple[int, ...], ...] = ((9, 1, 4, 3), (1, 12, 20, 1), (14, 11, 0, 20))
+    prompt_length: int = S
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         several = f"{row} ({self.task})" if len(cases.tasks) > 1 else row
@@ -302,6 +308,10 @@ class Subject:
             }
             for row, pad in rows
         ]
+
+    def torch_prompts(self) -> list[dict[str, Any]]:
+        """Return the arguments of Hugging Face's `generate`."""
+        return self.torch_inputs()
 
     def torch_loss(self) -> Any:
         """Return Hugging Face's loss of rows without padding."""

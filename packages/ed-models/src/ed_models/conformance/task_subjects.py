@@ -1,6 +1,6 @@
 """Subjects of other tasks than causal language modelling, and the subjects of families.
 
-Legend: b rows, s positions, t encoder positions, v vocabulary, d hidden, n image features of a row.
+Legend: b rows, s positions, t encoder positions, v vocabulary, d hidden.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import registry
 from ed_infra.enums import TaskType
-from ed_infra.inputs import Encoded, Features, Inputs
+from ed_infra.inputs import Encoded, Inputs
 from ed_infra.testing import require_torch
 
 from ed_models.conformance.image_subjects import (
@@ -23,6 +23,7 @@ from ed_models.conformance.image_subjects import (
     ImageTextMatchSubject,
     VisionSubject,
 )
+from ed_models.conformance.image_text import ImageTextSubject
 from ed_models.conformance.patched_images import PatchedImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
@@ -57,67 +58,6 @@ ENCODER_TASKS = (
     *(TaskType.MASKED_LM, TaskType.BASE_MODULE, TaskType.SEQUENCE_CLASSIFICATION),
     *(TaskType.TOKEN_CLASSIFICATION, TaskType.QUESTION_ANSWERING, TaskType.MULTIPLE_CHOICE),
 )
-
-
-class ImageTextSubject(Subject):
-    """A vision-language model: each row contains two images, after its padding."""
-
-    task = TaskType.IMAGE_TEXT_TO_TEXT
-    pad = (0, 5, 0, 3)
-
-    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
-        super().__init__(model_type, row, module_class, cases)
-        vision = self.fields["vision_config"]
-        patches = (vision["image_size"] // vision["patch_size"]) ** 2
-        self.image_token = self.fields["image_token_index"]
-        for image in range(2):
-            start = max(self.pad) + 1 + image * (patches + 1)
-            self.ids[:, start : start + patches] = self.image_token
-        shape = B, 2, 3, vision["image_size"], vision["image_size"]
-        pixels = np.random.default_rng(1).normal(size=shape)
-        self.pixel_values = pixels.astype(np.float32)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that are not image tokens."""
-        return self.fields["image_token_index"]
-
-    @functools.cached_property
-    def features(self) -> Features:
-        """The image features of all rows."""
-        encoded = self.model.encode(Inputs({"pixel_values": self.pixel_values}))
-        return Features.at(encoded.embeddings, jnp.asarray(self.ids == self.image_token))
-
-    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
-        features = Features(self.features.values[rows], self.features.index[rows, at])
-        return {**super().inputs(rows, at), "features": features}
-
-    def flat(self, at: np.ndarray) -> dict[str, Any]:
-        b, n, d = self.features.values.shape
-        index = np.asarray(self.features.index)
-        index = np.where(index < 0, -1, index + n * np.arange(b)[:, None]).reshape(-1)
-        index = np.where(at < 0, -1, index[at])
-        features = Features(self.features.values.reshape(1, b * n, d), jnp.asarray(index)[None])
-        return {**super().flat(at), "features": features}
-
-    def whole(self) -> dict[str, Any]:
-        return {"input_ids": self.ids, "pixel_values": self.pixel_values}
-
-    def prompts(self) -> dict[str, Any]:
-        return {**super().prompts(), "pixel_values": self.pixel_values}
-
-    def torch_inputs(self) -> list[dict[str, Any]]:
-        return [{**inputs, "pixel_values": self._images()} for inputs in super().torch_inputs()]
-
-    def torch_loss(self) -> Any:
-        torch = require_torch()
-        ids = torch.tensor(self.ids, dtype=torch.long)
-        images = self._images()
-        return self.torch_model(input_ids=ids, pixel_values=images, labels=ids).loss
-
-    def _images(self) -> Any:
-        shape = self.pixel_values.shape
-        return require_torch().tensor(self.pixel_values.reshape(-1, *shape[2:]))
 
 
 class Seq2SeqSubject(Subject):

@@ -135,6 +135,7 @@ class CausalLM(VocabularyHead):
         segment_ids: Int[Array, "b s"] | None = None,
         position_ids: Int[Array, "b s"] | None = None,
         mask_info: MaskInfo | None = None,
+        ahead: Int[Array, "b s"] | None = None,
         past_key_values: Cache | None = None,
         features: Features | None = None,
         ragged: RaggedBatch | None = None,
@@ -151,6 +152,7 @@ class CausalLM(VocabularyHead):
                 other.
             position_ids: rotary positions; default: count the tokens of a segment.
             mask_info: a complete mask, instead of `attention_mask` and `segment_ids`.
+            ahead: number of later tokens that each token attends to; None = 0.
             past_key_values: a cache; None in training.
             features: embeddings that replace the embeddings of placeholder tokens.
             ragged: the flat batch of a serving step (then b = 1).
@@ -158,6 +160,7 @@ class CausalLM(VocabularyHead):
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
         """
+        more = {} if ahead is None else {"ahead": ahead}
         body = self.model(
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -170,6 +173,7 @@ class CausalLM(VocabularyHead):
             ragged=ragged,
             key=key,
             output_hidden_states=output_hidden_states,
+            **more,
         )
         return self.output(body, logits_at)
 

@@ -5,7 +5,7 @@ Legend: b batch, s sequence, i images of a row, n image features of a row, d hid
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import jax
 from ed_infra.errors import ConfigError
@@ -13,13 +13,14 @@ from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.outputs import CausalLMOutput
 from jaxtyping import Array, Float, Int
 
+from ed_models.body.ahead import ahead_in_image, ahead_in_prompt
 from ed_models.tasks.causal_lm import CausalLM
 
 
 class ImageBody(Protocol):
     """A body with a vision tower."""
 
-    def encode(self, pixel_values: jax.Array, /) -> Encoded:
+    def encode(self, pixel_values: jax.Array, /, **others: jax.Array) -> Encoded:
         """Return the features of all images of a row."""
         ...
 
@@ -32,11 +33,18 @@ class ImageTextLM(CausalLM):
     `config.image_token_id` of a row gets the k-th feature of the images of the row.
     """
 
-    input_names = (*CausalLM.input_names, "pixel_values")
+    #: Names of the arrays of images.
+    image_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    input_names = (*CausalLM.input_names, *image_names)
+    #: Which tokens attend to later ones: those of an image, those of a prompt, or none. A step of
+    #: the engine computes them together.
+    reads_ahead: ClassVar[Literal["image", "prompt"] | None] = None
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of `pixel_values` [b, i, c, h, w], in the order of the images."""
-        return cast(ImageBody, self.model).encode(inputs["pixel_values"])
+        names = [name for name in self.image_names if name != "pixel_values"]
+        others = inputs.select(names)
+        return cast(ImageBody, self.model).encode(inputs["pixel_values"], **others)
 
     def __call__(
         self,
@@ -44,6 +52,7 @@ class ImageTextLM(CausalLM):
         *,
         pixel_values: Float[Array, "b i c h w"] | None = None,
         features: Features | None = None,
+        token_type_ids: Int[Array, "b s"] | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
         """Run the vision tower, unless there are `features` or no images, and the language model.
@@ -52,12 +61,23 @@ class ImageTextLM(CausalLM):
             input_ids: token ids [b, s], with one image token for each image feature.
             pixel_values: images [b, i, c, h, w]; rows with fewer images are padded at the end.
             features: outputs of `encode` assigned to tokens, instead of `pixel_values`.
-            inputs: further arguments of `CausalLM.__call__`.
+            token_type_ids: 0 for the tokens of a prompt, 1 for those after a prompt. Only models
+                whose prompt tokens attend to later ones read the types.
+            inputs: further arguments of `CausalLM.__call__`, and further arrays of `image_names`.
         """
+        given = {name: inputs.pop(name, None) for name in self.image_names}
+        others = {name: array for name, array in given.items() if array is not None}
         if pixel_values is not None and features is None:
             if input_ids is None:
                 raise ConfigError("pixel_values require input_ids, which contain the image tokens")
-            encoded = self.encode(Inputs({"pixel_values": pixel_values}))
+            encoded = self.encode(Inputs({"pixel_values": pixel_values, **others}))
             image_token_id: int = self.config.image_token_id
             features = Features.at(encoded.embeddings, input_ids == image_token_id)
+        if self.reads_ahead == "image" and features is not None:
+            inputs["ahead"] = ahead_in_image(features.index >= 0, inputs)
+        elif self.reads_ahead == "prompt":
+            tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
+            assert tokens is not None, "a call has tokens or embeddings"
+            shape = tokens.shape[0], tokens.shape[1]
+            inputs["ahead"] = ahead_in_prompt(token_type_ids, shape, inputs)
         return super().__call__(input_ids, features=features, **inputs)

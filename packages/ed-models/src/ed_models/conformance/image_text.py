@@ -1,0 +1,128 @@
+"""The subject of vision-language models whose images, or tiles of images, have equal sizes.
+
+Legend: b rows, s positions, i images or tiles of a row, n image features of a row, d hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.enums import TaskType
+from ed_infra.inputs import Features, Inputs
+from ed_infra.testing import require_torch
+
+from ed_models.conformance.subjects import B, Cases, S, Subject
+
+#: Positions of the first tokens of the images of each row: three images, one, none, and two. The
+#: calls of the checks with caches, and the documents of packed rows, cut no image in two.
+STARTS = ((1, 14, 19), (14,), (), (5, 14))
+#: Number of tokens of the prompt, for models whose prompt tokens attend to later ones, and of the
+#: tokens of each row in each step over pages, of which the first contains the prompt.
+PROMPT = 11
+PROMPT_COUNTS = ((11, 13, 11, 12), (1, 11, 13, 1), (12, 0, 0, 11))
+
+
+class ImageTextSubject(Subject):
+    """A vision-language model whose rows contain 3, 1, 0 and 2 images."""
+
+    task = TaskType.IMAGE_TEXT_TO_TEXT
+    pad = (0, 5, 0, 3)
+
+    def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
+        super().__init__(model_type, row, module_class, cases)
+        length = cases.image_features
+        for number, starts in enumerate(STARTS):
+            for start in starts:
+                self.ids[number, start : start + length] = self.image_token
+        vision = self.fields["vision_config"]
+        shape = B, max(map(len, STARTS)), 3, vision["image_size"], vision["image_size"]
+        pixels = np.random.default_rng(1).normal(size=shape)
+        real = np.arange(shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
+        pixels *= real[:, :, None, None, None]
+        self.images: dict[str, np.ndarray] = {"pixel_values": pixels.astype(np.float32)}
+        if "pixel_attention_mask" in module_class.image_names:
+            areas = np.broadcast_to(real[:, :, None, None], (*shape[:2], *shape[3:]))
+            mask = areas.astype(np.int32)
+            side = shape[-1]
+            mask[0, 1, side // 2 :] = 0  # padding below one image, and at the right of another
+            mask[3, 0, :, side - side // 4 :] = 0
+            self.images["pixel_attention_mask"] = mask
+        self.types: dict[str, np.ndarray] = {}
+        if module_class.reads_ahead == "prompt":
+            self.page_counts, self.prompt_length = PROMPT_COUNTS, PROMPT
+            after = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
+            self.types = {"token_type_ids": after.astype(np.int32)}
+
+    @property
+    def image_token(self) -> int:
+        """Id of the placeholder token of a feature."""
+        return self.fields.get("image_token_index") or self.fields["image_token_id"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that are not image tokens."""
+        return self.image_token
+
+    @functools.cached_property
+    def features(self) -> Features:
+        """The image features of all rows."""
+        encoded = self.model.encode(Inputs(self.images))
+        return Features.at(encoded.embeddings, jnp.asarray(self.ids == self.image_token))
+
+    def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
+        features = Features(self.features.values[rows], self.features.index[rows, at])
+        types = {name: x[rows, at] for name, x in self.types.items()}
+        return {**super().inputs(rows, at), "features": features, **types}
+
+    def flat(self, at: np.ndarray) -> dict[str, Any]:
+        b, n, d = self.features.values.shape
+        index = np.asarray(self.features.index)
+        index = np.where(index < 0, -1, index + n * np.arange(b)[:, None]).reshape(-1)
+        index = np.where(at < 0, -1, index[at])
+        features = Features(self.features.values.reshape(1, b * n, d), jnp.asarray(index)[None])
+        types = {name: x.reshape(-1)[at][None] for name, x in self.types.items()}
+        return {**super().flat(at), "features": features, **types}
+
+    def step(self, at: np.ndarray) -> dict[str, Any]:
+        return {name: x for name, x in self.flat(at).items() if name not in self.types}
+
+    def whole(self) -> dict[str, Any]:
+        return {"input_ids": self.ids, **self.images, **self.types}
+
+    def prompts(self) -> dict[str, Any]:
+        return {**super().prompts(), **self.images}
+
+    # Hugging Face's model.
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        (inputs,) = super().torch_inputs()
+        return [self.with_images(inputs)]
+
+    def torch_prompts(self) -> list[dict[str, Any]]:
+        (inputs,) = self.torch_inputs()
+        if self.types:
+            inputs["token_type_ids"] = require_torch().zeros_like(inputs["input_ids"])
+        return [inputs]
+
+    def torch_loss(self) -> Any:
+        torch = require_torch()
+        ids = torch.tensor(self.ids, dtype=torch.long)
+        return self.torch_model(**self.with_images({"input_ids": ids}), labels=ids).loss
+
+    def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Hugging Face's model with the images of all rows."""
+        torch = require_torch()
+        if len(self.images) > 1:  # `transformers` reads rows of tiles
+            inputs = {**inputs, **{name: torch.tensor(x) for name, x in self.images.items()}}
+        else:
+            (name, rows), *_ = self.images.items()
+            real = [row[: len(starts)] for row, starts in zip(rows, STARTS, strict=True)]
+            inputs = {**inputs, name: torch.tensor(np.concatenate(real))}
+        if "token_type_ids" in inspect.signature(self.torch_model.forward).parameters:
+            types = torch.tensor(self.types.get("token_type_ids", self.ids == self.image_token))
+            inputs["token_type_ids"] = types.long()
+        return inputs
