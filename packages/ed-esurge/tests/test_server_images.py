@@ -8,7 +8,6 @@ import io
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -41,13 +40,14 @@ class FakeProcessor:
     def __init__(self, tokenizer) -> None:
         self.tokenizer, self.image_token = tokenizer, "<image>"
 
-    def image_processor(self, *, images, return_tensors):
-        colors = [np.asarray(image, np.float32).mean((0, 1)) for image in images]
-        return {"pixel_values": [color[:, None, None] for color in colors]}
+    def _merge_kwargs(self, **options):
+        return {"images_kwargs": options}
 
-    def _get_num_multimodal_tokens(self, image_sizes):
-        counts = [(height // 8) * (width // 8) for height, width in image_sizes]
-        return SimpleNamespace(num_image_tokens=counts, num_image_patches=[1] * len(counts))
+    def _process_images(self, images, *, return_tensors):
+        colors = [np.asarray(image, np.float32).mean((0, 1)) for image in images]
+        counts = [(image.height // 8) * (image.width // 8) for image in images]
+        pixels = np.array([color[:, None, None] for color in colors])
+        return {"pixel_values": pixels}, [self.image_token * count for count in counts]
 
 
 class VisionEngine(ScriptedEngine):

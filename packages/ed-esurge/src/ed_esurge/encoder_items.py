@@ -87,16 +87,21 @@ def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
 
 
 class FixedImages:
-    """Images of the size of `vision_config`."""
+    """Images, or tiles of images, of the size of `vision_config`."""
 
     has_axes = False
 
     def __init__(self, model: LanguageModel) -> None:
         self.names = encoder_names(model)
         vision = getattr(model.config, "vision_config", None)
-        if self.names != ("pixel_values",) or vision is None:
+        size = (vision.image_size,) * 2 if vision is not None else ()
+        known = {
+            "pixel_values": np.zeros((getattr(vision, "num_channels", 3), *size), np.float32),
+            "pixel_attention_mask": np.ones(size, np.int32),
+        }
+        if vision is None or not known.keys() >= set(self.names):
             raise ConfigError(f"the engine does not support the encoder inputs {self.names}")
-        self._shape = vision.num_channels, vision.image_size, vision.image_size
+        self._example = {name: known[name] for name in self.names}
         # Without devices: nothing is computed.
         graphdef, state = nnx.split(cast(nnx.Module, model))
         inputs = batch_of_one(self.examples()[0])
@@ -108,11 +113,11 @@ class FixedImages:
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
-        return [{"pixel_values": np.zeros(self._shape, np.float32)}]
+        return [self._example]
 
     def padded(self, arrays: ItemArrays) -> ItemArrays:
-        """Return the arrays unchanged."""
-        return arrays
+        """Return the arrays; an image without a mask has no padding."""
+        return {**self._example, **arrays}
 
     def count(self, arrays: ItemArrays) -> int:
         """See `EncoderItems.count`."""

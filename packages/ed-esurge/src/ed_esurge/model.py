@@ -159,6 +159,14 @@ def encoder_names(model: LanguageModel) -> tuple[str, ...]:
     )
 
 
+def reads_ahead(model: LanguageModel) -> Literal["image", "prompt"] | None:
+    """Return which tokens attend to later ones: those of an image, those of a prompt, or none.
+
+    A step computes such tokens together.
+    """
+    return getattr(model, "reads_ahead", None)
+
+
 def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
     """Return the first tokens and the rules of an encoder-decoder; None for other models.
 

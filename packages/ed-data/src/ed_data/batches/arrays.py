@@ -82,8 +82,8 @@ def make_batch(
         The tasks with one target for each row have `labels` [b], or `start_positions` and
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
         `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
-        images of each row, padded with zeros to the largest number i of images in a row (at
-        least 1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task
+        images or tiles of each row, padded with zeros to the largest number i of a row (at least
+        1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task
         `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
         features of `AudioEncoder.arrays`. The task `image_classification` has only `pixel_values`
         and `labels`, and `image_text` no labels.
@@ -133,6 +133,8 @@ def make_batch(
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)
     if layout.images is not None:
         batch.update(layout.images.arrays(_images(rows), layout.batch_size, size))
+        if layout.images.marks_prompts:
+            batch["token_type_ids"] = _after_prompt(batch["labels"], batch["segment_ids"])
     if layout.audio is not None:
         batch.update(layout.audio.arrays(_recordings(rows), layout.batch_size, samples))
     return batch
@@ -232,6 +234,14 @@ def _images(rows: PlannedRows) -> dict[int, list[RowImage]]:
             assert isinstance(image, RowImage)
             found.setdefault(row, []).append(image)
     return found
+
+
+def _after_prompt(labels: NDArray[np.int32], segments: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return 0 for the tokens of a document before its first token with loss, and 1 for others."""
+    learned = np.cumsum(labels != IGNORED, axis=1)
+    starts = np.diff(segments, axis=1, prepend=0) != 0
+    before = np.where(starts, learned - (labels != IGNORED), 0)
+    return (learned > np.maximum.accumulate(before, axis=1)).astype(np.int32)
 
 
 def _recordings(rows: PlannedRows) -> dict[int, RowAudio]:

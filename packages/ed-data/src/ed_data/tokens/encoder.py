@@ -22,7 +22,7 @@ from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.chats import ChatEncoder
 from ed_data.tokens.encoded import EncodedDocuments
 from ed_data.tokens.images import ImageEncoder
-from ed_data.tokens.items import DocumentField, TokenSequence, ended, with_blame
+from ed_data.tokens.items import DocumentField, TokenSequence, WhiteSpace, ended, with_blame
 from ed_data.tokens.parts import answered, by_words, in_pairs, windows
 from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
@@ -163,6 +163,10 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.eos, self.assistant_only_loss)
 
     @cached_property
+    def _spaces(self) -> WhiteSpace:
+        return WhiteSpace(self.tokenizer)
+
+    @cached_property
     def _warned(self) -> list[bool]:
         return []
 
@@ -249,9 +253,9 @@ class Encoder:
                     "times; correct the row, or use a chat template that writes the token for "
                     'each part {"type": "image"}'
                 )
-            counts = [self.images.count(image) for image in document.images]
-            expanded = sequence.with_images(token, counts)
-            if limit is not None and token in expanded.ids[limit:]:
+            tokens = [self.images.tokens(image).ids for image in document.images]
+            expanded = sequence.with_images(token, tokens, self._spaces)
+            if limit is not None and self.images.feature in expanded.ids[limit:]:
                 raise DataError(
                     f"{where}: the row has {len(expanded.ids)} tokens, and truncation at {limit} "
                     "tokens would remove tokens of an image; increase the sequence length, shorten "

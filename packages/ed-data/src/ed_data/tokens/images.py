@@ -1,4 +1,4 @@
-"""Images of one size for vision-language models: placeholder tokens and pixel values.
+"""Images for vision-language models: their tokens, and the pixel values of their tiles.
 
 The processor is that of the checkpoint (`transformers.AutoProcessor`). Its image processor runs
 without torch if it has a PIL backend, as those of CLIP and LLaVA have.
@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import fsspec
 import numpy as np
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: An image whose arrays have the shape of all images.
 BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
+#: Largest number of sizes of images whose tokens are kept.
+KEPT = 2**17
 
 
 class ImageProcessor(Protocol):
@@ -44,32 +46,56 @@ class FeatureCounts(Protocol):
 
 
 class ModelProcessor(Protocol):
-    """A processor of transformers, such as `LlavaProcessor`."""
+    """A processor of transformers, such as `LlavaProcessor`.
 
+    Attributes:
+        image_token: the text that a chat template writes for an image.
+    """
+
+    image_token: str
     image_processor: ImageProcessor
     tokenizer: PreTrainedTokenizerBase
+
+    def _merge_kwargs(self, **options: Any) -> Mapping[str, Any]: ...
+
+    def _process_images(
+        self, images: list[Any], **options: Any
+    ) -> tuple[Mapping[str, Any], list[str]]: ...
 
     def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> FeatureCounts: ...
 
 
+class ImageTokens(NamedTuple):
+    """The tokens of an image, and the number of its tiles."""
+
+    ids: list[int]
+    tiles: int
+
+
 class ImageEncoder:
-    """Counts the features of images and computes their arrays.
+    """Computes the tokens and the arrays of images.
+
+    An image is one tile, or several tiles for a model that splits images. All tiles have arrays of
+    one shape and equally many features.
 
     Args:
         processor: the processor of the checkpoint.
         placed: whether tokens mention the images. Otherwise an image processor is enough.
 
     Attributes:
-        token: id of the placeholder token of an image feature; None if tokens mention no images.
+        token: id of the token that a chat template writes for an image; None if tokens mention no
+            images.
+        feature: id of the placeholder token of an image feature.
         processor: the processor.
 
     Raises:
-        DataError: the processor does not define a placeholder token, or cannot count features.
+        DataError: the processor does not define an image token, or creates no tokens of images.
     """
 
     def __init__(self, processor: ModelProcessor | ImageProcessor, *, placed: bool = True) -> None:
         self.processor: Any = processor
         self.token: int | None = None
+        self._known: dict[tuple[int, int], ImageTokens] = {}
         self._to_pixels: Any = getattr(processor, "image_processor", processor)
         kind = type(processor).__name__
         if not placed:
@@ -79,18 +105,27 @@ class ImageEncoder:
                     "AutoImageProcessor of the checkpoint"
                 )
             return
-        for name in ("image_processor", "tokenizer", "_get_num_multimodal_tokens"):
+        for name in ("image_processor", "tokenizer", "_process_images"):
             if not hasattr(processor, name):
                 raise DataError(
-                    f"{kind} is not a processor of images and text that can count image tokens: it "
-                    f"has no {name!r}; pass the AutoProcessor of a vision-language checkpoint"
+                    f"{kind} is not a processor of images and text: it has no {name!r}; pass the "
+                    "AutoProcessor of a vision-language checkpoint"
                 )
         token: object = getattr(processor, "image_token_id", None)
-        if token is None and isinstance(text := getattr(processor, "image_token", None), str):
+        if isinstance(text := getattr(processor, "image_token", None), str):
             token = self.processor.tokenizer.convert_tokens_to_ids(text)
         if not isinstance(token, int):
             raise DataError(f"{kind} defines no image token: set its image_token")
         self.token = token
+        own: object = (getattr(processor, "image_token_ids", None) or [None])[0]
+        self.feature = own if isinstance(own, int) else token
+
+    @property
+    def marks_prompts(self) -> bool:
+        """Whether the model reads token types, which tell the tokens before the first one with loss
+        from the others (PaliGemma)."""
+        names = getattr(self.processor, "model_input_names", None) or ()
+        return self.token is not None and {"token_type_ids", "labels"} <= {*names}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -105,69 +140,80 @@ class ImageEncoder:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape [channels, height, width] of the pixel values of an image."""
-        channels, height, width = self._processed(BLANK).shape
-        return channels, height, width
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the arrays of a tile by name: `pixel_values` [c, h, w], and others."""
+        return {name: x.shape[1:] for name, x in tiles_of(self.processed(BLANK)).items()}
 
-    def count(self, image: RowImage) -> int:
-        """Return the number of features, and so of placeholder tokens, of an image.
+    def tokens(self, image: RowImage) -> ImageTokens:
+        """Return the tokens of an image, which depend on its size.
 
         Raises:
-            DataError: the image cannot be read, or the processor splits it into several images.
+            DataError: the image cannot be read, or the processor refuses its size.
         """
-        found = self.processor._get_num_multimodal_tokens(image_sizes=[[*size_of(image)]])
-        if found.num_image_patches != [1]:
+        if self.token is None:
+            return ImageTokens([], 1)
+        size = size_of(image)
+        if size not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[size] = self._tokens(size, image.where)
+        return self._known[size]
+
+    def _tokens(self, size: tuple[int, int], where: str) -> ImageTokens:
+        output, text = self._run(np.zeros((*size, 3), np.uint8), where)
+        tiles = len(next(iter(tiles_of(output).values())))
+        ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        count = ids.count(self.feature)
+        if not count or count % tiles:
             raise DataError(
-                f"{image.where}: {type(self.processor).__name__} splits an image into "
-                f"{found.num_image_patches} images; only processors with one array per image are "
-                "supported"
+                f"{where}: the processor returned {tiles} tiles and {count} placeholder tokens "
+                f"{self.processor.tokenizer.convert_ids_to_tokens(self.feature)!r}; use the "
+                "processor and the tokenizer of one checkpoint"
             )
-        return int(found.num_image_tokens[0])
+        return ImageTokens(ids, tiles)
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
         """Return the sizes of the arrays for the images of all rows of a batch."""
-        return (max([1, *map(len, rows)]),)
+        return (max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)]),)
 
     def arrays(
         self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
     ) -> dict[str, NDArray[Any]]:
-        """Return `pixel_values` [b, i, c, h, w], float32, padded with zeros.
+        """Return `pixel_values` [b, i, c, h, w], float32, and the other arrays of tiles, padded
+        with zeros.
 
         Args:
             images: number of a row -> the images of the row in order.
             rows: number of rows b.
             width: see `width`.
-        """
-        pixels = np.zeros((rows, *width, *self.shape), np.float32)
-        for row, of_row in images.items():
-            for place, image in enumerate(of_row):
-                pixels[row, place] = self.pixel_values(image)
-        return {"pixel_values": pixels}
-
-    def pixel_values(self, image: RowImage) -> NDArray[np.float32]:
-        """Return the pixel values [channels, height, width] of an image.
 
         Raises:
-            DataError: the image cannot be decoded, or its array has another shape than others.
+            DataError: an image cannot be decoded, or its tiles have another shape than others.
         """
-        pixels = self._processed(image)
-        if pixels.shape != self.shape:
-            raise DataError(
-                f"{image.where}: the processor returned pixel values of shape {pixels.shape}, but "
-                f"{self.shape} for other images; use an image processor that resizes or crops all "
-                "images to one size"
-            )
-        return pixels
-
-    def _processed(self, image: RowImage) -> NDArray[np.float32]:
-        return np.asarray(self.processed(image)["pixel_values"][0], np.float32)
+        batch: dict[str, NDArray[Any]] = {
+            name: np.zeros((rows, *width, *shape), _dtype(name))
+            for name, shape in self.shapes.items()
+        }
+        for row, of_row in images.items():
+            place = 0
+            for image in of_row:
+                tiles, count = tiles_of(self.processed(image)), self.tokens(image).tiles
+                for name, array in tiles.items():
+                    if array.shape != (count, *self.shapes[name]):
+                        raise DataError(
+                            f"{image.where}: the processor returned {name} of shape "
+                            f"{array.shape}, but {(count, *self.shapes[name])} is expected; use an "
+                            "image processor that resizes or crops all images to one size"
+                        )
+                    batch[name][row, place : place + count] = array
+                place += count
+        return batch
 
     def processed(self, image: RowImage) -> Mapping[str, Any]:
         """Return the output of the image processor for one image.
 
         Raises:
-            DataError: the image cannot be decoded.
+            DataError: the image cannot be decoded, or the processor refuses the image.
         """
         source = image.source
         if isinstance(source, np.ndarray):
@@ -178,7 +224,36 @@ class ImageEncoder:
                 decoded = opened.convert("RGB")
             except (OSError, ValueError) as error:
                 raise _unreadable(image.where, error) from error
-        return self._to_pixels(images=[decoded], return_tensors="np")
+        return self._run(decoded, image.where)[0]
+
+    def _run(self, pixels: Any, where: str) -> tuple[Mapping[str, Any], str]:
+        """Return the arrays of an image, and the text of its tokens."""
+        if self.token is None:
+            return self._to_pixels(images=[pixels], return_tensors="np"), ""
+        options = self.processor._merge_kwargs(return_tensors="np")["images_kwargs"]
+        try:
+            output, (text,) = self.processor._process_images([pixels], **options)
+        except (ValueError, ArithmeticError) as error:
+            raise DataError(
+                f"{where}: the processor refuses the image: {error}; resize the image, or set "
+                "on_error: skip"
+            ) from error
+        return output, text
+
+
+def tiles_of(output: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of the tiles of one image, [t, ...], in the output of a processor.
+
+    The arrays of the output are [t, c, h, w], or [1, t, c, h, w] and the like.
+    """
+    found = {name: np.asarray(x) for name, x in output.items() if name.startswith("pixel_")}
+    if found["pixel_values"].ndim == 5:
+        found = {name: x[0] for name, x in found.items()}
+    return {name: x.astype(_dtype(name)) for name, x in found.items()}
+
+
+def _dtype(name: str) -> type[np.float32 | np.int32]:
+    return np.float32 if name == "pixel_values" else np.int32
 
 
 def size_of(image: RowImage) -> tuple[int, int]:

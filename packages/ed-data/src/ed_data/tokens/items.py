@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ed_data.errors import DataError
 from ed_data.schema import Content
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -41,21 +42,66 @@ class TokenSequence(NamedTuple):
     types: tuple[int, ...] = ()
     span: tuple[int, int] | None = None
 
-    def with_images(self, token: int, counts: Sequence[int]) -> TokenSequence:
-        """Repeat the placeholder of each image once per feature of the image; they have no loss.
+    def with_images(
+        self, token: int, images: Sequence[list[int]], spaces: WhiteSpace
+    ) -> TokenSequence:
+        """Replace the placeholder of each image by the tokens of the image; they have no loss.
 
         Args:
             token: id of the placeholder, which occurs once for each image.
-            counts: number of features of each image.
+            images: tokens of each image.
+            spaces: encodes the white space at both sides of a border as one text.
         """
-        ids = np.asarray(self.ids, np.int64)
-        repeats = np.ones(len(ids), np.int64)
-        repeats[ids == token] = counts
-        expanded = np.repeat(ids, repeats)
-        mask = np.repeat(np.ones(len(ids), np.int64) if self.mask is None else self.mask, repeats)
-        mask[expanded == token] = 0
-        prompt = int(repeats[: self.prompt].sum())
-        return TokenSequence(expanded.tolist(), mask.tolist(), prompt, self.places)
+        ids, mask, borders, prompt = list[int](), list[int](), list[int](), 0
+        flags, remaining = self.mask or [1] * len(self.ids), iter(images)
+        for place, (own, flag) in enumerate(zip(self.ids, flags, strict=True), start=1):
+            new = next(remaining) if own == token else [own]
+            ids += new
+            mask += [0] * len(new) if own == token else [flag]
+            if own == token:
+                borders += [len(ids) - len(new), len(ids)]
+            if place == self.prompt:
+                prompt = len(ids)
+        for border in reversed(borders):
+            first, last, joined = spaces.joined(ids, border)
+            if joined is not None:
+                ids[first:last], mask[first:last] = joined, [0] * len(joined)
+                prompt += (len(joined) - (last - first)) * (prompt >= last)
+        return TokenSequence(ids, mask, prompt, self.places)
+
+
+class WhiteSpace:
+    """Encodes adjacent tokens of white space as one text.
+
+    A tokenizer may have one token for several lines (Gemma), so the tokens of an image and those of
+    the text beside the image are not always the tokens of the whole text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._special = tokenizer, frozenset(tokenizer.all_special_ids)
+        self._known: dict[int, bool] = {}
+
+    def joined(self, ids: list[int], border: int) -> tuple[int, int, list[int] | None]:
+        """Return a run of white space around a border: the first token, the one after the last, and
+        the tokens of the run as one text. None = the tokens do not change."""
+        first = last = border
+        while first > 0 and self._is_space(ids[first - 1]):
+            first -= 1
+        while last < len(ids) and self._is_space(ids[last]):
+            last += 1
+        sides = ids[first:border], ids[border:last]
+        if not all(sides) or any(self._encoded(side) != side for side in sides):
+            return first, last, None
+        return first, last, self._encoded(ids[first:last])
+
+    def _is_space(self, token: int) -> bool:
+        if token not in self._known:
+            text = str(self._tokenizer.decode([token]))
+            self._known[token] = token not in self._special and text.isspace()
+        return self._known[token]
+
+    def _encoded(self, ids: list[int]) -> list[int]:
+        return self._tokenizer(self._tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
 
 
 def ended(ids: list[int], eos: int) -> list[int]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
-from ed_data.tokens.images import BLANK, ImageEncoder, ModelProcessor, size_of
+from ed_data.tokens.images import BLANK, ImageEncoder, ImageTokens, ModelProcessor, size_of
 
 GRID = "image_grid_thw"
 #: Largest number of images whose sizes are kept, and smallest number of features of a row.
@@ -73,9 +73,9 @@ class PatchEncoder(ImageEncoder):
         self._counts[image.where] = counts
         return counts
 
-    def count(self, image: RowImage) -> int:
-        """Return the number of features, and so of placeholder tokens, of an image."""
-        return self.counts(image).tokens
+    def tokens(self, image: RowImage) -> ImageTokens:
+        """Return one placeholder token for each feature of an image."""
+        return ImageTokens([self.token] * self.counts(image).tokens, 1)
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
         """Return the buckets of patches and of images of a row, for the rows of a whole batch.

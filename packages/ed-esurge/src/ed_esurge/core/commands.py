@@ -6,7 +6,7 @@ Engines that execute the same commands between the same steps plan the same step
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,18 @@ class EncoderInput:
             key.update(np.ascontiguousarray(array).tobytes())
         key.update(f"{length}".encode())
         return cls(key.digest(), dict(arrays), start, length)
+
+
+def runs_of(items: Sequence[EncoderInput]) -> list[tuple[int, int]]:
+    """Return the runs of placeholder tokens: the first, and the one after the last, of items
+    without other tokens between them."""
+    runs: list[tuple[int, int]] = []
+    for item in items:
+        first = item.start
+        if runs and runs[-1][1] == first:
+            first, _ = runs.pop()
+        runs.append((first, item.start + item.length))
+    return runs
 
 
 @dataclass(frozen=True, slots=True)

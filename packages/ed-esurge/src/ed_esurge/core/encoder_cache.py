@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ed_esurge.core.commands import EncoderInput
+from ed_esurge.core.commands import EncoderInput, runs_of
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import Request
 
@@ -21,13 +21,14 @@ class EncoderCache:
     Args:
         capacity: number of rows; at least the length of the longest item.
         per_step: maximum number of rows that a step computes. A single longer item is allowed.
+        whole: whether a step computes all tokens of an item, because they attend to each other.
 
     Attributes:
         queries, hits: number of items looked up, and of those found, since the start.
     """
 
-    def __init__(self, capacity: int, per_step: int) -> None:
-        self.capacity, self.per_step = capacity, per_step
+    def __init__(self, capacity: int, per_step: int, *, whole: bool = False) -> None:
+        self.capacity, self.per_step, self.whole = capacity, per_step, whole
         self.queries = self.hits = 0
         self._rows: dict[bytes, list[int]] = {}
         self._holders: dict[bytes, set[str]] = {}
@@ -55,15 +56,29 @@ class EncoderCache:
 
         Returns:
             the number of tokens that this step can compute: `count`, or the number of tokens before
-            the first item that exceeds the budget of the step or the free rows.
+            the first item that exceeds the budget of the step or the free rows, see also `uncut`.
         """
         start = request.num_computed
         for item in request.encoder_inputs:
             if item.start >= start + count:
                 break
             if item.start + item.length > start and not self._hold(request.request_id, item):
-                return max(item.start - start, 0)
-        return count
+                return self.uncut(request, max(item.start - start, 0))
+        return self.uncut(request, count)
+
+    def uncut(self, request: Request, count: int) -> int:
+        """Return the largest number of next tokens, up to `count`, that cuts no item in two.
+
+        The result is `count` unless items are whole. Adjacent items count as one.
+        """
+        if not self.whole:
+            return count
+        start = request.num_computed
+        stop = start + count
+        for first, last in reversed(runs_of(request.encoder_inputs)):
+            if first < stop < last:
+                stop = first
+        return max(stop - start, 0)
 
     def index(self, request: Request, start: int, stop: int) -> list[int] | tuple[()]:
         """Return the row of each token from `start` to before `stop`; -1 for a token without a row,

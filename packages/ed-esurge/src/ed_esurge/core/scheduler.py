@@ -65,7 +65,8 @@ class Scheduler:
             fit one sequence of `max_model_len`.
         page_size: number of tokens in a page.
         prefix_caching: whether equal prefixes share pages. Must be False for a model with recurrent
-            layers, because a page does not restore their state.
+            layers, because a page does not restore their state, and for a model whose prompt tokens
+            attend to later ones.
         host_places: number of evicted pages of each group that host memory keeps.
         proposer: source of proposed tokens for decoding sequences; None = no speculation.
         encoder: encoder outputs; None = the model has no encoder.
@@ -304,7 +305,10 @@ class Scheduler:
         follows = len(self.waiting) > new and len(self.running) + new < limits.max_num_seqs
         if follows or not limits.shapes:
             return count
-        return first_part(limits.shapes, limits.token_budget - budget, others + 1, count)
+        part = first_part(limits.shapes, limits.token_budget - budget, others + 1, count)
+        if isinstance(self.encoder, EncoderCache):
+            part = self.encoder.uncut(request, part)
+        return part or count
 
     def _admit(self, request: Request, budget: int, others: int) -> PlanRow | None:
         """Admit the first request of the queue. Return None, without changes, if pages are

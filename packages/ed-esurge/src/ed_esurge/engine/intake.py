@@ -18,7 +18,7 @@ from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
-from ed_esurge.core.commands import Add, EncoderInput
+from ed_esurge.core.commands import Add, EncoderInput, runs_of
 from ed_esurge.core.decoder_start import DecoderStart
 from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar, Grammars
@@ -253,6 +253,8 @@ class Intake:
         samples: whether the model generates tokens; False accepts `PoolingParams` only.
         grammars: compiler of structured outputs; None = structured outputs are not supported.
         items: the items of the model's encoder; None = no encoder.
+        most_together: maximum number of adjacent placeholder tokens of items, which a step computes
+            together; None = a step may compute some of them.
         decoder: first tokens of an encoder-decoder's decoder, and the rules of its tokens. Prompts
             are then inputs of the encoder; None for other models.
         adapters: table of the loaded adapters; None = adapters are not supported.
@@ -271,6 +273,7 @@ class Intake:
         samples: bool = True,
         grammars: Grammars | None = None,
         items: EncoderItems | None = None,
+        most_together: int | None = None,
         decoder: DecoderStart | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
@@ -284,7 +287,7 @@ class Intake:
         self._breakers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.grammars = grammars
         self.items = items
-        self._decoder = decoder
+        self._most_together, self._decoder = most_together, decoder
         self.adapters = adapters or AdapterTable(0)
         # A client request with many prompts repeats the same words for each prompt.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
@@ -419,6 +422,14 @@ class Intake:
             if problem := self.items.check(item):
                 raise ConfigError(f"encoder_inputs[{number}]: {problem}")
             free = item.start + item.length
+        together = self._most_together
+        for first, last in () if together is None else runs_of(items):
+            if together is not None and last - first > together:
+                raise ConfigError(
+                    f"adjacent encoder_inputs have {last - first} placeholder tokens at position "
+                    f"{first}, which attend to each other, but a step computes at most "
+                    f"{together}: raise max_num_batched_tokens, or separate the inputs"
+                )
         if free >= len(checked.token_ids):
             raise ConfigError(
                 f"the placeholder tokens of encoder inputs end at position {free}, but the prompt "

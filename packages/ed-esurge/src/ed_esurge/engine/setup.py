@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 from ed_infra.errors import ConfigError
@@ -23,6 +24,7 @@ from ed_esurge.model import (
     is_recurrent,
     over_processes,
     platform_of,
+    reads_ahead,
     vocab_size_of,
     windows_of,
 )
@@ -102,7 +104,10 @@ class Setup:
         platform = platform_of(model)
         if config.kv_offloading_size is not None:
             _check_offloading(model, draft)
+        together = reads_ahead(model)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
+        if together == "prompt" and config.max_num_batched_tokens is None:
+            budget = max(budget, longest)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
@@ -121,7 +126,7 @@ class Setup:
         )
         # On an accelerator, a step of a few tokens is as slow as a step of hundreds, so padding is
         # free.
-        follows = platform == "cpu" and not config.batch_invariant
+        follows = platform == "cpu" and not config.batch_invariant and together != "prompt"
         shapes = tuple((one.tokens, one.seqs) for one in buckets.prefill) if follows else ()
         limits = StepLimits(
             max_num_seqs=seqs,
@@ -130,6 +135,7 @@ class Setup:
             chunk=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
             shapes=shapes,
+            whole_prompts=together == "prompt",
         )
         if draft is not None:
             _check_draft(model, draft, longest)
@@ -138,6 +144,8 @@ class Setup:
             _check_encoder_decoder(config)
             encoder = (longest, max(budget, longest))
         items = items_of(model, longest)
+        if together is not None and items is not None:
+            _check_together(together, config, limits, items.longest)
         if items is not None:
             encoder = (max(ENCODER_STEPS * budget, items.longest), budget)
         return cls(model, config, limits, buckets, windows_of(model), draft, encoder, items)
@@ -176,14 +184,14 @@ class Setup:
     def scheduler(self, runner: Runner) -> Scheduler:
         """Create the scheduler for the pools of a runner."""
         caching = self.config.enable_prefix_caching
-        if caching and is_recurrent(self.model):
+        reasons = {
+            "a page does not restore the state of its recurrent layers": is_recurrent(self.model),
+            "the keys of a prompt depend on all its tokens": reads_ahead(self.model) == "prompt",
+        }
+        for reason in (reason for reason, holds in reasons.items() if caching and holds):
             caching = False
             if "enable_prefix_caching" in self.config.model_fields_set:
-                once(
-                    logger,
-                    "enable_prefix_caching is off for this model: a page does not restore the "
-                    "state of its recurrent layers",
-                )
+                once(logger, f"enable_prefix_caching is off for this model: {reason}")
         groups = {
             name: PageGroup(pages, self.windows[name]) for name, pages in runner.num_pages.items()
         }
@@ -200,8 +208,9 @@ class Setup:
     def _encoder_outputs(self) -> EncoderCache | EncoderSlots | None:
         if self.encoder is None:
             return None
-        kind = EncoderCache if self.encoder_length is None else EncoderSlots
-        return kind(*self.encoder)
+        if self.encoder_length is not None:
+            return EncoderSlots(*self.encoder)
+        return EncoderCache(*self.encoder, whole=reads_ahead(self.model) == "image")
 
     @property
     def encoder_length(self) -> int | None:
@@ -321,6 +330,44 @@ def _check_encoder_decoder(config: EngineConfig) -> None:
     for name in ("max_loras", "speculative_config", "kv_offloading_size", "batch_invariant"):
         if getattr(config, name):
             raise ConfigError(f"{name} is not supported for an encoder-decoder: omit the option")
+
+
+def tokens_together(limits: StepLimits) -> int:
+    """Return the number of prompt tokens for which a step has room in every case."""
+    room = limits.token_budget - limits.max_num_seqs + 1
+    return min(limits.chunk or room, room)
+
+
+def _check_together(
+    together: Literal["image", "prompt"], config: EngineConfig, limits: StepLimits, image: int
+) -> None:
+    """Check the options for a model whose tokens attend to later ones.
+
+    Args:
+        together: see `reads_ahead`.
+        config: the engine's options.
+        limits: limits of a step.
+        image: number of tokens of an image.
+
+    Raises:
+        ConfigError: a step has no room for an image or a prompt, or each token is a step's row.
+    """
+    if config.batch_invariant:
+        raise ConfigError(
+            "batch_invariant computes each token separately, but tokens of this model attend to "
+            "later ones: omit the option"
+        )
+    if together == "prompt":
+        needed, unit = limits.max_model_len, "a prompt of max_model_len"
+        room = min(limits.chunk or limits.token_budget, limits.token_budget)
+    else:
+        needed, unit, room = image, "an image", tokens_together(limits)
+    if room < needed:
+        raise ConfigError(
+            f"a step computes all tokens of {unit} together, {needed} tokens, but has room for "
+            f"{room}: raise max_num_batched_tokens ({limits.token_budget}), or lower max_num_seqs "
+            f"({limits.max_num_seqs}) or max_model_len; omit long_prefill_token_threshold"
+        )
 
 
 def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None:

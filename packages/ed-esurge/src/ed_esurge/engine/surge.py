@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
+from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.encoder_items import items_of
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
@@ -27,6 +28,7 @@ from ed_esurge.engine.intake import (
     RequestParams,
     as_prompts,
 )
+from ed_esurge.engine.setup import tokens_together
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     decoder_start_of,
@@ -92,6 +94,7 @@ class eSurge(EngineControl):
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size
         encoder = self.loop.scheduler.encoder
+        whole = isinstance(encoder, EncoderCache) and encoder.whole
         encodes = is_encoder(runner.model)
         self._intake = Intake(
             config,
@@ -104,6 +107,7 @@ class eSurge(EngineControl):
             samples=not encodes,
             grammars=grammars,
             items=None if encoder is None else items_of(runner.model, self.max_model_len),
+            most_together=tokens_together(self.loop.scheduler.limits) if whole else None,
             decoder=decoder_start_of(runner.model),
             adapters=self.loop.adapters,
         )

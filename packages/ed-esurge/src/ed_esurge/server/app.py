@@ -325,9 +325,7 @@ def _prompts(
             "build the engine with eSurge(model, tokenizer=...)"
         )
     processor = getattr(engine, "processor", None)
-    images = ChatImages(
-        "pixel_values" in getattr(engine, "input_names", ()), processor, media_domains
-    )
+    images = ChatImages(getattr(engine, "input_names", ()), processor, media_domains)
     if getattr(engine.tokenizer, "chat_template", None) is None:
         chat_template = chat_template or getattr(processor, "chat_template", None)
     return PromptEncoder(

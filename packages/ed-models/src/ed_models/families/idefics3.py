@@ -94,7 +94,7 @@ class Idefics3VisionTower(VisionTower):
             p, q = size_of(self.config.patch_size)
             pixels = pixel_attention_mask[:, : rows * p, : columns * q] != 0
             real = pixels.reshape(t, rows, p, columns, q).any(axis=(2, 4))
-        table = self.embeddings.rows("position_embedding")
+        table = self.embeddings.vectors("position_embedding")
         x = x.reshape(t, -1, v) + table[positions(real, self.embeddings.grid[0])]
         keys = real.reshape(t, -1).astype(jnp.int32)
         index = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)

@@ -3,6 +3,8 @@ Gemma or Gemma 2.
 
 - all tokens of a prompt attend to each other in both directions; generated tokens attend to earlier
   ones
+- in layers with a window, a token attends to the last `window` tokens also within a prompt;
+  `transformers` ignores the window there, which changes prompts longer than the window
 
 The numbers follow Hugging Face's `modeling_paligemma.py`.
 

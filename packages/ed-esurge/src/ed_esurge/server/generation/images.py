@@ -10,9 +10,10 @@ import asyncio
 import base64
 import binascii
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -34,26 +35,29 @@ FETCH_SECONDS = 10.0
 GRID = "image_grid_thw"
 
 
-class ImageTokenCounts(Protocol):
-    """Numbers of placeholder tokens and of arrays of each image."""
-
-    num_image_tokens: list[int]
-    num_image_patches: list[int]
-
-
-class TokenLookup(Protocol):
-    """The part of a tokenizer that finds the placeholder token."""
+class TokenNames(Protocol):
+    """The part of a tokenizer that names the placeholder token of a feature."""
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
 
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
 
 class ImageTextProcessor(Protocol):
-    """The processor of a vision-language checkpoint (`transformers.AutoProcessor`)."""
+    """The processor of a vision-language checkpoint (`transformers.AutoProcessor`).
 
-    image_processor: Callable[..., Mapping[str, Sequence[np.ndarray]]]
-    tokenizer: TokenLookup
+    Attributes:
+        image_token: the text that a chat template writes for an image.
+    """
 
-    def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> ImageTokenCounts: ...
+    image_token: str
+    tokenizer: TokenNames
+
+    def _merge_kwargs(self, **options: Any) -> Mapping[str, Any]: ...
+
+    def _process_images(
+        self, images: list[PIL.Image.Image], **options: Any
+    ) -> tuple[Mapping[str, Any], list[str]]: ...
 
 
 @dataclass(frozen=True)
@@ -64,22 +68,40 @@ class _Source:
     param: str
 
 
+@dataclass(frozen=True)
+class ProcessedImage:
+    """An image in the form that the model reads.
+
+    Attributes:
+        tiles: the arrays of each tile of the image; one for a model without tiles.
+        text: the text of the tokens of the image.
+        length: number of features of a tile.
+        param: field of the request for errors.
+    """
+
+    tiles: list[dict[str, np.ndarray]]
+    text: str
+    length: int
+    param: str
+
+
 class ChatImages:
     """Reads the images of chat requests for one model.
 
     Args:
-        accepts_images: whether the model has a vision tower.
+        names: names of the arrays that the model reads, with `pixel_values` for a vision tower.
         processor: processor of the checkpoint; None = no processor was loaded.
         allowed_domains: hosts from which images are downloaded.
     """
 
     def __init__(
         self,
-        accepts_images: bool,
+        names: Collection[str],
         processor: ImageTextProcessor | None,
         allowed_domains: Collection[str],
     ) -> None:
-        self._accepts, self._processor = accepts_images, processor
+        self._names = [name for name in names if name.startswith(("pixel_", "image_"))]
+        self._accepts, self._processor = "pixel_values" in names, processor
         self._domains = frozenset(name.lower() for name in allowed_domains)
         self._token = None if processor is None else _image_token(processor)
 
@@ -154,13 +176,12 @@ class ChatImages:
             _refuse(f"the download failed ({type(error).__name__})", param)
         return bytes(data)
 
-    def encode(
-        self, tokens: Sequence[int], sources: Sequence[_Source]
-    ) -> tuple[list[int], tuple[EncoderInput, ...]]:
-        """Process the images, and repeat each placeholder token for the features of its image.
+    def expanded(self, text: str, sources: Sequence[_Source]) -> tuple[str, list[ProcessedImage]]:
+        """Process the images, and replace the text of each image by the tokens of its features.
 
         Args:
-            tokens: token ids of the rendered conversation, with one placeholder per image.
+            text: the rendered conversation, with one image token per image. The texts of users
+                contain no image tokens, see `ChatTemplate.render`.
             sources: at least one image, see `sources`.
 
         Raises:
@@ -168,29 +189,78 @@ class ChatImages:
         """
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
-        if tokens.count(self._token) != len(sources):
+        first, *others = text.split(processor.image_token)
+        if len(others) != len(sources):
             _refuse(
                 "the chat template of this model does not support images in this conversation",
                 sources[0].param,
             )
-        remaining = iter(sources)
-        expanded: list[int] = []
+        parts, images = [first], list[ProcessedImage]()
+        for source, following in zip(sources, others, strict=True):
+            images.append(self._processed(processor, source))
+            parts += [images[-1].text, following]
+        return "".join(parts), images
+
+    def located(
+        self, tokens: Sequence[int], images: Sequence[ProcessedImage]
+    ) -> tuple[EncoderInput, ...]:
+        """Return the encoder inputs of the images in a prompt.
+
+        Args:
+            tokens: token ids of the expanded text.
+            images: the images, in order.
+
+        Raises:
+            APIError: 400, the tokens of an image are not those of its features.
+        """
+        places = iter([place for place, token in enumerate(tokens) if token == self._token])
         inputs = []
-        for token in tokens:
-            if token != self._token:
-                expanded.append(token)
-                continue
-            arrays, count = _processed(processor, next(remaining))
-            inputs.append(EncoderInput.of(arrays, start=len(expanded), length=count))
-            expanded += [token] * count
-        return expanded, tuple(inputs)
+        for image in images:
+            for arrays in image.tiles:
+                own = list(islice(places, image.length))
+                if len(own) != image.length or own[-1] - own[0] + 1 != image.length:
+                    _refuse("the tokenizer does not keep the tokens of this image", image.param)
+                inputs.append(EncoderInput.of(arrays, start=own[0], length=image.length))
+        return tuple(inputs)
+
+    def _processed(self, processor: ImageTextProcessor, source: _Source) -> ProcessedImage:
+        image = opened(source.data, source.param)
+        assert self._token is not None, "`sources` has checked the processor"
+        try:
+            options = processor._merge_kwargs(return_tensors="np")["images_kwargs"]
+            output, (text,) = processor._process_images([image], **options)
+        except Exception as error:  # processors may raise any exception for an unusual size
+            _refuse(f"the image cannot be processed: {error}", source.param)
+        count = text.count(processor.tokenizer.convert_ids_to_tokens(self._token))
+        tiles = tiles_of({name: output[name] for name in self._names if name in output})
+        if not count or count % len(tiles):
+            _refuse(f"the processor returned {len(tiles)} tiles of {count} features", source.param)
+        return ProcessedImage(tiles, text, count // len(tiles), source.param)
+
+
+def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Return the arrays of each tile of one image, in the output of an image processor.
+
+    The arrays are [t, c, h, w] or [1, t, c, h, w] and the like, for t tiles. Packed patches [p, f]
+    with `image_grid_thw` [1, 3] are one tile.
+    """
+    if GRID in arrays:
+        pixels, (grid,) = (np.asarray(arrays[name]) for name in ("pixel_values", GRID))
+        return [{"pixel_values": pixels.astype(np.float32), GRID: grid.astype(np.int32)}]
+    nested = np.ndim(arrays["pixel_values"]) == 5
+    found = {name: np.asarray(x)[0] if nested else np.asarray(x) for name, x in arrays.items()}
+    found["pixel_values"] = found["pixel_values"].astype(np.float32)
+    return [
+        {name: x[tile] for name, x in found.items()} for tile in range(len(found["pixel_values"]))
+    ]
 
 
 def _image_token(processor: ImageTextProcessor) -> int | None:
-    token = getattr(processor, "image_token_id", None)
-    if token is None and isinstance(text := getattr(processor, "image_token", None), str):
-        token = processor.tokenizer.convert_tokens_to_ids(text)
-    return token if isinstance(token, int) else None
+    """Return the id of the placeholder token of a feature."""
+    tokens = getattr(processor, "image_token_ids", None) or [None]
+    if tokens[0] is not None:
+        return tokens[0]
+    return processor.tokenizer.convert_tokens_to_ids(processor.image_token)
 
 
 def _decoded(url: str, param: str) -> bytes:
@@ -204,27 +274,6 @@ def _decoded(url: str, param: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         _refuse("the data: URL does not contain valid base64", param)
-
-
-def _processed(processor: ImageTextProcessor, source: _Source) -> tuple[dict[str, np.ndarray], int]:
-    """Return the arrays of an image, and the number of its features.
-
-    The arrays are `pixel_values` [c, h, w], or packed patches [p, f] with `image_grid_thw` [3].
-    """
-    image = opened(source.data, source.param)
-    try:
-        counts = processor._get_num_multimodal_tokens(image_sizes=[[image.height, image.width]])
-        output = processor.image_processor(images=[image], return_tensors="np")
-    except Exception as error:  # processors may raise any exception for an unusual size
-        _refuse(f"the image cannot be processed: {error}", source.param)
-    (features,) = counts.num_image_tokens
-    if GRID in output:
-        pixels, (grid,) = (np.asarray(output[name]) for name in ("pixel_values", GRID))
-        arrays = {"pixel_values": pixels.astype(np.float32), GRID: grid.astype(np.int32)}
-        return arrays, int(features)
-    if counts.num_image_patches != [1]:
-        _refuse("this model splits the image into several images: send a smaller one", source.param)
-    return {"pixel_values": np.asarray(output["pixel_values"][0], np.float32)}, int(features)
 
 
 def opened(data: bytes, param: str) -> PIL.Image.Image:

@@ -469,10 +469,11 @@ class PromptEncoder:
 
         def work() -> EncodedPrompt:
             template, text, marks = render()
-            tokens = template.encode(text, marks)
             if not sources:
-                return EncodedPrompt(tokens)
-            return EncodedPrompt(*self.images.encode(tokens, sources))
+                return EncodedPrompt(template.encode(text, marks))
+            text, images = self.images.expanded(text, sources)
+            tokens = template.encode(text, marks)
+            return EncodedPrompt(tokens, self.images.located(tokens, images))
 
         weight = size + 100 * (len(messages) + len(tools))
         return await self._aside(work, LONG_TEXT if sources else weight)
