@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_esurge.core.repetition import RepetitionPenalty
-from ed_esurge.core.thinking import ThinkingBudget
+from ed_esurge.repetition import RepetitionPenalty
 from ed_esurge.runner.sampler import SamplerRows, SamplerState, kept_of_special, sample
 from ed_esurge.sampling import SamplingParams
+from ed_esurge.thinking import ThinkingBudget
 
 VOCAB = 200
 DEFAULTS = {"slot": 0, "temperature": 1.0, "top_p": 1.0, "typical_p": 1.0, "xtc_threshold": 0.1}

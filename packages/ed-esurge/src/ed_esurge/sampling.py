@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from ed_infra.options import Options, Whole
 from pydantic import Field, field_validator, model_validator
 
-from ed_esurge.core.repetition import RepetitionPenalty
-from ed_esurge.core.thinking import ThinkingBudget
+from ed_esurge.repetition import RepetitionPenalty
+from ed_esurge.thinking import ThinkingBudget
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]

@@ -99,12 +99,23 @@ class EasyDeLBaseConfig(StoredConfig):
                     self._check_rope(values[name])
                     values[name] = thaw(dict(values[name]))  # transformers changes it
         set_bare_fields(type(self), self.__dict__, kwargs)
-        super().__post_init__(**kwargs)
+        try:
+            super().__post_init__(**kwargs)
+        except ValueError:
+            self._check_nested_types({**self.__dict__, **kwargs})
+            raise
         self._nest()
         self._settle()
         if is_complete(type(self)):
             with as_config_error(type(self)):
                 self.validate()
+
+    def _check_nested_types(self, fields: Mapping[str, Any]) -> None:
+        """Raise a `RegistryError` for a nested configuration with an unregistered model type."""
+        for name, value in fields.items():
+            nested = isinstance(value, Mapping) and name not in self.nested_configs
+            if nested and isinstance(model_type := value.get("model_type"), str):
+                registry.get_config(model_type)
 
     def _nest(self) -> None:
         """Convert the nested configurations that `transformers` created."""

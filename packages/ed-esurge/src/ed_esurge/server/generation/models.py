@@ -33,11 +33,12 @@ from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
 from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
-from ed_esurge.server.generation.requests import LLAMA_SAMPLERS, GenerationRequest
+from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.server.http.fields import UnknownFieldsPolicy
+from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.library.activity import Activity
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ed_esurge.core.thinking import ThinkingBudget
 from ed_esurge.replies.forced import LISTED, NamedCall
 from ed_esurge.replies.formats import FormatT, by_name, detect
 from ed_esurge.replies.parser import Calls, ReplyParser
@@ -14,6 +13,7 @@ from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.thinking import ThinkingBudget
 from ed_esurge.tool_prompts import FORMAT, renders_tools
 
 Parser = ReplyParser | NamedCall

@@ -24,6 +24,7 @@ from ed_esurge.server.generation.structured import (
 )
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, RequestBody, TokenIds, few, parts_of, unsupported
+from ed_esurge.server.http.sampling_fields import Stops
 
 
 class OtherSamplers(RequestBody):
@@ -73,12 +74,6 @@ class OtherTemplates(RequestBody):
 #: Amount of thinking, in the terms of OpenAI and Anthropic.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-#: Fields of requests and sampling options with llama.cpp's names.
-LLAMA_SAMPLERS = (
-    *("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    *("dry_sequence_breakers", "mirostat", "mirostat_tau", "mirostat_eta"),
-)
 MAX_LOGPROBS = 20
 # Limits of the items of a request, which are examined one by one.
 MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS, MAX_DOCUMENTS = 4096, 2048, 1024, 256
@@ -100,15 +95,6 @@ def as_prompts(value: object) -> list[str | list[int]]:
         if not (isinstance(item, str) or tokens):
             raise InvalidField(f"item {place} is neither text nor a non-empty list of token ids")
     return value
-
-
-def _stops(value: object) -> object:
-    if value is None:
-        return []
-    stops = [value] if isinstance(value, str) else value
-    if isinstance(stops, list) and any(stop == "" for stop in stops):
-        raise InvalidField("an empty stop string would end every answer immediately")
-    return stops
 
 
 def _bias(value: object) -> object:
@@ -135,7 +121,6 @@ def _is_number(key: str) -> bool:
     return True
 
 
-Stops = Annotated[list[Word], BeforeValidator(_stops), few(MAX_STOPS)]
 _LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
 
 

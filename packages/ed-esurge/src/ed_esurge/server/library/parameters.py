@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ed_esurge.sampling import MAX_STOPS, Word
-from ed_esurge.server.generation.requests import LLAMA_SAMPLERS, Stops
 from ed_esurge.server.http.fields import RequestBody, few, unsupported
+from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, Stops
 
 #: Ollama's defaults, which differ from those of OpenAI.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}

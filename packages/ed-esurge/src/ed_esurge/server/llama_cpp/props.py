@@ -11,9 +11,9 @@ from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.abilities import SPEECH_TASKS
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.generation.requests import LLAMA_SAMPLERS
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import READING, Endpoint
 
