@@ -35,7 +35,7 @@ CASES = Cases(
                 "model_type": "gemma2",
                 "num_key_value_heads": 2,
                 "query_pre_attn_scalar": 24,
-                "sliding_window": 12,
+                "sliding_window": 26,
                 "layer_types": ["sliding_attention", "full_attention"],
             },
             "vision_config": VISION,
