@@ -20,11 +20,18 @@ from tools.method_cases import CASES  # noqa: E402 - imports torch inside, but i
 
 #: Methods whose first case every run compares: one of each kind of loss. The others are nightly.
 USUAL = {"sft", "dpo", "kto", "reward", "grpo", "ppo", "gkd", "embedding", "multiple_choice"}
+
+
+def method_of(case: str) -> str:
+    """Return the method of a case such as `dpo sigmoid` or `contrastive, CLIP`."""
+    return case.split()[0].rstrip(",")
+
+
 #: First case of each method.
 FIRST = {
-    next(case for case in CASES if case.split()[0] == method): method
+    next(case for case in CASES if method_of(case) == method): method
     for method in METHODS
-    if any(case.split()[0] == method for case in CASES)
+    if any(method_of(case) == method for case in CASES)
 }
 
 

@@ -179,9 +179,10 @@ def as_read(metadata: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, bytes):
             return np.frombuffer(value, np.uint8)
         is_numbers = isinstance(value, list) and not (value and isinstance(value[0], str))
-        return (
-            np.asarray(value, np.float32 if _floats(value) else np.int32) if is_numbers else value
-        )
+        if not is_numbers:
+            return value
+        has_floats = any(isinstance(item, float) for item in value)
+        return np.asarray(value, np.float32 if has_floats else np.int32)
 
     return {key: stored(value) for key, value in metadata.items()}
 

@@ -121,7 +121,10 @@ class EasyDeLBaseConfig(StoredConfig):
         """Convert the nested configurations that `transformers` created."""
         for name, value in list(self.__dict__.items()):
             if isinstance(value, PretrainedConfig) and not isinstance(value, EasyDeLBaseConfig):
-                cls = self.nested_configs.get(name) or registry.get_config(value.model_type)
+                cls = self.nested_configs.get(name)
+                if cls is None and not value.model_type:
+                    continue  # a part of this configuration, such as MPT's `attn_config`
+                cls = cls or registry.get_config(value.model_type)
                 self.__dict__[name] = cls.from_dict(value.to_dict())
 
     def _settle(self) -> None:
