@@ -43,7 +43,9 @@ def test_placeholder_tokens_equal_features_for_images_of_any_size(
 
     loader, limits = PatchEncoder(processor), processor.image_processor.size
     vision = SimpleNamespace(in_channels=3, temporal_patch_size=2, patch_size=PATCH)
-    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision), merge=MERGE)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(vision_config=vision), merge=MERGE, encoded_features=8
+    )
     engine, rng = PackedImages(model, 2**15), np.random.default_rng(0)
     compiled = {engine.count(arrays) for arrays in engine.examples()}
     numbers = 3 * 2 * PATCH**2
