@@ -71,7 +71,8 @@ def test_documentation_block_runs_without_error(chosen: list[Block], reader: Pat
         "python": ("py", [sys.executable]),
         "bash": ("sh", ["bash", "-euo", "pipefail"]),
     }[language]
-    script = reader / f"{chosen[0].page.stem}.{suffix}"
+    # A suffix of its own, so that the script of gguf.md does not hide the module gguf.
+    script = reader / f"{chosen[0].page.stem}_page.{suffix}"
     script.write_text(joined(chosen), encoding="utf-8")
     scripts = Path(sys.executable).parent
     path = os.pathsep.join([str(scripts), os.environ.get("PATH", "")])
