@@ -103,7 +103,7 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
         self._arrays = known
         self._axes = {name: value for name, value in given.items() if name in known}
         for name, array in known.items():
-            declared = self._axes.get(name, axes_of(name, len(array.shape)))
+            declared = self._axes.get(name, axes_of(name, len(getattr(array, "shape", ()))))
             if declared is not None and len(array.shape) != len(declared):
                 raise ConfigError(
                     f"{name} has shape {tuple(array.shape)}, but its axes are {declared}: give one "
