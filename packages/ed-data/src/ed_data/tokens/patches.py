@@ -75,6 +75,7 @@ class PatchEncoder(ImageEncoder):
 
     def tokens(self, image: RowImage) -> ImageTokens:
         """Return one placeholder token for each feature of an image."""
+        assert self.token is not None
         return ImageTokens([self.token] * self.counts(image).tokens, 1)
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
