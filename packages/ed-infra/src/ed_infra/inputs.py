@@ -103,10 +103,11 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
         self._arrays = known
         self._axes = {name: value for name, value in given.items() if name in known}
         for name, array in known.items():
-            declared = self._axes.get(name, axes_of(name, len(getattr(array, "shape", ()))))
-            if declared is not None and len(array.shape) != len(declared):
+            shape = tuple(getattr(array, "shape", ()))
+            declared = self._axes.get(name, axes_of(name, len(shape)))
+            if declared is not None and len(shape) != len(declared):
                 raise ConfigError(
-                    f"{name} has shape {tuple(array.shape)}, but its axes are {declared}: give one "
+                    f"{name} has shape {shape}, but its axes are {declared}: give one "
                     "size for each axis"
                 )
 
@@ -194,10 +195,7 @@ class Features:
 
     def insert(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Return token embeddings [b, s, d] in which features replace the placeholders."""
-        index = jnp.maximum(self.index, 0)[..., None]
-        values = self.values[..., : x.shape[-1]].astype(x.dtype)
-        features = jnp.take_along_axis(values, index, axis=1)
-        return jnp.where((self.index >= 0)[..., None], features, x)
+        return self._by_token(self.values[..., : x.shape[-1]], x)
 
     def added(self, x: Float[Array, "b s d"]) -> Float[Array, "l b s d"] | None:
         """Return the features that layers add to their outputs; 0 for other tokens. None = none.
@@ -208,8 +206,11 @@ class Features:
         width = x.shape[-1]
         if self.values.shape[-1] == width:
             return None
-        values = self.values[..., width:].astype(x.dtype)
-        index = jnp.maximum(self.index, 0)[..., None]
-        features = jnp.take_along_axis(values, index, axis=1)
-        features = jnp.where((self.index >= 0)[..., None], features, 0)
+        features = self._by_token(self.values[..., width:], jnp.zeros((), x.dtype))
         return jnp.moveaxis(features.reshape(*features.shape[:2], -1, width), 2, 0)
+
+    def _by_token(self, values: Float[Array, "b n e"], others: Array) -> Float[Array, "b s e"]:
+        """Return the value of each placeholder token, and `others` for other tokens."""
+        index = jnp.maximum(self.index, 0)[..., None]
+        features = jnp.take_along_axis(values.astype(others.dtype), index, axis=1)
+        return jnp.where((self.index >= 0)[..., None], features, others)

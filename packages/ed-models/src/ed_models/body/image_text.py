@@ -13,19 +13,18 @@ import jax
 import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.enums import TaskType
-from ed_infra.inputs import Encoded, Features
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.inputs import Encoded
 from ed_layers.parts import Parts
-from ed_layers.projections.embed import Embed
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.over_decoder import OverDecoder
 from ed_models.body.patch_tower import PatchTower
 
 
-class PatchedImageTextModel(EasyDeLBaseModule):
+class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
     """A tower over packed patches under `visual`, and a decoder under `language_model`."""
 
     def __init__(
@@ -52,19 +51,9 @@ class PatchedImageTextModel(EasyDeLBaseModule):
         """Create the vision tower; `parts.config` is the vision configuration."""
 
     @property
-    def features(self) -> int:
-        """Size of the hidden states, d."""
-        return self.language_model.features
-
-    @property
     def encoded_features(self) -> int:
         """Size of the embeddings that `encode` returns: d, or a multiple of d."""
         return self.visual.features
-
-    @property
-    def embed_tokens(self) -> Embed:
-        """The token embedding."""
-        return self.language_model.embed_tokens
 
     def encode(self, patches: Float[Array, "b p f"], grids: Int[Array, "b i 3"]) -> Encoded:
         """Return the features of all images of a row, one image after another."""
@@ -73,23 +62,3 @@ class PatchedImageTextModel(EasyDeLBaseModule):
         counts = jnp.sum(jnp.prod(grids, axis=2), axis=1) // merge**2
         real = jnp.arange(features.shape[1]) < counts[:, None]
         return Encoded(features, real.astype(jnp.int32))
-
-    def __call__(
-        self,
-        input_ids: Int[Array, "b s"] | None = None,
-        *,
-        features: Features | None = None,
-        **inputs: Any,
-    ) -> BaseModelOutput:
-        """Run the decoder; see `ed_models.body.decoder.Decoder`."""
-        output = self.language_model(input_ids, features=features, **inputs)
-        updates = {f"language_model/{path}": value for path, value in output.updates.items()}
-        return output.replace(updates=updates)
-
-    def cache_specs(self):
-        """Return the memory of each layer of the decoder."""
-        return self.language_model.cache_specs()
-
-    def prompt_class(self, prompt_len: int) -> int:
-        """Return the class of a prompt length; see `Decoder.prompt_class`."""
-        return self.language_model.prompt_class(prompt_len)

@@ -5,6 +5,7 @@ Legend: b batch, s sequence, d hidden.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -85,9 +86,9 @@ class TextTower(Decoder):
     def cache_specs(self):
         return EasyDeLBaseModule.cache_specs(self)
 
+    @abstractmethod
     def pooled(self, x: Float[Array, "b s d"], input_ids: Int[Array, "b s"]) -> Float[Array, "b e"]:
         """Return the features of each text."""
-        raise NotImplementedError
 
     def __call__(
         self,

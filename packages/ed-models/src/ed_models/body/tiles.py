@@ -17,15 +17,14 @@ import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Encoded, Features
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.inputs import Encoded
 from ed_layers.parts import Parts
-from ed_layers.projections.embed import Embed
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.over_decoder import OverDecoder
 from ed_models.body.vision import tower_rules
 from ed_models.weights.rules import STANDARD, renamed
 
@@ -53,7 +52,7 @@ WEIGHTS = (
 )
 
 
-class TiledImageTextModel(EasyDeLBaseModule):
+class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
     """A vision tower, a projector and a decoder; model types select the tower and the decoder."""
 
     #: Class of a tower that is no model by itself; None = by the model type of `vision_config`.
@@ -101,16 +100,6 @@ class TiledImageTextModel(EasyDeLBaseModule):
         hidden = self.vision_tower(pixel_values, **others).last_hidden_state
         return self.multi_modal_projector(hidden)
 
-    @property
-    def features(self) -> int:
-        """Size of the hidden states, d."""
-        return self.language_model.features
-
-    @property
-    def embed_tokens(self) -> Embed:
-        """The token embedding."""
-        return self.language_model.embed_tokens
-
     def encode(self, pixel_values: Float[Array, "b i c h w"], **others: Array) -> Encoded:
         """Return the features of all images or tiles of a row, one after another.
 
@@ -123,23 +112,3 @@ class TiledImageTextModel(EasyDeLBaseModule):
         features = self.tiles(pixel_values.reshape(b * i, *pixel_values.shape[2:]), **flat)
         features = features.reshape(b, i * features.shape[1], -1)
         return Encoded(features, jnp.ones(features.shape[:2], jnp.int32))
-
-    def __call__(
-        self,
-        input_ids: Int[Array, "b s"] | None = None,
-        *,
-        features: Features | None = None,
-        **inputs: Any,
-    ) -> BaseModelOutput:
-        """Run the decoder; see `ed_models.body.decoder.Decoder`."""
-        output = self.language_model(input_ids, features=features, **inputs)
-        updates = {f"language_model/{path}": value for path, value in output.updates.items()}
-        return output.replace(updates=updates)
-
-    def cache_specs(self):
-        """Return the memory of each layer of the decoder."""
-        return self.language_model.cache_specs()
-
-    def prompt_class(self, prompt_len: int) -> int:
-        """Return the class of a prompt length; see `Decoder.prompt_class`."""
-        return self.language_model.prompt_class(prompt_len)
