@@ -47,15 +47,15 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model as the language model of a multimodal checkpoint, with a tokenizer."""
-    directory = tmp_path_factory.mktemp("gemma3")
+    directory = tmp_path_factory.mktemp("multimodal")
     model.save_pretrained(directory, tokenizer=byte_tokenizer())
     path = directory / "model.safetensors"
     tensors = {f"language_model.{name}": value for name, value in load_file(path).items()}
     tower = {"vision_tower.post_layernorm.weight": np.ones(32, np.float32)}
     save_file({**tensors, **tower}, path)
     config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",  # no family loads the whole model
         "text_config": json.loads((directory / "config.json").read_text()),
         "vision_config": {"model_type": "siglip_vision_model"},
     }
@@ -99,3 +99,22 @@ def test_run_file_rejects_fields_that_the_text_half_lacks(checkpoint: Path) -> N
     text = run_file(checkpoint, mm_tokens_per_image=4)
     with pytest.raises(InputError, match="unknown key 'mm_tokens_per_image'"):
         normalize(nodes.parse(text, "f"), require_actions=True)
+
+
+def test_task_of_a_run_file_selects_the_fields_of_the_whole_model_or_of_its_text_half(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    stored = json.loads((checkpoint / "config.json").read_text())
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**stored, **whole}))
+    fields = {"mm_tokens_per_image": None, "sliding_window": "causal-lm"}
+    for name, task in fields.items():
+        text = yaml.safe_load(run_file(tmp_path, **{name: 4}))
+        for chosen in fields.values():
+            model = {**text["model"], **({"task": chosen} if chosen else {})}
+            document = nodes.parse(yaml.safe_dump({**text, "model": model}), "f")
+            if chosen == task:
+                normalize(document, require_actions=True)
+            else:
+                with pytest.raises(InputError, match=f"unknown key '{name}'"):
+                    normalize(document, require_actions=True)

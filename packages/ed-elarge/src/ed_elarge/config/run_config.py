@@ -268,7 +268,9 @@ class RunConfig:
         path = Path(str(model.name_or_path)).expanduser() / "config.json"
         try:
             config = json.loads(path.read_text("utf-8"))
-            return text_settings(config, path, self.task) if isinstance(config, dict) else None
+            # Without a trainer, the checkpoint names the task.
+            task = self.task if self.trainer is not None else model.task
+            return text_settings(config, path, task) if isinstance(config, dict) else None
         except (OSError, ValueError):
             return None
 

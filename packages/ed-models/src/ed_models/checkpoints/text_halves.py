@@ -12,6 +12,7 @@ transformers, because run files are checked with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +77,18 @@ def is_whole(stored: Mapping[str, Any], task: TaskType | None) -> bool:
         stored: content of config.json.
         task: task of the model; None or `AUTO_BIND` = the task that `architectures` names.
     """
-    families = {point.name for point in entry_points(group="easydel.models")}
-    if stored.get("model_type") not in families:
+    if stored.get("model_type") not in _families():
         return False
     if task is None or task == TaskType.AUTO_BIND:
         names = stored.get("architectures") or ()
         return any(str(name).endswith(CONDITIONAL) for name in names)
     return task == TaskType.IMAGE_TEXT_TO_TEXT
+
+
+@cache
+def _families() -> frozenset[str]:
+    """Return the model types of installed families. `registry.model_types` would import jax."""
+    return frozenset(point.name for point in entry_points(group="easydel.models"))
 
 
 def text_settings(
