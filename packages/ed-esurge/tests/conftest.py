@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from ed_esurge.testing import byte_tokenizer
 from ed_infra.testing import tiny_llama
+
+sys.path.insert(0, str(Path(__file__).parent))  # `image_requests`, which tests share
 
 VOCAB = 260  # 258 tokens of the byte tokenizer, and two ids without a text
 ONE_DEVICE = (1, 1, 1, 1, 1)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ed_esurge import SamplingParams, eSurge
+from ed_esurge import eSurge
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.request import Request
 from ed_infra.errors import ConfigError
 from ed_models.auto import AutoEasyDeLConfig, AutoEasyDeLModelForImageTextToText
+from image_requests import GREEDY, answers
 
 from tests.conformance import cases
 
 IMAGE, LENGTH = 159, 16
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +90,7 @@ def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(gemma3)
     found = [prompt(1, 2, 20), prompt(2, 5), prompt(3), prompt(4, 1, 28)]
     wanted = [expected(gemma3, ids, pixels) for ids, pixels, _ in found]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
-    for name, (ids, _, items) in enumerate(found):
-        engine.add_request(str(name), ids, GREEDY, encoder_inputs=items)
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished_requests:
-        for out in engine.step():
-            assert out.error is None
-            tokens.setdefault(out.request_id, []).extend(out.outputs[0].token_ids)
-    assert [tokens[str(name)] for name in range(len(found))] == wanted
+    assert answers(engine, found) == wanted
 
 
 def test_cached_part_of_an_image_produces_tokens_of_generate(gemma3):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ed_esurge import SamplingParams, eSurge
+from ed_esurge import eSurge
 from ed_esurge.core.commands import EncoderInput
 from ed_infra.errors import ConfigError
+from image_requests import GREEDY, answers
 
 TEXT = {
     "model_type": "llama",
@@ -31,7 +32,6 @@ VISION = {
     "initializer_range": 0.5,
 }
 IMAGE, LENGTH = 159, 16
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +91,7 @@ def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(llava, 
     cases = [prompt(1, 2, 20), prompt(2, 5), prompt(3), prompt(4, 1, 28)]
     wanted = [expected(llava, ids, pixels) for ids, pixels, _ in cases]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
-    for name, (ids, _, items) in enumerate(cases):
-        engine.add_request(str(name), ids, GREEDY, encoder_inputs=items)
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished_requests:
-        for out in engine.step():
-            assert out.error is None
-            tokens.setdefault(out.request_id, []).extend(out.outputs[0].token_ids)
-    assert [tokens[str(name)] for name in range(len(cases))] == wanted
+    assert answers(engine, cases) == wanted
 
 
 @pytest.mark.nightly

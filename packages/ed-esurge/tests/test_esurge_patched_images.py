@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ed_esurge import SamplingParams, eSurge
+from ed_esurge import eSurge
 from ed_esurge.core.commands import EncoderInput
 from ed_infra.errors import ConfigError
+from image_requests import GREEDY, answers
 
 TEXT = {
     "vocab_size": 160,
@@ -32,7 +33,6 @@ VISION = {
     "initializer_range": 0.5,
 }
 IMAGE, MERGE, NUMBERS = 156, 2, 12
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +102,6 @@ def without_images(seed: int):
 def expected(model, ids, arrays) -> list[int]:
     out = model.generate(np.array([ids]), max_new_tokens=10, eos_token_id=[], **arrays)
     return out.sequences[0, len(ids) :].tolist()
-
-
-def answers(engine, cases) -> list[list[int]]:
-    """Return the tokens of requests that run together."""
-    for name, (ids, _, items) in enumerate(cases):
-        engine.add_request(str(name), ids, GREEDY, encoder_inputs=items)
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished_requests:
-        for out in engine.step():
-            assert out.error is None
-            tokens.setdefault(out.request_id, []).extend(out.outputs[0].token_ids)
-    return [tokens[str(name)] for name in range(len(cases))]
 
 
 def test_prompt_with_two_images_produces_tokens_of_generate(qwen, engine):

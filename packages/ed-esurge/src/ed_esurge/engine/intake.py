@@ -422,14 +422,15 @@ class Intake:
             if problem := self.items.check(item):
                 raise ConfigError(f"encoder_inputs[{number}]: {problem}")
             free = item.start + item.length
-        together = self._most_together
-        for first, last in () if together is None else runs_of(items):
-            if together is not None and last - first > together:
-                raise ConfigError(
-                    f"adjacent encoder_inputs have {last - first} placeholder tokens at position "
-                    f"{first}, which attend to each other, but a step computes at most "
-                    f"{together}: raise max_num_batched_tokens, or separate the inputs"
-                )
+        longest = self._most_together
+        if longest is not None:
+            for first, last in runs_of(items):
+                if last - first > longest:
+                    raise ConfigError(
+                        f"adjacent encoder_inputs have {last - first} placeholder tokens at "
+                        f"position {first}, which attend to each other, but a step computes at "
+                        f"most {longest}: raise max_num_batched_tokens, or separate the inputs"
+                    )
         if free >= len(checked.token_ids):
             raise ConfigError(
                 f"the placeholder tokens of encoder inputs end at position {free}, but the prompt "

@@ -10,6 +10,7 @@ from ed_models.protocol import LanguageModel
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
+from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.runner.protocol import Runner, RunnerWeights
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import Leaf, NewWeights
@@ -68,6 +69,10 @@ class RemoteRunner:
     @property
     def model(self) -> LanguageModel:
         return self._local.model
+
+    @property
+    def items(self) -> EncoderItems | None:
+        return self._local.items
 
     @property
     def num_pages(self) -> Mapping[str, int]:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.core.encoder_cache import EncoderCache
-from ed_esurge.encoder_items import items_of
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.intake import (
@@ -106,7 +105,7 @@ class eSurge(EngineControl):
             prompt_class=None if encodes else runner.model.prompt_class,
             samples=not encodes,
             grammars=grammars,
-            items=None if encoder is None else items_of(runner.model, self.max_model_len),
+            items=runner.items,
             most_together=tokens_together(self.loop.scheduler.limits) if whole else None,
             decoder=decoder_start_of(runner.model),
             adapters=self.loop.adapters,

@@ -66,7 +66,7 @@ class EncoderRunner:
         max_num_batched_tokens: maximum number of tokens of a step.
     """
 
-    host = None
+    host = items = None
     num_pages: Mapping[str, int] = {}
     max_logprobs = 0
 

@@ -65,7 +65,7 @@ class ModelRunner:
         items: EncoderItems | None = None,
         encoder_length: int | None = None,
     ) -> None:
-        self.buckets = buckets
+        self.buckets, self.items = buckets, items
         self.page_size, self.num_pages = page_size, num_pages
         self.vocab_size = vocab_size_of(model)
         self.weights = ServedWeights(model)

@@ -14,6 +14,7 @@ from ed_models.protocol import LanguageModel
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
+from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.result import StepResult
@@ -60,6 +61,11 @@ class Runner(Protocol):
     @property
     def model(self) -> LanguageModel:
         """The model without its arrays."""
+        ...
+
+    @property
+    def items(self) -> EncoderItems | None:
+        """The items of the model's encoder; None for other models."""
         ...
 
     @property

@@ -249,6 +249,7 @@ class Adjustment:
         # Tokens counted, banned tokens, the only allowed token, and penalties of repetitions.
         self.held: tuple[int, frozenset[int], int | None, dict[int, float]] | None = None
         self._begun = False
+        self._repetition = params.repetition_of_sequences
 
     def grow(self, row: PlanRow) -> None:
         """Append the new tokens of a row."""
@@ -272,8 +273,7 @@ class Adjustment:
 
     def _repeated(self) -> dict[int, float]:
         """Return the penalties of tokens that would continue a repetition (DRY)."""
-        penalty = self._params.repetition_of_sequences
-        return {} if penalty is None else penalty.of(self._tokens)
+        return {} if self._repetition is None else self._repetition.of(self._tokens)
 
     def sampled(self, count: int) -> None:
         """Record that the device counts `count` more tokens."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
+from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, Word
 from ed_esurge.server.generation.structured import (
     MAX_TOOL_CALLS,
     Guided,
@@ -24,7 +24,7 @@ from ed_esurge.server.generation.structured import (
 )
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, RequestBody, TokenIds, few, parts_of, unsupported
-from ed_esurge.server.http.sampling_fields import Stops
+from ed_esurge.server.http.sampling_fields import LlamaSamplers, Stops
 
 
 class OtherSamplers(RequestBody):
@@ -138,7 +138,7 @@ class StreamOptions(RequestBody):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(Guided, OtherSamplers):
+class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
     """The common fields of the generation endpoints, with OpenAI's defaults."""
 
     model: str | None = None
@@ -157,19 +157,6 @@ class GenerationRequest(Guided, OtherSamplers):
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
-    # Samplers of llama.cpp, with its names.
-    typical_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_n_sigma: Annotated[float | None, Field(ge=-1, le=1e6)] = None
-    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
-    xtc_threshold: Annotated[float | None, Field(ge=0, le=1)] = None
-    dry_multiplier: Annotated[float | None, Field(ge=0, le=1e6)] = None
-    dry_base: Annotated[float | None, Field(ge=1, le=1e6)] = None
-    dry_allowed_length: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    dry_penalty_last_n: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    dry_sequence_breakers: Annotated[list[Word] | None, few(MAX_STOPS)] = None
-    mirostat: Annotated[int | None, Field(ge=0, le=2)] = None
-    mirostat_tau: Annotated[float | None, Field(ge=0, le=100)] = None
-    mirostat_eta: Annotated[float | None, Field(ge=0, le=1)] = None
 
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop_token_ids: Annotated[TokenIds | None, few(MAX_STOP_TOKENS)] = None

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ed_esurge.sampling import MAX_STOPS, Word
-from ed_esurge.server.http.fields import RequestBody, few, unsupported
-from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, Stops
+from ed_esurge.server.http.fields import unsupported
+from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, LlamaSamplers, Stops
 
 #: Ollama's defaults, which differ from those of OpenAI.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
@@ -28,7 +27,7 @@ FIELDS = {
 }
 
 
-class SamplingOptions(RequestBody):
+class SamplingOptions(LlamaSamplers):
     """Options of a request or of a derived model.
 
     Options about the memory and the threads of Ollama's runner (`num_gpu`, `num_thread`, …) are
@@ -43,23 +42,11 @@ class SamplingOptions(RequestBody):
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    typical_p: Annotated[float | None, Field(gt=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     stop: Stops | None = None
     repeat_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    top_n_sigma: Annotated[float | None, Field(ge=-1, le=1e6)] = None
-    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
-    xtc_threshold: Annotated[float | None, Field(ge=0, le=1)] = None
-    dry_multiplier: Annotated[float | None, Field(ge=0, le=1e6)] = None
-    dry_base: Annotated[float | None, Field(ge=1, le=1e6)] = None
-    dry_allowed_length: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    dry_penalty_last_n: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    dry_sequence_breakers: Annotated[list[Word] | None, few(MAX_STOPS)] = None
-    mirostat: Annotated[int | None, Field(ge=0, le=2)] = None
-    mirostat_tau: Annotated[float | None, Field(ge=0, le=100)] = None
-    mirostat_eta: Annotated[float | None, Field(ge=0, le=1)] = None
     repeat_last_n: Annotated[
         None, unsupported("the penalties read all tokens; send repeat_last_n -1", -1, 0)
     ] = None
