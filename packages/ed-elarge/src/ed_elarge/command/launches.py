@@ -17,7 +17,8 @@ def launch(
     file: File,
     on: Annotated[str, typer.Option("--on", metavar="slurm|ssh", help="The launcher.")],
     hosts: Annotated[
-        int, typer.Option(min=0, help="Number of hosts; with ssh, 0 stands for all of the file.")
+        int,
+        typer.Option(min=0, help="Hosts; 0: one with slurm, all of the file with ssh."),
     ] = 0,
     processes: Annotated[
         int, typer.Option("--processes-per-host", min=1, help="Processes on each host.")
@@ -76,7 +77,7 @@ def launch(
         job = LaunchedRun(
             file=file,
             directory=Path(os.getcwd()),
-            hosts=hosts or int(on == "slurm"),
+            hosts=hosts,
             processes=processes,
             points=points,
             setup=tuple(setup or ()),

@@ -23,7 +23,7 @@ class LaunchedRun:
     Attributes:
         file: The run file, relative to `directory` or absolute.
         directory: Folder in which the run starts; every host must see it.
-        hosts: Number of hosts; 0: as many as the launcher's own list has.
+        hosts: Number of hosts; 0: all hosts that the launcher's options list, or one.
         processes: Processes on each host.
         points: Settings (`KEY=VALUE`) of each run; one run without a sweep.
         setup: Shell commands before the run, such as the activation of an environment.

@@ -52,17 +52,12 @@ def render(job: LaunchedRun) -> str:
 
     Options of the launcher replace the defaults of the same name; an option without a value is a
     flag.
-
-    Raises:
-        ConfigError: The number of hosts is missing.
     """
-    if job.hosts < 1:
-        raise ConfigError(f"--hosts {job.hosts} must be at least 1 with --on slurm")
     sweeps = len(job.points) > 1
     log = "slurm-%A_%a.log" if sweeps else "slurm-%j.log"
     header = {
         "job-name": job.name,
-        "nodes": str(job.hosts),
+        "nodes": str(job.hosts or 1),
         "ntasks-per-node": str(job.processes),
         "output": f"{job.name}-{log}",
         "open-mode": "append",
