@@ -104,13 +104,16 @@ class Instant:
         self._packed: dict[int, np.ndarray] = {}
 
     def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
-        if not isinstance(name, StepShape):
+        if isinstance(name, StepShape):
+            return lambda leaves, cache, last, buffer: (None, None, None, cache)
+        kind, rows = name
+        if kind != "sample":
             return self._real[name]
-        if name.seqs not in self._packed:
+        if rows not in self._packed:
             width = 3 + 2 * self._real.max_logprobs
-            self._packed[name.seqs] = np.full((name.seqs, width), 300, np.int32)
-        packed = self._packed[name.seqs]
-        return lambda leaves, cache, state, buffer, allowed: (packed, None, cache, state)
+            self._packed[rows] = np.full((rows, width), 300, np.int32)
+        packed = self._packed[rows]
+        return lambda state, logits, numbers, allowed: (packed, state)
 
 
 # ---- rates

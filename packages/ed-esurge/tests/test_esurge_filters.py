@@ -8,36 +8,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_esurge.repetition import RepetitionPenalty
-from ed_esurge.runner.sampler import SamplerRows, SamplerState, kept_of_special, sample
+from ed_esurge.repetition import RepetitionPenalty, Repetitions
+from ed_esurge.runner.filters import FilterRows, kept_tokens, permitted
+from ed_esurge.runner.row_numbers import FLOATS, OF_FILTERS, OF_SAMPLING
+from ed_esurge.runner.sampler import SamplerState, sample
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.thinking import ThinkingBudget
+from ed_esurge.thinking import LimitedThoughts, ThinkingBudget
 
 VOCAB = 200
 DEFAULTS = {"slot": 0, "temperature": 1.0, "top_p": 1.0, "typical_p": 1.0, "xtc_threshold": 0.1}
 DEFAULTS |= {"repetition_penalty": 1.0, "num_logprobs": -1, "mirostat_tau": 5.0}
-INTS = ("slot", "seed", "position", "top_k", "num_logprobs", "processed", "mirostat")
+NAMES = ("position", *OF_SAMPLING, *OF_FILTERS)
+UNLIMITED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def row(n=1, **given):
-    fields = {}
-    for name in SamplerRows.__dataclass_fields__:
+def numbers(n=1, **given):
+    """Return the numbers of `n` rows by name, as `SlotTables.filtered` does."""
+    lines = []
+    for name in NAMES:
         value = np.broadcast_to(np.asarray(given.get(name, DEFAULTS.get(name, 0))), (n,))
-        fields[name] = jnp.asarray(value, jnp.int32 if name in INTS else jnp.float32)
-    return SamplerRows(**fields)
+        lines.append(value.astype(np.float32 if name in FLOATS else np.int32).view(np.int32))
+    return np.stack(lines)
 
 
 @jax.jit
-def kept(logits, flat):
-    rows = SamplerRows(*flat)
+def kept(logits, numbers):
     scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-    return kept_of_special(scaled, rows, jnp.zeros(len(logits)))
+    return kept_tokens(scaled, FilterRows.of(numbers), jnp.zeros(len(logits)))
 
 
 def mask(logits, **given):
-    rows = row(**given)
-    flat = [getattr(rows, name) for name in SamplerRows.__dataclass_fields__]
-    return np.asarray(kept(jnp.asarray(logits, jnp.float32)[None], flat))[0]
+    return np.asarray(kept(jnp.asarray(logits, jnp.float32)[None], numbers(**given)))[0]
 
 
 def softmax(logits):
@@ -150,28 +151,28 @@ def test_filters_apply_in_the_order_of_the_sampler_chain():
 
 
 @jax.jit
-def step(logits, flat, state):
-    out, state = sample(logits, SamplerRows(*flat), state, 1)
+def step(logits, options, unlimited, state):
+    """Sample as the engine does: the sampler reads the mask of the filters and has no limits."""
+    everything = jnp.full((len(logits), -(-VOCAB // 32)), -1, jnp.int32)
+    allowed = permitted(logits, options, state, everything)
+    out, state = sample(logits, FilterRows.of(unlimited).sampling, state, 1, allowed)
     return out.tokens, state
 
 
-def drawn(logits, state, **given):
-    rows = row(**given)
-    flat = [getattr(rows, name) for name in SamplerRows.__dataclass_fields__]
-    tokens, state = step(jnp.asarray(logits, jnp.float32)[None], flat, state)
-    return int(tokens[0]), state
+def drawn(logits, state, n=1, **given):
+    logits = jnp.asarray(np.broadcast_to(logits, (n, VOCAB)), jnp.float32)
+    tokens, state = step(logits, numbers(n, **given), numbers(n, **given, **UNLIMITED), state)
+    return np.asarray(tokens), state
 
 
 def test_xtc_removes_top_choices_with_its_probability():
     logits = np.zeros(VOCAB)
     logits[:3] = 10, 9, 8
     count = 300
-    rows = row(count, position=np.arange(count), xtc_probability=0.3)
-    flat = [getattr(rows, name) for name in SamplerRows.__dataclass_fields__]
-    many = jnp.asarray(np.tile(logits, (count, 1)), jnp.float32)
-    tokens, _ = step(many, flat, SamplerState.create(1, VOCAB))
+    options = {"position": np.arange(count), "xtc_probability": 0.3}
+    tokens, _ = drawn(logits, SamplerState.create(1, VOCAB), count, **options)
     # XTC removes the first token, because the second also exceeds the threshold of 0.1.
-    share = np.mean(np.asarray(tokens) == 0)
+    share = np.mean(tokens == 0)
     assert share == pytest.approx(0.7 * softmax(logits)[0], abs=0.08)
 
 
@@ -185,7 +186,8 @@ def test_mirostat_controls_the_surprise_as_defined(version):
     for position in range(40):
         logits = some_logits(position).astype(np.float64)
         options = {"mirostat": version, "mirostat_tau": tau, "mirostat_eta": eta}
-        token, state = drawn(logits, state, position=position, seed=5, **options)
+        tokens, state = drawn(logits, state, position=position, seed=5, **options)
+        token = int(tokens[0])
         allowed = numpy_mirostat(logits, mu, version)
         assert token in allowed
         inside = sorted(allowed)
@@ -196,32 +198,47 @@ def test_mirostat_controls_the_surprise_as_defined(version):
     assert np.mean(surprises[15:]) == pytest.approx(tau, abs=0.7)
 
 
+def dry(penalty, tokens, known):
+    """Return the penalties of a sequence that grows after its first `known` tokens."""
+    repetitions = Repetitions(penalty, tokens[:known])
+    for token in tokens[known:]:
+        repetitions.append(token)
+    return dict(zip(*(x.tolist() for x in repetitions.penalties()), strict=True))
+
+
 def test_dry_penalties_equal_a_comparison_of_all_ends():
     rng = np.random.default_rng(0)
     for _ in range(200):
         tokens = rng.integers(0, 4, rng.integers(1, 60)).tolist()
+        known = int(rng.integers(1, len(tokens) + 1))
         breakers = {3} if rng.random() < 0.5 else set()
         allowed = int(rng.integers(1, 4))
         penalty = RepetitionPenalty(0.8, 1.75, allowed, None, frozenset(breakers))
-        assert penalty.of(tokens) == pytest.approx(numpy_dry(tokens, 0.8, 1.75, allowed, breakers))
-        last = RepetitionPenalty(0.8, 1.75, allowed, 10, frozenset(breakers)).of(tokens)
-        assert last == pytest.approx(numpy_dry(tokens[-10:], 0.8, 1.75, allowed, breakers))
-    long = RepetitionPenalty(1e6, 1e6).of([7] * 5000)
+        expected = numpy_dry(tokens, 0.8, 1.75, allowed, breakers)
+        assert dry(penalty, tokens, known) == pytest.approx(expected)
+        last = RepetitionPenalty(0.8, 1.75, allowed, 10, frozenset(breakers))
+        expected = numpy_dry(tokens[-10:], 0.8, 1.75, allowed, breakers)
+        assert dry(last, tokens, known) == pytest.approx(expected)
+    long = dry(RepetitionPenalty(1e6, 1e6), [7] * 5000, 4900)
     assert np.isfinite(np.float32(long[7]))
+
+
+def forced(budget, tokens):
+    return LimitedThoughts(budget, tokens).forced
 
 
 def test_end_of_thoughts_is_forced_once_the_budget_is_used():
     budget = ThinkingBudget(tokens=3, end_token_ids=(7, 8))
-    assert budget.forced([1, 2]) is None
-    assert budget.forced([1, 2, 3]) == 7
-    assert budget.forced([1, 2, 7]) == 8  # the model has begun the end itself
-    assert budget.forced([1, 2, 3, 7]) == 8
-    assert budget.forced([1, 2, 3, 7, 8]) is None
-    assert budget.forced([7, 8, 1, 2, 3]) is None
+    assert forced(budget, [1, 2]) is None
+    assert forced(budget, [1, 2, 3]) == 7
+    assert forced(budget, [1, 2, 7]) == 8  # the model has begun the end itself
+    assert forced(budget, [1, 2, 3, 7]) == 8
+    assert forced(budget, [1, 2, 3, 7, 8]) is None
+    assert forced(budget, [7, 8, 1, 2, 3]) is None
     begun = ThinkingBudget(tokens=2, end_token_ids=(7, 8), start_token_ids=(5,))
-    assert begun.forced([1, 2, 3, 4]) is None
-    assert begun.forced([1, 5, 2, 3]) == 7
-    assert ThinkingBudget(tokens=0, end_token_ids=(7,)).forced([]) == 7
+    assert forced(begun, [1, 2, 3, 4]) is None
+    assert forced(begun, [1, 5, 2, 3]) == 7
+    assert forced(ThinkingBudget(tokens=0, end_token_ids=(7,)), []) == 7
 
 
 @pytest.mark.nightly

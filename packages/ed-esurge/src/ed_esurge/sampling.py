@@ -184,12 +184,6 @@ class SamplingParams(Options):
             raise ValueError("stop strings need text: drop stop, or detokenize=False")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be sampled; use None")
-        if self.logprobs is not None and self.logprobs_mode == "processed_logprobs":
-            for name, off in (("typical_p", 1.0), ("xtc_probability", 0.0), ("mirostat", 0)):
-                if getattr(self, name) != off:
-                    raise ValueError(
-                        f"processed_logprobs are not available with {name}: drop one of the two"
-                    )
         if self.structured_outputs is not None:
             for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
                 if getattr(self, name):
@@ -203,6 +197,13 @@ class SamplingParams(Options):
     def greedy(self) -> bool:
         """Whether sampling always selects the most probable token."""
         return self.temperature < 1e-5
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter needs the whole distribution; see `ed_esurge.runner.filters`."""
+        return not self.greedy and bool(
+            self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability or self.mirostat
+        )
 
     @property
     def repetition_of_sequences(self) -> RepetitionPenalty | None:

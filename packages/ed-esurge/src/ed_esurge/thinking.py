@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from ed_infra.options import Options, Whole
@@ -17,34 +18,45 @@ class ThinkingBudget(Options):
     start_token_ids: tuple[Whole, ...] = ()
     """Tokens that begin the thoughts. Empty: the prompt has begun them."""
 
-    def forced(self, output: Sequence[int]) -> int | None:
-        """Return the only token that may follow an output; None = any token.
 
-        The time is proportional to the length of the output.
-        """
-        begun = 0
-        if self.start_token_ids:
-            place = _find(output, self.start_token_ids)
-            if place is None:
-                return None
-            begun = place + len(self.start_token_ids)
-        if len(output) - begun < self.tokens:
+class LimitedThoughts:
+    """The thoughts of one reply, which grows token by token. The time per token is constant.
+
+    Args:
+        budget: the limit.
+        tokens: the first tokens of the reply.
+    """
+
+    def __init__(self, budget: ThinkingBudget, tokens: Sequence[int] = ()) -> None:
+        self._budget = budget
+        self._begun, self._ended, self._count = not budget.start_token_ids, False, 0
+        start, end = budget.start_token_ids, budget.end_token_ids
+        self._last: deque[int] = deque(maxlen=max(len(start), len(end)))
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Append a token to the reply."""
+        if self._ended:
+            return
+        self._last.append(token)
+        if not self._begun:
+            self._begun = self._ends_with(self._budget.start_token_ids)
+            if self._begun:
+                self._last.clear()
+            return
+        self._count += 1
+        self._ended = self._ends_with(self._budget.end_token_ids)
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may follow; None = any token."""
+        if not self._begun or self._ended or self._count < self._budget.tokens:
             return None
-        thoughts = output[begun:]
-        end = self.end_token_ids
-        if _find(thoughts, end) is not None:
-            return None
+        end = self._budget.end_token_ids
         # The model may have written the beginning of the end itself.
-        written = min(len(end) - 1, len(thoughts))
-        while written and tuple(thoughts[-written:]) != end[:written]:
-            written -= 1
+        written = next(size for size in range(len(end) - 1, -1, -1) if self._ends_with(end[:size]))
         return end[written]
 
-
-def _find(tokens: Sequence[int], part: Sequence[int]) -> int | None:
-    """Return the first index of consecutive tokens; None = they do not occur."""
-    first, count, wanted = part[0], len(part), list(part)
-    for at in range(len(tokens) - count + 1):
-        if tokens[at] == first and list(tokens[at : at + count]) == wanted:
-            return at
-    return None
+    def _ends_with(self, tokens: tuple[int, ...]) -> bool:
+        return tuple(self._last)[max(len(self._last) - len(tokens), 0) :] == tokens

@@ -10,17 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ed_layers.cache import RaggedBatch
 
 from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.runner.buckets import StepShape
-from ed_esurge.runner.sampler import SamplerRows
-from ed_esurge.runner.slots import FLOATS, OF_SAMPLING, OF_SEQUENCE, SlotTables
-
-# Numbers of a row that change with every step. The numbers of its slot follow.
-OF_ROW = ("kv_lens", "logits_at")
+from ed_esurge.runner.row_numbers import OF_ROW, OF_SEQUENCE, OF_STEP, by_name
+from ed_esurge.runner.slots import SlotTables
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class StepInput:
         token_ids: [1, T].
         ragged: assignment of the tokens to sequences and pages.
         logits_at: flat index of each sequence's last token; [n].
-        rows: sampling options of each row.
+        rows: numbers of each row by `OF_STEP`, for the sampler; int32 [k, n].
         features: row of the table of encoder outputs for each token, or -1; [1, T]. None = the
             step reads no encoder outputs.
         positions: rotary positions along time, height and width; [3, 1, T]. None = the numbers of
@@ -41,7 +37,7 @@ class StepInput:
     token_ids: jax.Array
     ragged: RaggedBatch
     logits_at: jax.Array
-    rows: SamplerRows
+    rows: jax.Array
     features: jax.Array | None = None
     positions: jax.Array | None = None
 
@@ -63,12 +59,11 @@ class Fields:
         has_axes: bool = False,
     ) -> None:
         self.shape, self.groups, self.featured = shape, groups, featured
-        numbers = len(OF_ROW) + len(OF_SEQUENCE) + len(OF_SAMPLING)
         self.shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (shape.tokens,),
             "seq_of_token": (shape.tokens,),
             "slots": (len(groups), shape.tokens),
-            "rows": (numbers, shape.seqs),
+            "rows": (len(OF_STEP), shape.seqs),
             "cu_q_lens": (shape.seqs + 1,),
             "num_seqs": (1,),
             "page_table": (len(groups), shape.seqs, shape.pages),
@@ -93,11 +88,7 @@ class Fields:
             name: jax.lax.slice(buffer, (at.start,), (at.stop,)).reshape(self.shapes[name])
             for name, at in self.ranges.items()
         }
-        names = (*OF_ROW, *OF_SEQUENCE, *OF_SAMPLING)
-        row = {
-            name: jax.lax.bitcast_convert_type(line, jnp.float32) if name in FLOATS else line
-            for name, line in zip(names, part["rows"], strict=True)
-        }
+        row = by_name(part["rows"], OF_STEP)
         ragged = RaggedBatch(
             cu_q_lens=part["cu_q_lens"],
             kv_lens=row["kv_lens"],
@@ -110,10 +101,9 @@ class Fields:
             prompt_lens=row["prompt_lens"],
             adapter_ids=row["adapter_ids"],
         )
-        rows = SamplerRows(position=row["kv_lens"], **{name: row[name] for name in OF_SAMPLING})
         token_ids, features = part["token_ids"][None], part.get("features")
         positions = part.get("positions")
-        return StepInput(token_ids, ragged, row["logits_at"], rows, features, positions)
+        return StepInput(token_ids, ragged, row["logits_at"], part["rows"], features, positions)
 
 
 class BatchBuilder:

@@ -1,22 +1,112 @@
 """Filters of the sampler that need the whole distribution: top-n-sigma, typical-p, XTC, mirostat.
 
 These filters remove tokens from the middle or the top of the distribution, so the candidates of
-`sampler.draw` are not enough. A step computes them only if one of its rows uses such a filter.
+`sampler.draw` are not enough. They are a program of their own, which runs between the model and the
+sampler if a row uses such a filter. Its result is a mask of tokens, like that of a grammar.
 
-Legend: n rows, v vocabulary.
+Legend: n rows, v vocabulary, w words of 32 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from ed_models.generation.sampling import in_nucleus
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, by_name
+from ed_esurge.runner.sampler import (
+    SamplerRows,
+    SamplerState,
+    adjust,
+    among_best,
+    permit,
+    scaled_logits,
+    token_noise,
+)
+
+#: Number of rows of the program of the filters. A step calls the program once per group of rows.
+ROWS = 8
 #: Number of most probable tokens from which mirostat 1 estimates the exponent of Zipf's law.
 ZIPF_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class FilterRows:
+    """Options of the rows with filters; all fields have shape [n].
+
+    Attributes:
+        sampling: options of the sampler, with all limits (top-k, top-p, min-p).
+    """
+
+    sampling: SamplerRows
+    typical_p: Float[Array, " n"]
+    top_n_sigma: Float[Array, " n"]
+    xtc_probability: Float[Array, " n"]
+    xtc_threshold: Float[Array, " n"]
+
+    @classmethod
+    def of(cls, numbers: Int[Array, "k n"]) -> FilterRows:
+        """Return the rows of the numbers of `SlotTables.filtered`."""
+        named = by_name(numbers, ("position", *OF_SAMPLING, *OF_FILTERS))
+        further = {name: named.pop(name) for name in OF_FILTERS}
+        return cls(SamplerRows(**named), **further)
+
+
+def permitted(
+    logits: Float[Array, "n v"],
+    numbers: Int[Array, "k n"],
+    state: SamplerState,
+    allowed: Int[Array, "n w"],
+) -> Int[Array, "n w"]:
+    """Return the bits of the tokens that grammars and filters allow.
+
+    Args:
+        logits: logits of the model.
+        numbers: see `SlotTables.filtered`.
+        state: state of the sampler.
+        allowed: bits of the tokens that the grammars allow.
+    """
+    rows = FilterRows.of(numbers)
+    adjusted = permit(adjust(logits.astype(jnp.float32), rows.sampling, state), allowed)
+    scaled = scaled_logits(adjusted, rows.sampling)
+    mu = state.mu.at[rows.sampling.slot].get(mode="fill", fill_value=0)
+    kept = kept_tokens(scaled, rows, mu)
+    padding = 32 * allowed.shape[1] - kept.shape[1]
+    bits = jnp.pad(kept, ((0, 0), (0, padding))).reshape(*allowed.shape, 32)
+    return jnp.sum(bits.astype(jnp.int32) << jnp.arange(32), axis=-1, dtype=jnp.int32) & allowed
+
+
+def kept_tokens(
+    scaled: Float[Array, "n v"], rows: FilterRows, mu: Float[Array, " n"]
+) -> Bool[Array, "n v"]:
+    """Return a mask of the tokens that all filters keep, in the order of llama.cpp's sampler chain.
+
+    Mirostat replaces all other filters, as in llama.cpp.
+
+    Args:
+        scaled: scaled logits, whose maximum is 0.
+        rows: options.
+        mu: limits of the surprise of mirostat.
+    """
+    sampling = rows.sampling
+    within = within_surprise(jnp.exp(scaled), mu, sampling.mirostat)
+    kept = top_n_sigma(scaled, rows.top_n_sigma) & jnp.isfinite(scaled)
+    odds = jnp.where(kept, jnp.exp(scaled), 0.0)
+    kept &= among_best(odds, sampling.top_k) | (sampling.top_k == 0)[:, None]
+    kept = typical(odds, kept, rows.typical_p)
+    odds = jnp.where(kept, odds, 0.0)
+    mass = jnp.sum(odds, axis=-1, keepdims=True)
+    kept &= in_nucleus(odds, sampling.top_p[:, None] * mass) | (sampling.top_p >= 1)[:, None]
+    odds = jnp.where(kept, odds, 0.0)
+    kept &= odds >= sampling.min_p[:, None] * jnp.max(odds, axis=-1, keepdims=True)
+    words = jnp.full((len(mu), 1), jnp.iinfo(jnp.int32).max)  # no id of a token
+    chance = jnp.exp(-jnp.exp(-token_noise(sampling, words)[:, 0]))  # uniform in (0, 1)
+    active = chance < rows.xtc_probability
+    kept = without_top_choices(odds, kept, rows.xtc_threshold, active)
+    return jnp.where((sampling.mirostat > 0)[:, None], within, kept)
 
 
 def top_n_sigma(scaled: Float[Array, "n v"], width: Float[Array, " n"]) -> Bool[Array, "n v"]:
@@ -123,51 +213,3 @@ def within_surprise(
     k = (excess * jnp.exp2(limit) / (1 - vocabulary ** (-excess))) ** (1 / zipf)
     k = jnp.clip(jnp.nan_to_num(k, nan=1.0), 1, odds.shape[1]).astype(jnp.int32)
     return best | jnp.where((version == 1)[:, None], among_best(probs, k), second)
-
-
-def among_best(odds: Float[Array, "n v"], top_k: Int[Array, " n"]) -> Bool[Array, "n v"]:
-    """Return a mask of the `top_k` largest odds of each row, including ties with the smallest.
-
-    The smallest is found by bisection over the bits of float32, since non-negative floats have the
-    same order as their bits. The result is exact, in an eighth of the time of a sort on a CPU.
-    """
-    bits = jax.lax.bitcast_convert_type(odds, jnp.int32)
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # at least top_k values are >= low, fewer than top_k are > high
-        middle = low + (high - low + 1) // 2
-        enough = jnp.sum(bits >= middle[:, None], axis=-1) >= top_k
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
-
-    start = jnp.zeros_like(top_k), jnp.max(bits, axis=-1)
-    least, _ = jax.lax.fori_loop(0, 31, halve, start)
-    return bits >= least[:, None]
-
-
-def kept_of_filters(
-    scaled: Float[Array, "n v"],
-    *,
-    width: Float[Array, " n"],
-    best: Callable[[Float[Array, "n v"]], Bool[Array, "n v"]],
-    typical_p: Float[Array, " n"],
-    top_p: Float[Array, " n"],
-    min_p: Float[Array, " n"],
-    xtc_threshold: Float[Array, " n"],
-    xtc_active: Bool[Array, " n"],
-) -> Bool[Array, "n v"]:
-    """Return a mask of the tokens that all filters keep, in the order of llama.cpp's sampler chain.
-
-    Args:
-        scaled: scaled logits, whose maximum is 0.
-        best: returns a mask of the top-k tokens for given odds.
-    """
-    kept = top_n_sigma(scaled, width) & jnp.isfinite(scaled)
-    odds = jnp.where(kept, jnp.exp(scaled), 0.0)
-    kept &= best(odds)
-    kept = typical(odds, kept, typical_p)
-    odds = jnp.where(kept, odds, 0.0)
-    mass = jnp.sum(odds, axis=-1, keepdims=True)
-    kept &= in_nucleus(odds, top_p[:, None] * mass) | (top_p >= 1)[:, None]
-    odds = jnp.where(kept, odds, 0.0)
-    kept &= odds >= min_p[:, None] * jnp.max(odds, axis=-1, keepdims=True)
-    return without_top_choices(odds, kept, xtc_threshold, xtc_active)

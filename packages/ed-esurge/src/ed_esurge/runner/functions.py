@@ -1,6 +1,8 @@
 """The compiled functions: a step of each shape and its companions, created once.
 
-They accept flat leaves and donate the pages. Legend: T flat tokens, n rows, m slots.
+They accept flat leaves and donate the pages. A step computes logits, and a second function samples.
+Shapes with the same number of rows share the second function, which takes longer to compile than a
+step of most models. Legend: T flat tokens, n rows, m slots, v vocabulary, w words of a mask.
 """
 
 from __future__ import annotations
@@ -22,18 +24,26 @@ from tqdm import tqdm
 
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
-from ed_esurge.runner.guides import Guides
+from ed_esurge.runner.filters import ROWS, permitted
+from ed_esurge.runner.guides import Guides, words
 from ed_esurge.runner.hidden_states import pool, score
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.programs import Programs
-from ed_esurge.runner.sampler import SamplerState, sample
+from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
+from ed_esurge.runner.sampler import SamplerRows, SamplerState, read_last, sample
 from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 
-# The step of a shape; ("score", T) and ("pool", T), which read a step's hidden states; ("put", 0),
-# which writes a line of the sampler's state; ("place", 0), an adapter.
+# - a shape: the step, which computes logits and hidden states;
+# - ("sample", n): reads the logits of a step;
+# - ("take", n), FILTER, ("merge", n): read, filter and write the masks of a few rows of a step;
+# - ("score", T), ("pool", T): read the hidden states of a step;
+# - PUT, PLACE: write a line of the sampler's state, or an adapter.
 ProgramKey = StepShape | tuple[str, int]
 PUT: ProgramKey = ("put", 0)
 PLACE: ProgramKey = ("place", 0)
+FILTER: ProgramKey = ("filter", ROWS)
+#: Number of arrays [n, v] of the sampler at the same time.
+SAMPLER_ARRAYS = 6
 
 
 class Functions:
@@ -68,6 +78,7 @@ class Functions:
         self.max_logprobs, self._ahead_of_time = max_logprobs, ahead_of_time
         self._made: dict[ProgramKey, Callable[..., Any]] = {}
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
+        self._logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
         # Functions of an earlier process are loaded while memory is allocated.
         self._kept = self._programs()
         self._loading = self._kept.loading(self.missing()) if self._kept else None
@@ -82,7 +93,9 @@ class Functions:
         buckets = self._buckets
         first = buckets.prefill[0]
         names: list[ProgramKey] = [first, *(shape for shape in buckets.shapes if shape != first)]
-        names += [PUT, PLACE] if self._weights.places else [PUT]
+        names += [PUT, PLACE, FILTER] if self._weights.places else [PUT, FILTER]
+        for rows in sorted({shape.seqs for shape in buckets.shapes}):
+            names += [("sample", rows), ("take", rows), ("merge", rows)]
         for tokens in buckets.prefill_tokens:
             names += [("score", tokens), ("pool", tokens)]
         return [name for name in names if name not in self._made]
@@ -109,6 +122,32 @@ class Functions:
         if kept:
             kept.write({name: self._made[name] for name in names})
 
+    def filtered(
+        self,
+        logits: jax.Array,
+        allowed: np.ndarray | jax.Array,
+        index: np.ndarray,
+        numbers: np.ndarray,
+        state: SamplerState,
+    ) -> jax.Array:
+        """Return the masks of a step without the tokens that filters remove.
+
+        Args:
+            logits: logits of the model [n, v].
+            allowed: masks of the grammars [n, w].
+            index, numbers: rows with filters; see `SlotTables.filtered`.
+            state: state of the sampler.
+        """
+        rows = len(logits)
+        masks = self._memory.replicated(jnp.asarray(allowed))
+        for start in range(0, len(index), ROWS):
+            spare = max(start + ROWS - len(index), 0)
+            places = np.pad(index[start : start + ROWS], (0, spare), constant_values=rows)
+            part = np.pad(numbers[:, start : start + ROWS], ((0, 0), (0, spare)))
+            few = self["take", rows](logits, masks, places)
+            masks = self["merge", rows](masks, places, self[FILTER](few[0], part, state, few[1]))
+        return masks
+
     def load_all(self) -> None:
         """Wait until every function of an earlier process is loaded."""
         for name in self.missing() if self._loading is not None else ():
@@ -116,11 +155,15 @@ class Functions:
 
     def workspace_bytes(self) -> int:
         """Return the bytes that the largest step needs in addition to weights, pages and state."""
-        compiled = self._lower(self._buckets.shapes[-1]).compile()
-        analysis = compiled.memory_analysis()
+        largest = self._buckets.shapes[-1]
+        analysis = self._lower(largest).compile().memory_analysis()
         if analysis is None:
             return 0
-        return int(analysis.temp_size_in_bytes)
+        logits = self._logits[largest.seqs]
+        # The sampler has several arrays of float32 numbers for all tokens of the vocabulary.
+        sampler = SAMPLER_ARRAYS * logits.size * 4
+        kept = logits.size * logits.dtype.itemsize
+        return kept + max(int(analysis.temp_size_in_bytes), sampler)
 
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that `num_traces` counts its traces."""
@@ -163,45 +206,52 @@ class Functions:
     def _lower(self, name: ProgramKey) -> Any:
         lowered = self._jitted(name).lower(*self._arguments(name))
         if isinstance(name, StepShape):
-            self._keep_hidden(name, lowered.out_info)
+            self._keep_outputs(name, lowered.out_info)
         return lowered
 
     def _jitted(self, name: ProgramKey) -> Any:
         """Return the function with a name."""
-        everywhere = self._memory.everywhere
+        everywhere, memory = self._memory.everywhere, self._memory
+        # Outputs that become inputs keep their sharding, so that the next step is not retraced.
+        cache, state = jax.tree.map(lambda x: x.sharding, (memory.cache, memory.state))
+        if isinstance(name, StepShape):
+            return jax.jit(
+                self.traced(self._make_step(name)),
+                donate_argnums=1,
+                out_shardings=(everywhere, everywhere, everywhere, cache),
+            )
         if name == PUT:
             return jax.jit(self.traced(SamplerState.put), donate_argnums=0)
         if name == PLACE:
             kept = [leaf.sharding for leaf in self._weights.places]
             return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
-        if isinstance(name, StepShape):
-            # Outputs that become inputs keep their sharding, so that the next step is not retraced.
-            memory = self._memory
-            kept = jax.tree.map(lambda x: x.sharding, (memory.cache, memory.state))
+        if name[0] == "sample":
             return jax.jit(
-                self.traced(self._make_step(name)),
-                donate_argnums=(1, 2),
-                out_shardings=(everywhere, everywhere, *kept),
+                self.traced(self._make_sample()),
+                donate_argnums=0,
+                out_shardings=(everywhere, state),
             )
         if name[0] == "pool":
             return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
-        return jax.jit(self.traced(self._make_score()))
+        if name[0] == "score":
+            return jax.jit(self.traced(self._make_score()))
+        function = {"take": _take, "filter": permitted, "merge": _merge}[name[0]]
+        return jax.jit(self.traced(function), out_shardings=everywhere)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
-        fields, count = self._builder.fields(shape), self.max_logprobs
+        fields = self._builder.fields(shape)
 
         def step(
             leaves: list[jax.Array],
             cache: Any,
-            state: Any,
+            last: jax.Array,
             buffer: Any,
-            allowed: Any,
             encoded: jax.Array | None = None,
         ):
             inputs = fields.unpack(buffer)
-            token_ids, slots = inputs.token_ids, inputs.ragged.state_slots
+            token_ids = inputs.token_ids
             if shape.decodes:
-                token_ids = state.read(token_ids[0], slots)[None]
+                token_ids = read_last(last, token_ids[0], inputs.ragged.state_slots)[None]
             more: dict[str, Any] = {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
@@ -216,11 +266,17 @@ class Functions:
             )
             assert out.logits is not None
             assert out.last_hidden_state is not None
-            sampled, state = sample(out.logits, inputs.rows, state, count, allowed)
-            state = state.note(slots, sampled.tokens)
-            return sampled.pack(), out.last_hidden_state[0], out.past_key_values, state
+            return out.logits, inputs.rows, out.last_hidden_state[0], out.past_key_values
 
         return step
+
+    def _make_sample(self) -> Callable[..., Any]:
+        def of_logits(state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array):
+            sampled, state = sample(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed)
+            slots = rows[OF_STEP.index("state_slots")]
+            return sampled.pack(), state.note(slots, sampled.tokens)
+
+        return of_logits
 
     def _make_score(self) -> Callable[..., Any]:
         def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
@@ -233,6 +289,7 @@ class Functions:
     def _arguments(self, name: ProgramKey) -> tuple[Any, ...]:
         """Return the abstract arguments of a function."""
         weights, memory = self._weights, self._memory
+        assert memory.state is not None, "functions are compiled with memory"
         cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
         if name == PUT:
             line = np.zeros(self._guides.vocab_size)
@@ -242,46 +299,93 @@ class Functions:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values
         if isinstance(name, StepShape):
-            allowed = abstract(self._guides.everything(name.seqs))
             encoded = abstract(memory.encoded_of(self._builder.fields(name).featured))
-            return weights.like, cache, state, self._builder.empty(name), allowed, *encoded
-        kind, tokens = name
-        if tokens not in self._hidden:
-            shape = self._buckets.pick(tokens, 1, prefill=True)
-            step = self._make_step(shape)
-            self._keep_hidden(shape, jax.eval_shape(step, *self._arguments(shape)))
-        hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
+            return weights.like, cache, state.last, self._builder.empty(name), *encoded
+        kind, size = name
+        if kind in ("sample", "take", "merge", "filter"):
+            return self._arguments_of_sampling(kind, size, state)
+        if size not in self._hidden:
+            self._keep_outputs(self._buckets.pick(size, 1, prefill=True))
+        hidden, of_token = self._hidden[size], np.zeros(size, np.int32)
         if kind == "score":
             return weights.like, hidden, of_token
         return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
 
-    def _keep_hidden(self, shape: StepShape, outputs: Any) -> None:
-        """Store the abstract hidden states for `score` and `pool`, because tracing a step takes a
-        second."""
-        hidden = outputs[1]
-        self._hidden[shape.tokens] = jax.ShapeDtypeStruct(
-            hidden.shape, hidden.dtype, sharding=self._memory.everywhere
+    def _arguments_of_sampling(self, kind: str, rows: int, state: SamplerState) -> tuple[Any, ...]:
+        everywhere = self._memory.placement
+        word = (words(self._guides.vocab_size),)
+
+        def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+        if kind == "filter":
+            logits = self._logits_of(self._buckets.shapes[0].seqs)
+            few = array((rows, *logits.shape[1:]), logits.dtype)
+            numbers = np.zeros((1 + len(OF_SAMPLING) + len(OF_FILTERS), rows), np.int32)
+            return few, numbers, state, array((rows, *word))
+        logits, allowed = self._logits_of(rows), abstract(self._guides.everything(rows))
+        index = np.zeros(ROWS, np.int32)
+        if kind == "take":
+            return logits, allowed, index
+        if kind == "merge":
+            return allowed, index, array((ROWS, *word))
+        return state, logits, array((len(OF_STEP), rows)), allowed
+
+    def _logits_of(self, rows: int) -> jax.ShapeDtypeStruct:
+        if rows not in self._logits:
+            shape = next(shape for shape in self._buckets.shapes if shape.seqs == rows)
+            self._keep_outputs(shape)
+        return self._logits[rows]
+
+    def _keep_outputs(self, shape: StepShape, outputs: Any = None) -> None:
+        """Store the abstract outputs of a step for the functions that read them, because tracing a
+        step takes a second."""
+        if outputs is None:
+            outputs = jax.eval_shape(self._make_step(shape), *self._arguments(shape))
+        place = self._memory.placement
+        logits, _, hidden = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in outputs[:3]
         )
+        self._logits[shape.seqs], self._hidden[shape.tokens] = logits, hidden
 
     def _warm(self, name: ProgramKey) -> None:
         """Call a function with empty inputs, so that `jax.jit` compiles the function."""
         function, leaves, memory = self[name], self._weights.leaves, self._memory
+        assert memory.state is not None, "functions are compiled with memory"
+        arguments = self._arguments(name)
         if isinstance(name, StepShape):
-            allowed = self._guides.everything(name.seqs)
-            empty = self._builder.empty(name)
             encoded = memory.encoded_of(self._builder.fields(name).featured)
-            out = function(leaves, memory.cache, memory.state, empty, allowed, *encoded)
-            memory.cache, memory.state = out[2:]
+            out = function(leaves, memory.cache, memory.state.last, arguments[3], *encoded)
+            memory.cache = out[3]
         elif name == PUT:
-            memory.state = function(memory.state, *self._arguments(name)[1:])
+            memory.state = function(memory.state, *arguments[1:])
         elif name == PLACE:
-            self._weights.put(function(self._weights.places, *self._arguments(name)[1:]))
+            self._weights.put(function(self._weights.places, *arguments[1:]))
+        elif name[0] == "sample":
+            _, memory.state = function(memory.state, *self._zeros(arguments[1:]))
+        elif name == FILTER:
+            few, numbers, _, allowed = arguments
+            function(*self._zeros((few, numbers)), memory.state, self._zeros(allowed))
+        elif name[0] in ("take", "merge"):
+            function(*self._zeros(arguments))
         elif name[0] == "score":
-            _, hidden, targets = self._arguments(name)
-            function(leaves, self._zeros(hidden), targets)
+            function(leaves, *self._zeros(arguments[1:]))
         else:
-            hidden, of_token, rows, _ = self._arguments(name)
-            function(self._zeros(hidden), of_token, rows, memory.sums)
+            function(*self._zeros(arguments[:3]), memory.sums)
 
-    def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
-        return self._memory.replicated(jnp.zeros(like.shape, like.dtype))
+    def _zeros(self, like: Any) -> Any:
+        """Return arrays of zeros for abstract arrays. Arrays of numpy stay as they are."""
+        place = self._memory.replicated
+        return jax.tree.map(
+            lambda x: x if isinstance(x, np.ndarray) else place(jnp.zeros(x.shape, x.dtype)), like
+        )
+
+
+def _take(logits: jax.Array, allowed: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a few rows of the logits [n, v] and of the masks [n, w]."""
+    return logits.at[index].get(mode="clip"), allowed.at[index].get(mode="clip")
+
+
+def _merge(allowed: jax.Array, index: jax.Array, few: jax.Array) -> jax.Array:
+    """Return the masks [n, w] with a few rows replaced. An index out of range writes nothing."""
+    return allowed.at[index].set(few, mode="drop")

@@ -207,14 +207,19 @@ class ModelRunner:
         shape = self.buckets.pick(plan.total, lines, prefill=scored or pooled or featured)
         buffer, places = self._builder.build(plan, shape)
         allowed = slots.guides.allowed(plan, places, shape.seqs)
-        packed, hidden, memory.cache, memory.state = functions[shape](
+        assert memory.state is not None, "allocated with the pages"
+        logits, rows, hidden, memory.cache = functions[shape](
             leaves,
             memory.cache,
-            memory.state,
+            memory.state.last,
             buffer,
-            allowed,
             *memory.encoded_of(shape in self.buckets.prefill),
         )
+        index, numbers = slots.filtered(self._builder.fields(shape).view(buffer, "rows"))
+        if len(index):
+            allowed = functions.filtered(logits, allowed, index, numbers, memory.state)
+        sampled = functions["sample", shape.seqs](memory.state, logits, rows, allowed)
+        packed, memory.state = sampled
         for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
         scores = vectors = None
