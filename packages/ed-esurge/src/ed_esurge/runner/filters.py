@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from ed_models.generation.sampling import in_nucleus
+from ed_models.generation.sampling import in_nucleus, is_typical
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, by_name
@@ -96,7 +96,8 @@ def kept_tokens(
     kept = top_n_sigma(scaled, rows.top_n_sigma) & jnp.isfinite(scaled)
     odds = jnp.where(kept, jnp.exp(scaled), 0.0)
     kept &= among_best(odds, sampling.top_k) | (sampling.top_k == 0)[:, None]
-    kept = typical(odds, kept, rows.typical_p)
+    some = is_typical(jnp.where(kept, scaled, -jnp.inf), rows.typical_p[:, None])
+    kept &= some | (rows.typical_p >= 1)[:, None]
     odds = jnp.where(kept, odds, 0.0)
     mass = jnp.sum(odds, axis=-1, keepdims=True)
     kept &= in_nucleus(odds, sampling.top_p[:, None] * mass) | (sampling.top_p >= 1)[:, None]
@@ -125,38 +126,6 @@ def top_n_sigma(scaled: Float[Array, "n v"], width: Float[Array, " n"]) -> Bool[
     sigma = jnp.sqrt(jnp.sum(spread * spread, axis=-1, keepdims=True) / count)
     least = jnp.max(scaled, axis=-1, keepdims=True) - width[:, None] * sigma
     return (scaled >= least) | (width <= 0)[:, None]
-
-
-def typical(
-    odds: Float[Array, "n v"], kept: Bool[Array, "n v"], mass: Float[Array, " n"]
-) -> Bool[Array, "n v"]:
-    """Keep the tokens whose surprise is nearest to the entropy, up to a probability mass.
-
-    https://arxiv.org/abs/2202.00666. Tokens are added until their mass exceeds `mass`, including
-    the token that exceeds it. Tokens with equal distances are kept or removed together.
-
-    Args:
-        odds: probabilities up to a factor.
-        kept: the tokens of the distribution.
-        mass: 1 keeps all tokens.
-    """
-    weights = jnp.where(kept, odds, 0.0)
-    probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    logs = jnp.where(probs > 0, jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0)
-    entropy = -jnp.sum(probs * logs, axis=-1, keepdims=True)
-    distance = jnp.where(probs > 0, jnp.abs(-logs - entropy), jnp.inf)
-    bits = jax.lax.bitcast_convert_type(distance.astype(jnp.float32), jnp.int32)
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # the mass of distances <= high exceeds `mass`, that of < low does not
-        middle = low + (high - low) // 2
-        enough = jnp.sum(jnp.where(bits <= middle[:, None], probs, 0.0), axis=-1) > mass
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    most = jnp.full_like(mass, jnp.iinfo(jnp.int32).max, jnp.int32)
-    _, least = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(most), most))
-    near = bits <= least[:, None]
-    return kept & (near | (mass >= 1)[:, None])
 
 
 def without_top_choices(
