@@ -78,6 +78,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         assert process.wait(60) == 0, "the server exited with an error"
 
 
+@pytest.mark.daily("openai*")
 @pytest.mark.parametrize(
     ("client", "kinds"),
     [

@@ -195,6 +195,7 @@ def test_panel_shows_engine_statistics(open_tab) -> None:
         tab.until("document.querySelector('#state').innerText === 'not answering'")
 
 
+@pytest.mark.nightly
 @needs_chromium
 def test_page_requests_and_sends_the_api_key(open_tab) -> None:
     with background(ScriptedEngine(lambda prompt, choice: "inside"), api_key="right") as url:
@@ -213,6 +214,7 @@ def test_page_requests_and_sends_the_api_key(open_tab) -> None:
         assert tab.js("localStorage.getItem('esurge.key')") is None
 
 
+@pytest.mark.nightly
 @needs_chromium
 def test_page_supports_tool_calls_and_results(open_tab) -> None:
     engine = NamedReplies(tokenizer=byte_tokenizer(TOOL_TEMPLATE))
@@ -249,6 +251,7 @@ def test_playground_sends_schema_with_request(open_tab) -> None:
         assert "rivers" in json.loads(params.structured_outputs.json_schema)["properties"]
 
 
+@pytest.mark.nightly
 @needs_chromium
 def test_page_continues_texts_without_a_chat_template(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: " upon", tokenizer=byte_tokenizer(None))

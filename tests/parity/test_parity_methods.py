@@ -19,7 +19,7 @@ for needed in ("trl", "datasets"):
 from tools.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
 
 #: Methods whose first case every run compares: one of each kind of loss. The others are nightly.
-USUAL = {"sft", "dpo", "kto", "reward", "grpo", "ppo", "gkd", "embedding", "multiple_choice"}
+USUAL = {"sft", "dpo", "grpo", "ppo", "embedding"}
 
 
 def method_of(case: str) -> str:

@@ -67,7 +67,7 @@ def logits_of(torch_model: Any, ids: np.ndarray) -> np.ndarray:
         return torch_model(torch.tensor(ids, dtype=torch.long)).logits.float().numpy()
 
 
-@pytest.mark.daily("llama", "gpt2")
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", CASES)
 def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path) -> None:
     subject, (spec, _) = subject_of(family), CASES[family]

@@ -22,6 +22,7 @@ from tests.parity.remote_families import REFERENCES  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.daily("internlm2", "grok-1")
 @pytest.mark.parametrize("model_type", REFERENCES)
 def test_published_checkpoint_has_the_logits_of_the_torch_reference(
     model_type: str, tmp_path: Path

@@ -133,6 +133,7 @@ def image_chats(folder: Path) -> str:
     return save_rows(folder / "chats.jsonl", rows)
 
 
+@pytest.mark.nightly
 def test_vision_language_model_trains_on_chats_with_images(llava: Path, tmp_path: Path) -> None:
     sections = {
         "model": {"name_or_path": str(llava), "task": "image-text-to-text"},
@@ -166,6 +167,7 @@ def test_vision_language_model_trains_on_chats_with_images(llava: Path, tmp_path
     np.testing.assert_allclose(ours.logits, theirs.logits.numpy(), atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_vision_language_model_without_a_processor_is_rejected(llava: Path, tmp_path: Path) -> None:
     tokenizer(tmp_path / "plain")
     elm = eLargeModel.from_pretrained(

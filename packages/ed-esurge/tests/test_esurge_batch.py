@@ -9,6 +9,7 @@ from ed_esurge.core.pages import FREED
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
+from ed_esurge.runner.sampler import SamplerRows
 from ed_esurge.runner.slots import SlotTables
 from ed_esurge.sampling import SamplingParams
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_batch_buffer_round_trips_step_plan():
     buffer, places = builder.build(StepPlan(1, rows), shape)
     assert list(places) == list(range(len(rows)))
     step = builder.fields(shape).unpack(buffer)
-    ragged, rows = jax.tree.map(np.asarray, step.ragged), step.rows
+    ragged, rows = jax.tree.map(np.asarray, step.ragged), SamplerRows.of(step.rows)
     assert step.token_ids.tolist() == [[6, 9, 8, 7, 0, 0, 0, 0]]
     assert ragged.cu_q_lens.tolist() == [0, 1, 4, 4]
     assert ragged.kv_lens.tolist() == [6, 3, 0]
@@ -87,5 +88,6 @@ def test_batch_buffer_round_trips_step_plan():
     slots.grow(row := PlanRow("e", 1, 0, [1], {"full": [5], "window": [5]}, samples=1))
     step = builder.fields(shape).unpack(builder.build(StepPlan(2, (row,)), shape)[0])
     assert np.asarray(step.ragged.page_table["full"]).tolist() == [[5, 5], [0, 0], [0, 0]]
-    assert step.rows.slot.tolist() == [4, 4, 4]
-    assert step.rows.num_logprobs.tolist() == [-1, -1, -1]
+    rows = SamplerRows.of(step.rows)
+    assert rows.slot.tolist() == [4, 4, 4]
+    assert rows.num_logprobs.tolist() == [-1, -1, -1]

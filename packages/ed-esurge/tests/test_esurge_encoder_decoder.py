@@ -173,6 +173,7 @@ def complete(client, text: str, **options: Any):
     )
 
 
+@pytest.mark.nightly
 def test_official_client_receives_the_tokens_of_generate(model, client, answers):
     tokenizer = byte_tokenizer()
     assert len({answer.choices[0].text for answer in answers}) > 1, "the answers differ"

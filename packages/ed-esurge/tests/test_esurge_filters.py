@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ed_esurge import eSurge
 from ed_esurge.repetition import RepetitionPenalty, Repetitions
 from ed_esurge.runner.filters import FilterRows, kept_tokens, permitted
 from ed_esurge.runner.row_numbers import FLOATS, OF_FILTERS, OF_SAMPLING
@@ -283,3 +284,23 @@ def test_samplers_of_a_request_follow_the_logits_of_the_model(surge, plain_logit
         for other, penalty in numpy_dry(before, 1e4, 1.75, 1, set()).items():
             adjusted[other] -= penalty
         assert token == int(adjusted.argmax())
+
+
+@pytest.mark.nightly
+def test_filtered_requests_of_a_large_batch_equal_each_request_alone(llama, tokenizer):
+    """More rows with filters than the program of the filters has, beside rows without filters."""
+    sizes = {"max_num_seqs": 16, "page_size": 8, "max_num_batched_tokens": 64}
+    surge = eSurge(llama, tokenizer, max_model_len=128, silent_mode=True, **sizes)
+    options = [{"typical_p": 0.3}, {"top_n_sigma": 1.0}, {"mirostat": 2, "mirostat_tau": 2.0}]
+    options += [{"xtc_probability": 1.0, "xtc_threshold": 0.01}, {"top_k": 5}, {}]
+    params = [
+        SamplingParams(max_tokens=6, seed=at, logprobs=1, logprobs_mode="processed_logprobs", **x)
+        for at, x in enumerate(options * 3)
+    ]
+    prompts = [[5, 9, 7, at] for at in range(len(params))]
+    together = surge.generate(prompts, params)
+    for prompt, given, output in zip(prompts, params, together, strict=True):
+        alone = surge.generate(prompt, given)[0].outputs[0]
+        assert output.outputs[0].token_ids == alone.token_ids
+        for token, scores in zip(alone.token_ids, alone.logprobs, strict=True):
+            assert scores[token].logprob > -20

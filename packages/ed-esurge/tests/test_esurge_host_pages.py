@@ -145,6 +145,7 @@ def test_prefix_restored_from_host_memory_is_bitwise_equal(engine):
     assert engine.stats()["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_host_page_cache_separates_salts_and_weight_versions(engine, make_llama):
     prompt, other = [7] * 49, [9] * 49
     engine.loop.scheduler.pages.forget_prefixes()

@@ -93,6 +93,7 @@ def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(gemma3)
     assert answers(engine, found) == wanted
 
 
+@pytest.mark.nightly
 def test_cached_part_of_an_image_produces_tokens_of_generate(gemma3):
     engine = engine_of(gemma3, num_pages=30)
     ids, pixels, items = prompt(5, 21)

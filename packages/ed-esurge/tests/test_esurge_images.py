@@ -113,6 +113,7 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(llava, engine
     assert [cached for _, cached in outputs] == [0, 40, 8]
 
 
+@pytest.mark.nightly
 def test_image_of_wrong_length_is_rejected(engine):
     ids, _, items = prompt(6, 2)
     wrong = EncoderInput.of(items[0].arrays, 2, LENGTH - 1)

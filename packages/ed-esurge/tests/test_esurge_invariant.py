@@ -79,6 +79,7 @@ def test_invariant_outputs_are_bitwise_equal(llama, requests, alone, oracle, cha
         assert scheduler.proposer.num_accepted_tokens > 0
 
 
+@pytest.mark.nightly
 def test_replay_reproduces_a_recorded_request(llama, requests):
     """The engine derives the seed of the request from its order of arrival."""
     engine = eSurge(llama, **OPTIONS)

@@ -123,6 +123,7 @@ def serve(engine: eSurge, commands: list[Add]) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.nightly
 def test_remote_runner_produces_the_same_output(llama, local, plans, prompts, remote):
     other = eSurge(llama, **OPTIONS)
     other.loop.runner = remote

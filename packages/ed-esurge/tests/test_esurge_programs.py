@@ -81,6 +81,7 @@ def test_second_start_neither_traces_nor_compiles(first, small):
     }
 
 
+@pytest.mark.nightly
 def test_lazily_compiled_engine_loads_stored_programs(first, small):
     engine = eSurge(small, compile_runner=False, **SMALL)
     assert answers(engine) == answers(first)

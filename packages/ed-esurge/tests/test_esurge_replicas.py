@@ -116,6 +116,7 @@ def test_prompt_is_routed_to_the_replica_with_its_prefix(pair, prompts):
     assert sorted(grown) == [0, 3 * (len(prompt) // 8 * 8)]
 
 
+@pytest.mark.nightly
 def test_slow_replica_does_not_delay_others(pair, prompts, monkeypatch):
     expected = tokens_of(pair.generate(prompts[:2], GREEDY))
     working = True

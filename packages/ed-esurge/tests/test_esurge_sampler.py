@@ -220,6 +220,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.daily("0.7-*")
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
 def test_processed_logprobs_are_those_of_the_sampled_distribution(name, temperature):

@@ -181,6 +181,7 @@ def test_draft_model_works_with_a_grammar_and_after_a_pause(drafted, surge):
     same(drafted.generate("x", params), surge.generate("x", params))
 
 
+@pytest.mark.nightly
 def test_unsupported_draft_models_raise_error(llama, make_llama, tmp_path):
     def engine(**options):
         return eSurge(llama, max_model_len=64, max_num_seqs=2, silent_mode=True, **options)

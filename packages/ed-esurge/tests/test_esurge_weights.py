@@ -124,6 +124,7 @@ def test_weight_update_frees_replaced_weights(llama, make_llama):
     assert all(leaf() is None for leaf in old)
 
 
+@pytest.mark.nightly
 def test_sleeping_engine_frees_memory_and_resumes_requests(
     engine, llama, make_llama, prompts, expected
 ):

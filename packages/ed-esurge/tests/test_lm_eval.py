@@ -153,6 +153,7 @@ def test_rolling_loglikelihood_scores_every_token_once(model, adapter):
     assert total == pytest.approx(expected, abs=1e-5 * len(tokens))
 
 
+@pytest.mark.nightly
 def test_generate_until_cuts_at_the_stop_string(adapter, engine):
     requests = [
         Request("The cat", {"until": [], "max_gen_toks": 12}),

@@ -106,6 +106,7 @@ def test_probabilities_equal_the_softmax_of_the_logits(url, models, token_ids):
     np.testing.assert_allclose([item["probs"] for item in raw], logits, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_one_text_and_token_ids_have_the_answer_of_the_list(url, token_ids):
     wanted = [item["probs"] for item in classify(url, input=TEXTS).json()["data"]]
     forms = (TEXTS[:1], TEXTS[0], token_ids[0], [token_ids[0]])
@@ -150,6 +151,7 @@ def test_command_line_loads_the_checkpoint_of_an_encoder(models, kind, tmp_path:
         assert engine.labels == LabelSet(tuple(NAMES.values()))
 
 
+@pytest.mark.nightly
 def test_score_and_rerank_compare_the_vectors_of_an_encoder(url, models, token_ids):
     rows = [np.asarray(models["embedder"](np.array([ids])).embeddings[0]) for ids in token_ids]
     cosines = unit(np.array(rows)) @ unit(np.array(rows))[0]

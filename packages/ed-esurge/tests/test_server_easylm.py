@@ -44,6 +44,7 @@ def test_scores_equal_those_of_lm_eval(engine: Any, url: str) -> None:
     assert alone["log_likelihood"][0] == pytest.approx(expected[1][0], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_rolling_scores_equal_those_of_lm_eval(engine: Any, url: str) -> None:
     texts = ["A short text.", "A text that is longer than the context of the engine. " * 3]
     asked = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
@@ -52,6 +53,7 @@ def test_rolling_scores_equal_those_of_lm_eval(engine: Any, url: str) -> None:
     assert answer["log_likelihood"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_greedy_text_equals_that_of_the_completions_endpoint(url: str) -> None:
     body = {"prompt": PREFIXES[0], "max_tokens": 8, "temperature": 0}
     expected = sent(url, "/v1/completions", **body)["choices"][0]["text"]

@@ -76,7 +76,7 @@ def reply(client: Any, model: str, *content: dict[str, Any]) -> tuple[list[int],
     return answer.prompt_token_ids, answer.choices[0].token_ids
 
 
-@pytest.mark.daily("gemma3")
+@pytest.mark.nightly
 def test_replies_to_0_1_and_3_images_equal_generate(served):
     wide, high, square = picture(1, (90, 30)), picture(2, (20, 50)), picture(3, (28, 28))
     text = {"type": "text", "text": "\nand"}
@@ -99,7 +99,7 @@ def test_replies_to_0_1_and_3_images_equal_generate(served):
     assert got == wanted
 
 
-@pytest.mark.daily("gemma3")
+@pytest.mark.nightly
 def test_image_token_in_the_text_of_a_user_is_text(served):
     token = served.processor.image_token
     feature = served.processor.tokenizer.convert_ids_to_tokens(served.model.config.image_token_id)

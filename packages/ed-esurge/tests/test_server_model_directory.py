@@ -217,6 +217,7 @@ def test_server_loads_models_of_a_directory_for_every_api(served):
         other.post("/completions", body={"prompt": "a"}, cast_to=object)
 
 
+@pytest.mark.nightly
 def test_created_models_have_system_prompt_and_parameters(served):
     url, _ = served
     client = ollama.Client(host=url.removesuffix("/v1"))

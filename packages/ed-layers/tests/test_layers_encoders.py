@@ -157,6 +157,7 @@ def test_cross_attention_stays_within_segments() -> None:
         layer(x, context(SEGMENTS), None, 0)
 
 
+@pytest.mark.nightly
 def test_cross_attention_reads_what_the_first_call_wrote() -> None:
     layer = CrossAttention(parts_of())
     segments = jnp.asarray([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])

@@ -109,6 +109,7 @@ def test_adapters_of_experts_in_every_method_and_mesh(reference, method, dims, f
     )
 
 
+@pytest.mark.nightly
 def test_expert_adapters_match_their_merged_experts(reference):
     module = adapted(config(), **METHODS["standard"])
     merged = replaced(module, LoRAExperts.merged)

@@ -82,6 +82,7 @@ def test_one_cell_of_each_mechanism(name) -> None:
     assert max(errors.values(), default=0.0) <= GRADIENT, errors
 
 
+@pytest.mark.nightly
 def test_slopes_on_a_ring_follow_heads_that_are_split() -> None:
     mechanism = cases.mechanism_of("ring", sharding_axis_dims=(1, 1, 1, 2, 2))
     case = cases.case_of(CELLS["alibi"])

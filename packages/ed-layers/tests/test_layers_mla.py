@@ -193,6 +193,7 @@ def test_a_cache_holds_the_latent_and_nothing_else() -> None:
     np.testing.assert_allclose(cache.keys[0, :, 0, :S], latents[:, :, 0], atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_quantized_latent_cache_stays_within_error_bound() -> None:
     module = layer()
     cache = DenseCache.create(

@@ -121,6 +121,7 @@ def test_targets_move_to_the_host():
     assert "<host>" not in program("save_only_these_names", ("mlp_up",))
 
 
+@pytest.mark.nightly
 def test_blockwise_attention_is_not_run_again_where_its_output_is_kept():
     def loops(policy, targets=()):
         text = program(policy, targets, vary=lambda i: {"mechanism": "blockwise"})

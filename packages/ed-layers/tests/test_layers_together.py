@@ -124,6 +124,7 @@ def quantize(layers: list[Linear], form: str) -> None:
         setattr(of, "kernel", nnx.Param(w, axes=(None, None)))  # noqa: B010 - as quantizing does
 
 
+@pytest.mark.nightly
 @built
 @settings(max_examples=6, deadline=None)
 @given(form=FORMS, dtype=DTYPES, bias=st.booleans(), n=st.integers(1, 64), seed=st.integers(0, 99))

@@ -34,7 +34,7 @@ def saved(model_type: str, folder: Path) -> Any:
 
 
 @pytest.mark.torch
-@pytest.mark.daily("llama", "qwen2")
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("model_type", CASES)
 def test_bidirectional_decoder_embeds_like_transformers(model_type: str, tmp_path: Path) -> None:
     theirs = saved(model_type, tmp_path)

@@ -124,6 +124,7 @@ def test_bert_classifier_starts_from_a_masked_language_model(tmp_path: Path) -> 
     assert not model.score.bias[...].any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", [TaskType.MASKED_LM, TaskType.TOKEN_CLASSIFICATION])
 def test_tasks_without_a_pooler_start_from_a_body_with_a_pooler(
     tmp_path: Path, task: TaskType
@@ -157,6 +158,7 @@ def test_deberta_head_of_the_original_release_has_equal_logits(tmp_path: Path) -
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_bert_scores_packed_documents_as_it_scores_them_alone() -> None:
     config = BertConfig(**BERT, num_labels=3, sharding_axis_dims=ONE)
     model = BertForSequenceClassification.create(config, seed=0)

@@ -69,6 +69,7 @@ def test_padding_and_other_rows_change_nothing(model, prompt, greedy):
     np.testing.assert_array_equal(out.sequences[:, LENGTH + 9 :], greedy[[2, 0]])
 
 
+@pytest.mark.nightly
 def test_pad_token_id_marks_left_padding(model, prompt, greedy):
     ids = np.zeros((1, LENGTH + 4), int)
     ids[0, 4:] = prompt[1]
@@ -89,6 +90,7 @@ def test_draws_do_not_depend_on_padding_batch_or_length(model, prompt):
     assert (other[:, LENGTH:] != whole).any()
 
 
+@pytest.mark.nightly
 def test_the_rows_of_two_seeds_have_nothing_in_common(model, prompt):
     same = np.repeat(prompt[:1], 8, axis=0)
     options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": NEW}

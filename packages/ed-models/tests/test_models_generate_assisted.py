@@ -63,7 +63,7 @@ def prompt():
 LOOKUP = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
 
 
-@pytest.mark.daily("options0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -102,6 +102,7 @@ def test_perfect_assistant_minimizes_decoding_steps(model, prompt):
     assert out.steps == -(-(NEW - 1) // 5)
 
 
+@pytest.mark.nightly
 def test_prompt_lookup_drafts_repeated_text(model, prompt):
     """A model that is made to repeat itself: the look-up finds all of it."""
     ids = np.tile(np.arange(5, 9), 4)[None]

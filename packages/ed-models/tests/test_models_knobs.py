@@ -70,10 +70,7 @@ REMAT = {
 }
 
 
-@pytest.mark.daily(
-    *("attn_mechanism", "kvdtype", "gradient_checkpointing", "use_scan_mlp"),
-    *("use_sharding_constraint", "backend, get_backend"),
-)
+@pytest.mark.daily("attn_mechanism", "kvdtype", "gradient_checkpointing", "backend, get_backend")
 @pytest.mark.parametrize(
     ("program", "base", "changes"),
     [

@@ -35,6 +35,7 @@ def saved(subject: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_text_half_of_a_checkpoint_has_the_numbers_of_the_whole_model(
     subject: Subject, saved: Path
 ) -> None:

@@ -179,6 +179,7 @@ def test_quantized_families_round_trip_through_files(make: Any, spec: Any, tmp_p
     assert_same(load(tmp_path / "quantized").dequantize(), expected.dequantize())
 
 
+@pytest.mark.nightly
 def test_the_model_is_never_whole_in_memory(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placed, original = [], filling._placed
 

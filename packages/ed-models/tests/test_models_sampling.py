@@ -181,6 +181,7 @@ def test_only_the_structure_is_static():
     assert TokenChoice(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1) == TokenChoice()
 
 
+@pytest.mark.nightly
 def test_traced_numbers_choose_as_constants_do():
     choice = TokenChoice(
         do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.3

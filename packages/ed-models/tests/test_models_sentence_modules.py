@@ -278,6 +278,7 @@ def test_prompts_are_found_by_name(dense: Any) -> None:
     assert tokenizer("The CAT")["input_ids"] == [1, 7, 9, 2], "do_lower_case"
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_truncate_dim_is_at_most_the_size_of_the_vectors(dense: Any) -> None:
     with pytest.raises(ConfigError, match="truncate_dim=13 exceeds the 12 elements"):

@@ -54,7 +54,7 @@ def ours(segments: tuple[Segment, ...]) -> list[tuple[float, float, list[int]]]:
 
 
 @pytest.mark.torch
-@pytest.mark.daily("True-True-thresholds1-ab cd-1.7")
+@pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [0.7, 1.7])
 @pytest.mark.parametrize(
     ("timestamps", "conditioned", "thresholds", "prompt"),
@@ -105,6 +105,7 @@ def test_whisper_segments_equal_transformers(
     assert found.duration == pytest.approx(seconds, abs=1e-4)
 
 
+@pytest.mark.daily("English*")
 @pytest.mark.torch
 @pytest.mark.parametrize(("language", "task"), [("de", "translate"), ("English", "transcribe")])
 def test_whisper_obeys_language_and_task(
@@ -207,6 +208,7 @@ def test_ctc_text_of_a_long_recording_equals_the_pipeline_of_transformers(
     assert transcriber.transcribe(samples).text == recognize(samples)["text"]
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_moonshine_tokens_equal_transformers(tmp_path: Path) -> None:
     model = write_moonshine(tmp_path)
@@ -222,6 +224,7 @@ def test_moonshine_tokens_equal_transformers(tmp_path: Path) -> None:
         transcriber.transcribe(samples, prompt="x")
 
 
+@pytest.mark.nightly
 def test_long_recordings_are_cut_at_the_quietest_moment() -> None:
     samples = recording(40)
     quiet = int(27.3 * RATE)

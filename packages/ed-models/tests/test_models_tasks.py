@@ -132,6 +132,7 @@ class TestClassifiers:
         assert classifier(IDS[:1]).logits.shape == (1, 2)
         assert classifier(IDS, attention_mask=MASK).logits.shape == (3, 2)
 
+    @pytest.mark.daily("labels1-*", "labels4-*")
     @pytest.mark.parametrize(
         ("labels", "count", "problem"),
         [
@@ -182,6 +183,7 @@ class TestRewards:
         with pytest.raises(ConfigError, match="several last tokens"):
             reward(twice, segment_ids=segments)
 
+    @pytest.mark.nightly
     def test_reward_model_has_one_label(self, saved, tmp_path):
         reward = AutoEasyDeLModelForReward.from_pretrained(saved, **ONE)
         assert reward(IDS, attention_mask=MASK).logits.shape == (3, 1)

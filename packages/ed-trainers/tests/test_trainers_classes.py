@@ -168,6 +168,7 @@ def test_resumed_classifier_equals_uninterrupted_run(method, tmp_path):
     assert saved["id2label"] == {"0": "O", "1": "B-X", "2": "I-X"}
 
 
+@pytest.mark.nightly
 def test_label_beyond_the_classes_of_the_model_is_rejected():
     trainer = trainer_class("token_classification")(
         arguments_class("token_classification")(), tiny(TaskType.TOKEN_CLASSIFICATION)

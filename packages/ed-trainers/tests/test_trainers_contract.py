@@ -242,6 +242,7 @@ def test_one_term_needs_no_weights_before(toy, routed):
     assert step.before(leaves, run.method.frozen.leaves, placed) == {}
 
 
+@pytest.mark.nightly
 def test_frozen_models_and_extra_losses_work_in_custom_method(toy, routed, tmp_path):
     reference = routed(seed=5)
     kept = jax.tree.map(np.array, nnx.state(reference))

@@ -158,6 +158,7 @@ def test_noise_on_embeddings_is_the_students_alone(toy, tables, method):
     assert tables == [models.learner], "and the teacher none at all"
 
 
+@pytest.mark.nightly
 def test_gkd_has_full_logits_nowhere(toy):
     """No array of all tokens times the vocabulary, forwards and backwards."""
     teacher = toy.model(seed=5)

@@ -102,6 +102,7 @@ def test_rows_are_written_at_log_steps_and_at_both_ends(toy, tmp_path):
     assert [r["step"] for r in exact(tmp_path) if "loss" in r] == [1, 5, 10, 12]
 
 
+@pytest.mark.daily("signal")
 @pytest.mark.parametrize("how", ["callback", "signal", "time"])
 def test_stopped_and_resumed_equals_uninterrupted(toy, tmp_path, capsys, how):
     given = {"evaluation_steps": 5, "save_steps": 4}

@@ -92,6 +92,7 @@ def plain(toy_of_module):
     )
 
 
+@pytest.mark.nightly
 def test_presets_of_grpo_are_grpo_with_the_settings_of_their_papers(toy_of_module):
     for given in ({}, {"beta": 0.1, "epsilon": 0.01, "epsilon_high": None}):
         settings = {"beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4, **given}

@@ -118,6 +118,7 @@ def test_a_scanned_model_is_updated_as_an_unrolled_one(name, make):
         assert error <= (2e-3 if name.endswith("8bit") else 5e-5), (key, error)
 
 
+@pytest.mark.nightly
 def test_muon_takes_the_matrices_of_layers_and_experts():
     model = sparse()
     params = model.split_module()[1]
@@ -262,6 +263,7 @@ def test_bfloat16_masters_take_eight_bit_moments_and_low_rank_adapters(tmp_path)
     assert stored == {"bfloat16"}
 
 
+@pytest.mark.nightly
 def test_create_optimizer_is_the_trainers():
     model = periodic()
     arguments = TrainingArguments(optimizer="muon", scheduler="cosine", max_training_steps=10)

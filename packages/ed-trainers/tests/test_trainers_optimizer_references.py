@@ -125,6 +125,7 @@ def test_stacked_layers_are_single_layers(name):
     assert worst(together, scanned(alone), scanned(tree)) <= tolerance
 
 
+@pytest.mark.nightly
 def test_without_the_seam_layers_are_mixed():
     # Control: what adafactor makes of the stack as one array is far outside the tolerance.
     tree = unrolled()
@@ -447,6 +448,7 @@ def test_quad_and_skew_match_their_formulas(name):
     against(name, run, 2e-4, optimizer_kwargs=KRON)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["quad", "skew"])
 def test_preconditioned_gradients_become_white(name):
     # Gradients A N B with fixed A and B and white N: the factors invert A and B.

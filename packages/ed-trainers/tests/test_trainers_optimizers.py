@@ -142,7 +142,10 @@ def test_adamw_is_optax_adamw_with_a_mask():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 
-@pytest.mark.daily("float32-float32-*", "None-bfloat16-adamw", "float32-bfloat16-adamw")
+@pytest.mark.daily(
+    *("float32-float32-adamw", "float32-float32-adafactor", "float32-float32-muon"),
+    *("float32-float32-*_8bit", "None-bfloat16-adamw"),
+)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("master", ["float32", None])

@@ -38,6 +38,7 @@ def test_the_terminal_shows_reward_and_divergence_of_a_method_that_samples(toy, 
     assert {"train_loss", "train_reward", "train_kl", "eval_reward"} <= metrics.keys()
 
 
+@pytest.mark.nightly
 def test_the_terminal_shows_the_accuracy_of_pairs(toy, tmp_path, capsys):
     arguments = arguments_class("dpo")(
         save_directory=str(tmp_path),

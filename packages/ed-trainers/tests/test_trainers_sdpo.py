@@ -118,6 +118,7 @@ def test_without_distillation_a_step_is_that_of_grpo(toy):
     assert report == expected
 
 
+@pytest.mark.daily("ema")
 @pytest.mark.parametrize("kind", ["ema", "base", "live"])
 def test_teacher_weights_follow_their_kind(toy, tmp_path, kind):
     given = {"teacher_model_kind": kind, "teacher_update_rate": 0.25, "learning_rate": 3.0}

@@ -47,6 +47,7 @@ def full(model, batch):
     return np.asarray(model.head()(hidden), np.float64), prepared["targets"], prepared["weights"]
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("label_smoothing_factor")
 def test_label_smoothing_is_that_of_transformers(toy):
     torch = pytest.importorskip("torch")

@@ -108,6 +108,7 @@ def test_a_run_goes_on_after_a_bad_batch(toy, tmp_path):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(output.state.graphstate))
 
 
+@pytest.mark.nightly
 def test_a_run_that_only_skips_ends(toy, tmp_path):
     with pytest.raises(TrainingDiverged, match="4 steps in a row were skipped"):
         run(toy, tmp_path, set(range(8)), skip_bad_steps=True, rolling_interval_length=4)

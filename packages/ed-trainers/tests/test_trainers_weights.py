@@ -117,6 +117,7 @@ SelfTaught = trainer_of(
 )
 
 
+@pytest.mark.nightly
 def test_a_rollout_reads_the_weights_before_each_step(toy, tmp_path):
     sampler = Sampler()
     assert isinstance(sampler, Rollout)
@@ -136,6 +137,7 @@ def test_a_rollout_reads_the_weights_before_each_step(toy, tmp_path):
             weights.model  # noqa: B018
 
 
+@pytest.mark.nightly
 def test_sampling_does_not_change_training_metrics(toy, tmp_path):
     plain = trainer(toy, tmp_path / "plain").train()
     run = trainer(toy, tmp_path / "sampled", kind=SelfTaught)

@@ -55,6 +55,20 @@ class FilterRows:
         return cls(SamplerRows(**named), **further)
 
 
+def take(
+    logits: Float[Array, "n v"], allowed: Int[Array, "n w"], index: Int[Array, " r"]
+) -> tuple[Float[Array, "r v"], Int[Array, "r w"]]:
+    """Return a few rows of the logits and of the masks. An index out of range gives any row."""
+    return logits.at[index].get(mode="clip"), allowed.at[index].get(mode="clip")
+
+
+def merge(
+    allowed: Int[Array, "n w"], index: Int[Array, " r"], few: Int[Array, "r w"]
+) -> Int[Array, "n w"]:
+    """Return the masks with a few rows replaced. An index out of range writes nothing."""
+    return allowed.at[index].set(few, mode="drop")
+
+
 def permitted(
     logits: Float[Array, "n v"],
     numbers: Int[Array, "k n"],

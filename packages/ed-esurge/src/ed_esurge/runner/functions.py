@@ -22,9 +22,9 @@ from ed_models.adapters.slots import slot_values
 from flax import nnx
 from tqdm import tqdm
 
+from ed_esurge.runner import filters
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
-from ed_esurge.runner.filters import ROWS, permitted
 from ed_esurge.runner.guides import Guides, words
 from ed_esurge.runner.hidden_states import pool, score
 from ed_esurge.runner.memory import Memory
@@ -41,7 +41,7 @@ from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 ProgramKey = StepShape | tuple[str, int]
 PUT: ProgramKey = ("put", 0)
 PLACE: ProgramKey = ("place", 0)
-FILTER: ProgramKey = ("filter", ROWS)
+FILTER: ProgramKey = ("filter", filters.ROWS)
 #: Number of arrays [n, v] of the sampler at the same time.
 SAMPLER_ARRAYS = 6
 
@@ -140,10 +140,10 @@ class Functions:
         """
         rows = len(logits)
         masks = self._memory.replicated(jnp.asarray(allowed))
-        for start in range(0, len(index), ROWS):
-            spare = max(start + ROWS - len(index), 0)
-            places = np.pad(index[start : start + ROWS], (0, spare), constant_values=rows)
-            part = np.pad(numbers[:, start : start + ROWS], ((0, 0), (0, spare)))
+        for start in range(0, len(index), filters.ROWS):
+            spare = max(start + filters.ROWS - len(index), 0)
+            places = np.pad(index[start : start + filters.ROWS], (0, spare), constant_values=rows)
+            part = np.pad(numbers[:, start : start + filters.ROWS], ((0, 0), (0, spare)))
             few = self["take", rows](logits, masks, places)
             masks = self["merge", rows](masks, places, self[FILTER](few[0], part, state, few[1]))
         return masks
@@ -235,7 +235,9 @@ class Functions:
             return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
         if name[0] == "score":
             return jax.jit(self.traced(self._make_score()))
-        function = {"take": _take, "filter": permitted, "merge": _merge}[name[0]]
+        function = {"take": filters.take, "filter": filters.permitted, "merge": filters.merge}[
+            name[0]
+        ]
         return jax.jit(self.traced(function), out_shardings=everywhere)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
@@ -324,11 +326,11 @@ class Functions:
             numbers = np.zeros((1 + len(OF_SAMPLING) + len(OF_FILTERS), rows), np.int32)
             return few, numbers, state, array((rows, *word))
         logits, allowed = self._logits_of(rows), abstract(self._guides.everything(rows))
-        index = np.zeros(ROWS, np.int32)
+        index = np.zeros(filters.ROWS, np.int32)
         if kind == "take":
             return logits, allowed, index
         if kind == "merge":
-            return allowed, index, array((ROWS, *word))
+            return allowed, index, array((filters.ROWS, *word))
         return state, logits, array((len(OF_STEP), rows)), allowed
 
     def _logits_of(self, rows: int) -> jax.ShapeDtypeStruct:
@@ -379,13 +381,3 @@ class Functions:
         return jax.tree.map(
             lambda x: x if isinstance(x, np.ndarray) else place(jnp.zeros(x.shape, x.dtype)), like
         )
-
-
-def _take(logits: jax.Array, allowed: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a few rows of the logits [n, v] and of the masks [n, w]."""
-    return logits.at[index].get(mode="clip"), allowed.at[index].get(mode="clip")
-
-
-def _merge(allowed: jax.Array, index: jax.Array, few: jax.Array) -> jax.Array:
-    """Return the masks [n, w] with a few rows replaced. An index out of range writes nothing."""
-    return allowed.at[index].set(few, mode="drop")
