@@ -83,8 +83,8 @@ class _Pipe:
 class Tab:
     """A page of the browser."""
 
-    def __init__(self, pipe: _Pipe, session: str) -> None:
-        self._pipe, self._session = pipe, session
+    def __init__(self, pipe: _Pipe, session: str, context: str) -> None:
+        self._pipe, self._session, self._context = pipe, session, context
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
         """Execute a command of the DevTools protocol."""
@@ -141,6 +141,21 @@ class Tab:
         self.do("Input.dispatchKeyEvent", type="keyDown", **fields, **more)
         self.do("Input.dispatchKeyEvent", type="keyUp", **fields)
 
+    def upload(self, selector: str, *paths: str | Path) -> None:
+        """Select files in an `<input type="file">`."""
+        found = self.do("Runtime.evaluate", expression=f"document.querySelector({selector!r})")
+        files = [str(path) for path in paths]
+        self.do("DOM.setFileInputFiles", objectId=found["result"]["objectId"], files=files)
+
+    def downloads_to(self, folder: Path) -> None:
+        """Write the downloads of the page into a folder."""
+        self._pipe.ask(
+            "Browser.setDownloadBehavior",
+            behavior="allow",
+            downloadPath=str(folder),
+            browserContextId=self._context,
+        )
+
     def theme(self, scheme: str) -> None:
         """Set the color scheme of the system: `light` or `dark`."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -191,7 +206,7 @@ def browser() -> Iterator[Callable[..., Tab]]:
             context = pipe.ask("Target.createBrowserContext")["browserContextId"]
             target = pipe.ask("Target.createTarget", url="about:blank", browserContextId=context)
             attached = pipe.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-            tab = Tab(pipe, attached["sessionId"])
+            tab = Tab(pipe, attached["sessionId"], context)
             for domain in ("Page", "Runtime", "Log"):
                 tab.do(f"{domain}.enable")
             tab.do(

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.server.playground import page, policy
+from ed_esurge.server.playground.assembly import assembled
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, ScriptedEngine, byte_tokenizer
 
-from tools.chromium import Tab, browser, installed
-
-needs_chromium = pytest.mark.skipif(not installed(), reason="chromium is not installed")
-ENTER, ESCAPE = 13, 27
-
-
-@pytest.fixture(scope="module")
-def open_tab() -> Iterator:
-    with browser() as opener:
-        yield opener
-
-
-def said(tab: Tab) -> str:
-    return tab.js("document.querySelector('.turn.assistant:last-of-type .said')?.innerText ?? ''")
-
-
-def ask(tab: Tab, text: str, *, wait: bool = True) -> None:
-    tab.until("document.querySelector('#model').value")
-    turns = tab.js("document.querySelectorAll('.turn').length")
-    tab.click("#prompt")
-    tab.type(text)
-    tab.press("Enter", ENTER)
-    if wait:
-        tab.until(f"document.querySelectorAll('.turn').length === {turns + 2}")
-        tab.until("document.querySelector('.turn:last-of-type .figures')")
-
-
-def button(tab: Tab, label: str) -> None:
-    tab.click(f'.turn:last-of-type [aria-label="{label}"]')
+from tests.playground import ENTER, ESCAPE, ask, button, needs_chromium, said
 
 
 def test_page_contains_no_data_of_the_server() -> None:
@@ -55,11 +29,31 @@ def test_page_contains_no_data_of_the_server() -> None:
         assert "secret" not in answer.text
         assert answer.text == page()
         assert "{{" not in answer.text
-        # The page loads no other resource.
-        links = answer.text.replace("http://www.w3.org/2000/svg", "")
-        assert "http:" not in links and "https:" not in links and "src=" not in links
+        # The page loads no other resource: its addresses are names of XML namespaces.
+        addresses = set(re.findall(r"https?://\w[\w./]*", answer.text))
+        names = ("2000/svg", "1998/Math/MathML")
+        assert addresses == {f"http://www.w3.org/{name}" for name in names}
+        markup = answer.text.partition("<script")[0].replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in markup and "https:" not in markup and "src=" not in answer.text
         assert httpx.head(root).status_code == 200
         assert httpx.get(f"{url}/models").status_code == 401
+
+
+def test_modules_import_only_exported_names_and_never_each_other(tmp_path: Path) -> None:
+    (tmp_path / "main.js").write_text('import { a } from "./other.js";\nexport const b = a + 1;\n')
+    (tmp_path / "other.js").write_text("export const a = 1;\n")
+    script = assembled("{{main.js}}", tmp_path)
+    assert script.index("const a = 1") < script.index("const b = a + 1")
+    assert "export" not in script and "import" not in script
+    (tmp_path / "other.js").write_text("const a = 1;\n")
+    with pytest.raises(ValueError, match="does not export"):
+        assembled("{{main.js}}", tmp_path)
+    (tmp_path / "other.js").write_text('import { b } from "./main.js";\nexport const a = b;\n')
+    with pytest.raises(ValueError, match="import each other"):
+        assembled("{{main.js}}", tmp_path)
+    (tmp_path / "main.js").write_text("export default 1;\n")
+    with pytest.raises(ValueError, match="must import names"):
+        assembled("{{main.js}}", tmp_path)
 
 
 @needs_chromium
@@ -248,7 +242,9 @@ def test_playground_sends_schema_with_request(open_tab) -> None:
         tab.click("#group-form button.text")
         ask(tab, "rivers")
         (params,) = engine.requests.values()
-        assert "rivers" in json.loads(params.structured_outputs.json_schema)["properties"]
+        wanted = params.structured_outputs
+        assert wanted is not None and wanted.json_schema is not None
+        assert "rivers" in json.loads(wanted.json_schema)["properties"]
 
 
 @pytest.mark.nightly

@@ -14,20 +14,15 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.playground.assembly import assembled
 from ed_esurge.server.routing import Endpoint
 
 
 @functools.cache
 def page() -> str:
     """Return the page."""
-    parts = {part.name: part.read_text("utf-8") for part in files(__name__).iterdir() if _is(part)}
-    script = "\n".join(parts[name] for name in sorted(parts) if name.endswith(".js"))
-    text = parts["page.html"].replace("{{STYLE}}", parts["style.css"])
-    return text.replace("{{SCRIPT}}", script)
-
-
-def _is(part: object) -> bool:
-    return str(part).endswith((".html", ".css", ".js"))
+    folder = files(__name__)
+    return assembled(folder.joinpath("page.html").read_text("utf-8"), folder)
 
 
 @functools.cache

@@ -1,4 +1,8 @@
-// The live panel reads the Prometheus metrics of the server every second while the page is visible.
+// The engine's statistics, read from the Prometheus metrics of the server while the page is visible.
+import { watchConnection } from "./connection.js";
+import { $, el, svg } from "./dom.js";
+import { cardOf, chosen } from "./models.js";
+
 const KEPT = 60; // seconds of history in the curves
 const TILES = {};
 let before = null, showing = null;
@@ -20,7 +24,7 @@ function tile(id, label, big = false, curve = true) {
   return node;
 }
 
-function buildEngine() {
+export function buildEngine() {
   $("tiles").append(
     tile("speed", "Tokens per second", true),
     el("div", { className: "pair" }, tile("running", "Running"), tile("waiting", "Waiting")),
@@ -29,9 +33,7 @@ function buildEngine() {
     tile("first", "Time to the first token"),
     tile("done", "Completed requests", false),
   );
-  poll();
-  setInterval(poll, 1000);
-  document.addEventListener("visibilitychange", poll);
+  watchConnection(poll);
 }
 
 /** Return the values of one model: name -> sum over the other labels, or the mean for fractions. */
@@ -47,24 +49,25 @@ function numbersOf(text, model) {
   return sums;
 }
 
+/** Read the statistics once. Raise an error if the server does not answer. */
 async function poll() {
-  if (document.hidden) return;
+  let text, ready;
   try {
-    const [text, ready] = await Promise.all([
-      fetch("metrics").then((answer) => answer.text()), fetch("health"),
-    ]);
-    const model = card() ? card().parent ?? card().root : firstModel(text);
-    if (model !== showing) {
-      showing = model;
-      before = null;
-      for (const one of Object.values(TILES)) one.points = [];
-    }
-    state(ready.ok ? "ready" : ready.status === 503 ? "down" : "unknown");
-    update(numbersOf(text, model));
-  } catch {
+    [text, ready] = await Promise.all([fetch("metrics").then((answer) => answer.text()), fetch("health")]);
+  } catch (error) {
     before = null;
     state("down");
+    throw error;
   }
+  const card = cardOf(chosen());
+  const model = card ? card.parent ?? card.root : firstModel(text);
+  if (model !== showing) {
+    showing = model;
+    before = null;
+    for (const one of Object.values(TILES)) one.points = [];
+  }
+  state(ready.ok ? "ready" : ready.status === 503 ? "down" : "unknown");
+  update(numbersOf(text, model));
 }
 
 const firstModel = (text) => text.match(/model_name="((?:[^"\\]|\\.)*)"/)?.[1] ?? "";
