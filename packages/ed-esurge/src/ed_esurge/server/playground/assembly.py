@@ -66,9 +66,7 @@ def _script(folder: Traversable, main: str) -> str:
         exports[path] = [found[1] for found in _EXPORT.finditer(text)]
         text = _EXPORT.sub("", text)
         if (other := _OTHER.search(text)) is not None:
-            raise ValueError(
-                f"{path}: {other[0]!r} is neither an import of names nor a declaration"
-            )
+            raise ValueError(f"{path}: {other[0]!r} must import names or export a declaration")
         names = ", ".join(exports[path])
         parts.append(f"// {path}\nconst {_variable(path)} = (() => {{\n{text}")
         parts.append(f"return {{ {names} }};\n}})();\n")
