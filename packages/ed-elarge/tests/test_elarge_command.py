@@ -22,7 +22,7 @@ from ed_elarge.errors import InputError
 from run_files import run, small, with_texts
 from typer.testing import CliRunner
 
-HEAVY = {"jax", "jaxlib", "flax", "transformers", "datasets", "torch", "lm_eval"}
+HEAVY = {"jax", "jaxlib", "flax", "transformers", "datasets", "torch", "lm_eval", "numpy"}
 
 
 @pytest.fixture

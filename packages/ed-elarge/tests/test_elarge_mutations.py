@@ -105,6 +105,8 @@ VALID: dict[str, str] = {
         "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
         "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
         "trainer.temperature trainer.alpha lora.alpha "
+        "model.config.layerdrop mixture.informs.max_duration_in_seconds "
+        "mixture.eval_informs.max_duration_in_seconds "
         "actions.serve.limits.body_timeout actions.serve.limits.request_timeout "
         "actions.eval.limit actions.generate.repetition_penalty actions.generate.temperature "
         "actions.generate.top_p base_config.values.fcm_max_ratio eval.limit eval.top_p "
@@ -132,6 +134,9 @@ VALID: dict[str, str] = {
     "misspelled": "trainer.generation_prompts.content actions.generate.prompts.content "
     "mixture.informs.format_fields.content",
     "null": (
+        "mixture.informs.max_duration_in_seconds mixture.eval_informs.max_duration_in_seconds "
+        "mixture.tokenization.task trainer.max_length actions.transcribe.language "
+        "trainer.num_remains_in_group "
         "model.task trainer.reward_weights trainer.generation_prompts.content "
         "trainer.generation_interval model.tokenizer model.tokenizer.chat_template lora.alpha "
         "base_config.values.blocksize_q actions.generate.prompts.content "
@@ -176,7 +181,7 @@ VALID: dict[str, str] = {
         "mixture.tokenization.output_field trainer.save_directory"
     ),
     "true": (
-        "base_config.values.scan_layers esurge.async_scheduling "
+        "trainer.filter_by_efficiency base_config.values.scan_layers esurge.async_scheduling "
         "esurge.compile_runner esurge.destroy_pages_on_pause "
         "esurge.enable_prefix_caching esurge.prefer_preserve_prompt esurge.use_aot_forward "
         "eval.apply_chat_template eval.predict_only eval.print_results eval.use_tqdm "
@@ -186,11 +191,12 @@ VALID: dict[str, str] = {
     ),
     "upper": (
         "trainer.generation_prompts.content actions.generate.prompts.content "
-        "actions.eval actions.generate actions.serve actions.to_yaml "
+        "actions.eval actions.generate actions.serve actions.to_yaml actions.transcribe "
         "mixture.informs.format_fields.content"
     ),
     "zero": (
         "trainer.beta trainer.reward_weights trainer.mixture_coef trainer.lmbda "
+        "trainer.doc_stride "
         "mixture.tokenization.assistant_only_loss actions.serve.limits.max_stored_responses "
         "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
         "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "

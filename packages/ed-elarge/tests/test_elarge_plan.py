@@ -178,7 +178,7 @@ def test_plan_command_writes_files_without_jax(tmp_path: Path):
         "try:\n"
         f"    app(['plan', {str(file)!r}, '--topology', 'v5e:2x4', '-o', {str(tmp_path)!r}])\n"
         "finally:\n"
-        "    print(sorted({'jax', 'flax', 'transformers', 'torch'} & set(sys.modules)))\n"
+        "    print(sorted({'jax', 'flax', 'transformers', 'torch', 'numpy'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ed_esurge.core.host_pages import HostPages
 from ed_esurge.core.padding import STEP, first_part, padded
-from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
+from ed_esurge.core.page_pool import pages_of_sequence
+from ed_esurge.core.pages import FREED, PageGroup
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.core.scheduler import Scheduler, StepLimits

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
+from ed_infra.parameter_names import runs_of
 from ed_layers import DenseCache, LayerCacheSpec
-from ed_layers.depth.stack import runs_of
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ed_data.batches.arrays import BatchLayout
 from ed_data.batches.loader import Loader, StreamLoader, hash_of
-from ed_data.checks import check_names
+from ed_data.checks import check_names, unsupported
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.order import stream
@@ -19,7 +19,7 @@ from ed_data.order.windows import RowOptions
 from ed_data.rows.documents import Documents
 from ed_data.rows.splits import check_split, default_cache_dir, file_cache, in_split, named
 from ed_data.save import save_mixture
-from ed_data.schema import ONE_PER_ROW, TEXT, Schema
+from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.storage.prepare import prepare
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
@@ -264,32 +264,10 @@ def _check_task(
     decoder_start_token_id: int | None,
     time_steps: TimeSteps | None,
 ) -> None:
-    if schema.has_audio and mixture.pack_tokens:
-        raise DataError(
-            "a row is one recording, so rows are not packed: set pack_tokens: false",
-            ("pack_tokens",),
-        )
-    if mixture.save is not None and not schema.has_text:
-        raise DataError("rows without text cannot be saved: omit save", ("save",))
+    for path, message in unsupported(mixture, schema):
+        raise DataError(message, path)
     if time_steps is not None and schema.task != "ctc":
         raise DataError(f"time_steps requires a schema of task ctc, got {schema.task}")
-    if schema.task in ONE_PER_ROW and mixture.pack_tokens:
-        raise DataError(
-            f"{schema.task.replace('_', ' ')} has one label per row, so rows cannot be packed: set "
-            "pack_tokens: false",
-            ("pack_tokens",),
-        )
-    if any(column.stride is not None for column in schema.columns):
-        # The number of windows of a row is known after the row is encoded.
-        for name in ("streaming", "pack_on_the_fly"):
-            if getattr(mixture, name):
-                raise DataError(
-                    f"{name} is not available for questions about a context, whose windows are "
-                    f"read from the cache: set {name}: false",
-                    (name,),
-                )
-        if mixture.save is not None:
-            raise DataError("windows of a context cannot be saved: omit save", ("save",))
     has_decoder = schema.task in ("seq2seq_lm", "speech_seq2seq")
     if has_decoder != (decoder_start_token_id is not None):
         raise DataError(

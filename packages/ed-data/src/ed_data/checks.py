@@ -14,7 +14,7 @@ from ed_data.config import Mixture
 from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath
 from ed_data.rows.documents import Documents, function
-from ed_data.schema import PROMPT, TEXT, Schema
+from ed_data.schema import ONE_PER_ROW, PROMPT, TEXT, Schema
 from ed_data.sources.python import resolve
 
 #: The path of a key in the mixture, and a message about it.
@@ -44,6 +44,30 @@ def check_names(mixture: Mixture, schema: Schema = TEXT, *, imports: bool = True
         if imports or _is_plain(inform)
         for path, message in _names(inform, schema)
     ]
+
+
+def unsupported(mixture: Mixture, schema: Schema) -> Iterator[Remark]:
+    """Yield the keys that the task of a schema does not support, and the reasons."""
+    if schema.has_audio and mixture.pack_tokens:
+        why = "a row is one recording, so rows are not packed: set pack_tokens: false"
+        yield ("pack_tokens",), why
+    if mixture.save is not None and not schema.has_text:
+        yield ("save",), "rows without text cannot be saved: omit save"
+    if schema.task in ONE_PER_ROW and mixture.pack_tokens:
+        task = schema.task.replace("_", " ")
+        why = f"{task} has one label per row, so rows cannot be packed: set pack_tokens: false"
+        yield ("pack_tokens",), why
+    if any(column.stride is not None for column in schema.columns):
+        # The number of windows of a row is known after the row is encoded.
+        for name in ("streaming", "pack_on_the_fly"):
+            if getattr(mixture, name):
+                why = (
+                    f"{name} is not available for questions about a context, whose windows are "
+                    f"read from the cache: set {name}: false"
+                )
+                yield (name,), why
+        if mixture.save is not None:
+            yield ("save",), "windows of a context cannot be saved: omit save"
 
 
 def without_tokens(mixture: Mixture) -> list[Remark]:

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
-from ed_infra.parameter_names import Run
+from ed_infra.parameter_names import Run, runs_of
 from ed_infra.rules import Rules
 from flax import nnx
 
-from ed_layers.depth.stack import Stack, runs_of
+from ed_layers.depth.stack import Stack
 
 M = TypeVar("M", bound=nnx.Module)
 

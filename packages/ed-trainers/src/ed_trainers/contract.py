@@ -276,11 +276,16 @@ class MethodRun(Generic[A]):
         Raises:
             ConfigError: a model was created for another mesh, or a part rejects the models.
         """
+        chosen = self.create_parts(models)
+        placed = {role: self.placement.frozen(role, model) for role, model in chosen.items()}
+        self.frozen = Frozen(placed, self.learner, self.following)
+
+    def create_parts(self, models: Mapping[str, LanguageModel]) -> dict[str, LanguageModel]:
+        """Create the method's objects, and return the frozen models that its steps read."""
         chosen = dict(models)
         for make in self.record.parts:
             self._parts.append(make(self, chosen))
-        placed = {role: self.placement.frozen(role, model) for role, model in chosen.items()}
-        self.frozen = Frozen(placed, self.learner, self.following)
+        return chosen
 
     def part(self, kind: type[T]) -> T:
         """Return the object of a class that the method holds."""

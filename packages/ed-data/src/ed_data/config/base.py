@@ -49,6 +49,8 @@ class DataOptions(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
         allow_inf_nan=False,
+        # Most commands use few of the classes, and building a validator takes milliseconds.
+        defer_build=True,
     )
 
     ALIASES: ClassVar[Mapping[str, str]] = {}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Inform
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
 from ed_data.rows.media_files import found_file
 from ed_data.schema import IMAGE, IMAGES, Content, Image, Message, Row
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: Types of message parts that are images: of transformers, and of OpenAI.
 _PART_TYPES = ("image", "image_url")
@@ -174,6 +175,8 @@ def _file(path: str, folder: str, where: str) -> str:
 
 
 def _pixels(value: object, field: str, where: str) -> np.ndarray:
+    import numpy as np  # not needed to check a run file
+
     try:
         pixels = np.asarray(value)
     except ValueError:  # rows with different lengths

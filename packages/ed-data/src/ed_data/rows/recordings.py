@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import fsspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowAudio
 from ed_data.schema import Audio
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from soundfile import _SoundFileInfo
 
 #: Largest encoded recording, and most samples of all channels of a decoded recording.
@@ -98,6 +98,8 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     Raises:
         DataError: the recording cannot be decoded, or contains infinite numbers.
     """
+    import numpy as np  # not needed to check a run file
+
     facts = header(audio)
     source, where = audio
     if isinstance(source, dict) and "array" in source:
@@ -121,6 +123,8 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
 
 def _decoded(file: str | io.BytesIO) -> NDArray[np.float32]:
     """Return the samples [n, c] of a file."""
+    import numpy as np
+
     with _decoder().SoundFile(file) as opened:
         opened.seek(0)  # as `soundfile.read` does; this changes the last bits of MP3 files
         step = max(BLOCK // opened.channels, 1)

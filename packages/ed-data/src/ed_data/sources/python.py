@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean
@@ -91,7 +90,8 @@ def _reason(name: str, error: Exception) -> str:
 
 def _identity(value: object) -> str:
     """Return a text that changes with a value which is no JSON value: samples, pixels or bytes."""
-    if isinstance(value, np.ndarray):
+    numpy = sys.modules.get("numpy")  # a value is no array unless numpy is imported
+    if numpy is not None and isinstance(value, numpy.ndarray):
         value = f"{value.dtype}{value.shape}".encode() + value.tobytes()
     return hashlib.blake2b(value).hexdigest() if isinstance(value, bytes) else repr(value)
 

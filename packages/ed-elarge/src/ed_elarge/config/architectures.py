@@ -16,7 +16,7 @@ from ed_infra.dtypes import canonical_dtype
 from ed_infra.enums import ACTIVATION_NAMES
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
-from ed_elarge.config.config_source import ConfigField, config_fields
+from ed_elarge.config.config_source import ConfigField, config_fields, inner_types
 from ed_elarge.errors import Problem, ValuePath
 
 #: Keys of older `config.json` files that transformers still reads.
@@ -24,6 +24,12 @@ LEGACY_FIELDS = {
     "rope_theta": ConfigField(("number",), None),
     "rope_scaling": ConfigField(("mapping", "null"), None),
 }
+
+#: Ends of the names of sizes, and of activations.
+_SIZES, _ACTIVATION = ("_size", "_dim"), ("_act", "_activation", "activation_function")
+_COUNTS = (*_SIZES, "_length", "_layers", "_heads")
+#: Keys with few valid texts.
+ALLOWED = {"ctc_loss_reduction": ("sum", "mean"), "feat_extract_norm": ("group", "layer")}
 
 #: Name of a type -> the Python types of its values, and its description in messages.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -77,13 +83,12 @@ def check(
     if model_type not in model_types():
         message = str(unknown_name("model type", model_type, model_types()))
         return [Problem((*path, "model_type"), message)]
-    return _check_fields(config, execution_fields, path)
+    return _check_fields(config, str(model_type), execution_fields, path)
 
 
 def _check_fields(
-    config: Mapping[str, Any], execution_fields: Collection[str], path: ValuePath
+    config: Mapping[str, Any], model_type: str, execution_fields: Collection[str], path: ValuePath
 ) -> list[Problem]:
-    model_type = str(config["model_type"])
     fields = config_fields(model_type)
     if fields is None:
         return []
@@ -94,8 +99,9 @@ def _check_fields(
         if key not in fields and key not in LEGACY_FIELDS:
             hint = did_you_mean(str(key), [*fields, *LEGACY_FIELDS, *execution_fields])
             problems.append(Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True))
-        elif str(key).endswith("_config") and isinstance(value, Mapping) and "model_type" in value:
-            problems += _check_fields(value, (), (*path, key))
+        elif str(key).endswith("_config") and isinstance(value, Mapping):
+            inner = value.get("model_type") or inner_types(model_type).get(key)
+            problems += _check_fields(value, str(inner), (), (*path, key)) if inner else []
     return problems or [
         Problem((*path, key), message, on_key=key not in config)
         for key, message in _contradictions(lambda key: config.get(key, fields[key].default))
@@ -118,8 +124,15 @@ def _wrong(key: str, value: Any, field: ConfigField) -> str:
     if not any(_is(value, name) for name in field.types):
         names = [n for n in field.types if n != "integer" or "number" not in field.types]
         return f"must be {' or '.join(_TYPES[name][1] for name in names)}, got {value!r}"
-    if isinstance(value, str) and key == "hidden_act" and value not in ACTIVATION_NAMES:
+    names = (*ACTIVATION_NAMES, field.default)
+    if isinstance(value, str) and key.endswith(_ACTIVATION) and value not in names:
         return str(unknown_name(key, value, ACTIVATION_NAMES))
+    if isinstance(value, str) and value not in ALLOWED.get(key, (value,)):
+        return str(unknown_name(key, value, ALLOWED[key]))
+    if isinstance(value, list) and _are_counts(field.default) and not _are_counts(value):
+        return f"must be a list of integers of at least 1, got {value!r}"
+    if value is None and key.endswith(_SIZES) and _are_counts([field.default]):
+        return f"must be an integer, got null: omit the key for the default, {field.default}"
     if isinstance(value, str) and key == "dtype":
         try:
             canonical_dtype(value)
@@ -136,6 +149,12 @@ def _wrong(key: str, value: Any, field: ConfigField) -> str:
     return ""
 
 
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list | tuple) and all(
+        type(v) is int and 0 < v < 2**31 for v in values
+    )
+
+
 def _bounds(key: str, field: ConfigField) -> tuple[float, float, str]:
     """Return the smallest and the largest valid number, and their description.
 
@@ -149,7 +168,9 @@ def _bounds(key: str, field: ConfigField) -> tuple[float, float, str]:
         return 0.0, 100.0, "between 0 and 100"
     default = field.default if isinstance(field.default, (int, float)) else 1
     if "integer" in field.types:
-        counts = key.startswith(("num_", "max_position")) or key.endswith(("_size", "_dim"))
+        counts = key.startswith(("num_", "max_position", "d_")) or key.endswith(
+            (*_SIZES, "_length")
+        )
         least = min(int(counts), int(default))
         return least, 2**31 - 1, f"between {least} and {2**31 - 1}"
     if default > 0:

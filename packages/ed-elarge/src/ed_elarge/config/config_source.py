@@ -49,13 +49,50 @@ class ConfigField(NamedTuple):
 @functools.cache
 def config_fields(model_type: str) -> dict[str, ConfigField] | None:
     """Return the fields of a model type's configuration class, or None if transformers has none."""
+    found = _class_of(model_type)
+    return None if found is None else _fields(*found)
+
+
+@functools.cache
+def inner_types(model_type: str) -> dict[str, str]:
+    """Return the keys of configurations inside a configuration, with their model types."""
+    found = _class_of(model_type)
+    if found is None:
+        return {}
+    file, tree, node = found
+    out: dict[str, str] = {}
+    for statement in node.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys, values)) if name in (
+                "sub_configs",
+                "sub_configs_defaults",
+            ):
+                for key, value in zip(keys, values, strict=True):
+                    kind = _inner_type(file, tree, value)
+                    if key is not None and kind is not None:
+                        out[str(ast.literal_eval(key))] = kind
+    return out
+
+
+def _inner_type(file: Path, tree: ast.Module, value: ast.expr) -> str | None:
+    """Return the model type of a class, or of `SubConfigSpec(config_class=…, model_type="…")`."""
+    if isinstance(value, ast.Call):
+        named = {keyword.arg: keyword.value for keyword in value.keywords}
+        if isinstance(kind := named.get("model_type"), ast.Constant):
+            return str(kind.value)
+        value = named.get("config_class", value)
+    found = next(_definitions(file, tree, ast.unparse(value)), None)
+    return None if found is None else _model_type(found[2])
+
+
+def _class_of(model_type: str) -> tuple[Path, ast.Module, ast.ClassDef] | None:
     file = _file(model_type)
     if file is None:
         return None
     tree = _parse(file)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and _model_type(node) == model_type:
-            return _fields(file, tree, node)
+            return file, tree, node
     return None
 
 

@@ -26,6 +26,11 @@ class _Lenient(GenerateJsonSchema):
         """Return the empty schema."""
         return {}
 
+    def encode_default(self, dft: Any) -> Any:
+        """Return the JSON form of a default; pydantic builds a serializer even for plain values."""
+        plain = dft is None or type(dft) in (bool, int, float, str) or dft == ()
+        return (list(dft) if dft == () else dft) if plain else super().encode_default(dft)
+
     def function_before_schema(self, schema: Any) -> JsonSchemaValue:
         """Return the schema of a value that a function converts.
 

@@ -282,6 +282,11 @@ class RunConfig:
         """Return whether a section failed validation; its problems are already reported."""
         return self.sections[section] is None and section in self.written
 
+    @property
+    def has_valid_task(self) -> bool:
+        """Whether the sections that determine `task` are valid; otherwise `task` is a default."""
+        return not (self.is_broken("model") or self.is_broken("trainer"))
+
     def config_fields(self) -> dict[str, tuple[ValuePath, Any]]:
         """Return field of the model's configuration -> (the key that sets it, the value).
 

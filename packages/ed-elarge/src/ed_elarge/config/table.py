@@ -92,7 +92,7 @@ class Section:
                     return None, [problem]
             kind = value.get(self.chosen_by, kind)
             plain = kind.lower().replace("-", "_") if isinstance(kind, str) else kind
-            if kind not in classes and plain in classes:
+            if isinstance(kind, str) and kind not in classes and plain in classes:
                 kind, value = plain, {**value, self.chosen_by: plain}
         if not isinstance(kind, str) or kind not in classes:
             problem = str(unknown_name(self.chosen_by, kind, classes))
@@ -159,6 +159,7 @@ SECTIONS: dict[str, Section] = {
             training.sequence_length,
             training.visual_rows,
             training.recordings,
+            training.data_of_task,
             model_fields.end_of_text,
         ),
         machine_checks=(machine.data,),

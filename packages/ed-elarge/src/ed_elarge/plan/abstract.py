@@ -17,6 +17,7 @@ from ed_models.checkpoints import hub
 from flax import nnx
 
 from ed_elarge.config.run_config import RunConfig
+from ed_elarge.plan.settings import METHODS
 
 
 def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None = None) -> Any:
@@ -97,11 +98,12 @@ def _placed(value: Any, sharding: Any) -> Any:
 
 
 def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
-    """Return the lowered train step of a run whose method reads rows of tokens."""
+    """Return the lowered train step of a run whose method `settings.METHODS` lists."""
     from ed_trainers.contract import MethodRun
     from ed_trainers.methods import trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
     from ed_trainers.placement import Placement, microbatches
+    from ed_trainers.roles.frozen import Frozen
     from ed_trainers.state import split_model
     from ed_trainers.step import build_train_step
 
@@ -119,14 +121,16 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
         learned=partial(_absent, "learned"),
         present_reference=partial(_absent, "reference"),
     )
-    method.bind({})
+    method.frozen = Frozen(method.create_parts({}))
     schedule = build_schedule(arguments, 1000)
     tx = build_optimizer(arguments, schedule)
     state = _state(split_model(model, arguments.trainable_rules), tx)
     rows = arguments.total_batch_size
+    sides = ("",) if METHODS[run.method].sides == 1 else ("chosen_", "rejected_")
     host = {
-        "input_ids": np.zeros((rows, length), np.int32),
-        "segment_ids": np.ones((rows, length), np.int32),
+        f"{side}{name}": np.ones((rows, length), np.int32)
+        for side in sides
+        for name in ("input_ids", "segment_ids")
     }
     parts = microbatches(method.prepare(host), arguments.gradient_accumulation_steps)
     names = list(parts)

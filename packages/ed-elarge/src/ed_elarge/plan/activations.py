@@ -6,6 +6,9 @@ Legend: d hidden, h heads, g kv heads, k head dim, f intermediate, e experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from ed_infra.parameter_names import runs_of
 
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.tensors import ModelShapes
@@ -24,6 +27,10 @@ class LayerValues:
         heads: number of query heads.
         normed: whether queries and keys have norms.
         experts: number of experts that a token uses; 0 = no layer has experts.
+        norms: where the norms of the stream are: "before" attention and feed-forward, "after" them,
+            "both", or "parallel" (one norm, whose result both read).
+        bodies: number of layers whose backward passes the compiler may overlap: those of one
+            iteration of the loop over layers, and layers between two loops.
     """
 
     d: float
@@ -34,6 +41,8 @@ class LayerValues:
     heads: float
     normed: bool = False
     experts: int = 0
+    norms: Literal["before", "after", "both", "parallel"] = "before"
+    bodies: int = 1
 
     @classmethod
     def of(cls, shapes: ModelShapes, mesh: PlanMesh) -> LayerValues:
@@ -55,6 +64,8 @@ class LayerValues:
             experts=int(shapes.config.get("num_experts_per_tok") or 1)
             if any(tensor.axes[:1] == ("expert",) for tensor in shapes.tensors)
             else 0,
+            norms=_norms(shapes),
+            bodies=_bodies(shapes),
         )
 
     def kept(self, policy: str, targets: tuple[str, ...]) -> float:
@@ -90,10 +101,13 @@ class LayerValues:
         """Values that are kept without a policy: the arguments of products and of attention.
 
         The input, two normed values and the residual; rotated queries, keys, values and the output
-        of attention; gate, up and their product.
+        of attention; gate, up and their product. Norms after a product keep its result.
         """
+        stream = {"before": 4, "after": 4, "both": 6, "parallel": 2}[self.norms]
         attention = 3 * self.q + 2 * self.kv + self.heads
-        return 4 * self.d + attention + (3 if self.gated else 2) * self.f
+        if self.normed and self.norms == "after":
+            attention += self.q + self.kv
+        return stream * self.d + attention + (3 if self.gated else 2) * self.f
 
     def named(self) -> dict[str, float]:
         """Return the values of each name."""
@@ -114,6 +128,29 @@ class LayerValues:
 
 _MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
 _ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
+
+
+def _norms(shapes: ModelShapes) -> Literal["before", "after", "both", "parallel"]:
+    """Return where the norms with the size of the stream are."""
+    names = {
+        tensor.name.split(".")[-2]
+        for tensor in shapes.tensors
+        if tensor.shape == (shapes.hidden,) and tensor.name.endswith("norm.weight")
+        if ".layers." in tensor.name and ".self_attn." not in tensor.name
+    }
+    if len(names) == 1:
+        return "parallel"
+    if len(names) == 4:
+        return "both"
+    return "after" if names and not any(name.startswith("input") for name in names) else "before"
+
+
+def _bodies(shapes: ModelShapes) -> int:
+    """Return the largest number of layers in one iteration, plus those alone between loops."""
+    kinds = [cache.window for cache in shapes.caches]
+    runs = runs_of(kinds) if len(kinds) == shapes.layers else ()
+    between = sum(run.count == 1 for run in runs[:-1])
+    return max((run.period for run in runs), default=1) + between
 
 
 def _inner(shapes: ModelShapes) -> tuple[float, bool]:

@@ -21,6 +21,8 @@ class Buffers:
     Attributes:
         d, f, q, kv: values of a token in the backward pass of a layer whose values are all kept.
         redone_f: further values of the feed-forward layer if a policy recomputes them.
+        plain_f, plain_redone_f: the same for a feed-forward layer without a gate.
+        overlap: share of the values of a further layer whose backward pass overlaps.
         weights: gathered copies of the weights of a layer.
         experts: copies of the experts of a layer that a device holds.
         tables: copies of the head's size (float32) that exist while the layers run backward.
@@ -35,6 +37,9 @@ class Buffers:
     q: float
     kv: float
     redone_f: float
+    plain_f: float
+    plain_redone_f: float
+    overlap: float
     weights: float
     experts: float
     tables: float
@@ -52,13 +57,16 @@ class Buffers:
             adapted: whether the layer has adapters, whose products are added to those of the layer.
         """
         keeps = policy in ("", "everything_saveable") or "dots" in policy
-        f = self.f + adapted + (0 if keeps else self.redone_f + adapted)
+        own = (self.f, self.redone_f) if values.gated else (self.plain_f, self.plain_redone_f)
+        f = own[0] + adapted + (0 if keeps else own[1] + adapted)
         # Products that are kept save one copy of the stream.
         d = self.d + adapted - ("dots" in policy)
+        d += {"before": 0, "after": -2, "both": 2 * keeps, "parallel": -3}[values.norms]
         # Each token has a row for every expert that the token uses.
         d += 3 * values.experts
-        q, kv = (self.q + 2, self.kv + 2) if values.normed else (self.q, self.kv)
-        return d * values.d + f * values.f + q * values.q + kv * values.kv
+        more = 2 * (values.normed and values.norms != "after")
+        attention = (self.q + more) * values.q + (self.kv + more) * values.kv
+        return (d * values.d + f * values.f + attention) * (1 + self.overlap * (values.bodies - 1))
 
     def of_loss(
         self,
@@ -96,6 +104,9 @@ CPU = Buffers(
     q=4,
     kv=4,
     redone_f=3,
+    plain_f=3.8,
+    plain_redone_f=1.2,
+    overlap=0.7,
     weights=0.75,
     experts=2.5,
     tables=2,

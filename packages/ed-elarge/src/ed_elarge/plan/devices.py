@@ -39,6 +39,8 @@ class DeviceKind:
         links: "torus" (with `torus` dimensions) or "node" (of `node` devices).
         network: bytes/s of one device between slices or nodes.
         source: where the figures come from.
+        reached: share of the bound of a training step that MaxText's published runs reach, the
+            median (`tools/bench/plan_times.py`); 0 = unknown.
     """
 
     name: str
@@ -54,6 +56,7 @@ class DeviceKind:
     source: str
     torus: int = 0
     node: int = 0
+    reached: float = 0.0
 
     @property
     def usable(self) -> int:

@@ -47,6 +47,9 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
         most = limits(plan.training, plan.shapes, plan.hardware)
         out["training"] = {
             **_part(plan.training),
+            "likely_step_seconds": plan.training.time.step / device.reached
+            if device.reached
+            else None,
             "moment": plan.training.step.moment,
             "exact_bytes": plan.training.step.arguments,
             "estimated_bytes": plan.training.step.temporary,
@@ -177,6 +180,11 @@ def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
         f"{what}: at least {time['step_seconds'] * 1e3:,.1f} ms, at most {rate}{share}; bound by "
         f"{time['bound']} (a roofline; not measured on this hardware)"
     )
+    if part.get("likely_step_seconds"):
+        out.append(
+            f"likely {part['likely_step_seconds'] * 1e3:,.1f} ms, if the step comes as near to its "
+            "bound as MaxText's published runs on this device"
+        )
     return out
 
 

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from ed_esurge.core.pages import pages_of_sequence
+from ed_esurge.core.page_pool import pages_of_sequence
 from ed_infra.errors import ConfigError
 
 from ed_elarge.plan.devices import DeviceKind

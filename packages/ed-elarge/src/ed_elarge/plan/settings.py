@@ -12,8 +12,27 @@ from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan.mesh import execution_fields
 
-#: Methods whose steps a plan knows: the cross-entropy of the next token of rows of tokens.
-METHODS = ("sft",)
+
+@dataclass(frozen=True)
+class StepForm:
+    """How the train step of a method differs from that of `sft`.
+
+    Attributes:
+        sides: sequences of the model for each row of a batch.
+        fused: whether the loss computes the gradient of the head in the forward pass.
+    """
+
+    sides: int = 1
+    fused: bool = True
+
+
+#: Methods whose steps a plan knows.
+METHODS: dict[str, StepForm] = {
+    "sft": StepForm(),
+    "dpo": StepForm(sides=2, fused=False),
+    "cpo": StepForm(sides=2, fused=False),
+    "orpo": StepForm(sides=2, fused=False),
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +41,7 @@ class Training:
 
     Attributes:
         arguments: options of the trainer.
-        rows: sequences of an optimizer step.
+        rows: rows of an optimizer step.
         accumulation: microbatches of an optimizer step.
         length: tokens of a sequence.
         dtype, param_dtype: dtypes of the computation and of the stored parameters.
@@ -31,6 +50,8 @@ class Training:
         chunk: tokens whose logits exist at the same time on a device.
         lora: adapters; None = all parameters are trained.
         scan: whether layers run in a loop.
+        form: the step of the method.
+        has_reference: whether the step runs a reference.
     """
 
     arguments: TrainingArguments
@@ -44,11 +65,23 @@ class Training:
     chunk: int
     lora: LoraSection | None
     scan: bool
+    form: StepForm = StepForm()
+    has_reference: bool = False
 
     @property
     def microbatch(self) -> int:
-        """Sequences of a microbatch over all devices."""
+        """Rows of a microbatch over all devices."""
         return self.rows // self.accumulation
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a microbatch over all devices."""
+        return self.microbatch * self.form.sides
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the reference is a second model; adapters have their base as the reference."""
+        return self.has_reference and self.lora is None
 
 
 @dataclass(frozen=True)
@@ -98,6 +131,8 @@ def training(run: RunConfig) -> Training:
     if length is None:
         raise ConfigError("the length of a sequence is unknown: set trainer.max_length")
     fields = execution_fields(run)
+    reads = getattr(arguments, "has_reference", False)
+    ahead = getattr(arguments, "precompute_ref_log_probs", False)
     chunk = getattr(arguments, "lmhead_chunksize", None)
     targets = fields["gradient_checkpointing_targets"] or ()
     return Training(
@@ -112,6 +147,8 @@ def training(run: RunConfig) -> Training:
         chunk=chunk or DEFAULT_CHUNK,
         lora=run.adapters,
         scan=fields["scan_layers"],
+        form=METHODS[run.method],
+        has_reference=reads and not ahead,
     )
 
 

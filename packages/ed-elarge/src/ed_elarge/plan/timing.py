@@ -73,8 +73,8 @@ def of_training(
 ) -> Time:
     """Return the bound of an optimizer step; `memory`: the memory of the step."""
     device, count = hardware.device, mesh.count
-    tokens = settings.rows * settings.length
-    learned = 4 if settings.lora is not None else 6
+    tokens = settings.rows * settings.form.sides * settings.length
+    learned = (4 if settings.lora is not None else 6) + 2 * settings.has_reference
     attention = sum(
         12 * shapes.heads * shapes.head_dim * _span(cache.window, settings.length)
         for cache in shapes.caches
@@ -163,8 +163,8 @@ def _span(window: int | None, length: int) -> float:
 
 def _ways_of_work(settings: Training, mesh: PlanMesh) -> int:
     """Return the number of devices that share the work of a token batch without repetition."""
-    tokens = settings.microbatch * settings.length
-    own = mesh.activation(("batch", "sequence"), (settings.microbatch, settings.length))
+    tokens = settings.sequences * settings.length
+    own = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
     ep = mesh.ways(mesh.axis.expert_axis)
     return tokens // own * mesh.ways(mesh.axis.tensor_parallel_axis) * max(1, ep)
 
@@ -173,7 +173,7 @@ def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -
     """Return the bytes that a device sends along each mesh axis in an optimizer step."""
     axis, parts = mesh.axis, settings.accumulation
     size, stored = DTYPE_SIZES[settings.dtype], DTYPE_SIZES[settings.param_dtype]
-    tokens = mesh.activation(("batch", "sequence"), (settings.microbatch, settings.length))
+    tokens = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
     sent: dict[str, float] = {}
 
     def add(name: str, value: float) -> None:

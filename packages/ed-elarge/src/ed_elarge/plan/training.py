@@ -18,7 +18,7 @@ from ed_elarge.plan.settings import Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 
 #: Parts that are arguments of the step and exist between steps.
-ARGUMENTS = ("parameters", "adapters", "masters", "moments", "ema", "batch")
+ARGUMENTS = ("parameters", "adapters", "reference", "masters", "moments", "ema", "batch")
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ def step(
     of_adapters = Moments(settings.arguments, "float32", mesh)
     parts: dict[str, int] = dict.fromkeys(ARGUMENTS, 0)
     parts["parameters"] = sum(_bytes(t, settings.param_dtype) * mesh.shard(t) for t in base)
+    parts["reference"] = parts["parameters"] if settings.has_copy else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
     for tensor in trained:
         for name, size in (of_adapters if added else moments).of(tensor).items():
             parts[name] += size
     parts["batch"] = _batch(settings, mesh)
-    tokens = mesh.activation(("batch", "sequence"), (settings.microbatch, settings.length))
+    tokens = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
     in_layers = sum(
         _bytes(t, settings.param_dtype) * mesh.shard(t) for t in trained if ".layers." in t.name
     )
@@ -105,7 +106,7 @@ def _bytes(tensor: PlanTensor, dtype: str) -> int:
 
 def _batch(settings: Training, mesh: PlanMesh) -> int:
     """Return the bytes of tokens, segments, positions, targets and weights of all microbatches."""
-    shape = (settings.microbatch, settings.length)
+    shape = (settings.sequences, settings.length)
     return 5 * 4 * settings.accumulation * mesh.activation(("batch", "sequence"), shape)
 
 

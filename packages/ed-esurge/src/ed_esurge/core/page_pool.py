@@ -6,6 +6,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 
+def pages_of_sequence(window: int | None, longest: int, at_once: int, page_size: int) -> int:
+    """Return the maximum number of pages of a group that one sequence holds.
+
+    Args:
+        window: see `ed_esurge.core.pages.PageGroup`.
+        longest: maximum length of a sequence in tokens.
+        at_once: maximum number of tokens of a sequence in one step.
+        page_size: number of tokens in a page.
+    """
+    most = -(-longest // page_size)
+    if window is None:
+        return most
+    # The tokens of a step and the window of the first token, starting anywhere in a page.
+    return min(most, -(-(window - 2 + at_once) // page_size) + 1)
+
+
 class PagePool:
     """`num_pages` pages, each held by any number of sequences.
 

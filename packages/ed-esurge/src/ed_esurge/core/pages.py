@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ed_esurge.core.page_pool import PagePool
+from ed_esurge.core.page_pool import PagePool, pages_of_sequence
 from ed_esurge.core.plan import Moves
 from ed_esurge.core.prefix_cache import PrefixCache
 from ed_esurge.core.request import Request
@@ -30,22 +30,6 @@ class PageGroup:
 
     num_pages: int
     window: int | None = None
-
-
-def pages_of_sequence(window: int | None, longest: int, at_once: int, page_size: int) -> int:
-    """Return the maximum number of pages of a group that one sequence holds.
-
-    Args:
-        window: see `PageGroup`.
-        longest: maximum length of a sequence in tokens.
-        at_once: maximum number of tokens of a sequence in one step.
-        page_size: number of tokens in a page.
-    """
-    most = -(-longest // page_size)
-    if window is None:
-        return most
-    # The tokens of a step and the window of the first token, starting anywhere in a page.
-    return min(most, -(-(window - 2 + at_once) // page_size) + 1)
 
 
 class PageTables:

@@ -13,7 +13,8 @@ from typing import Literal
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.padding import first_part, room
-from ed_esurge.core.pages import PageGroup, PageTables, pages_of_sequence
+from ed_esurge.core.page_pool import pages_of_sequence
+from ed_esurge.core.pages import PageGroup, PageTables
 from ed_esurge.core.plan import UNREAD, NewSequence, PlanRow, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status

@@ -15,7 +15,8 @@ from ed_models.protocol import LanguageModel
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
-from ed_esurge.core.pages import PageGroup, pages_of_sequence
+from ed_esurge.core.page_pool import pages_of_sequence
+from ed_esurge.core.pages import PageGroup
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.encoder_items import EncoderItems, items_of

@@ -21,6 +21,7 @@ class TranscriptArguments(TrainingArguments):
     @field_validator("generation_max_length")
     @classmethod
     def _of_transcripts(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and not info.data.get("predict_with_generate"):
+        # An invalid `predict_with_generate` is missing in `data`, and reported on its own.
+        if value is not None and info.data.get("predict_with_generate") is False:
             raise conflict("generation_max_length has no effect without predict_with_generate")
         return value

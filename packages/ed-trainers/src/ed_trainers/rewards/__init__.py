@@ -16,15 +16,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
-import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from pydantic import TypeAdapter, ValidationError
 
 from ed_trainers.options.online import RewardName
 from ed_trainers.rewards import user_code
 from ed_trainers.rewards.rules import RULES
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -179,6 +181,8 @@ class Rewards:
             RewardError: a function raised an error, or returned an invalid value.
             ConfigError: a function requires a field that the data rows lack.
         """
+        import numpy as np  # not needed to check a run file
+
         given = {**completions.fields, **{name: getattr(completions, name) for name in _ASKED}}
         out = np.empty((len(completions), len(self.names)), np.float32)
         for column, (name, (_, function)) in enumerate(

@@ -47,13 +47,13 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
         return
     given = model.tokenizer_section
     is_missing = given.name_or_path is None and given.train is None
-    if model.config is not None and is_missing and run.has_text:
+    if model.config is not None and is_missing and run.has_text and run.has_valid_task:
         message = (
             "no tokenizer is set, and a new model has none: set tokenizer: PATH or tokenizer: "
             "{train: {vocab_size: N}}"
         )
-        yield Problem(("model", "config"), message, True)
-    if given.train is not None and not run.has_text:
+        yield Problem(("model", *_missing_tokenizer(run)), message, True)
+    if given.train is not None and not run.has_text and run.has_valid_task:
         message = f"a model for {run.task.value!r} reads no text: omit the tokenizer"
         yield Problem(("model", "tokenizer", "train"), message, True)
     if model.tokenizer_section.train is not None and "mixture" not in run.written:
@@ -69,6 +69,15 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
             f"{other!r} is not the model's tokenizer, so the model cannot read its token ids: omit "
             "the key, or set model.tokenizer",
         )
+
+
+def _missing_tokenizer(run: RunConfig) -> ValuePath:
+    """Return the key that a user wrote without a tokenizer, or the configuration."""
+    written = run.written.get("model") or {}
+    if "tokenizer" not in written:
+        return ("config",)
+    inner = written["tokenizer"]
+    return ("tokenizer", *(("train",) if isinstance(inner, Mapping) and "train" in inner else ()))
 
 
 def end_of_text(run: RunConfig) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from ed_data.checks import without_recordings, without_tokens
+from ed_data.checks import unsupported, without_recordings, without_tokens
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_trainers.arguments import ROLES
@@ -46,19 +46,26 @@ def visual_rows(run: RunConfig) -> Iterator[Problem]:
     """Reject images in the data of a model without images."""
     if run.mixture is None or run.trainer is None or run.takes_prompts or run.has_images:
         return
+    if not run.has_valid_task:
+        return
     for path, message in without_tokens(run.mixture):
         reason = f"the model is for {run.task.value!r}: set model.task: image-text-to-text"
         yield Problem(("mixture", *path), f"{message.partition(',')[0]}, and {reason}")
 
 
+def data_of_task(run: RunConfig) -> Iterator[Problem]:
+    """Reject keys of the data that the task of the method does not support."""
+    if run.mixture is None or run.trainer is None or run.takes_prompts or not run.has_valid_task:
+        return
+    for path, message in unsupported(run.mixture, run.schema):
+        yield Problem(("mixture", *path), message)
+
+
 def recordings(run: RunConfig) -> Iterator[Problem]:
-    """Reject keys of recordings in the data of other models, and packed recordings."""
-    if run.mixture is None or run.trainer is None or run.is_broken("trainer"):
+    """Reject keys of recordings in the data of other models."""
+    if run.mixture is None or run.trainer is None or not run.has_valid_task:
         return
     if run.has_audio:
-        if run.mixture.pack_tokens:
-            message = "a row is one recording, so rows are not packed: omit the key"
-            yield Problem(("mixture", "pack_tokens"), message)
         return
     for path, message in without_recordings(run.mixture):
         reason = f"the model is for {run.task.value!r}"
@@ -146,7 +153,7 @@ def rewards(run: RunConfig) -> Iterator[Problem]:
 
 def generates(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the model of an action generates text."""
-    if run.task not in GENERATING:
+    if run.task not in GENERATING and run.has_valid_task:
         message = (
             f"the model is for {run.task.value!r} and generates no text: omit the action "
             f"{action.name}"
@@ -159,7 +166,7 @@ def generates(run: RunConfig, action: Action) -> Iterator[Problem]:
 def transcribes(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the model of an action reads recordings."""
     unnamed = run.trainer is None and run.model is not None and run.model.task is None
-    if not run.has_audio and run.task != TaskType.AUTO_BIND and not unnamed:
+    if not run.has_audio and run.task != TaskType.AUTO_BIND and not unnamed and run.has_valid_task:
         message = (
             f"the model is for {run.task.value!r} and reads no recordings: omit the action "
             f"{action.name}, or set model.task"
@@ -169,7 +176,7 @@ def transcribes(run: RunConfig, action: Action) -> Iterator[Problem]:
 
 def evaluates(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the tasks can evaluate a model for its task."""
-    if run.is_broken("eval"):
+    if run.is_broken("eval") or not run.has_valid_task:
         return
     options = action.options.over(run.eval) if run.eval is not None else EvalSection()
     own = [task.label for task in options.local_tasks]

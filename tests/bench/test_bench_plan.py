@@ -1,0 +1,52 @@
+"""The predicted memory of train steps equals that of compiled steps on simulated meshes."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from tools.bench import plan, plan_cases
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile the kernels of XLA, as the child process of a plan does."""
+    monkeypatch.setenv("ED_LAYERS_NATIVE", "0")
+
+
+def test_compiled_step_has_the_predicted_memory() -> None:
+    name = "tp 2, small head"
+    row = plan.on_cpu(name, plan_cases.STEPS[name])
+    assert abs(row.arguments / row.compiled_arguments - 1) < 0.001
+    assert abs(row.error) < 0.02
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_memory_of_forty_meshes_and_models_is_predicted() -> None:
+    assert len(plan_cases.STEPS) >= 40
+    rows = [*plan.measured(plan_cases.STEPS, plan.on_cpu)]
+    for row in rows:
+        assert abs(row.arguments / row.compiled_arguments - 1) < 0.001, row.name
+        assert abs(row.error) < 0.05, row.name
+    assert statistics.median(abs(row.error) for row in rows) < 0.02
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_memory_of_all_families_is_predicted() -> None:
+    rows = [*plan.measured(plan_cases.families(), plan.on_cpu)]
+    for row in rows:
+        assert abs(row.arguments / row.compiled_arguments - 1) < 0.001, row.name
+        assert abs(row.error) < 0.10, row.name
+    assert statistics.median(abs(row.error) for row in rows) < 0.02
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_mesh_with_the_least_prediction_needs_little_more_than_the_best() -> None:
+    rows = [*plan.measured(plan.meshes(), plan.on_cpu)]
+    assert len(rows) >= 20
+    chosen = min(rows, key=lambda row: row.predicted)
+    assert chosen.needed <= 1.05 * min(row.needed for row in rows)

@@ -1,0 +1,303 @@
+"""Compare the predictions of `elarge plan` with compilers, and with the memory of processes.
+
+    python -m tools.bench.plan steps       45 steps of Llama, Qwen3 and Mixtral: the CPU compiler
+    python -m tools.bench.plan families    two steps of each family: the CPU compiler
+    python -m tools.bench.plan meshes      20 meshes of eight devices: the CPU compiler
+    python -m tools.bench.plan slices      50 steps near the memory of TPU slices: libtpu
+    python -m tools.bench.plan resident    five runs on one CPU device: resident memory
+
+The compilers run in this process and execute nothing: the devices are simulated, or are those of a
+slice that libtpu knows (`pip install libtpu`). `--json FILE` writes every figure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ed_elarge.plan import settings, shapes, training
+from ed_elarge.plan.buffers import ACCELERATOR, CPU, Buffers
+from ed_elarge.plan.devices import GIB, parse
+from ed_elarge.plan.mesh import mesh_of
+
+from tools.bench.measure import command_line, machine, peak_growth, table
+from tools.bench.plan_cases import BASE, STEPS, Case, families, near_the_limit, run_of
+
+DEVICES = 8
+#: Changes of `plan_cases.BASE` whose steps need one to three GB on one device.
+RESIDENT: dict[str, Case] = {
+    "base": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8},
+    "2048 tokens": {"length": 2048, "rows": 8, "hidden_size": 768, "num_hidden_layers": 8},
+    "32000 words": {"hidden_size": 1024, "vocab_size": 32000},
+    "all kept": {"remat": "", "num_hidden_layers": 8, "length": 1024, "rows": 8},
+    "adapters": {"hidden_size": 1536, "intermediate_size": 4224, "lora": 8, "remat": ""},
+}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The memory of one step on a device, in bytes.
+
+    Attributes:
+        name: the case.
+        arguments, temporary: the prediction.
+        compiled_arguments, compiled_temporary: the compiler's figures; -1 = the step does not fit.
+        needed: arguments and temporary buffers by the compiler, which states them also for a step
+            that does not fit.
+        limit: memory of the device; 0 = unlimited.
+    """
+
+    name: str
+    arguments: int
+    temporary: int
+    compiled_arguments: int
+    compiled_temporary: int
+    needed: int
+    limit: int = 0
+
+    @property
+    def predicted(self) -> int:
+        """Predicted bytes."""
+        return self.arguments + self.temporary
+
+    @property
+    def error(self) -> float:
+        """Relative error of the sum."""
+        return self.predicted / self.needed - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether prediction and compiler agree about whether the step fits."""
+        return (self.predicted <= self.limit) == (self.compiled_temporary >= 0)
+
+
+def predicted(case: Case, buffers: Buffers, devices: int) -> training.PlannedStep:
+    """Return the prediction of a case."""
+    run = run_of(case)
+    own, mesh = settings.training(run), mesh_of(run, devices)
+    return training.step(own, shapes.of_run(run), mesh, buffers)
+
+
+def on_cpu(name: str, case: Case) -> PlanRow:
+    """Compile a case for simulated devices."""
+    from ed_elarge.plan.answers import train
+
+    step = predicted(case, CPU, DEVICES)
+    length = {**BASE, **case}["length"]
+    found = train(run_of(case), {"vocab": None, "length": length})
+    total = found["arguments"] + found["temporary"]
+    return PlanRow(
+        name, step.arguments, step.temporary, found["arguments"], found["temporary"], total
+    )
+
+
+def on_slice(name: str, case: Case) -> PlanRow:
+    """Compile a case for the TPU slice that it names."""
+    from ed_elarge.plan.answers import train
+
+    hardware = parse(case["topology"], None)
+    step, limit = predicted(case, ACCELERATOR, hardware.count), hardware.device.usable
+    kind, _, sizes = case["topology"].partition(":")
+    ones = ["1"] * (hardware.device.torus - len(hardware.shape))
+    request = {
+        "vocab": None,
+        "length": {**BASE, **case}["length"],
+        "topology": f"{kind}:{'x'.join([*sizes.split('x'), *ones])}",
+    }
+    try:
+        found = train(run_of(case), request)
+    except Exception as error:  # the error class of jax depends on its version
+        used = re.search(r"Used ([\d.]+)([GM]) of [\d.]+[GM] hbm", str(error))
+        if used is None:
+            raise
+        needed = int(float(used[1]) * (GIB if used[2] == "G" else 2**20))
+        return PlanRow(name, step.arguments, step.temporary, -1, -1, needed, limit)
+    total = found["arguments"] + found["temporary"]
+    sizes_found = found["arguments"], found["temporary"]
+    return PlanRow(name, step.arguments, step.temporary, *sizes_found, total, limit)
+
+
+def meshes() -> dict[str, Case]:
+    """Return a step of a small model on each mesh of eight devices over dp, fsdp, tp and sp."""
+    heads = {"num_key_value_heads": 8, "length": 1024, "vocab_size": 32000}
+    found = {}
+    for dp in (1, 2, 4, 8):
+        for fsdp in (1, 2, 4, 8):
+            for tp in (1, 2, 4, 8):
+                sp, rest = divmod(DEVICES, dp * fsdp * tp)
+                if sp and not rest:
+                    name = f"dp {dp}, fsdp {fsdp}, tp {tp}, sp {sp}"
+                    found[name] = {**heads, "mesh": [dp, fsdp, 1, tp, sp]}
+    return found
+
+
+def slices(count: int, seed: int) -> dict[str, Case]:
+    """Return steps near the memory of TPU slices."""
+
+    def share(case: Case) -> float:
+        hardware = parse(case["topology"], None)
+        step = predicted(case, ACCELERATOR, hardware.count)
+        return (step.arguments + step.temporary) / hardware.device.usable
+
+    return {
+        f"{case['topology']} {case['hidden_size']} x {case['num_hidden_layers']}, "
+        f"{case['length']} tokens, {case['remat'] or 'all kept'}": case
+        for _, case in near_the_limit(count, seed, share)
+    }
+
+
+def measured(
+    cases: Mapping[str, Case], compiled: Callable[[str, Case], PlanRow]
+) -> Iterable[PlanRow]:
+    """Yield the row of each case, and print it."""
+    for name, case in cases.items():
+        row = compiled(name, case)
+        verdict = "" if not row.limit else f" {'right' if row.agrees else 'WRONG'}"
+        share = f" {row.needed / row.limit:.3f} of the memory" if row.limit else ""
+        print(f"{name:<48}{row.error:>+9.2%}{share}{verdict}", flush=True)
+        yield row
+
+
+def summary(rows: list[PlanRow]) -> str:
+    """Return the errors of all rows as a table."""
+    errors = sorted(abs(row.error) for row in rows)
+    fitting = [row for row in rows if row.compiled_arguments > 0]
+    exact = max(abs(row.arguments / row.compiled_arguments - 1) for row in fitting)
+    cells = [
+        str(len(rows)),
+        f"{exact:.4%}",
+        f"{statistics.median(errors):.2%}",
+        f"{errors[int(0.9 * len(errors))]:.2%}",
+        f"{errors[-1]:.2%}",
+    ]
+    header = ["steps", "worst of arguments", "median", "9 of 10 within", "worst"]
+    if rows[0].limit:
+        header.append("equal verdicts")
+        cells.append(f"{sum(row.agrees for row in rows)} of {len(rows)}")
+    return table(header, [cells])
+
+
+def best_mesh(rows: list[PlanRow]) -> str:
+    """Return how much more memory the mesh with the least prediction needs than the best."""
+    chosen, best = min(rows, key=lambda r: r.predicted), min(rows, key=lambda r: r.needed)
+    more = chosen.needed / best.needed - 1
+    return (
+        f"least prediction: {chosen.name}; least memory by the compiler: {best.name}; the first "
+        f"needs {more:.1%} more"
+    )
+
+
+def resident(name: str, case: Case) -> tuple[str, int, int]:
+    """Train two steps in a new process, and return the name, the prediction, and the growth.
+
+    The process is started twice: the first one compiles the programs and stores them, because the
+    memory of a compiler is not that of a step.
+    """
+    step = predicted({**case, "mesh": [1, 1, 1, 1, 1]}, CPU, 1)
+    command = [sys.executable, "-m", "tools.bench.plan", "grow", "--case", json.dumps(case)]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "ED_LAYERS_NATIVE": "0",
+            "XLA_FLAGS": "",
+        }
+        for _ in range(2):
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise SystemExit(done.stderr)
+    return name, step.arguments + step.temporary, int(done.stdout.strip().splitlines()[-1])
+
+
+def grow(case: Case) -> int:
+    """Train two steps of a case on one device, and return the peak growth of resident memory."""
+    from ed_elarge.config.normalize import normalize
+    from ed_elarge.errors import Document
+
+    values = run_of({**case, "mesh": [1, 1, 1, 1, 1]}).to_dict()
+    length, rows = {**BASE, **case}["length"], {**BASE, **case}["rows"]
+    with tempfile.TemporaryDirectory() as folder:
+        words = " ".join(f"word{i}" for i in range(2 * length))
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("".join(json.dumps({"text": words}) + "\n" for _ in range(rows)))
+        values["model"]["tokenizer"] = {"train": {"vocab_size": 400}}
+        values["mixture"]["informs"] = [{"type": "json", "data_files": str(file)}]
+        values["trainer"] |= {
+            "save_directory": f"{folder}/run",
+            "do_last_save": False,
+            "use_tensorboard": False,
+        }
+        run = normalize(Document("plan.yaml", value=values))
+
+        def train() -> None:
+            from ed_elarge.actions.execution import execute
+
+            if execute(run):
+                raise SystemExit("the run failed")
+
+        import ed_elarge.model  # noqa: F401
+        import jax
+
+        jax.numpy.ones(8).block_until_ready()
+        return peak_growth(train)
+
+
+def show_resident(rows: list[tuple[str, int, int]]) -> str:
+    """Return predicted and measured memory as a table."""
+    cells = [
+        [name, f"{ours / GIB:.2f}", f"{grown / GIB:.2f}", f"{ours / grown - 1:+.1%}"]
+        for name, ours, grown in rows
+    ]
+    return table(["run", "predicted GiB", "resident GiB", "error"], cells)
+
+
+def main() -> None:
+    """Run one comparison."""
+    parser = command_line("plan", __doc__)
+    kinds = ("steps", "families", "meshes", "slices", "resident", "grow")
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("--count", type=int, default=50, help="cases of slices")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the cases of slices")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    parser.add_argument("--case", type=json.loads, default={}, help="of grow, as JSON")
+    arguments = parser.parse_args()
+    if arguments.kind == "grow":
+        print(grow(arguments.case))
+        return
+    os.environ.setdefault("ED_LAYERS_NATIVE", "0")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
+    )
+    if arguments.kind == "resident":
+        print(show_resident([resident(name, case) for name, case in RESIDENT.items()]))
+        return
+    if arguments.kind == "slices":
+        cases = slices(arguments.count, arguments.seed)
+        rows = [*measured(cases, on_slice)]
+    else:
+        chosen = {"steps": STEPS, "families": families(), "meshes": meshes()}[arguments.kind]
+        rows = [*measured(chosen, on_cpu)]
+    print(machine())
+    print(summary(rows))
+    if arguments.kind == "meshes":
+        print(best_mesh(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
