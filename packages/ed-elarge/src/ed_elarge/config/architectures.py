@@ -131,6 +131,8 @@ def _wrong(key: str, value: Any, field: ConfigField) -> str:
         return str(unknown_name(key, value, ALLOWED[key]))
     if isinstance(value, list) and _are_counts(field.default) and not _are_counts(value):
         return f"must be a list of integers of at least 1, got {value!r}"
+    if value == [] and _are_counts([field.default]):
+        return "must not be an empty list"
     if value is None and key.endswith(_SIZES) and _are_counts([field.default]):
         return f"must be an integer, got null: omit the key for the default, {field.default}"
     if isinstance(value, str) and key == "dtype":
@@ -168,9 +170,7 @@ def _bounds(key: str, field: ConfigField) -> tuple[float, float, str]:
         return 0.0, 100.0, "between 0 and 100"
     default = field.default if isinstance(field.default, (int, float)) else 1
     if "integer" in field.types:
-        counts = key.startswith(("num_", "max_position", "d_")) or key.endswith(
-            (*_SIZES, "_length")
-        )
+        counts = key.startswith(("num_", "max_position", "d_")) or key.endswith(_COUNTS)
         least = min(int(counts), int(default))
         return least, 2**31 - 1, f"between {least} and {2**31 - 1}"
     if default > 0:
