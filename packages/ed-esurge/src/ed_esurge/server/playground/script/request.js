@@ -6,9 +6,10 @@ import { path } from "./tree.js";
 
 const ALWAYS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
 
-/** Return the nodes that later answers read: failed answers and their questions are left out. */
+/** Return the nodes that later answers read: failed and empty answers, and their questions, are left out. */
 export function context(nodes) {
-  const kept = nodes.filter((node) => !(node.role === "assistant" && node.error));
+  const absent = (node) => node.role === "assistant" && (node.error || !(node.text || node.calls?.length));
+  const kept = nodes.filter((node) => !absent(node));
   return kept.filter((node, place) => !(node.role === "user" && kept[place + 1]?.role === "user"));
 }
 
