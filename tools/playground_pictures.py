@@ -25,7 +25,7 @@ from tools.workspace import ROOT
 QUESTION = "What is an expression statement?"
 OTHER_QUESTIONS = ("What is a generator?", "Describe the assert statement.", "What is a list?")
 MAX_TOKENS = 120
-TEMPERATURE = 0.3
+TEMPERATURE, OTHER_TEMPERATURE = 0.3, 1.2
 SECONDS_OF_CURVES = 30
 WAIT = "new Promise((done) => setTimeout(done, 300))"
 
@@ -47,19 +47,37 @@ def send_requests(url: str, stop: threading.Event, client: int) -> None:
         httpx.post(f"{url}/chat/completions", json=body, timeout=60)
 
 
-def ask(tab: Tab) -> None:
-    """Send the question from the page, and wait for the end of the answer."""
-    tab.until("document.querySelector('.starters')")
+def write(tab: Tab, selector: str, value: float | str) -> None:
+    """Write a value into a field of the page, as a user does."""
     tab.js(
-        "(() => { const slider = document.querySelector('input[type=range]');"
-        f"slider.value = {TEMPERATURE};"
-        "slider.dispatchEvent(new Event('input', {bubbles: true}));"
-        "slider.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        f"(() => {{ const field = document.querySelector({selector!r});"
+        f"field.value = {value!r};"
+        "field.dispatchEvent(new Event('input', {bubbles: true}));"
+        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
     )
+
+
+def ask(tab: Tab, answers: int = 1) -> None:
+    """Send the question from the page, and wait for the end of the answers."""
+    tab.until("document.querySelector('.starters') && document.querySelector('#model').value")
+    write(tab, "#set-temperature", TEMPERATURE)
     tab.click("#prompt")
     tab.type(QUESTION)
     tab.press("Enter", 13)
-    tab.until("document.querySelector('.turn.assistant .figures')", seconds=120)
+    figures = "document.querySelectorAll('.turn.assistant .figures').length"
+    tab.until(f"{figures} === {answers}", seconds=120)
+
+
+def compare(tab: Tab) -> None:
+    """Answer the question twice: with the settings, and with a preset of a higher temperature."""
+    tab.js("document.querySelector('#group-presets').open = true")
+    write(tab, "#set-temperature", OTHER_TEMPERATURE)
+    write(tab, "#preset-name", f"temperature {OTHER_TEMPERATURE}")
+    tab.click("#group-presets button:last-of-type")
+    tab.click("#new")
+    tab.click("#compare")
+    write(tab, "#compare-preset", f"temperature {OTHER_TEMPERATURE}")
+    ask(tab, answers=2)
 
 
 def scroll_up(tab: Tab) -> None:
@@ -69,7 +87,7 @@ def scroll_up(tab: Tab) -> None:
 
 
 def take(url: str, folder: Path) -> None:
-    """Take one picture of each theme, and one of a phone."""
+    """Take one picture of each theme, one of a comparison, and one of a phone."""
     with browser() as open_tab:
         tab = open_tab(url, width=1360, height=860)
         tab.theme("light")
@@ -88,13 +106,18 @@ def take(url: str, folder: Path) -> None:
             "const box = one.getBoundingClientRect();"
             "return one.innerText.trim().length > 3 && one.getClientRects().length === 1"
             " && box.top > 150 && box.bottom < 450; });"
-            "const one = shown.find((one) => heat(one) > 0.3 && heat(one) < 0.7) ?? shown[0];"
+            "const one = shown.find((one) => heat(one) > 0.3 && heat(one) < 0.7) ?? shown[0]"
+            " ?? document.querySelector('.tok');"
             "const at = one.getBoundingClientRect();"
             "return [at.left + at.width / 2, at.top + at.height / 2]; })()"
         )
         tab.hover(*place)
         tab.until("!document.getElementById('popover').hidden")
         tab.picture(folder / "playground-dark.png")
+        tab.click("#heat")
+        compare(tab)
+        scroll_up(tab)
+        tab.picture(folder / "playground-compare.png")
         phone = open_tab(url, width=390, height=780, scale=2)
         phone.theme("light")
         ask(phone)
