@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, served_engine
 from ed_esurge.server.launch import background
 from ed_infra.testing import require_torch
 
 from tests.image_checkpoints import save_checkpoint
-from tests.playground import ask, needs_chromium, said, set_value
+from tests.playground import ask, needs_chromium, set_value
 from tests.speech_cases import RATE, recording, write_whisper
 from tools.chromium import Tab
 
@@ -49,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         parser = argparse.ArgumentParser()
         add_model_arguments(parser)
         flags = FLAGS if name == "gemma3" else "--silent-mode"
-        engines[name] = engine_of(parser.parse_args([str(folder), *flags.split()]))
+        engines[name] = served_engine(parser.parse_args([str(folder), *flags.split()]))
     with background(engines) as url:
         yield url.removesuffix("v1")
 
@@ -98,9 +98,8 @@ def test_pasted_and_dropped_images_are_sent_to_a_vision_model(open_tab, root: st
     parts = tab.js("sent[0].messages[0].content.map((one) => one.type)")
     assert parts == ["image_url", "text"]
     assert tab.js("document.querySelectorAll('.turn.user img').length") == 1
-    red = said(tab)
-    assert red
-    # The image persists after a reload, and another image changes the answer.
+    assert "8 tokens" in tab.js("document.querySelector('.turn.assistant .figures').innerText")
+    # The image persists after a reload.
     tab.do("Page.reload")
     tab.until("document.querySelector('.turn.user img')?.naturalWidth === 28")
     assert tab.failures() == []
@@ -118,5 +117,8 @@ def test_recording_is_transcribed_into_the_prompt(open_tab, root: str) -> None:
     )
     give(tab, wav(recording(0.8)), "audio/wav", "tone.wav", "drop")
     tab.until("heard.length === 1 && !document.querySelector('.transcribing')")
-    assert tab.js("document.querySelector('#prompt').value === heard[0].trim()")
+    # An input changes line ends, which a random model can produce.
+    plain = "((text) => text.replace(/[\\r\\n]+/g, ' ').trim())"
+    assert tab.js("heard[0].length") > 0
+    assert tab.js(f"{plain}(document.querySelector('#prompt').value) === {plain}(heard[0])")
     assert tab.failures() == []

@@ -10,12 +10,12 @@ import { failureOf } from "./failure.js";
 import { heatMap, view } from "./heat.js";
 import { prose } from "./markdown/markdown.js";
 import { chats } from "./models.js";
-import { nodeOf, show, siblings } from "./tree.js";
+import { nodeOf, open, show, siblings } from "./tree.js";
 
-const drawn = new Set();
+const drawn = new WeakSet();
 
 export function keyOf(node) {
-  return [node.id, node.text.length, node.thoughts?.length, node.calls?.length, node.running, node.error?.message, node.figures,
+  return [open.id, node.id, node.text.length, node.thoughts?.length, node.calls?.length, node.running, node.error?.message, node.figures,
     node.editing, view.heated, siblings(node).length, siblings(node).indexOf(node.id), nodeOf(node.parent).pick, node.kids.length > 0, chats()].join("|");
 }
 
@@ -24,8 +24,8 @@ export const pairOf = (node) => (node.pair === undefined ? undefined : nodeOf(no
 
 export function turnOf(node) {
   // A turn is animated once. A growing turn is created again for each frame.
-  const turn = el("article", { className: `turn ${node.role}${drawn.has(node.id) ? "" : " fresh"}` });
-  drawn.add(node.id);
+  const turn = el("article", { className: `turn ${node.role}${drawn.has(node) ? "" : " fresh"}` });
+  drawn.add(node);
   const pair = pairOf(node);
   if (pair) {
     const both = [node, pair].sort((one, other) => one.id - other.id);
