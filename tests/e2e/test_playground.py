@@ -126,9 +126,9 @@ def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
     prompts: list[str] = []
     generate = engine.generate
 
-    def noted(prompt, *rest, **options):
-        prompts.append(engine.tokenizer.decode(prompt.token_ids))
-        return generate(prompt, *rest, **options)
+    def noted(prompt_token_ids, sampling_params, request_id, **options):
+        prompts.append(engine.tokenizer.decode(prompt_token_ids.token_ids))
+        return generate(prompt_token_ids, sampling_params, request_id, **options)
 
     engine.generate = noted
     with background(engine) as url:

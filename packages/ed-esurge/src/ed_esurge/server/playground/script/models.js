@@ -43,12 +43,18 @@ export async function inspect(model) {
     const answer = await (await ask(`props?model=${encodeURIComponent(model)}`)).json();
     Object.assign(found, { vision: answer.modalities.vision, audio: answer.modalities.audio });
   } catch { /* a model without properties accepts text */ }
+  // A model that transcribes accepts no prompt.
+  if (!found.audio) found.chat = await hasTemplate(model);
+  abilities.set(model, found);
+}
+
+async function hasTemplate(model) {
   try {
     await ask("tokenize", { model, messages: [{ role: "user", content: "" }] });
+    return true;
   } catch (error) {
-    found.chat = error.code !== "no_chat_template";
+    return error.code !== "no_chat_template";
   }
-  abilities.set(model, found);
 }
 
 export async function choose() {
