@@ -32,13 +32,14 @@ from tools.bench.measure import command_line, machine, peak_growth, table
 from tools.bench.plan_cases import BASE, STEPS, Case, families, near_the_limit, run_of
 
 DEVICES = 8
-#: Changes of `plan_cases.BASE` whose steps need one to three GB on one device.
+_LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "rows": 2}
+#: Changes of `plan_cases.BASE` whose steps need about one to two GB on one device.
 RESIDENT: dict[str, Case] = {
-    "base": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8},
-    "2048 tokens": {"length": 2048, "rows": 8, "hidden_size": 768, "num_hidden_layers": 8},
-    "32000 words": {"hidden_size": 1024, "vocab_size": 32000},
-    "all kept": {"remat": "", "num_hidden_layers": 8, "length": 1024, "rows": 8},
-    "adapters": {"hidden_size": 1536, "intermediate_size": 4224, "lora": 8, "remat": ""},
+    "base": _LARGE,
+    "10 layers": {**_LARGE, "num_hidden_layers": 10},
+    "32000 words": {**_LARGE, "vocab_size": 32000, "num_hidden_layers": 2},
+    "all kept": {"remat": "", "rows": 6, "length": 1024},
+    "adapters, all kept": {**_LARGE, "lora": 8, "remat": "", "rows": 4},
 }
 
 

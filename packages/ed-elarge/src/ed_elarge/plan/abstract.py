@@ -126,7 +126,7 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
     tx = build_optimizer(arguments, schedule)
     state = _state(split_model(model, arguments.trainable_rules), tx)
     rows = arguments.total_batch_size
-    sides = ("",) if METHODS[run.method].sides == 1 else ("chosen_", "rejected_")
+    sides = ("",) if METHODS[run.method] == 1 else ("chosen_", "rejected_")
     host = {
         f"{side}{name}": np.ones((rows, length), np.int32)
         for side in sides

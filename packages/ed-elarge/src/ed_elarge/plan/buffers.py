@@ -78,6 +78,7 @@ class Buffers:
         stream: float,
         trained: bool,
         several: bool,
+        referred: bool,
     ) -> float:
         """Return the bytes of the loss, besides what the forward pass keeps.
 
@@ -88,12 +89,14 @@ class Buffers:
             stream: bytes of the hidden states.
             trained: whether the head has a gradient.
             several: whether the loss loops over several chunks, and adds their gradients.
+            referred: whether the step also computes the logits of a reference.
         """
         head, gradient = size * table, 4 * table if trained else 0
         if self.casts and stored != size:
             head += stored * table
-        one = self.softmax * logits + head + gradient + self.streams[0] * stream
-        added = logits + head + self.sums * gradient + self.streams[1] * stream
+        others = logits if referred else 0
+        one = self.softmax * logits + others + head + gradient + self.streams[0] * stream
+        added = logits + others + head + self.sums * gradient + self.streams[1] * stream
         return max(one, added) if several else one
 
 

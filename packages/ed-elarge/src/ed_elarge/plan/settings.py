@@ -12,27 +12,8 @@ from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan.mesh import execution_fields
 
-
-@dataclass(frozen=True)
-class StepForm:
-    """How the train step of a method differs from that of `sft`.
-
-    Attributes:
-        sides: sequences of the model for each row of a batch.
-        fused: whether the loss computes the gradient of the head in the forward pass.
-    """
-
-    sides: int = 1
-    fused: bool = True
-
-
-#: Methods whose steps a plan knows.
-METHODS: dict[str, StepForm] = {
-    "sft": StepForm(),
-    "dpo": StepForm(sides=2, fused=False),
-    "cpo": StepForm(sides=2, fused=False),
-    "orpo": StepForm(sides=2, fused=False),
-}
+#: Method whose steps a plan knows -> sequences of the model for each row of a batch.
+METHODS: dict[str, int] = {"sft": 1, "dpo": 2, "cpo": 2, "orpo": 2}
 
 
 @dataclass(frozen=True)
@@ -50,7 +31,7 @@ class Training:
         chunk: tokens whose logits exist at the same time on a device.
         lora: adapters; None = all parameters are trained.
         scan: whether layers run in a loop.
-        form: the step of the method.
+        sides: sequences of the model for each row.
         has_reference: whether the step runs a reference.
     """
 
@@ -65,7 +46,7 @@ class Training:
     chunk: int
     lora: LoraSection | None
     scan: bool
-    form: StepForm = StepForm()
+    sides: int = 1
     has_reference: bool = False
 
     @property
@@ -76,7 +57,7 @@ class Training:
     @property
     def sequences(self) -> int:
         """Sequences of a microbatch over all devices."""
-        return self.microbatch * self.form.sides
+        return self.microbatch * self.sides
 
     @property
     def has_copy(self) -> bool:
@@ -147,7 +128,7 @@ def training(run: RunConfig) -> Training:
         chunk=chunk or DEFAULT_CHUNK,
         lora=run.adapters,
         scan=fields["scan_layers"],
-        form=METHODS[run.method],
+        sides=METHODS[run.method],
         has_reference=reads and not ahead,
     )
 

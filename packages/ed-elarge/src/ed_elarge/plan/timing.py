@@ -73,7 +73,7 @@ def of_training(
 ) -> Time:
     """Return the bound of an optimizer step; `memory`: the memory of the step."""
     device, count = hardware.device, mesh.count
-    tokens = settings.rows * settings.form.sides * settings.length
+    tokens = settings.rows * settings.sides * settings.length
     learned = (4 if settings.lora is not None else 6) + 2 * settings.has_reference
     attention = sum(
         12 * shapes.heads * shapes.head_dim * _span(cache.window, settings.length)

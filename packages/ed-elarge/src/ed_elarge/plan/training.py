@@ -87,6 +87,7 @@ def step(
         stream=stream,
         trained=settings.lora is None,
         several=tokens > chunk,
+        referred=settings.has_reference,
     )
     inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
     # The gradients of one microbatch exist beside the sums of all.
