@@ -101,9 +101,10 @@ class LayerValues:
         """Values that are kept without a policy: the arguments of products and of attention.
 
         The input, two normed values and the residual; rotated queries, keys, values and the output
-        of attention; gate, up and their product. Norms after a product keep its result.
+        of attention; gate, up and their product. Norms after a product keep its result, and experts
+        the rows of their tokens.
         """
-        stream = {"before": 4, "after": 4, "both": 6, "parallel": 2}[self.norms]
+        stream = {"before": 4, "after": 4, "both": 6, "parallel": 2}[self.norms] + self.experts
         attention = 3 * self.q + 2 * self.kv + self.heads
         if self.normed and self.norms == "after":
             attention += self.q + self.kv

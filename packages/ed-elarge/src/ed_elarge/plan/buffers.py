@@ -23,6 +23,8 @@ class Buffers:
         redone_f: further values of the feed-forward layer if a policy recomputes them.
         plain_f, plain_redone_f: the same for a feed-forward layer without a gate.
         overlap: share of the values of a further layer whose backward pass overlaps.
+        rows: least values of a token and an expert, in units of the stream: the rows are sorted by
+            expert, multiplied, and added to their tokens.
         weights: gathered copies of the weights of a layer.
         experts: copies of the experts of a layer that a device holds.
         tables: copies of the head's size (float32) that exist while the layers run backward.
@@ -40,6 +42,7 @@ class Buffers:
     plain_f: float
     plain_redone_f: float
     overlap: float
+    rows: float
     weights: float
     experts: float
     tables: float
@@ -63,10 +66,11 @@ class Buffers:
         d = self.d + adapted - ("dots" in policy)
         d += {"before": 0, "after": -2, "both": 2 * keeps, "parallel": -3}[values.norms]
         # Each token has a row for every expert that the token uses.
-        d += 3 * values.experts
+        rows = values.experts * values.d
+        inner = max(f * values.f + 3 * rows, self.rows * rows)
         more = 2 * (values.normed and values.norms != "after")
         attention = (self.q + more) * values.q + (self.kv + more) * values.kv
-        return (d * values.d + f * values.f + attention) * (1 + self.overlap * (values.bodies - 1))
+        return (d * values.d + inner + attention) * (1 + self.overlap * (values.bodies - 1))
 
     def of_loss(
         self,
@@ -110,6 +114,7 @@ CPU = Buffers(
     plain_f=3.8,
     plain_redone_f=1.2,
     overlap=0.7,
+    rows=27.7,
     weights=0.75,
     experts=2.5,
     tables=2,
