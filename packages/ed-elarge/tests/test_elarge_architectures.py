@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from ed_elarge.config import architectures
-from ed_elarge.config.config_source import config_fields
+from ed_elarge.config.config_source import config_fields, inner_types
 from ed_infra.enums import ACTIVATION_NAMES
 from ed_layers import activations
 
@@ -68,3 +68,25 @@ def test_unknown_key_in_nested_configuration_is_located(monkeypatch) -> None:
     (problem,) = architectures.check({"model_type": "llava", "text_config": inner}, ())
     assert problem.path == ("text_config", "hidden_sise")
     assert problem.message == "unknown key 'hidden_sise'; did you mean 'hidden_size'?"
+
+
+def test_nested_configuration_without_model_type_has_the_type_of_its_class(monkeypatch) -> None:
+    monkeypatch.setattr(architectures, "model_types", lambda: ("clip",))
+    found = {"text_config": "clip_text_model", "vision_config": "clip_vision_model"}
+    assert inner_types("clip") == found
+    assert inner_types("gemma3")["vision_config"] == "siglip_vision_model"
+    (problem,) = architectures.check({"model_type": "clip", "vision_config": {"patch_sise": 8}}, ())
+    assert problem.path == ("vision_config", "patch_sise")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("conv_dim", [512, 0]),
+        ("conv_dim", []),
+        ("ctc_loss_reduction", "max"),
+        ("mask_time_length", 0),
+    ],
+)
+def test_wrong_value_of_a_list_or_choice_is_refused(key: str, value: object) -> None:
+    assert key in architectures.check_values({key: value}, "wav2vec2")

@@ -231,6 +231,23 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
     assert plan(run_of(changed), made.hardware).training.memory.total == best.total  # type: ignore[union-attr]
 
 
+def test_plan_of_pairs_has_two_sequences_of_a_row_and_a_reference():
+    pairs = {"trainer": {"trainer_type": "dpo"}}
+    own = settings.training(run_of(run_file(**pairs)))
+    assert (own.microbatch, own.sequences) == (8, 16)
+
+    def parts(**changes: Any) -> dict[str, int]:
+        run = run_of(run_file(**changes))
+        return training.step(settings.training(run), shapes.of_run(run), mesh_of(run, 8)).parts
+
+    with_copy, without = parts(**pairs), parts(**pairs, lora={"rank": 4})
+    assert with_copy["reference"] == with_copy["parameters"]
+    assert without["reference"] == 0  # the base under the adapters is the reference
+    free = {"trainer": {"trainer_type": "dpo", "reference_free": True}}
+    assert parts(**free)["reference"] == 0
+    assert with_copy["activations"] == 2 * parts()["activations"]
+
+
 @pytest.mark.parametrize(
     ("topology", "named", "words"),
     [

@@ -152,8 +152,10 @@ def _wrong(key: str, value: Any, field: ConfigField) -> str:
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list | tuple) and all(
-        type(v) is int and 0 < v < 2**31 for v in values
+    return (
+        isinstance(values, list | tuple)
+        and bool(values)
+        and all(type(v) is int and 0 < v < 2**31 for v in values)
     )
 
 
