@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import pkgutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from ed_data.config.source import Inform
@@ -90,8 +89,9 @@ def _reason(name: str, error: Exception) -> str:
 
 def _identity(value: object) -> str:
     """Return a text that changes with a value which is no JSON value: samples, pixels or bytes."""
-    numpy = sys.modules.get("numpy")  # a value is no array unless numpy is imported
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    import numpy as np  # not needed to check a run file
+
+    if isinstance(value, np.ndarray):
         value = f"{value.dtype}{value.shape}".encode() + value.tobytes()
     return hashlib.blake2b(value).hexdigest() if isinstance(value, bytes) else repr(value)
 

@@ -28,8 +28,9 @@ class _Lenient(GenerateJsonSchema):
 
     def encode_default(self, dft: Any) -> Any:
         """Return the JSON form of a default; pydantic builds a serializer even for plain values."""
-        plain = dft is None or type(dft) in (bool, int, float, str) or dft == ()
-        return (list(dft) if dft == () else dft) if plain else super().encode_default(dft)
+        if dft is None or type(dft) in (bool, int, float, str):
+            return dft
+        return [] if dft == () else super().encode_default(dft)
 
     def function_before_schema(self, schema: Any) -> JsonSchemaValue:
         """Return the schema of a value that a function converts.
