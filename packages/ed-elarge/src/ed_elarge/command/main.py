@@ -12,7 +12,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ed_elarge.command import checkpoints, files, launches, machine, measurements, plans, runs
+from ed_elarge.command import (
+    certificates,
+    checkpoints,
+    files,
+    launches,
+    machine,
+    measurements,
+    plans,
+    runs,
+)
 
 #: Options of the program itself; every other first word that is no command is a run file.
 _OWN = ("--help", "--version", "--install-completion", "--show-completion")
@@ -74,6 +83,7 @@ _COMMANDS = {
     "merge": checkpoints.merge,
     "quantize": checkpoints.quantize,
     "compare": checkpoints.compare,
+    "certify": certificates.certify,
     "doctor": machine.doctor,
 }
 for _name, _function in _COMMANDS.items():

@@ -1,0 +1,56 @@
+"""The conversations and texts that the checks use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Conversation = list[dict[str, Any]]
+
+QUESTION, ANSWER = "Name two colours.", "Red and blue."
+
+#: Conversations that end with an answer.
+CONVERSATIONS: dict[str, Conversation] = {
+    "one turn": [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWER},
+    ],
+    "several turns": [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "  And one more?\n"},
+        {"role": "assistant", "content": "Grün – 绿色."},
+    ],
+    "system message": [
+        {"role": "system", "content": "You answer briefly."},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWER},
+    ],
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Return the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+#: Texts that a tokenizer must return unchanged.
+TEXTS = (
+    "The year 1984, at 3:45 pm.",
+    "def f(x):\n    return x  # a comment\n\n\tprint(f(2))\n",
+    "Grüße aus Köln – naïve café, 北京 и Москва, 🙂.",
+    "a  b   c    d",
+)
+#: Text on which models are compared.
+PASSAGE = (
+    "The harbour lies in the north of the island. Ships arrive every morning with mail, tools "
+    "and fruit, and leave in the evening. In winter, storms sometimes close the harbour for a "
+    "week, and people live on what they stored in autumn. A small school, a library and two shops "
+    "stand along the only street."
+)

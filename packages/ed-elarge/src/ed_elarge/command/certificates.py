@@ -1,0 +1,50 @@
+"""The command `certify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ed_elarge.exits import guarded
+
+
+def certify(
+    directory: Annotated[
+        Path, typer.Argument(help="A model directory, or the output folder of a run.")
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The model before training, or the model in full precision."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the certificate; default: DIRECTORY.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only check files and tokens, without the model.")
+    ] = False,
+) -> None:
+    """Check that a model is the model that was trained, and write a certificate.
+
+    certificate.json and certificate.html contain each check with its evidence. The exit code is 1
+    if a check failed.
+    """
+
+    def work() -> int:
+        from ed_elarge.certify.receipt import PAGE_NAME, certificate, findings, write
+        from ed_elarge.certify.subject import Subject
+
+        subject, found = Subject(directory, against), []
+        for finding in findings(subject, with_model=not quick):
+            print(f"{finding.status:<15} {finding.claim}", flush=True)
+            if finding.status == "failed":
+                print(f"{'':<15} {finding.evidence}", flush=True)
+            found.append(finding)
+        values, folder = certificate(subject, found), output or directory
+        write(values, folder)
+        print(", ".join(f"{count} {status}" for status, count in values["summary"].items()))
+        print(folder / PAGE_NAME)
+        return int(values["summary"]["failed"] > 0)
+
+    raise typer.Exit(guarded(work))
