@@ -26,6 +26,7 @@ def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
