@@ -44,7 +44,7 @@ RESIDENT: dict[str, Case] = {
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class MemoryRow:
     """The memory of one step on a device, in bytes.
 
     Attributes:
@@ -87,7 +87,7 @@ def predicted(case: Case, buffers: Buffers, devices: int) -> training.PlannedSte
     return training.step(own, shapes.of_run(run), mesh, buffers)
 
 
-def on_cpu(name: str, case: Case) -> PlanRow:
+def on_cpu(name: str, case: Case) -> MemoryRow:
     """Compile a case for simulated devices."""
     from ed_elarge.plan.answers import train
 
@@ -95,12 +95,12 @@ def on_cpu(name: str, case: Case) -> PlanRow:
     length = {**BASE, **case}["length"]
     found = train(run_of(case), {"vocab": None, "length": length})
     total = found["arguments"] + found["temporary"]
-    return PlanRow(
+    return MemoryRow(
         name, step.arguments, step.temporary, found["arguments"], found["temporary"], total
     )
 
 
-def on_slice(name: str, case: Case) -> PlanRow:
+def on_slice(name: str, case: Case) -> MemoryRow:
     """Compile a case for the TPU slice that it names."""
     from ed_elarge.plan.answers import train
 
@@ -120,10 +120,10 @@ def on_slice(name: str, case: Case) -> PlanRow:
         if used is None:
             raise
         needed = int(float(used[1]) * (GIB if used[2] == "G" else 2**20))
-        return PlanRow(name, step.arguments, step.temporary, -1, -1, needed, limit)
+        return MemoryRow(name, step.arguments, step.temporary, -1, -1, needed, limit)
     total = found["arguments"] + found["temporary"]
     sizes_found = found["arguments"], found["temporary"]
-    return PlanRow(name, step.arguments, step.temporary, *sizes_found, total, limit)
+    return MemoryRow(name, step.arguments, step.temporary, *sizes_found, total, limit)
 
 
 def meshes() -> dict[str, Case]:
@@ -156,8 +156,8 @@ def slices(count: int, seed: int) -> dict[str, Case]:
 
 
 def measured(
-    cases: Mapping[str, Case], compiled: Callable[[str, Case], PlanRow]
-) -> Iterable[PlanRow]:
+    cases: Mapping[str, Case], compiled: Callable[[str, Case], MemoryRow]
+) -> Iterable[MemoryRow]:
     """Yield the row of each case, and print it."""
     for name, case in cases.items():
         row = compiled(name, case)
@@ -167,7 +167,7 @@ def measured(
         yield row
 
 
-def summary(rows: list[PlanRow]) -> str:
+def summary(rows: list[MemoryRow]) -> str:
     """Return the errors of all rows as a table."""
     errors = sorted(abs(row.error) for row in rows)
     fitting = [row for row in rows if row.compiled_arguments > 0]
@@ -186,7 +186,7 @@ def summary(rows: list[PlanRow]) -> str:
     return table(header, [cells])
 
 
-def best_mesh(rows: list[PlanRow]) -> str:
+def best_mesh(rows: list[MemoryRow]) -> str:
     """Return how much more memory the mesh with the least prediction needs than the best."""
     chosen, best = min(rows, key=lambda r: r.predicted), min(rows, key=lambda r: r.needed)
     more = chosen.needed / best.needed - 1

@@ -83,6 +83,7 @@ class Buffers:
         trained: bool,
         several: bool,
         referred: bool,
+        gathered: bool,
     ) -> float:
         """Return the bytes of the loss, besides what the forward pass keeps.
 
@@ -94,12 +95,16 @@ class Buffers:
             trained: whether the head has a gradient.
             several: whether the loss loops over several chunks, and adds their gradients.
             referred: whether the step also computes the logits of a reference.
+            gathered: whether the devices gather the head, which otherwise is a parameter.
         """
         head, gradient = size * table, 4 * table if trained else 0
         if self.casts and stored != size:
             head += stored * table
         others = logits if referred else 0
         one = self.softmax * logits + others + head + gradient + self.streams[0] * stream
+        if several:  # the sum of the gradients exists beside the gradient of a chunk
+            one += max(0, self.sums - 2) * gradient + (self.streams[1] - self.streams[0]) * stream
+            one -= 0 if gathered else head
         added = logits + others + head + self.sums * gradient + self.streams[1] * stream
         return max(one, added) if several else one
 

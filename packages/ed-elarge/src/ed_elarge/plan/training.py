@@ -88,6 +88,7 @@ def step(
         trained=settings.lora is None,
         several=tokens > chunk,
         referred=settings.has_reference,
+        gathered=_gathers_head(shapes, mesh),
     )
     inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
     # The gradients of one microbatch exist beside the sums of all.
@@ -115,6 +116,13 @@ def _table(shapes: ModelShapes, mesh: PlanMesh) -> int:
     """Return the values of the head on one device, gathered along the hidden size."""
     head = PlanTensor("head", (shapes.vocabulary, shapes.hidden), ("vocab", None))
     return mesh.shard(head)
+
+
+def _gathers_head(shapes: ModelShapes, mesh: PlanMesh) -> bool:
+    """Return whether the head is split along the hidden size."""
+    ends = ("lm_head.kernel", "embed_tokens.embedding")
+    tables = [tensor for tensor in shapes.tensors if tensor.name.endswith(ends)]
+    return bool(tables) and mesh.gathered(tables[-1]) > mesh.shard(tables[-1])
 
 
 def _largest_layer(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
