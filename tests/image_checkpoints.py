@@ -8,6 +8,8 @@ from typing import Any
 from ed_esurge.testing import byte_tokenizer
 from ed_models.auto import AutoEasyDeLConfig, AutoEasyDeLModelForImageTextToText
 
+from tests.image_processors import GRIDS, PROCESSORS
+
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
     "{% for part in message.content %}"
@@ -33,7 +35,6 @@ VISION = {
     "initializer_range": 0.3,
 }
 SIGLIP = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
-SIZE = {"height": 28, "width": 28}
 
 
 def with_tokens(image: str, *names: str, **special: str) -> Any:
@@ -53,53 +54,57 @@ def with_tokens(image: str, *names: str, **special: str) -> Any:
     return made
 
 
-def gemma3() -> tuple[Any, dict[str, Any]]:
-    import transformers
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    special = {"boi_token": "<start>", "image_token": "<soft>", "eoi_token": "<end>"}
-    own = with_tokens("<start>", "<soft>", "<end>", **special)
-    images = Gemma3ImageProcessorPil(size=SIZE)
-    fields = {"mm_tokens_per_image": 4, "image_token_index": own.convert_tokens_to_ids("<soft>")}
+def gemma3(own: Any) -> dict[str, Any]:
     text = {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 20}
-    processor = transformers.Gemma3Processor(images, own, own.chat_template, image_seq_length=4)
-    return processor, {**fields, "text_config": text, "vision_config": SIGLIP}
+    fields = {"mm_tokens_per_image": 4, "image_token_index": own.convert_tokens_to_ids("<soft>")}
+    return {**fields, "text_config": text, "vision_config": SIGLIP}
 
 
-def paligemma() -> tuple[Any, dict[str, Any]]:
-    import transformers
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    own = with_tokens("<image>", image_token="<image>")
-    images: Any = SiglipImageProcessorPil(size=SIZE)
-    images.image_seq_length = 4
-    processor = transformers.PaliGemmaProcessor(images, own, own.chat_template)
-    fields = {"image_token_index": own.convert_tokens_to_ids("<image>"), "projection_dim": 32}
+def paligemma(own: Any) -> dict[str, Any]:
     text = {"model_type": "gemma", "head_dim": 16}
-    return processor, {**fields, "text_config": text, "vision_config": SIGLIP}
+    fields = {"image_token_index": own.convert_tokens_to_ids("<image>"), "projection_dim": 32}
+    return {**fields, "text_config": text, "vision_config": SIGLIP}
 
 
-def idefics3() -> tuple[Any, dict[str, Any]]:
-    import transformers
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    names += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
-    own = with_tokens("<image>", *names)
-    images = Idefics3ImageProcessorPil(
-        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
-    )
-    processor = transformers.Idefics3Processor(images, own, 4, own.chat_template)
+def idefics3(own: Any) -> dict[str, Any]:
     fields = {"image_token_id": own.convert_tokens_to_ids("<image>"), "scale_factor": 1}
-    return processor, {**fields, "text_config": {"model_type": "llama"}, "vision_config": VISION}
+    return {**fields, "text_config": {"model_type": "llama"}, "vision_config": VISION}
 
 
-FAMILIES = {"gemma3": gemma3, "paligemma": paligemma, "idefics3": idefics3}
+def internvl(own: Any) -> dict[str, Any]:
+    fields = {"image_token_id": own.convert_tokens_to_ids("<IMG>"), "downsample_ratio": 1.0}
+    return {**fields, "text_config": {"model_type": "qwen2"}, "vision_config": VISION}
+
+
+def aya_vision(own: Any) -> dict[str, Any]:
+    token = own.convert_tokens_to_ids("<|IMG_PATCH|>")
+    fields = {"image_token_index": token, "downsample_factor": 1}
+    text = {"model_type": "cohere2", "sliding_window": 20}
+    return {**fields, "text_config": text, "vision_config": SIGLIP}
+
+
+def llava_next(own: Any) -> dict[str, Any]:
+    fields = {"image_token_index": own.convert_tokens_to_ids("<image>")}
+    vision = {**VISION, "model_type": "clip_vision_model"}
+    grids = {"image_grid_pinpoints": GRIDS}
+    return {**fields, **grids, "text_config": {"model_type": "llama"}, "vision_config": vision}
+
+
+#: Model type -> fields of the configuration, from the tokenizer.
+FAMILIES = {
+    "gemma3": gemma3,
+    "paligemma": paligemma,
+    "idefics3": idefics3,
+    "internvl": internvl,
+    "aya_vision": aya_vision,
+    "llava_next": llava_next,
+}
 
 
 def save_checkpoint(name: str, path: Path) -> Any:
     """Save a random model and its processor, and return the processor."""
-    processor, fields = FAMILIES[name]()
+    processor = PROCESSORS[name](with_tokens)
+    fields = FAMILIES[name](processor.tokenizer)
     text = {**TEXT, **fields.pop("text_config"), "vocab_size": len(processor.tokenizer)}
     config = AutoEasyDeLConfig.for_model(
         name, text_config=text, sharding_axis_dims=(1, 1, 1, 1, 1), **fields

@@ -79,6 +79,6 @@ def test_held_out_images_are_never_trained_on(images, rows, mixture, jsonl) -> N
     seen = []
     for split in ("train", "eval"):
         loader = build_loader(made, processor=images, batch_size=1, schema=schema, split=split)
-        steps = range(24) if split == "train" else range(len(loader))
+        steps = range(24) if split == "train" else range(loader.steps_per_epoch)
         seen.append({loader.batch_at(step)["pixel_values"].tobytes() for step in steps})
     assert not seen[0] & seen[1]

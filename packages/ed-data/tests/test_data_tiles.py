@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from ed_data import DataError, build_loader
 from ed_data.rows.example import RowImage
 from ed_data.tokens.images import ImageEncoder
+from ed_models.body.unpadded import TileGrids
+
+from tests.image_processors import GRIDS, PROCESSORS
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -21,7 +25,6 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}"
 )
-SIZE = {"height": 28, "width": 28}
 
 
 def with_tokens(tokenizer: Any, image: str, *names: str, **special: str) -> Any:
@@ -36,44 +39,9 @@ def with_tokens(tokenizer: Any, image: str, *names: str, **special: str) -> Any:
     return own
 
 
-def gemma3(tokenizer: Any) -> Any:
-    import transformers
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    special = {"boi_token": "<start>", "image_token": "<soft>", "eoi_token": "<end>"}
-    own = with_tokens(tokenizer, "<start>", "<soft>", "<end>", **special)
-    images = Gemma3ImageProcessorPil(size=SIZE)
-    return transformers.Gemma3Processor(images, own, own.chat_template, image_seq_length=4)
-
-
-def paligemma(tokenizer: Any) -> Any:
-    import transformers
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    own = with_tokens(tokenizer, "<image>", image_token="<image>")
-    images: Any = SiglipImageProcessorPil(size=SIZE)
-    images.image_seq_length = 4
-    return transformers.PaliGemmaProcessor(images, own, own.chat_template)
-
-
-def idefics3(tokenizer: Any) -> Any:
-    import transformers
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    names += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    own = with_tokens(tokenizer, "<image>", *names)
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 84}, max_image_size=SIZE_OF_TILE)
-    return transformers.Idefics3Processor(images, own, 4, own.chat_template)
-
-
-SIZE_OF_TILE = {"longest_edge": 28}
-PROCESSORS = {"gemma3": gemma3, "paligemma": paligemma, "idefics3": idefics3}
-
-
 @pytest.fixture(scope="module", params=PROCESSORS)
 def processor(request, tokenizer):
-    return PROCESSORS[request.param](tokenizer)
+    return PROCESSORS[request.param](functools.partial(with_tokens, tokenizer))
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Any:
@@ -95,6 +63,7 @@ def rows(tmp_path, *sizes: list[tuple[int, int]]) -> list[dict]:
     return found
 
 
+@pytest.mark.daily("gemma3", "idefics3")
 def test_batch_equals_output_of_the_processor(mixture, jsonl, processor, tmp_path):
     chats = rows(tmp_path, [(30, 40)], [(90, 20), (16, 50), (28, 28)], [])
     inform = {"data_files": jsonl(chats), "content_field": "messages"}
@@ -116,10 +85,13 @@ def test_batch_equals_output_of_the_processor(mixture, jsonl, processor, tmp_pat
         first, *rest = text.split(processor.image_token)
         text = first + "".join(next(whole) + part for part in rest)
         assert got == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        for name in ("pixel_values", "pixel_attention_mask"):
+        for name in ("pixel_values", "pixel_attention_mask", "image_sizes"):
             if name not in output:
                 continue
             expected = np.asarray(output[name])
+            if name == "pixel_values" and "image_sizes" in output:  # padded tiles of each image
+                images = zip(expected, expected.any(axis=(2, 3, 4)), strict=True)
+                expected = np.concatenate([tiles[real] for tiles, real in images])
             expected = expected[0] if expected.ndim == batch[name].ndim else expected
             assert np.array_equal(batch[name][number][: len(expected)], expected)
             assert not batch[name][number][len(expected) :].any()
@@ -129,8 +101,9 @@ def test_token_types_mark_the_tokens_after_the_prompt(mixture, jsonl, tokenizer,
     chats = rows(tmp_path, [(30, 40)], [(20, 20)])
     inform = {"data_files": jsonl(chats), "content_field": "messages"}
     options = {"assistant_only_loss": True}
+    processor = PROCESSORS["paligemma"](functools.partial(with_tokens, tokenizer))
     made = mixture(informs=[inform], tokenization=options, pack_tokens=True, pack_seq_length=120)
-    batch = build_loader(made, batch_size=1, processor=paligemma(tokenizer)).batch_at(0)
+    batch = build_loader(made, batch_size=1, processor=processor).batch_at(0)
     types, segments = batch["token_type_ids"][0], batch["segment_ids"][0]
     assert segments.max() == 2
     for segment in (1, 2):
@@ -139,6 +112,7 @@ def test_token_types_mark_the_tokens_after_the_prompt(mixture, jsonl, tokenizer,
         assert own.tolist() == [0] * first + [1] * (len(own) - first)
 
 
+@pytest.mark.daily("gemma3-100", "idefics3-100")
 @pytest.mark.parametrize("count", [100, pytest.param(100_000, marks=pytest.mark.nightly)])
 def test_placeholder_tokens_equal_features_for_images_of_any_size(processor, count):
     """The number of tiles follows from the arrays, and each tile has four features."""
@@ -146,15 +120,18 @@ def test_placeholder_tokens_equal_features_for_images_of_any_size(processor, cou
     for height, width in np.exp(rng.uniform(2.0, 5.5, (count, 2))).astype(int):
         image = RowImage(np.zeros((height, width, 3), np.uint8), f"{height} x {width}")
         tokens = encoder.tokens(image)
-        (size,) = encoder.width([[image]])
-        assert tokens.ids.count(encoder.feature) == 4 * tokens.tiles == 4 * size
-    batch = encoder.arrays({0: [image]}, 1, (size,))
+        (size, *_) = encoder.width([[image]])
+        expected = size, 4 * size
+        if encoder.sized:  # features of padding are omitted
+            expected = TileGrids.of(GRIDS, 28, 14).sizes(int(height), int(width))
+        assert (tokens.tiles, tokens.ids.count(encoder.feature)) == expected
+    batch = encoder.arrays({0: [image]}, 1, encoder.width([[image]]))
     assert batch["pixel_values"].shape == (1, size, 3, 28, 28)
     assert np.isfinite(batch["pixel_values"]).all()
 
 
 def test_image_that_the_processor_refuses_names_its_row(tokenizer):
-    encoder = ImageEncoder(gemma3(tokenizer))
+    encoder = ImageEncoder(PROCESSORS["gemma3"](functools.partial(with_tokens, tokenizer)))
     stream = io.BytesIO(b"no image")
     with pytest.raises(DataError, match="row 7"):
         encoder.tokens(RowImage(stream.getvalue(), "row 7"))

@@ -149,6 +149,8 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(qwen, engine)
     [
         ("qwen2_5_vl", {"window_size": 8, "fullatt_block_indexes": [1]}),
         ("qwen3_vl", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
+        ("qwen3_vl_moe", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+        ("glm4v", {"image_size": 8}),
     ],
 )
 def test_families_with_windows_and_further_features_produce_tokens_of_generate(model_type, vision):
@@ -159,7 +161,12 @@ def test_families_with_windows_and_further_features_produce_tokens_of_generate(m
     own = {
         name: value for name, value in VISION.items() if name not in ("embed_dim", "hidden_size")
     }
-    text = {**TEXT, "head_dim": 8} if model_type == "qwen3_vl" else TEXT
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    further = {
+        "qwen3_vl": {"head_dim": 8},
+        "qwen3_vl_moe": {"head_dim": 8, **experts},
+    }
+    text = {**TEXT, **further.get(model_type, {})}
     config = registry.get_config(model_type)(
         text_config=text,
         vision_config={**own, **sizes, **vision},

@@ -32,15 +32,23 @@ class Served:
         flags += "256" if name == "paligemma" else "24"
         self.engine = engine_of(parser.parse_args([str(path), *flags.split()]))
 
+    def arrays(self, output: Any) -> dict[str, Any]:
+        """Return the arrays of one row in the output of the processor."""
+        found = {name: np.asarray(output[name]) for name in self.model.image_names}
+        if "image_sizes" in found:  # padded tiles of each image
+            counts = [self.model.grids.sizes(*size)[0] for size in found["image_sizes"].tolist()]
+            images = zip(found["pixel_values"], counts, strict=True)
+            found["pixel_values"] = np.concatenate([x[:count] for x, count in images])
+        ranks = {"pixel_values": 5, "pixel_attention_mask": 4, "image_sizes": 3}
+        return {name: x if x.ndim == ranks[name] else x[None] for name, x in found.items()}
+
     def expected(self, text: str, *images: Any) -> tuple[list[int], list[int]]:
         """Return the prompt and the tokens of `generate`, with the arrays of the processor."""
         options = self.processor._merge_kwargs(return_tensors="np")["images_kwargs"]
         arrays, texts = {}, []
         if images:
             output, texts = self.processor._process_images([[*images]], **options)
-            for key in self.model.image_names:
-                array = np.asarray(output[key])
-                arrays[key] = array if array.ndim == 5 - (key != "pixel_values") else array[None]
+            arrays = self.arrays(output)
         first, *rest = text.split("IMAGE")
         whole = first + "".join(image + part for image, part in zip(texts, rest, strict=True))
         ids = self.processor.tokenizer(whole, add_special_tokens=False)["input_ids"]

@@ -7,7 +7,7 @@ from ed_infra.testing import require_torch
 from ed_layers.updated import apply_updates
 from ed_models.conformance import Subject, forward
 from ed_models.families.glm4_moe import Glm4MoeForCausalLM
-from ed_models.families.llama4_text import Llama4TextForCausalLM
+from ed_models.families.llama4 import Llama4TextForCausalLM
 from ed_models.families.mixtral import MixtralForCausalLM
 from flax import nnx
 
@@ -75,3 +75,24 @@ def test_queries_of_llama4_grow_with_their_place():
     with torch.no_grad():
         theirs = subject.torch_model(torch.tensor(subject.ids, dtype=torch.long)).logits
     np.testing.assert_allclose(subject.logits, theirs.numpy(), atol=1e-4)
+
+
+def test_experts_of_published_qwen3_vl_moe_checkpoints_have_swapped_dimensions(tmp_path):
+    from ed_models.families.qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM
+    from safetensors.numpy import load_file, save_file
+
+    fields = cases("qwen3_vl_moe_text")["qwen3_vl_moe_text"].rows["biases"]
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+    config = Qwen3VLMoeTextConfig(
+        **{**fields, **sizes, "num_hidden_layers": 1}, sharding_axis_dims=(1, 1, 1, 1, 1)
+    )
+    model = Qwen3VLMoeTextForCausalLM.create(config, seed=0)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    turned = {n: np.swapaxes(x, 1, 2).copy() for n, x in tensors.items() if ".experts." in n}
+    assert len(turned) == 2
+    save_file({**tensors, **turned}, file)
+    loaded = Qwen3VLMoeTextForCausalLM.from_pretrained(tmp_path)
+    ids = np.array([[1, 5, 2]])
+    np.testing.assert_allclose(loaded(ids).logits, model(ids).logits, atol=1e-6)

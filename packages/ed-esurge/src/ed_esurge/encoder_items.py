@@ -1,4 +1,5 @@
-"""The items of a model's encoder: images of one size, or packed patches of images of any size.
+"""The items of a model's encoder: images of one size, packed patches of images of any size, or the
+tiles of images without features of padding.
 
 Legend: p patches of an image, f numbers of a patch, m patches along the side of a block.
 """
@@ -14,6 +15,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.inputs import AXES, PACKED, Inputs
 from ed_infra.rope.grids import grid_positions
 from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
+from ed_models.body.unpadded import TileGrids
+from ed_models.body.vision import size_of
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
@@ -83,7 +86,8 @@ def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
         return None
     if isinstance(model, PatchedImageTextLM):
         return PackedImages(model, max_model_len)
-    return FixedImages(model)
+    grids = getattr(model, "grids", None)
+    return FixedImages(model) if grids is None else TiledImages(model, grids)
 
 
 class FixedImages:
@@ -94,7 +98,7 @@ class FixedImages:
     def __init__(self, model: LanguageModel) -> None:
         self.names = encoder_names(model)
         vision = getattr(model.config, "vision_config", None)
-        size = (vision.image_size,) * 2 if vision is not None else ()
+        size = size_of(vision.image_size) if vision is not None else ()
         known = {
             "pixel_values": np.zeros((getattr(vision, "num_channels", 3), *size), np.float32),
             "pixel_attention_mask": np.ones(size, np.int32),
@@ -204,6 +208,64 @@ class PackedImages:
         grids = np.stack([np.asarray(item.arrays["image_grid_thw"]) for item in items])
         grids = grids // np.array([1, self.merge, self.merge])
         return grid_positions(placeholders, np.ones((1, count), np.int32), grids[None])[:, 0]
+
+
+class TiledImages:
+    """Tiles `pixel_values` [t, c, h, w] of an image, and `image_sizes` [2]: its height and width.
+
+    The tiles are padded to one of the numbers of tiles that the grids of the model have.
+    """
+
+    names: tuple[str, ...] = ("pixel_values", "image_sizes")
+    has_axes = False
+
+    def __init__(self, model: LanguageModel, grids: TileGrids) -> None:
+        vision, self._grids = model.config.vision_config, grids
+        self._tile = vision.num_channels, grids.tile, grids.tile
+        self.longest = grids.most(grids.counts[-1])
+        self.features = model.config.text_config.hidden_size
+
+    def examples(self) -> list[ItemArrays]:
+        """See `EncoderItems.examples`."""
+        size = np.zeros(2, np.int32)
+        return [
+            {"pixel_values": np.zeros((tiles, *self._tile), np.float32), "image_sizes": size}
+            for tiles in self._grids.counts
+        ]
+
+    def padded(self, arrays: ItemArrays) -> ItemArrays:
+        """See `EncoderItems.padded`."""
+        pixels = np.asarray(arrays["pixel_values"], np.float32)
+        tiles = next(count for count in self._grids.counts if count >= len(pixels))
+        pixels = np.pad(pixels, ((0, tiles - len(pixels)), (0, 0), (0, 0), (0, 0)))
+        return {"pixel_values": pixels, "image_sizes": np.asarray(arrays["image_sizes"], np.int32)}
+
+    def count(self, arrays: ItemArrays) -> int:
+        """See `EncoderItems.count`."""
+        return self._grids.most(len(arrays["pixel_values"]))
+
+    def check(self, item: EncoderInput) -> str | None:
+        """See `EncoderItems.check`."""
+        if missing := set(self.names) - set(item.arrays):
+            return f"the item has no array {min(missing)}: pass {' and '.join(self.names)}"
+        pixels, size = (np.asarray(item.arrays[name]) for name in self.names)
+        if size.shape != (2,) or (size < 1).any() or pixels.shape[1:] != self._tile:
+            return (
+                f"pixel_values has shape {list(pixels.shape)}, and image_sizes is {size.tolist()}: "
+                f"pass [tiles, {', '.join(map(str, self._tile))}] and the height and width of the "
+                "image"
+            )
+        tiles, features = self._grids.sizes(int(size[0]), int(size[1]))
+        if (len(pixels), item.length) != (tiles, features):
+            return (
+                f"an image of {size.tolist()} pixels has {tiles} tiles and {features} features, "
+                f"but the item has {len(pixels)} tiles and {item.length} placeholder tokens: use "
+                "the processor of the checkpoint"
+            )
+        return None
+
+    def positions(self, count: int, items: Sequence[EncoderInput]) -> None:
+        """Return None."""
 
 
 def batch_of_one(arrays: ItemArrays) -> Inputs:

@@ -51,6 +51,7 @@ AXES: Mapping[str, LogicalAxes] = {
     "inputs_embeds": ("batch", "sequence", "embed"),
     "pixel_values": ("batch", None, None, None, None),
     "image_grid_thw": ("batch", None, None),
+    "image_sizes": ("batch", None, None),
     "pixel_attention_mask": ("batch", None, None, None),
 }
 #: Axes of packed patches: a second form of arrays in `AXES`, with another number of axes.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
 #: Largest number of sizes of images whose tokens are kept.
 KEPT = 2**17
+#: Name of the sizes of images, [i, 2], which models read that omit padding (LLaVA-NeXT).
+SIZES = "image_sizes"
 
 
 class ImageProcessor(Protocol):
@@ -76,7 +78,8 @@ class ImageEncoder:
     """Computes the tokens and the arrays of images.
 
     An image is one tile, or several tiles for a model that splits images. All tiles have arrays of
-    one shape and equally many features.
+    one shape. They have equally many features, unless the model omits padding and reads the sizes
+    of images.
 
     Args:
         processor: the processor of the checkpoint.
@@ -144,6 +147,11 @@ class ImageEncoder:
         """Shapes of the arrays of a tile by name: `pixel_values` [c, h, w], and others."""
         return {name: x.shape[1:] for name, x in tiles_of(self.processed(BLANK)).items()}
 
+    @cached_property
+    def sized(self) -> bool:
+        """Whether the model reads the sizes of images."""
+        return self.token is not None and SIZES in self.processed(BLANK)
+
     def tokens(self, image: RowImage) -> ImageTokens:
         """Return the tokens of an image, which depend on its size.
 
@@ -164,7 +172,7 @@ class ImageEncoder:
         tiles = len(next(iter(tiles_of(output).values())))
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         count = ids.count(self.feature)
-        if not count or count % tiles:
+        if not count or (count % tiles and SIZES not in output):
             raise DataError(
                 f"{where}: the processor returned {tiles} tiles and {count} placeholder tokens "
                 f"{self.processor.tokenizer.convert_ids_to_tokens(self.feature)!r}; use the "
@@ -174,13 +182,14 @@ class ImageEncoder:
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
         """Return the sizes of the arrays for the images of all rows of a batch."""
-        return (max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)]),)
+        tiles = max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)])
+        return (tiles, max([1, *map(len, rows)])) if self.sized else (tiles,)
 
     def arrays(
         self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
     ) -> dict[str, NDArray[Any]]:
-        """Return `pixel_values` [b, i, c, h, w], float32, and the other arrays of tiles, padded
-        with zeros.
+        """Return `pixel_values` [b, t, c, h, w], float32, the other arrays of tiles, and
+        `image_sizes` [b, i, 2], int32, of models that read the sizes; padded with zeros.
 
         Args:
             images: number of a row -> the images of the row in order.
@@ -191,13 +200,18 @@ class ImageEncoder:
             DataError: an image cannot be decoded, or its tiles have another shape than others.
         """
         batch: dict[str, NDArray[Any]] = {
-            name: np.zeros((rows, *width, *shape), _dtype(name))
+            name: np.zeros((rows, width[0], *shape), _dtype(name))
             for name, shape in self.shapes.items()
         }
+        if self.sized:
+            batch[SIZES] = np.zeros((rows, width[1], 2), np.int32)
         for row, of_row in images.items():
             place = 0
-            for image in of_row:
-                tiles, count = tiles_of(self.processed(image)), self.tokens(image).tiles
+            for number, image in enumerate(of_row):
+                output = self.processed(image)
+                tiles, count = tiles_of(output), self.tokens(image).tiles
+                if self.sized:
+                    (batch[SIZES][row, number],) = np.asarray(output[SIZES])
                 for name, array in tiles.items():
                     if array.shape != (count, *self.shapes[name]):
                         raise DataError(

@@ -9,8 +9,11 @@ patch, f = c * t * s * s, d hidden, m patches along the side of a block, n = p /
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
+from math import isqrt
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from ed_layers.activations import activation
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.context import Ctx
+from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -56,8 +60,16 @@ class PatchProjection(nnx.Module):
 class PatchLayer(DecoderLayer):
     """A pre-norm layer whose tokens attend to the patches of their frame, or of their window."""
 
-    def __init__(self, parts: Parts, *, mlp: FeedForward, windowed: bool = False):
-        attention = SelfAttention(parts, bias=True, mask=MaskRule(causal=False))
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        mlp: FeedForward,
+        windowed: bool = False,
+        bias: bool = True,
+        out_bias: bool = True,
+    ):
+        attention = SelfAttention(parts, bias=bias, out_bias=out_bias, mask=MaskRule(causal=False))
         super().__init__(parts, self_attn=attention, mlp=mlp)
         self.windowed = windowed
 
@@ -105,6 +117,10 @@ class PatchTower(nnx.Module):
         bias: whether the projection of patches has a bias.
         positions: number of rows and columns of a table of learned positions, which is resized to
             each image; None = no table.
+        cubic: resize the table with a cubic kernel and borders of patches at its borders (GLM-4V),
+            instead of linearly and with aligned corners.
+        normed: whether a norm follows the projection of patches.
+        merger: creates the merger: `merger(parts, features)`.
         deep: numbers of the layers whose outputs are merged into further features.
     """
 
@@ -119,6 +135,9 @@ class PatchTower(nnx.Module):
         window: int | None = None,
         bias: bool = False,
         positions: int | None = None,
+        cubic: bool = False,
+        normed: bool = False,
+        merger: Callable[[Parts, int], Any] = PatchMerger,
         deep: Sequence[int] = (),
     ):
         self.config: Any = parts.config
@@ -126,11 +145,13 @@ class PatchTower(nnx.Module):
         self.window = window
         d = self.config.hidden_size
         self.patch_embed = PatchProjection(parts, d, bias=bias)
-        self.positions, self.deep = positions, tuple(deep)
+        if normed:
+            self.patch_norm = parts.own_norm(d)
+        self.positions, self.cubic, self.deep = positions, cubic, tuple(deep)
         if positions is not None:
             self.pos_embed = parts.table(positions**2, d, axes=(None, "embed"))
         self.blocks = parts.stack(layer, depth, kinds=kinds)
-        self.merger = PatchMerger(parts, features)
+        self.merger = merger(parts, features)
         if deep:
             mergers = [PatchMerger(parts, features, whole=True) for _ in deep]
             self.deepstack_merger_list = nnx.List(mergers)
@@ -157,6 +178,8 @@ class PatchTower(nnx.Module):
                 f"{self.merge} patches become one feature: pad to a multiple of {self.merge**2}"
             )
         x = self.patch_embed(patches)
+        if hasattr(self, "patch_norm"):
+            x = self.patch_norm(x)
         places = PatchPlaces.of(grids, count, merge=self.merge, window=self.window)
         order = None
         if self.window is not None:
@@ -186,17 +209,55 @@ class PatchTower(nnx.Module):
         return features
 
     def learned_positions(self, places: PatchPlaces) -> Float[Array, "b p d"]:
-        """Return the learned positions of patches, between those of the table (bilinear, with
-        aligned corners)."""
+        """Return the learned positions of patches, between those of the table."""
         assert self.positions is not None
-        last = self.positions - 1
-        at = places.position_ids.astype(jnp.float32) * last / jnp.maximum(places.sizes - 1, 1)
+        last, patch = self.positions - 1, places.position_ids.astype(jnp.float32)
+        if self.cubic:
+            at = (patch + 0.5) / places.sizes * self.positions - 0.5
+            near, kernel = (-1, 0, 1, 2), cubic_kernel
+        else:
+            at = patch * last / jnp.maximum(places.sizes - 1, 1)
+            near, kernel = (0, 1), linear_kernel
         low = jnp.floor(at).astype(jnp.int32)
         table = self.pos_embed.get_value().astype(jnp.float32)
         total = jnp.zeros((), jnp.float32)
-        for corner in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            row, column = (jnp.minimum(low[axis] + corner[axis], last) for axis in (0, 1))
+        for corner in itertools.product(near, near):
             across = jnp.stack([low[axis] + corner[axis] for axis in (0, 1)])
-            weight = jnp.prod(jnp.maximum(1 - jnp.abs(at - across), 0), axis=0)
+            row, column = jnp.clip(across, 0, last)
+            weight = jnp.prod(kernel(jnp.abs(at - across)), axis=0)
             total = total + weight[..., None] * table[row * self.positions + column]
         return total
+
+
+def linear_kernel(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return the weights of linear interpolation at distances x."""
+    return jnp.maximum(1 - x, 0)
+
+
+def cubic_kernel(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return the weights of torch's cubic interpolation at distances x, at most 2."""
+    a = -0.75
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((x - 5) * x + 8) * x * a - 4 * a
+    return jnp.where(x <= 1, near, far)
+
+
+class PlainPatchLayer(PatchLayer):
+    """A layer with a feed-forward layer without a gate, of the width `intermediate_size`."""
+
+    def __init__(self, parts: Parts, index: int):
+        super().__init__(parts, mlp=MLP(parts))
+
+
+def deep_tower(parts: Parts) -> PatchTower:
+    """Create the tower of Qwen3-VL: learned positions, and features of several layers."""
+    config: Any = parts.config
+    return PatchTower(
+        replace(parts, norm_of_family=partial(parts.layer_norm, eps=1e-6)),
+        PlainPatchLayer,
+        depth=config.depth,
+        features=config.out_hidden_size,
+        bias=True,
+        positions=isqrt(config.num_position_embeddings),
+        deep=config.deepstack_visual_indexes,
+    )

@@ -72,7 +72,7 @@ class ScaledVisionLayer(VisionLayer):
     def __init__(self, parts: Parts, index: int, **changes: Any):
         super().__init__(parts, index, **changes)
         self.layer_scale1, self.layer_scale2 = LayerScale(parts), LayerScale(parts)
-        self.skipped: float = parts.config.drop_path_rate
+        self.skipped: float = getattr(parts.config, "drop_path_rate", 0.0)
 
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)

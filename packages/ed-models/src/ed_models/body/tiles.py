@@ -3,12 +3,14 @@
 A family states its projector, and the features of a tile if they are not the projected output of
 the tower.
 
-Legend: b rows, s positions, i images or tiles of a row, c channels, h height, w width, n features
-of a tile, d hidden.
+Legend: b rows, s positions, i images or tiles of a row, t tiles of all rows, c channels, h height,
+w width, n patches or features of a tile, m joined patches, v and d hidden size of the tower and of
+the decoder, f inputs of the projector.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded
+from ed_layers.activations import activation
 from ed_layers.parts import Parts
 from flax import nnx
 from jax.typing import DTypeLike
@@ -26,7 +29,7 @@ from jaxtyping import Array, Float
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.over_decoder import OverDecoder
 from ed_models.body.vision import tower_rules
-from ed_models.weights.rules import STANDARD, renamed
+from ed_models.weights.rules import STANDARD, Rule, renamed
 
 #: Head -> embedding, of models whose head is the embedding.
 TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
@@ -38,17 +41,16 @@ OTHER_NAMES = {
     "model.language_model": "language_model.model",
     "lm_head": "language_model.lm_head",
 }
+#: Our names of the decoder and the projector -> names of checkpoints.
+STORED = {
+    "lm_head": "language_model.lm_head",
+    "model.language_model": "language_model.model",
+    "model.multi_modal_projector": "multi_modal_projector",
+}
 #: The rules of LLaVA's names.
 WEIGHTS = (
     *tower_rules("model.vision_tower", "vision_tower"),
-    *renamed(
-        {
-            "lm_head": "language_model.lm_head",
-            "model.language_model": "language_model.model",
-            "model.multi_modal_projector": "multi_modal_projector",
-        },
-        *STANDARD,
-    ),
+    *renamed(STORED, *STANDARD),
 )
 
 
@@ -57,6 +59,8 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
 
     #: Class of a tower that is no model by itself; None = by the model type of `vision_config`.
     tower_class: ClassVar[type[Any] | None] = None
+    #: Weight rules of the decoder, which are part of the rules of the family.
+    decoder_rules: ClassVar[tuple[Rule, ...]] = STANDARD
 
     def __init__(
         self,
@@ -76,10 +80,10 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         self.multi_modal_projector = self.projector(parts)
         decoder = registry.get_module(TaskType.CAUSAL_LM, text.model_type)
-        if decoder.WEIGHTS is not STANDARD:
+        if decoder.WEIGHTS is not self.decoder_rules:
             raise ConfigError(
                 f"{config.model_type}: text_config.model_type={text.model_type!r} is not "
-                "supported: the names of its parameters differ from Llama's"
+                "supported: checkpoints of this family have other names of parameters"
             )
         self.language_model = decoder.body_class(text, *numbers, rngs=rngs)
 
@@ -100,6 +104,17 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
         hidden = self.vision_tower(pixel_values, **others).last_hidden_state
         return self.multi_modal_projector(hidden)
 
+    def selected(self, pixel_values: Float[Array, "t c h w"]) -> Float[Array, "t n v"]:
+        """Return the hidden states of the tower that `vision_feature_layer` names, one beside
+        another; the strategy `default` omits the class token."""
+        config: Any = self.config
+        hidden = self.vision_tower(pixel_values, output_hidden_states=True).hidden_states
+        layers = config.vision_feature_layer
+        chosen = [hidden[k] for k in ([layers] if isinstance(layers, int) else layers)]
+        if config.vision_feature_select_strategy == "default":
+            chosen = [x[:, 1:] for x in chosen]
+        return jnp.concatenate(chosen, axis=-1)
+
     def encode(self, pixel_values: Float[Array, "b i c h w"], **others: Array) -> Encoded:
         """Return the features of all images or tiles of a row, one after another.
 
@@ -112,3 +127,28 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
         features = self.tiles(pixel_values.reshape(b * i, *pixel_values.shape[2:]), **flat)
         features = features.reshape(b, i * features.shape[1], -1)
         return Encoded(features, jnp.ones(features.shape[:2], jnp.int32))
+
+
+class TwoLayerProjector(nnx.Module):
+    """Two linear layers from the selected layers of the tower to the decoder (LLaVA)."""
+
+    def __init__(self, parts: Parts):
+        config: Any = parts.config
+        layers = config.vision_feature_layer
+        count = 1 if isinstance(layers, int) else len(layers)
+        inputs, d = count * config.vision_config.hidden_size, config.text_config.hidden_size
+        bias = config.multimodal_projector_bias
+        self.linear_1 = parts.linear(inputs, d, axes=(None, "embed"), bias=bias)
+        self.linear_2 = parts.linear(d, d, axes=("embed", None), bias=bias)
+        self.hidden_act = config.projector_hidden_act
+
+    def __call__(self, x: Float[Array, "t n f"]) -> Float[Array, "t n d"]:
+        return self.linear_2(activation(self.hidden_act)(self.linear_1(x)))
+
+
+def joined_squares(x: Float[Array, "t n v"], side: int) -> Float[Array, "t m f"]:
+    """Join squares of `side` x `side` patches; a tile is a square of patches."""
+    t, n, v = x.shape
+    squares = math.isqrt(n) // side
+    x = x.reshape(t, squares, side, squares, side, v).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(t, squares**2, side * side * v)

@@ -11,7 +11,7 @@ Legend: b images, c channels, h height, w width, p patch size, n positions, d hi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -42,6 +42,7 @@ from ed_models.weights.rules import STANDARD, Rule, fused, ignore, permute, rena
 #: Parts of our names -> those of the towers of CLIP and SigLIP.
 CLIP_NAMES: Mapping[str, str] = {
     "embeddings.cls_token": "embeddings.class_embedding",
+    "embeddings.patches": "embeddings.patch_embedding",
     "embeddings.position_embedding": "embeddings.position_embedding.weight",
     "pre_norm": "pre_layrnorm",
     "layers": "encoder.layers",
@@ -317,12 +318,21 @@ class VisionTower(EasyDeLBaseModule):
         super().__init__(config, dtype, param_dtype, precision)
         self.pooling = pooling
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
-        parts = replace(parts, norm_of_family=norm)
+        parts = replace(parts, norm_of_family=self.norm_of(parts))
         self.embeddings = self.embedding(parts)
         self.layers = parts.stack(type(self).layer_class, config.num_hidden_layers)
-        self.norm = parts.own_norm(config.hidden_size)
+        self.norm = self.last_norm(parts)
         self.add_parts(parts)
+
+    @staticmethod
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Return the function that creates the norms."""
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
+
+    @staticmethod
+    def last_norm(parts: Parts) -> nnx.Module:
+        """Create the norm after the last layer."""
+        return parts.own_norm(parts.config.hidden_size)
 
     @staticmethod
     def embedding(parts: Parts) -> VisionEmbeddings:
@@ -365,8 +375,13 @@ class VisionTower(EasyDeLBaseModule):
         """Size of the hidden states, d."""
         return self.config.hidden_size
 
-    def classified(self, x: Float[Array, "b n d"]) -> Float[Array, "b f"]:
-        """Return the features of each image that a classifier reads; see `reads`."""
+    def classified(self, x: Float[Array, "b n d"], **inputs: Any) -> Float[Array, "b f"]:
+        """Return the features of each image that a classifier reads; see `reads`.
+
+        Args:
+            x: outputs of the tower.
+            inputs: the arguments of the tower, such as masks.
+        """
         if self.reads == "first":
             return x[:, 0]
         mean = jnp.mean(x[:, self.embeddings.prefix :], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,10 @@ from ed_infra.enums import TaskType
 from ed_infra.testing import require_torch
 
 from ed_models.conformance.subjects import B, Cases, S, Subject
+
+#: Rows and columns of patches of images of different sizes. With one column, torch 2.13 gives all
+#: patches the position of the first one.
+SIZES = ((3, 4), (2, 5), (6, 2), (1, 2))
 
 
 class VisionSubject(Subject):
@@ -22,11 +27,22 @@ class VisionSubject(Subject):
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         super().__init__(model_type, row, module_class, cases)
-        config = self.fields.get("vision_config", self.fields)
-        height, width = np.broadcast_to(config["image_size"], 2)
-        shape = B, config.get("num_channels", 3), height, width
-        pixels = np.random.default_rng(1).normal(size=shape)
-        self.pixel_values = pixels.astype(np.float32)
+        config, rng = self.fields.get("vision_config", self.fields), np.random.default_rng(1)
+        channels: int = config.get("num_channels", 3)
+        if "image_size" in config:
+            height, width = np.broadcast_to(config["image_size"], 2)
+            pixels = rng.normal(size=(B, channels, height, width))
+            self.images = {"pixel_values": pixels.astype(np.float32)}
+        else:
+            pixels = rng.normal(
+                size=(B, max(map(math.prod, SIZES)), channels * config["patch_size"] ** 2)
+            )
+            real = np.arange(pixels.shape[1]) < np.prod(SIZES, axis=1)[:, None]
+            self.images = {
+                "pixel_values": (pixels * real[..., None]).astype(np.float32),
+                "pixel_attention_mask": real.astype(np.int32),
+                "spatial_shapes": np.array(SIZES, np.int32),
+            }
 
     @property
     def vocab_size(self) -> int:
@@ -38,7 +54,7 @@ class VisionSubject(Subject):
         return np.ones(B, bool)
 
     def whole(self) -> dict[str, Any]:
-        return {"pixel_values": self.pixel_values}
+        return dict(self.images)
 
     def padded(self) -> dict[str, Any]:
         return self.whole()
@@ -97,7 +113,7 @@ class ImageTextMatchSubject(VisionSubject):
         self.ids[np.arange(B), S - 1 - np.array(self.pad)] = end
 
     def whole(self) -> dict[str, Any]:
-        return {"input_ids": self.ids, "pixel_values": self.pixel_values}
+        return {"input_ids": self.ids, **self.images}
 
     def padded(self) -> dict[str, Any]:
         return {**self.whole(), "attention_mask": self.mask}

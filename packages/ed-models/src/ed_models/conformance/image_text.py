@@ -15,6 +15,7 @@ from ed_infra.enums import TaskType
 from ed_infra.inputs import Features, Inputs
 from ed_infra.testing import require_torch
 
+from ed_models.body.unpadded import TileGrids
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
 #: Positions of the first tokens of the images of each row: three images, one, none, and two. The
@@ -34,7 +35,16 @@ class ImageTextSubject(Subject):
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         super().__init__(model_type, row, module_class, cases)
-        length = cases.image_features
+        self.images = self.placed(module_class, cases.image_features)
+        self.types: dict[str, np.ndarray] = {}
+        if module_class.reads_ahead == "prompt":
+            self.page_counts, self.prompt_length = PROMPT_COUNTS, PROMPT
+            after = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
+            self.types = {"token_type_ids": after.astype(np.int32)}
+
+    def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
+        """Write the placeholder tokens of images of `length` features, and return the arrays of the
+        images."""
         for number, starts in enumerate(STARTS):
             for start in starts:
                 self.ids[number, start : start + length] = self.image_token
@@ -43,19 +53,15 @@ class ImageTextSubject(Subject):
         pixels = np.random.default_rng(1).normal(size=shape)
         real = np.arange(shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
         pixels *= real[:, :, None, None, None]
-        self.images: dict[str, np.ndarray] = {"pixel_values": pixels.astype(np.float32)}
+        images = {"pixel_values": pixels.astype(np.float32)}
         if "pixel_attention_mask" in module_class.image_names:
             areas = np.broadcast_to(real[:, :, None, None], (*shape[:2], *shape[3:]))
             mask = areas.astype(np.int32)
             side = shape[-1]
             mask[0, 1, side // 2 :] = 0  # padding below one image, and at the right of another
             mask[3, 0, :, side - side // 4 :] = 0
-            self.images["pixel_attention_mask"] = mask
-        self.types: dict[str, np.ndarray] = {}
-        if module_class.reads_ahead == "prompt":
-            self.page_counts, self.prompt_length = PROMPT_COUNTS, PROMPT
-            after = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
-            self.types = {"token_type_ids": after.astype(np.int32)}
+            images["pixel_attention_mask"] = mask
+        return images
 
     @property
     def image_token(self) -> int:
@@ -126,3 +132,52 @@ class ImageTextSubject(Subject):
             types = torch.tensor(self.types.get("token_type_ids", self.ids == self.image_token))
             inputs["token_type_ids"] = types.long()
         return inputs
+
+
+#: Heights and widths of the images of each row, and the first tokens of the images: three images
+#: whose grids have only padding, one, none, and two.
+SIZES = (((2, 40), (1, 60), (2, 50)), ((16, 8),), (), ((3, 48), (8, 16)))
+PLACES = ((1, 6, 14), (6,), (), (4, 9))
+
+
+class TileGridSubject(ImageTextSubject):
+    """A vision-language model that splits images into a grid of tiles."""
+
+    @property
+    def grids(self) -> TileGrids:
+        """The grids of the model."""
+        vision = self.fields["vision_config"]
+        resolutions = self.fields["image_grid_pinpoints"]
+        return TileGrids.of(resolutions, vision["image_size"], vision["patch_size"])
+
+    def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
+        grids, most = self.grids, max(map(len, SIZES))
+        sizes = np.zeros((B, most, 2), np.int32)
+        counts = np.zeros(B, int)
+        for number, (own, starts) in enumerate(zip(SIZES, PLACES, strict=True)):
+            for place, (size, start) in enumerate(zip(own, starts, strict=True)):
+                sizes[number, place] = size
+                tiles, features = grids.sizes(*size)
+                counts[number] += tiles
+                self.ids[number, start : start + features] = self.image_token
+        shape = B, counts.max(), 3, grids.tile, grids.tile
+        pixels = np.random.default_rng(1).normal(size=shape)
+        pixels *= (np.arange(counts.max()) < counts[:, None])[:, :, None, None, None]
+        return {"pixel_values": pixels.astype(np.float32), "image_sizes": sizes}
+
+    def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        torch, grids, images, sizes = require_torch(), self.grids, [], []
+        for number, own in enumerate(SIZES):
+            first = 0
+            for size in own:
+                tiles, _ = grids.sizes(*size)
+                images.append(self.images["pixel_values"][number, first : first + tiles])
+                sizes.append(size)
+                first += tiles
+        most = max(map(len, images))
+        padded = [np.pad(x, ((0, most - len(x)), (0, 0), (0, 0), (0, 0))) for x in images]
+        return {
+            **inputs,
+            "pixel_values": torch.tensor(np.stack(padded)),
+            "image_sizes": torch.tensor(sizes),
+        }

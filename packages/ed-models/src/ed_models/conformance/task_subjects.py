@@ -23,7 +23,7 @@ from ed_models.conformance.image_subjects import (
     ImageTextMatchSubject,
     VisionSubject,
 )
-from ed_models.conformance.image_text import ImageTextSubject
+from ed_models.conformance.image_text import ImageTextSubject, TileGridSubject
 from ed_models.conformance.patched_images import PatchedImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
@@ -405,6 +405,11 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
         *(VisionSubject, ImageClassifierSubject, ImageTextMatchSubject),
     )
 }
+#: Array that the model reads -> the subject, instead of that of the task.
+FURTHER: Mapping[str, type[Subject]] = {
+    "image_grid_thw": PatchedImageTextSubject,
+    "image_sizes": TileGridSubject,
+}
 
 
 def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
@@ -425,7 +430,7 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
             )
         for task in own.tasks or registry.tasks_of(model_type)[:1]:
             module_class = registry.get_module(task, model_type)
-            patched = "image_grid_thw" in module_class.input_names
-            kind = PatchedImageTextSubject if patched else SUBJECTS[task]
+            others = [FURTHER[name] for name in module_class.input_names if name in FURTHER]
+            kind = others[0] if others else SUBJECTS[task]
             found += [kind(model_type, row, module_class, own) for row in own.rows]
     return found

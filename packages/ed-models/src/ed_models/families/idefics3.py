@@ -32,7 +32,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig as _SmolVision
 
 from ed_models.body.context import layer_context
-from ed_models.body.tiles import TiledImageTextModel
+from ed_models.body.tiles import TiledImageTextModel, joined_squares
 from ed_models.body.vision import VisionTower, size_of, tower_rules
 from ed_models.tasks.image_text import ImageTextLM
 from ed_models.weights.rules import STANDARD, renamed
@@ -136,10 +136,7 @@ class Idefics3Connector(nnx.Module):
         self.proj = parts.linear(inputs, config.text_config.hidden_size, axes=(None, "embed"))
 
     def __call__(self, x: Float[Array, "t n v"]) -> Float[Array, "t m d"]:
-        t, n, v = x.shape
-        side, s = int(n**0.5) // self.scale, self.scale
-        squares = x.reshape(t, side, s, side, s, v).transpose(0, 1, 3, 2, 4, 5)
-        return self.proj(squares.reshape(t, side * side, s * s * v))
+        return self.proj(joined_squares(x, self.scale))
 
 
 class Idefics3Model(TiledImageTextModel):

@@ -10,8 +10,6 @@ Numbers follow Hugging Face's `modeling_qwen3_vl.py`; parameter names are its na
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from math import isqrt
 from typing import Any
 
 import transformers
@@ -20,13 +18,13 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import QKNorm
-from ed_layers.mlp import MLP, GatedMLP
+from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
-from ed_models.body.patch_tower import PatchLayer, PatchTower
+from ed_models.body.patch_tower import deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
@@ -84,30 +82,11 @@ class Qwen3VLTextForCausalLM(CausalLM):
     body_class = Qwen3VLTextModel
 
 
-class Qwen3VLVisionBlock(PatchLayer):
-    """Attention and feed-forward without a gate, each normed before."""
-
-    def __init__(self, parts: Parts, index: int):
-        super().__init__(parts, mlp=MLP(parts))
-
-
 class Qwen3VLModel(PatchedImageTextModel):
     """Vision tower and decoder."""
 
     config_class = Qwen3VLConfig
-
-    @staticmethod
-    def tower(parts: Parts) -> PatchTower:
-        config: Qwen3VLVisionConfig = parts.config
-        return PatchTower(
-            replace(parts, norm_of_family=partial(parts.layer_norm, eps=1e-6)),
-            Qwen3VLVisionBlock,
-            depth=config.depth,
-            features=config.out_hidden_size,
-            bias=True,
-            positions=isqrt(config.num_position_embeddings),
-            deep=config.deepstack_visual_indexes,
-        )
+    tower = staticmethod(deep_tower)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen3VLConfig, model_type="qwen3_vl")

@@ -46,10 +46,13 @@ class ImageClassifier(EasyDeLBaseModule):
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         tower = cls.tower_class
+        # Published towers alone have no prefix.
+        unread = [name for name in tower.others if not name.startswith("classifier.")]
+        unread += [f"{cls.prefix}.{name}" for name in tower.others]
         cls.WEIGHTS = (
             *tower_rules("model", cls.prefix, tower.names, tower.rules),
             *renamed({"score": "classifier"}, *STANDARD),
-            *map(ignore, (*cls.others, *(f"{cls.prefix}.{name}" for name in tower.others))),
+            *map(ignore, (*cls.others, *unread)),
         )
 
     def __init__(
@@ -82,7 +85,7 @@ class ImageClassifier(EasyDeLBaseModule):
             inputs: further arguments of `VisionTower`, such as `interpolate_pos_encoding`.
         """
         body = self.model(pixel_values, **inputs)
-        logits = self.score(self.model.classified(body.last_hidden_state))
+        logits = self.score(self.model.classified(body.last_hidden_state, **inputs))
         return ImageClassifierOutput(logits=logits.astype(jnp.float32), **common(body))
 
     def compute_loss(

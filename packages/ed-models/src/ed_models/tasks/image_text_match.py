@@ -96,6 +96,7 @@ class ImageTextMatcher(EasyDeLBaseModule):
         attention_mask: Int[Array, "b s"] | None = None,
         interpolate_pos_encoding: bool | None = None,
         key: jax.Array | None = None,
+        **images: Any,
     ) -> ImageTextOutput:
         """Compare all images with all texts.
 
@@ -105,15 +106,16 @@ class ImageTextMatcher(EasyDeLBaseModule):
             attention_mask: nonzero = a token, [b, s].
             interpolate_pos_encoding: see `ed_models.body.vision.VisionTower`.
             key: dropout key; None = deterministic.
+            images: further arrays of images, of towers that read them.
         """
-        images = self.get_image_features(
-            pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, key=key
+        seen = self.get_image_features(
+            pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, key=key, **images
         )
         texts = self.get_text_features(input_ids, attention_mask, key=key)
-        images, texts = unit(images), unit(texts)
-        cosines = jnp.matmul(texts, images.T, precision=jax.lax.Precision.HIGHEST)
+        seen, texts = unit(seen), unit(texts)
+        cosines = jnp.matmul(texts, seen.T, precision=jax.lax.Precision.HIGHEST)
         logits = self.scaled(cosines)
-        return ImageTextOutput(logits.T, logits, texts, images)
+        return ImageTextOutput(logits.T, logits, texts, seen)
 
     def compute_loss(
         self,

@@ -33,6 +33,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 FETCH_SECONDS = 10.0
 #: Name of the grid of an image in the output of a processor that packs patches.
 GRID = "image_grid_thw"
+#: Name of the size of an image in the output of a processor for models that omit padding.
+SIZES = "image_sizes"
 
 
 class TokenNames(Protocol):
@@ -242,11 +244,14 @@ def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     """Return the arrays of each tile of one image, in the output of an image processor.
 
     The arrays are [t, c, h, w] or [1, t, c, h, w] and the like, for t tiles. Packed patches [p, f]
-    with `image_grid_thw` [1, 3] are one tile.
+    with `image_grid_thw` [1, 3], and tiles with `image_sizes` [1, 2], are one tile.
     """
     if GRID in arrays:
         pixels, (grid,) = (np.asarray(arrays[name]) for name in ("pixel_values", GRID))
         return [{"pixel_values": pixels.astype(np.float32), GRID: grid.astype(np.int32)}]
+    if SIZES in arrays:
+        (pixels,), (size,) = (np.asarray(arrays[name]) for name in ("pixel_values", SIZES))
+        return [{"pixel_values": pixels.astype(np.float32), SIZES: size.astype(np.int32)}]
     nested = np.ndim(arrays["pixel_values"]) == 5
     found = {name: np.asarray(x)[0] if nested else np.asarray(x) for name, x in arrays.items()}
     found["pixel_values"] = found["pixel_values"].astype(np.float32)

@@ -1,0 +1,114 @@
+"""Tiny processors of vision-language families, which run without torchvision.
+
+A processor is created from `with_tokens(image, *names, **special)`, which returns a tokenizer with
+a special token for an image, with further special tokens, and with tokens that are attributes of
+the tokenizer. Images have tiles of 28 x 28 pixels and four features; LLaVA-NeXT
+omits features of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Tokens = Callable[..., Any]
+SIZE = {"height": 28, "width": 28}
+#: Resolutions of images that are split into a grid of tiles.
+GRIDS = [[28, 56], [56, 28], [56, 56]]
+
+
+def gemma3(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    special = {"boi_token": "<start>", "image_token": "<soft>", "eoi_token": "<end>"}
+    own = with_tokens("<start>", "<soft>", "<end>", **special)
+    images = Gemma3ImageProcessorPil(size=SIZE)
+    return transformers.Gemma3Processor(images, own, own.chat_template, image_seq_length=4)
+
+
+def paligemma(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    own = with_tokens("<image>", image_token="<image>")
+    images: Any = SiglipImageProcessorPil(size=SIZE)
+    images.image_seq_length = 4
+    return transformers.PaliGemmaProcessor(images, own, own.chat_template)
+
+
+def idefics3(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    names = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    names += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    own = with_tokens("<image>", *names)
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
+    )
+    return transformers.Idefics3Processor(images, own, 4, own.chat_template)
+
+
+def internvl(with_tokens: Tokens) -> Any:
+    import transformers
+
+    special = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
+    own = with_tokens("<IMG>", *special.values(), context_image_token="<IMG>", **special)
+
+    class InternVLProcessor(transformers.InternVLProcessor):
+        """The processor without videos, which would need torchvision."""
+
+        def __init__(
+            self, image_processor=None, tokenizer=None, image_seq_length=256, chat_template=None
+        ):
+            super().__init__(
+                image_processor,
+                tokenizer,
+                image_seq_length=image_seq_length,
+                chat_template=chat_template,
+            )
+
+    return InternVLProcessor(tiles(), own, 4, own.chat_template)
+
+
+def aya_vision(with_tokens: Tokens) -> Any:
+    import transformers
+
+    names = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE_GLOBAL"]
+    own = with_tokens("<image>", *names)
+    sizes = {"patch_size": 14, "img_size": 28}
+    return transformers.AyaVisionProcessor(tiles(), own, **sizes, chat_template=own.chat_template)
+
+
+def llava_next(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+
+    own = with_tokens("<image>", image_token="<image>")
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size=SIZE, image_grid_pinpoints=GRIDS
+    )
+    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return transformers.LlavaNextProcessor(
+        images, own, patch_size=14, chat_template=own.chat_template, **options
+    )
+
+
+def tiles() -> Any:
+    """Return an image processor that splits an image into at most four tiles."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    return GotOcr2ImageProcessorPil(size=SIZE, max_patches=4)
+
+
+PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
+    "gemma3": gemma3,
+    "paligemma": paligemma,
+    "idefics3": idefics3,
+    "internvl": internvl,
+    "aya_vision": aya_vision,
+    "llava_next": llava_next,
+}
