@@ -77,7 +77,7 @@ def aya_vision(with_tokens: Tokens) -> Any:
 
     names = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE_GLOBAL"]
     own = with_tokens("<image>", *names)
-    sizes = {"patch_size": 14, "img_size": 28}
+    sizes: dict[str, Any] = {"patch_size": 14, "img_size": 28}
     return transformers.AyaVisionProcessor(tiles(), own, **sizes, chat_template=own.chat_template)
 
 
@@ -91,7 +91,10 @@ def llava_next(with_tokens: Tokens) -> Any:
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 28}, crop_size=SIZE, image_grid_pinpoints=GRIDS
     )
-    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    options: dict[str, Any] = {
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
     return transformers.LlavaNextProcessor(
         images, own, patch_size=14, chat_template=own.chat_template, **options
     )

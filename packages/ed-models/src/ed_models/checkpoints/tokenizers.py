@@ -129,16 +129,12 @@ def _without_videos(name: str, revision: str | None) -> type[Any] | None:
     if kind is None or "video_processor" not in kind.get_attributes():
         return None
 
-    def create(
-        self: Any,
-        image_processor: Any = None,
-        tokenizer: Any = None,
-        chat_template: str | None = None,
-        **options: Any,
-    ) -> None:
-        kind.__init__(self, image_processor, tokenizer, chat_template=chat_template, **options)
+    def attributes(cls: Any) -> list[str]:
+        return [name for name in kind.get_attributes() if name != "video_processor"]
 
-    return type(kind.__name__, (kind,), {"__init__": create, "__module__": kind.__module__})
+    # The class keeps its __init__, whose arguments tell transformers which saved settings to pass.
+    own = {"get_attributes": classmethod(attributes), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
 
 
 def load_image_processor(

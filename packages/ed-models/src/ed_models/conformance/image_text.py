@@ -53,7 +53,7 @@ class ImageTextSubject(Subject):
         pixels = np.random.default_rng(1).normal(size=shape)
         real = np.arange(shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
         pixels *= real[:, :, None, None, None]
-        images = {"pixel_values": pixels.astype(np.float32)}
+        images: dict[str, np.ndarray] = {"pixel_values": pixels.astype(np.float32)}
         if "pixel_attention_mask" in module_class.image_names:
             areas = np.broadcast_to(real[:, :, None, None], (*shape[:2], *shape[3:]))
             mask = areas.astype(np.int32)

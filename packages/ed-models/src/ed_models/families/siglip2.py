@@ -69,8 +69,8 @@ class Siglip2Embeddings(nnx.Module):
         columns = resized(place % width, width, self.side)
         table = self.position_embedding.get_value().astype(jnp.float32)
         table = table.reshape(self.side, self.side, -1)
-        exact = {"precision": jax.lax.Precision.HIGHEST}
-        positions = jnp.einsum("bni,bnj,ijd->bnd", rows, columns, table, **exact)
+        exact = jax.lax.Precision.HIGHEST
+        positions = jnp.einsum("bni,bnj,ijd->bnd", rows, columns, table, precision=exact)
         return x + positions.astype(x.dtype)
 
 
@@ -149,7 +149,8 @@ class Siglip2VisionModel(VisionTower):
         ctx, _ = layer_context(self.config, keys.shape, mask_info=mask_info, ropes={}, key=key)
         x, _, _, hidden = self.layers(x, ctx, keep_hidden=output_hidden_states)
         x = self.norm(x)
-        pooled = self.pooler(x, keys) if hasattr(self, "pooler") else None
+        pooler: Any = getattr(self, "pooler", None)
+        pooled = None if pooler is None else pooler(x, keys)
         return BaseModelOutput(x, hidden_states=hidden, pooler_output=pooled)
 
 
