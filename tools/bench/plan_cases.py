@@ -94,7 +94,6 @@ STEPS: dict[str, Case] = {
     "dpo, small head": {**SMALL_HEAD, "method": "dpo", "rows": 8},
     "dpo, 32000 words": {"method": "dpo", "vocab_size": 32000, "rows": 8},
     "dpo, 16 rows": {"method": "dpo"},
-    "dpo, 16 rows, 32000 words": {"method": "dpo", "vocab_size": 32000},
     "dpo, tp 2": {"method": "dpo", "mesh": [1, 4, 1, 2, 1], "rows": 8},
     "dpo, adapters": {"method": "dpo", "rows": 8, "lora": 8},
     "orpo": {"method": "orpo", "rows": 8},

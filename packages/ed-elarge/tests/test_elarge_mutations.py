@@ -167,6 +167,7 @@ VALID: dict[str, str] = {
         "trainer.training_time_limit trainer.tx_mu_dtype"
     ),
     "text": (
+        "trainer.label_names "
         "trainer.reward_functions.regex.pattern trainer.reward_functions.number.field "
         "mixture.informs.additional_fields trainer.generation_prompts "
         "trainer.generation_prompts.role trainer.generation_prompts.content "
