@@ -238,6 +238,7 @@ ELSEWHERE: dict[str, str] = {
 #: Mutations that another package reports in two messages (a missing name and an extra name).
 KNOWN: dict[str, str] = {
     "mapping": "model.tokenizer",
+    "null": "model.task",  # the default task contradicts every key of recordings
     "misspelled": "mixture.mixture_weights.texts mixture.mixture_weights.topics "
     "model.tokenizer.train",
     "upper": "mixture.mixture_weights.texts mixture.mixture_weights.topics model.tokenizer.train",
