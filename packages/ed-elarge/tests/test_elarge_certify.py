@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_elarge.certify.receipt import CHECKS, Finding, certificate, findings, write
-from ed_elarge.certify.subject import Subject
+from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.command.main import app
 from ed_infra.errors import CheckpointError
 from safetensors.numpy import load_file, save_file
@@ -260,7 +260,7 @@ def planted(sound: Path, folder: Path, change: Callable[[Path], None]) -> Path:
     return folder
 
 
-def by_name(subject: Subject, *, with_model: bool = False) -> dict[str, Finding]:
+def by_name(subject: CertifiedModel, *, with_model: bool = False) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings(subject, with_model=with_model)}
 
 
@@ -275,7 +275,7 @@ def base(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sound_model_fails_no_check_of_files_and_tokens(sound: Path, base: Path) -> None:
-    found = by_name(Subject(sound, base))
+    found = by_name(CertifiedModel(sound, base))
     assert not [f for f in found.values() if f.status == "failed"]
     assert sum(f.status == "passed" for f in found.values()) >= 20
 
@@ -288,14 +288,14 @@ def test_planted_defect_is_found_by_its_check(
     check, change = DEFECTS[defect]
     folder = planted(sound, tmp_path / "model", change)
     other = sound if check == "changed" else base
-    found = by_name(Subject(folder, other))[check]
+    found = by_name(CertifiedModel(folder, other))[check]
     assert found.status == "failed", found
     assert len(found.evidence) > 20
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither config\.json nor adapter_config\.json"):
-        Subject(tmp_path)
+        CertifiedModel(tmp_path)
 
 
 def test_command_writes_the_certificate_and_exits_with_1_after_a_failure(
@@ -323,13 +323,13 @@ def test_page_of_certificates_lists_every_check() -> None:
 
 def test_evidence_is_escaped_in_the_page(sound: Path, tmp_path: Path) -> None:
     finding = Finding("a", "claim", "failed", "<script>alert(1)</script>", 0.0)
-    write(certificate(Subject(sound), [finding]), tmp_path)
+    write(certificate(CertifiedModel(sound), [finding]), tmp_path)
     assert "<script>" not in (tmp_path / "certificate.html").read_text()
 
 
 @pytest.mark.nightly
 def test_sound_model_fails_no_check_of_numbers(sound: Path, base: Path) -> None:
-    found = by_name(Subject(sound, base), with_model=True)
+    found = by_name(CertifiedModel(sound, base), with_model=True)
     for name in ("transformers", "engine", "packing"):
         assert found[name].status == "passed", found[name]
     assert found["quantization"].status == "not applicable"
@@ -367,17 +367,17 @@ def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_merged_adapter_passes_and_a_missing_merge_is_found(
     adapted: Path, base: Path, tmp_path: Path
 ) -> None:
-    found = by_name(Subject(adapted), with_model=True)
+    found = by_name(CertifiedModel(adapted), with_model=True)
     assert [found[name].status for name in ("merge", "adapter_effect", "changed")] == ["passed"] * 3
     folder = tmp_path / "run"
     shutil.copytree(adapted, folder)
     shutil.copy(base / "model.safetensors", folder / "model" / "model.safetensors")
-    found = by_name(Subject(folder, base), with_model=True)
+    found = by_name(CertifiedModel(folder, base), with_model=True)
     assert [found[name].status for name in ("merge", "changed")] == ["failed"] * 2
     path = folder / "adapter" / "adapter_model.safetensors"
     zero = {n: x * 0 if "lora_B" in n else x for n, x in load_file(path).items()}
     save_file(zero, path, metadata={"format": "pt"})
-    assert by_name(Subject(folder, base))["adapter_effect"].status == "failed"
+    assert by_name(CertifiedModel(folder, base))["adapter_effect"].status == "failed"
 
 
 @pytest.mark.nightly
@@ -392,7 +392,7 @@ def test_quantized_model_passes_and_a_coarse_one_is_found(sound: Path, tmp_path:
         model.save_pretrained(tmp_path / name)
         return tmp_path / name
 
-    good = by_name(Subject(quantized("good", dtype="int8"), sound), with_model=True)
+    good = by_name(CertifiedModel(quantized("good", dtype="int8"), sound), with_model=True)
     assert good["quantization"].status == "passed", good["quantization"]
     folder = quantized("coarse", dtype="int8")
 
@@ -402,5 +402,5 @@ def test_quantized_model_passes_and_a_coarse_one_is_found(sound: Path, tmp_path:
                 values[name] = (values[name] // 64) * 64
 
     edit_tensors(folder, coarse)
-    bad = by_name(Subject(folder, sound), with_model=True)
+    bad = by_name(CertifiedModel(folder, sound), with_model=True)
     assert bad["quantization"].status == "failed", bad["quantization"]

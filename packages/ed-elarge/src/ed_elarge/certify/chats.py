@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-Conversation = list[dict[str, Any]]
+SampleChat = list[dict[str, Any]]
 
 QUESTION, ANSWER = "Name two colours.", "Red and blue."
 
 #: Conversations that end with an answer.
-CONVERSATIONS: dict[str, Conversation] = {
+CONVERSATIONS: dict[str, SampleChat] = {
     "one turn": [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": ANSWER},

@@ -11,8 +11,8 @@ import numpy as np
 from ed_infra.errors import EasyDeLError
 from ed_models.checkpoints.tensor_files import INDEX_NAME, TensorFiles
 
-from ed_elarge.certify.outcome import Check, NotApplicable, Outcome, passed, require
-from ed_elarge.certify.subject import Subject, read_json
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Largest `model_max_length` that is a number of tokens; transformers writes 1e30 for "unknown".
 KNOWN_LENGTH = 10**9
@@ -20,7 +20,7 @@ KNOWN_LENGTH = 10**9
 EXTENDING = ("yarn", "longrope")
 
 
-def index_is_complete(subject: Subject) -> Outcome:
+def index_is_complete(subject: CertifiedModel) -> Outcome:
     path = subject.folder / INDEX_NAME
     if not path.is_file():
         raise NotApplicable(f"there is no {INDEX_NAME}")
@@ -35,7 +35,7 @@ def index_is_complete(subject: Subject) -> Outcome:
     return passed(f"{len(listed)} tensors")
 
 
-def numbers_are_finite(subject: Subject) -> Outcome:
+def numbers_are_finite(subject: CertifiedModel) -> Outcome:
     tensors, count = _tensors(subject), 0
     for name in tensors:
         if tensors[name].format.startswith(("F", "BF")):
@@ -45,7 +45,7 @@ def numbers_are_finite(subject: Subject) -> Outcome:
     return passed(f"{count} tensors")
 
 
-def matrices_are_not_empty(subject: Subject) -> Outcome:
+def matrices_are_not_empty(subject: CertifiedModel) -> Outcome:
     tensors, count = _tensors(subject), 0
     for name in tensors:
         entry = tensors[name]
@@ -56,7 +56,7 @@ def matrices_are_not_empty(subject: Subject) -> Outcome:
     return passed(f"{count} matrices")
 
 
-def dtype_is_stated(subject: Subject) -> Outcome:
+def dtype_is_stated(subject: CertifiedModel) -> Outcome:
     stated = subject.settings.get("dtype") or subject.settings.get("torch_dtype")
     if not isinstance(stated, str):
         raise NotApplicable("config.json has no dtype")
@@ -74,7 +74,7 @@ def dtype_is_stated(subject: Subject) -> Outcome:
     return passed(most)
 
 
-def head_is_tied_or_stored(subject: Subject) -> Outcome:
+def head_is_tied_or_stored(subject: CertifiedModel) -> Outcome:
     tensors = _tensors(subject)
     heads = [name for name in tensors if name.endswith("lm_head.weight")]
     tables = [name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))]
@@ -94,7 +94,7 @@ def head_is_tied_or_stored(subject: Subject) -> Outcome:
     return passed(f"{heads[0]} equals {tables[0]}")
 
 
-def positions_agree(subject: Subject) -> Outcome:
+def positions_agree(subject: CertifiedModel) -> Outcome:
     settings = subject.settings
     most = settings.get("max_position_embeddings")
     if not isinstance(most, int):
@@ -121,7 +121,7 @@ def positions_agree(subject: Subject) -> Outcome:
     return passed(evidence)
 
 
-def generation_settings_are_valid(subject: Subject) -> Outcome:
+def generation_settings_are_valid(subject: CertifiedModel) -> Outcome:
     from transformers import GenerationConfig
 
     given = dict(subject.generation_settings)
@@ -134,7 +134,7 @@ def generation_settings_are_valid(subject: Subject) -> Outcome:
     return passed(json.dumps({k: v for k, v in given.items() if k != "transformers_version"}))
 
 
-def weights_differ_from_base(subject: Subject) -> Outcome:
+def weights_differ_from_base(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
     own, other = _tensors(subject), _tensors(subject.base)
@@ -156,7 +156,7 @@ def weights_differ_from_base(subject: Subject) -> Outcome:
     return passed(f"{changed} of {len(shared)} tensors changed")
 
 
-def adapter_has_effect(subject: Subject) -> Outcome:
+def adapter_has_effect(subject: CertifiedModel) -> Outcome:
     if subject.adapter_folder is None:
         raise NotApplicable("there is no adapter")
     path = subject.adapter_folder / "adapter_model.safetensors"
@@ -173,7 +173,7 @@ def adapter_has_effect(subject: Subject) -> Outcome:
     return passed(f"{len(seconds) - len(zero)} of {len(seconds)} matrices lora_B are not 0")
 
 
-def _tensors(subject: Subject) -> TensorFiles:
+def _tensors(subject: CertifiedModel) -> TensorFiles:
     if not list(subject.folder.glob("*.safetensors")):
         raise NotApplicable("there are no safetensors files")
     return TensorFiles.open(subject.folder)
@@ -190,17 +190,19 @@ def _names(file: Any) -> list[str]:
 
 
 CHECKS = (
-    Check("index", "The index lists every tensor of the files.", index_is_complete),
-    Check("finite", "All weights are finite.", numbers_are_finite),
-    Check("not_empty", "No matrix is 0.", matrices_are_not_empty),
-    Check("dtype", "config.json states the dtype of the weights.", dtype_is_stated),
-    Check("tied_head", "A tied head equals the embeddings.", head_is_tied_or_stored),
-    Check("positions", "The limits of positions agree.", positions_agree),
-    Check(
+    ModelCheck("index", "The index lists every tensor of the files.", index_is_complete),
+    ModelCheck("finite", "All weights are finite.", numbers_are_finite),
+    ModelCheck("not_empty", "No matrix is 0.", matrices_are_not_empty),
+    ModelCheck("dtype", "config.json states the dtype of the weights.", dtype_is_stated),
+    ModelCheck("tied_head", "A tied head equals the embeddings.", head_is_tied_or_stored),
+    ModelCheck("positions", "The limits of positions agree.", positions_agree),
+    ModelCheck(
         "generation_settings",
         "transformers accepts generation_config.json.",
         generation_settings_are_valid,
     ),
-    Check("changed", "The weights differ from those of the base model.", weights_differ_from_base),
-    Check("adapter_effect", "The adapter changes the model.", adapter_has_effect),
+    ModelCheck(
+        "changed", "The weights differ from those of the base model.", weights_differ_from_base
+    ),
+    ModelCheck("adapter_effect", "The adapter changes the model.", adapter_has_effect),
 )

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ed_elarge.certify.chats import PASSAGE
-from ed_elarge.certify.outcome import Check, NotApplicable, Outcome, passed, require
-from ed_elarge.certify.subject import Subject
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.subject import CertifiedModel
 
 #: Largest difference of logits, relative to the largest logit.
 LOGITS_LIMIT = 1e-3
@@ -24,7 +24,7 @@ SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
 LENGTH, GENERATED = 96, 12
 
 
-def equals_transformers(subject: Subject) -> Outcome:
+def equals_transformers(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
     if subject.settings.get("quantization_config"):
@@ -45,7 +45,7 @@ def equals_transformers(subject: Subject) -> Outcome:
     return _compared(own, theirs, "transformers", LOGITS_LIMIT)
 
 
-def engine_samples_as_computed(subject: Subject) -> Outcome:
+def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
     from ed_esurge import SamplingParams, eSurge
 
     prompt = _passage(subject)[0, :24].tolist()
@@ -82,7 +82,7 @@ def engine_samples_as_computed(subject: Subject) -> Outcome:
     return passed(f"{len(tokens)} tokens with {SAMPLING}, largest difference {worst:.1e}")
 
 
-def packing_changes_nothing(subject: Subject) -> Outcome:
+def packing_changes_nothing(subject: CertifiedModel) -> Outcome:
     ids = _passage(subject)[0]
     half = len(ids) // 2
     segments = np.array([[1] * half + [2] * (len(ids) - half)], np.int32)
@@ -93,7 +93,7 @@ def packing_changes_nothing(subject: Subject) -> Outcome:
     return _compared(packed, alone, "the rows alone", LOGITS_LIMIT)
 
 
-def merged_equals_adapter(subject: Subject) -> Outcome:
+def merged_equals_adapter(subject: CertifiedModel) -> Outcome:
     if subject.model_folder is None or subject.adapter_folder is None:
         raise NotApplicable("the directory does not contain both a model and its adapter")
     from ed_models.adapters.peft import load_adapter
@@ -104,13 +104,13 @@ def merged_equals_adapter(subject: Subject) -> Outcome:
     return _compared(merged, _logits(adapted, ids), "the base model with the adapter", LOGITS_LIMIT)
 
 
-def quantized_stays_near(subject: Subject) -> Outcome:
+def quantized_stays_near(subject: CertifiedModel) -> Outcome:
     if not subject.settings.get("quantization_config"):
         raise NotApplicable("the weights are not quantized")
     return _near(subject, subject.model, subject.base.model, "the model in full precision")
 
 
-def gguf_stays_near(subject: Subject) -> Outcome:
+def gguf_stays_near(subject: CertifiedModel) -> Outcome:
     files = sorted(subject.directory.glob("*.gguf"))
     if not files:
         raise NotApplicable("there is no GGUF file")
@@ -123,7 +123,7 @@ def gguf_stays_near(subject: Subject) -> Outcome:
     return passed("; ".join(f"{f.name}: {text}" for f, text in zip(files, found, strict=True)))
 
 
-def kernels_are_the_best(subject: Subject) -> Outcome:
+def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
     import platform
 
     import jax
@@ -161,7 +161,7 @@ def _flag(option: str) -> str:
     return special.get(name, "asimddp" if "dotprod" in name else name)
 
 
-def _near(subject: Subject, own: Any, exact: Any, name: str) -> Outcome:
+def _near(subject: CertifiedModel, own: Any, exact: Any, name: str) -> Outcome:
     ids = _passage(subject)
     ours, theirs = (_log_softmax(_logits(model, ids)) for model in (own, exact))
     divergence = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
@@ -172,7 +172,7 @@ def _near(subject: Subject, own: Any, exact: Any, name: str) -> Outcome:
     return passed(evidence)
 
 
-def _passage(subject: Subject) -> np.ndarray:
+def _passage(subject: CertifiedModel) -> np.ndarray:
     ids = subject.tokenizer.encode(PASSAGE, add_special_tokens=False)[:LENGTH]
     return np.array([ids], np.int64)
 
@@ -209,25 +209,27 @@ def _sampled_from(logits: np.ndarray) -> np.ndarray:
 
 
 CHECKS = (
-    Check("transformers", "transformers computes the same logits.", equals_transformers, True),
-    Check(
+    ModelCheck("transformers", "transformers computes the same logits.", equals_transformers, True),
+    ModelCheck(
         "engine",
         "The engine's log-probabilities are those of the model, as sampled.",
         engine_samples_as_computed,
         True,
     ),
-    Check(
+    ModelCheck(
         "packing", "Packed rows have the logits of the rows alone.", packing_changes_nothing, True
     ),
-    Check("merge", "The merged model has the logits of the adapter.", merged_equals_adapter, True),
-    Check(
+    ModelCheck(
+        "merge", "The merged model has the logits of the adapter.", merged_equals_adapter, True
+    ),
+    ModelCheck(
         "quantization",
         "The quantized model stays near the model in full precision.",
         quantized_stays_near,
         True,
     ),
-    Check("gguf", "The GGUF file stays near the model.", gguf_stays_near, True),
-    Check(
+    ModelCheck("gguf", "The GGUF file stays near the model.", gguf_stays_near, True),
+    ModelCheck(
         "kernels",
         "The native kernels use the best instructions of the processor.",
         kernels_are_the_best,

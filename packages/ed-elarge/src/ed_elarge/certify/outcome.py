@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ed_elarge.certify.subject import Subject
+    from ed_elarge.certify.subject import CertifiedModel
 
-Status = Literal["passed", "failed", "not applicable"]
+CheckStatus = Literal["passed", "failed", "not applicable"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Outcome:
         evidence: the compared values, in one sentence.
     """
 
-    status: Status
+    status: CheckStatus
     evidence: str
 
 
 @dataclass(frozen=True)
-class Check:
+class ModelCheck:
     """One check.
 
     Attributes:
@@ -38,7 +38,7 @@ class Check:
 
     name: str
     claim: str
-    run: Callable[[Subject], Outcome]
+    run: Callable[[CertifiedModel], Outcome]
     needs_model: bool = False
 
 

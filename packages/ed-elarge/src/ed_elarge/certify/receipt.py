@@ -16,10 +16,10 @@ from ed_infra.errors import EasyDeLError
 
 from ed_elarge.actions.provenance import versions
 from ed_elarge.certify import file_checks, number_checks, template_checks, token_checks
-from ed_elarge.certify.outcome import Check, Failed, NotApplicable, Outcome
-from ed_elarge.certify.subject import Subject
+from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome
+from ed_elarge.certify.subject import CertifiedModel
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[ModelCheck, ...] = (
     *template_checks.CHECKS,
     *token_checks.CHECKS,
     *file_checks.CHECKS,
@@ -53,7 +53,7 @@ class Finding:
     seconds: float
 
 
-def findings(subject: Subject, *, with_model: bool = True) -> Iterator[Finding]:
+def findings(subject: CertifiedModel, *, with_model: bool = True) -> Iterator[Finding]:
     """Run the checks in order, and return each outcome.
 
     Args:
@@ -67,7 +67,7 @@ def findings(subject: Subject, *, with_model: bool = True) -> Iterator[Finding]:
             yield Finding(check.name, check.claim, outcome.status, outcome.evidence, seconds)
 
 
-def certificate(subject: Subject, found: list[Finding]) -> dict[str, Any]:
+def certificate(subject: CertifiedModel, found: list[Finding]) -> dict[str, Any]:
     """Return the content of certificate.json."""
     counts = {
         status: sum(f.status == status for f in found)
@@ -113,7 +113,7 @@ def write(values: dict[str, Any], folder: Path) -> None:
     (folder / PAGE_NAME).write_text(page(values), encoding="utf-8")
 
 
-def _outcome(run: Callable[[Subject], Outcome], subject: Subject) -> Outcome:
+def _outcome(run: Callable[[CertifiedModel], Outcome], subject: CertifiedModel) -> Outcome:
     try:
         return run(subject)
     except NotApplicable as reason:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MODEL, ADAPTER = "model", "adapter"
 
 
-class Subject:
+class CertifiedModel:
     """A model directory in Hugging Face layout, or the output folder of a run.
 
     Args:
@@ -48,7 +48,7 @@ class Subject:
             )
 
     @cached_property
-    def base(self) -> Subject:
+    def base(self) -> CertifiedModel:
         """The model of `--against`.
 
         Raises:
@@ -56,7 +56,7 @@ class Subject:
         """
         if self._base is None:
             raise NotApplicable("no base model: --against names one")
-        return Subject(self._base)
+        return CertifiedModel(self._base)
 
     @property
     def folder(self) -> Path:

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from ed_elarge.certify.chats import CONVERSATIONS, TOOLS, Conversation
-from ed_elarge.certify.outcome import Check, Failed, NotApplicable, Outcome, passed, require
-from ed_elarge.certify.subject import Subject, read_json
+from ed_elarge.certify.chats import CONVERSATIONS, TOOLS, SampleChat
+from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.subject import CertifiedModel, read_json
 
 
-def files_agree(subject: Subject) -> Outcome:
+def files_agree(subject: CertifiedModel) -> Outcome:
     folder, found = subject.folder, {}
     if (folder / "chat_template.jinja").is_file():
         text = (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ def files_agree(subject: Subject) -> Outcome:
     return passed(shown)
 
 
-def equals_base(subject: Subject) -> Outcome:
+def equals_base(subject: CertifiedModel) -> Outcome:
     own, other = _source(subject), _source(subject.base)
     require(
         own == other,
@@ -38,7 +38,7 @@ def equals_base(subject: Subject) -> Outcome:
     return passed(f"SHA-256 {_digest(own)}")
 
 
-def equal_tokens(subject: Subject) -> Outcome:
+def equal_tokens(subject: CertifiedModel) -> Outcome:
     """Compare the tokens of engine, trainer and transformers."""
     count = 0
     for name, chat, options in _cases(subject):
@@ -52,7 +52,7 @@ def equal_tokens(subject: Subject) -> Outcome:
     return passed(f"{count} conversations have equal tokens")
 
 
-def prompt_begins_training_text(subject: Subject) -> Outcome:
+def prompt_begins_training_text(subject: CertifiedModel) -> Outcome:
     count = 0
     for name, chat, options in _cases(subject):
         prompt = subject.template.token_ids(chat[:-1], **options)
@@ -66,7 +66,7 @@ def prompt_begins_training_text(subject: Subject) -> Outcome:
     return passed(f"{count} prompts are beginnings of the trained texts")
 
 
-def turns_keep_tokens(subject: Subject) -> Outcome:
+def turns_keep_tokens(subject: CertifiedModel) -> Outcome:
     chat = CONVERSATIONS["several turns"]
     first = _of_transformers(subject, chat[:2])
     second = _of_transformers(subject, chat[:3], add_generation_prompt=True)
@@ -81,7 +81,7 @@ def turns_keep_tokens(subject: Subject) -> Outcome:
     return passed(f"{shared} of {len(first)} tokens of the first turn stay")
 
 
-def answers_are_rendered(subject: Subject) -> Outcome:
+def answers_are_rendered(subject: CertifiedModel) -> Outcome:
     for name, chat, options in _cases(subject):
         text = subject.tokenizer.decode(_of_transformers(subject, chat, **options))
         for message in chat:
@@ -94,7 +94,7 @@ def answers_are_rendered(subject: Subject) -> Outcome:
 
 
 def trained_tokens(
-    subject: Subject, chat: Conversation, options: dict[str, Any]
+    subject: CertifiedModel, chat: SampleChat, options: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat and their loss mask, as the trainer reads them."""
     from ed_data.errors import DataError
@@ -113,9 +113,9 @@ def trained_tokens(
     return list(tokens.ids), list(tokens.mask or [])
 
 
-def _cases(subject: Subject) -> list[tuple[str, Conversation, dict[str, Any]]]:
+def _cases(subject: CertifiedModel) -> list[tuple[str, SampleChat, dict[str, Any]]]:
     """Return the conversations that the template renders, with its options."""
-    cases: list[tuple[str, Conversation, dict[str, Any]]] = []
+    cases: list[tuple[str, SampleChat, dict[str, Any]]] = []
     for name, chat in CONVERSATIONS.items():
         try:
             _of_transformers(subject, chat)
@@ -129,7 +129,7 @@ def _cases(subject: Subject) -> list[tuple[str, Conversation, dict[str, Any]]]:
     return cases
 
 
-def _of_transformers(subject: Subject, chat: Conversation, **options: Any) -> list[int]:
+def _of_transformers(subject: CertifiedModel, chat: SampleChat, **options: Any) -> list[int]:
     _ = subject.template  # without a template the check is not applicable
     given: Any = {"tokenize": True, "return_dict": True, **options}
     output: Any = subject.tokenizer.apply_chat_template(chat, **given)
@@ -148,7 +148,7 @@ def _differs(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _source(subject: Subject) -> str:
+def _source(subject: CertifiedModel) -> str:
     template: Any = subject.template.tokenizer
     return str(template.chat_template)
 
@@ -158,18 +158,20 @@ def _digest(text: str) -> str:
 
 
 CHECKS = (
-    Check("chat_template_files", "All files have the same chat template.", files_agree),
-    Check("chat_template_of_base", "The chat template is that of the base model.", equals_base),
-    Check(
+    ModelCheck("chat_template_files", "All files have the same chat template.", files_agree),
+    ModelCheck(
+        "chat_template_of_base", "The chat template is that of the base model.", equals_base
+    ),
+    ModelCheck(
         "chat_tokens",
         "Engine, trainer and transformers produce the same tokens for a conversation.",
         equal_tokens,
     ),
-    Check(
+    ModelCheck(
         "prompt_of_training",
         "The prompt of the engine is the beginning of the text that the trainer reads.",
         prompt_begins_training_text,
     ),
-    Check("turns", "A further turn keeps the tokens of the earlier turns.", turns_keep_tokens),
-    Check("messages", "The chat template renders every message.", answers_are_rendered),
+    ModelCheck("turns", "A further turn keeps the tokens of the earlier turns.", turns_keep_tokens),
+    ModelCheck("messages", "The chat template renders every message.", answers_are_rendered),
 )

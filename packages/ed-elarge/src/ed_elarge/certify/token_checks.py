@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ed_elarge.certify.chats import CONVERSATIONS, QUESTION, TEXTS
-from ed_elarge.certify.outcome import Check, NotApplicable, Outcome, passed, require
-from ed_elarge.certify.subject import Subject
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.certify.template_checks import trained_tokens
 
 
-def end_is_learned(subject: Subject) -> Outcome:
+def end_is_learned(subject: CertifiedModel) -> Outcome:
     tokens, mask = _trained_answer(subject)
     end = _end_of_answer(subject, tokens)
     require(
@@ -21,7 +21,7 @@ def end_is_learned(subject: Subject) -> Outcome:
     return passed(f"{_shown(subject, tokens[end])} at position {end} has loss")
 
 
-def end_is_stopped_at(subject: Subject) -> Outcome:
+def end_is_stopped_at(subject: CertifiedModel) -> Outcome:
     tokens, _ = _trained_answer(subject)
     end = tokens[_end_of_answer(subject, tokens)]
     stops = subject.end_token_ids
@@ -34,7 +34,7 @@ def end_is_stopped_at(subject: Subject) -> Outcome:
     return passed(f"{_shown(subject, end)} is in eos_token_id")
 
 
-def question_has_no_loss(subject: Subject) -> Outcome:
+def question_has_no_loss(subject: CertifiedModel) -> Outcome:
     tokens, mask = _trained_answer(subject)
     asked = [token for token, flag in zip(tokens, mask, strict=True) if not flag]
     text = subject.tokenizer.decode(asked)
@@ -46,7 +46,7 @@ def question_has_no_loss(subject: Subject) -> Outcome:
     return passed(f"{sum(mask)} of {len(mask)} tokens have loss: {answer!r}")
 
 
-def one_beginning(subject: Subject) -> Outcome:
+def one_beginning(subject: CertifiedModel) -> Outcome:
     bos = subject.tokenizer.bos_token_id
     if bos is None:
         raise NotApplicable("the tokenizer has no beginning-of-text token")
@@ -65,7 +65,7 @@ def one_beginning(subject: Subject) -> Outcome:
     return passed(f"a prompt contains {_shown(subject, bos)} {tokens.count(bos)} times{note}")
 
 
-def users_write_no_special_tokens(subject: Subject) -> Outcome:
+def users_write_no_special_tokens(subject: CertifiedModel) -> Outcome:
     special = {*subject.tokenizer.all_special_ids}
     texts = [t for t in subject.tokenizer.all_special_tokens if t]
 
@@ -80,7 +80,7 @@ def users_write_no_special_tokens(subject: Subject) -> Outcome:
     return passed(f"{len(texts)} special tokens stay text if a user writes them")
 
 
-def ids_have_embeddings(subject: Subject) -> Outcome:
+def ids_have_embeddings(subject: CertifiedModel) -> Outcome:
     size = subject.settings.get("vocab_size")
     if not isinstance(size, int):
         raise NotApplicable("config.json has no vocab_size")
@@ -93,7 +93,7 @@ def ids_have_embeddings(subject: Subject) -> Outcome:
     return passed(f"largest id {largest}, {size} embeddings")
 
 
-def special_ids_are_those_of_the_tokenizer(subject: Subject) -> Outcome:
+def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
     size = len(subject.tokenizer)
     compared = 0
     for source, values in _sources(subject).items():
@@ -122,7 +122,7 @@ def special_ids_are_those_of_the_tokenizer(subject: Subject) -> Outcome:
     return passed(f"{compared} ids of special tokens")
 
 
-def texts_are_kept(subject: Subject) -> Outcome:
+def texts_are_kept(subject: CertifiedModel) -> Outcome:
     tokenizer = subject.tokenizer
     for text in TEXTS:
         tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -134,7 +134,7 @@ def texts_are_kept(subject: Subject) -> Outcome:
     return passed(f"{len(TEXTS)} texts are decoded unchanged")
 
 
-def tokens_of_base(subject: Subject) -> Outcome:
+def tokens_of_base(subject: CertifiedModel) -> Outcome:
     own, other = subject.tokenizer, subject.base.tokenizer
     for text in TEXTS:
         ours, theirs = (t.encode(text, add_special_tokens=False) for t in (own, other))
@@ -145,12 +145,12 @@ def tokens_of_base(subject: Subject) -> Outcome:
     return passed(f"{len(expected)} tokens have equal ids")
 
 
-def _trained_answer(subject: Subject) -> tuple[list[int], list[int]]:
+def _trained_answer(subject: CertifiedModel) -> tuple[list[int], list[int]]:
     _ = subject.template
     return trained_tokens(subject, CONVERSATIONS["one turn"], {})
 
 
-def _end_of_answer(subject: Subject, tokens: list[int]) -> int:
+def _end_of_answer(subject: CertifiedModel, tokens: list[int]) -> int:
     """Return the position of the last token that is not white space."""
     for at in range(len(tokens) - 1, -1, -1):
         if str(subject.tokenizer.decode([tokens[at]])).strip():
@@ -158,7 +158,7 @@ def _end_of_answer(subject: Subject, tokens: list[int]) -> int:
     return len(tokens) - 1
 
 
-def _is_end_of_turn(subject: Subject, tokens: set[int]) -> bool:
+def _is_end_of_turn(subject: CertifiedModel, tokens: set[int]) -> bool:
     try:
         trained, _ = _trained_answer(subject)
     except NotApplicable:
@@ -166,34 +166,36 @@ def _is_end_of_turn(subject: Subject, tokens: set[int]) -> bool:
     return trained[_end_of_answer(subject, trained)] in tokens
 
 
-def _sources(subject: Subject) -> dict[str, Any]:
+def _sources(subject: CertifiedModel) -> dict[str, Any]:
     sources: dict[str, Any] = {"config.json": subject.settings}
     if (subject.folder / "generation_config.json").is_file():
         sources["generation_config.json"] = subject.generation_settings
     return sources
 
 
-def _shown(subject: Subject, token: int) -> str:
+def _shown(subject: CertifiedModel, token: int) -> str:
     known = isinstance(token, int) and 0 <= token < len(subject.tokenizer)
     return f"{subject.tokenizer.decode([token])!r} ({token})" if known else f"({token})"
 
 
 CHECKS = (
-    Check("end_learned", "The end of an answer has loss in training.", end_is_learned),
-    Check("end_stops", "The engine stops at the end of an answer.", end_is_stopped_at),
-    Check("loss_on_answers", "Answers have loss, and questions have none.", question_has_no_loss),
-    Check("one_beginning", "A prompt has at most one beginning-of-text token.", one_beginning),
-    Check(
+    ModelCheck("end_learned", "The end of an answer has loss in training.", end_is_learned),
+    ModelCheck("end_stops", "The engine stops at the end of an answer.", end_is_stopped_at),
+    ModelCheck(
+        "loss_on_answers", "Answers have loss, and questions have none.", question_has_no_loss
+    ),
+    ModelCheck("one_beginning", "A prompt has at most one beginning-of-text token.", one_beginning),
+    ModelCheck(
         "special_tokens_of_users",
         "The text of a user contains no special tokens.",
         users_write_no_special_tokens,
     ),
-    Check("embeddings", "Every token has an embedding.", ids_have_embeddings),
-    Check(
+    ModelCheck("embeddings", "Every token has an embedding.", ids_have_embeddings),
+    ModelCheck(
         "special_ids",
         "config.json and generation_config.json name special tokens of the tokenizer.",
         special_ids_are_those_of_the_tokenizer,
     ),
-    Check("round_trip", "The tokenizer decodes its tokens to the same text.", texts_are_kept),
-    Check("tokens_of_base", "The tokenizer is that of the base model.", tokens_of_base),
+    ModelCheck("round_trip", "The tokenizer decodes its tokens to the same text.", texts_are_kept),
+    ModelCheck("tokens_of_base", "The tokenizer is that of the base model.", tokens_of_base),
 )

@@ -33,9 +33,9 @@ def certify(
 
     def work() -> int:
         from ed_elarge.certify.receipt import PAGE_NAME, certificate, findings, write
-        from ed_elarge.certify.subject import Subject
+        from ed_elarge.certify.subject import CertifiedModel
 
-        subject, found = Subject(directory, against), []
+        subject, found = CertifiedModel(directory, against), []
         for finding in findings(subject, with_model=not quick):
             print(f"{finding.status:<15} {finding.claim}", flush=True)
             if finding.status == "failed":
