@@ -41,6 +41,11 @@ function presetGroup() {
     showSettings();
   });
   refresh();
+  on("settings", () => {
+    // The list names a preset only while the settings are those of the preset.
+    const values = presets()[list.value];
+    if (values && JSON.stringify(values) !== JSON.stringify({ ...DEFAULTS, ...settings })) list.value = "";
+  });
   return group("presets", "Presets", false,
     el("div", { className: "field" }, list), el("div", { className: "field" }, name), problem,
     el("div", { className: "row end" },
