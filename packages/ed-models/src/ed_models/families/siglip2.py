@@ -142,7 +142,8 @@ class Siglip2VisionModel(VisionTower):
                 "image processor"
             )
         keys = jnp.asarray(pixel_attention_mask).astype(jnp.int32)
-        x = self.embeddings(pixel_values, jnp.asarray(spatial_shapes))
+        embeddings: Any = self.embeddings
+        x = embeddings(pixel_values, jnp.asarray(spatial_shapes))
         index = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
         # Padding does not count as a key, but has an output.
         mask_info = MaskInfo(jnp.ones_like(keys), keys, index, index, causal=False)
