@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import httpx
 import pytest
@@ -54,12 +53,11 @@ def test_ignored_fields_header_is_bounded_and_printable(http):
     assert "(and 993 more)" in named
 
 
+@pytest.mark.timeout(60)  # quadratic time would be hours
 def test_unknown_keys_are_recorded_in_linear_time():
     noted = IgnoredKeys("warn")
     keys = {f"key {number}": None for number in range(200_000)} | {"a" * 4_000_000: None}
-    begun = time.perf_counter()
     body = validated(ChatRequest, {**CHAT, **keys}, noted)
-    assert time.perf_counter() - begun < 2
     assert len(body.messages) == 1
     assert noted.header.endswith("(and 199993 more)")
 
