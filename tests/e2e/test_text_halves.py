@@ -20,8 +20,11 @@ from ed_esurge.command.load import add_model_arguments, engine_of
 from ed_esurge.testing import byte_tokenizer
 from ed_infra import registry
 from ed_infra.enums import TaskType
+from ed_models.checkpoints.text_halves import MODEL_TYPES
 from safetensors.numpy import load_file, save_file
 
+#: A model type whose language model is loaded, and that no family loads as a whole.
+WHOLE = next(name for name in sorted(MODEL_TYPES) if name not in registry.model_types())
 PROMPT = [5, 17, 40, 3, 9, 30]
 
 
@@ -54,8 +57,8 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tower = {"vision_tower.post_layernorm.weight": np.ones(32, np.float32)}
     save_file({**tensors, **tower}, path)
     config = {
-        "architectures": ["InternVLForConditionalGeneration"],
-        "model_type": "internvl",  # no family loads the whole model
+        "architectures": ["WholeForConditionalGeneration"],
+        "model_type": WHOLE,
         "text_config": json.loads((directory / "config.json").read_text()),
         "vision_config": {"model_type": "siglip_vision_model"},
     }

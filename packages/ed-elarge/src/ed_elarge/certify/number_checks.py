@@ -29,19 +29,19 @@ def equals_transformers(subject: CertifiedModel) -> Outcome:
         raise NotApplicable("the directory contains only an adapter")
     if subject.settings.get("quantization_config"):
         raise NotApplicable("the weights are quantized")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import is_torch_available
+
+    if not is_torch_available():
+        raise NotApplicable("torch is not installed")
+    encoded = subject.tokenizer(PASSAGE, add_special_tokens=False, return_tensors="pt")
+    ids = encoded["input_ids"][:, :LENGTH]
+    own = _logits(subject.model, ids.numpy())
     try:
-        import torch
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise NotApplicable("torch is not installed") from None
-    ids = _passage(subject)
-    own = _logits(subject.model, ids)
-    try:
-        other: Any = AutoModelForCausalLM.from_pretrained(subject.folder, dtype=torch.float32)
+        other: Any = AutoModelForCausalLM.from_pretrained(subject.folder, dtype="float32")
     except (ValueError, KeyError) as error:
         raise NotApplicable(f"transformers does not load the model: {error}"[:300]) from None
-    with torch.no_grad():
-        theirs = other.eval()(torch.from_numpy(ids)).logits.numpy()[0]
+    theirs = other.eval()(ids).logits.detach().numpy()[0]
     return _compared(own, theirs, "transformers", LOGITS_LIMIT)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from ed_elarge.certify.subject import CertifiedModel
+from typing import Any, Literal
 
 CheckStatus = Literal["passed", "failed", "not applicable"]
 
@@ -32,13 +29,13 @@ class ModelCheck:
     Attributes:
         name: identifier in the certificate.
         claim: the statement that holds if the check passes.
-        run: the check.
+        run: the check, a function of a `CertifiedModel`.
         needs_model: whether the check computes with the model.
     """
 
     name: str
     claim: str
-    run: Callable[[CertifiedModel], Outcome]
+    run: Callable[[Any], Outcome]
     needs_model: bool = False
 
 
