@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 from ed_infra.errors import EasyDeLError
-from ed_models.checkpoints.tensor_files import INDEX_NAME, TensorFiles
+from ed_models.checkpoints.finite import is_finite
+from ed_models.checkpoints.tensor_files import INDEX_NAME, TensorFiles, read_header
 
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
@@ -38,10 +39,8 @@ def index_is_complete(subject: CertifiedModel) -> Outcome:
 def numbers_are_finite(subject: CertifiedModel) -> Outcome:
     tensors, count = _tensors(subject), 0
     for name in tensors:
-        if tensors[name].format.startswith(("F", "BF")):
-            values = np.asarray(tensors.read(name)).astype(np.float32, copy=False)
-            require(bool(np.isfinite(values).all()), f"{name} has NaN or infinite numbers")
-            count += 1
+        require(is_finite(tensors.read(name)), f"{name} has NaN or infinite numbers")
+        count += 1
     return passed(f"{count} tensors")
 
 
@@ -125,6 +124,8 @@ def generation_settings_are_valid(subject: CertifiedModel) -> Outcome:
     from transformers import GenerationConfig
 
     given = dict(subject.generation_settings)
+    if not given:
+        raise NotApplicable("there is no generation_config.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -180,8 +181,6 @@ def _tensors(subject: CertifiedModel) -> TensorFiles:
 
 
 def _names(file: Any) -> list[str]:
-    from ed_models.checkpoints.tensor_files import read_header
-
     try:
         return list(read_header(file))
     except EasyDeLError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,14 +126,16 @@ def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
     import platform
 
     import jax
+    from ed_infra.compilation.fingerprint import instructions
     from ed_layers.native.build import LEVELS
     from ed_layers.native.library import level
 
     if jax.default_backend() != "cpu" or platform.machine() not in LEVELS:
         raise NotApplicable("no native kernels for this machine")
-    flags = _cpu_flags()
-    if not flags:
+    lines = [line for line in instructions() if line.startswith(("flags", "Features"))]
+    if not lines:
         raise NotApplicable("the instructions of this processor are unknown")
+    flags = set(lines[0].partition(":")[2].split())
     levels = LEVELS[platform.machine()]
     able = [name for _, name, needed in levels if {_flag(f) for f in needed} <= flags]
     found = level()
@@ -144,14 +145,6 @@ def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
         f"processor has {able[-1]}: run `python -m ed_layers.native build`",
     )
     return passed(able[-1])
-
-
-def _cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return set()
-    lines = (x for x in path.read_text().splitlines() if x.startswith(("flags", "Features")))
-    return set(next(lines, "").partition(":")[2].split())
 
 
 def _flag(option: str) -> str:

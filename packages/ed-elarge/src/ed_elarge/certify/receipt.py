@@ -76,7 +76,7 @@ def certificate(subject: CertifiedModel, found: list[Finding]) -> dict[str, Any]
     return {
         "directory": subject.directory.name,
         "files": {
-            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+            file.name: _digest(file)
             for file in sorted(subject.folder.iterdir())
             if file.suffix in (".json", ".jinja", ".safetensors", ".model", ".txt")
             and file.name != JSON_NAME
@@ -111,6 +111,11 @@ def write(values: dict[str, Any], folder: Path) -> None:
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     (folder / JSON_NAME).write_text(text, encoding="utf-8")
     (folder / PAGE_NAME).write_text(page(values), encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _outcome(run: Callable[[CertifiedModel], Outcome], subject: CertifiedModel) -> Outcome:

@@ -76,11 +76,9 @@ class CertifiedModel:
 
     @cached_property
     def generation_settings(self) -> Mapping[str, Any]:
-        """The content of generation_config.json."""
+        """The content of generation_config.json; empty without the file."""
         path = self.folder / "generation_config.json"
-        if not path.is_file():
-            raise NotApplicable("there is no generation_config.json")
-        return read_json(path)
+        return read_json(path) if path.is_file() else {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -105,10 +103,8 @@ class CertifiedModel:
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
         """Tokens at which the engine ends a reply."""
-        generation: Mapping[str, Any] = {}
-        if (self.folder / "generation_config.json").is_file():
-            generation = self.generation_settings
-        given = generation.get("eos_token_id", self.settings.get("eos_token_id"))
+        own = self.settings.get("eos_token_id")
+        given = self.generation_settings.get("eos_token_id", own)
         listed = given if isinstance(given, list) else [given]
         return frozenset(token for token in listed if isinstance(token, int))
 

@@ -96,7 +96,11 @@ def ids_have_embeddings(subject: CertifiedModel) -> Outcome:
 def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
     size = len(subject.tokenizer)
     compared = 0
-    for source, values in _sources(subject).items():
+    sources = {
+        "config.json": subject.settings,
+        "generation_config.json": subject.generation_settings,
+    }
+    for source, values in sources.items():
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             given = values.get(name)
             for token in given if isinstance(given, list) else [given]:
@@ -164,13 +168,6 @@ def _is_end_of_turn(subject: CertifiedModel, tokens: set[int]) -> bool:
     except NotApplicable:
         return False
     return trained[_end_of_answer(subject, trained)] in tokens
-
-
-def _sources(subject: CertifiedModel) -> dict[str, Any]:
-    sources: dict[str, Any] = {"config.json": subject.settings}
-    if (subject.folder / "generation_config.json").is_file():
-        sources["generation_config.json"] = subject.generation_settings
-    return sources
 
 
 def _shown(subject: CertifiedModel, token: int) -> str:

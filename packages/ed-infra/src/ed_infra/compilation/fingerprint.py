@@ -171,11 +171,11 @@ def _surroundings() -> list[str]:
     ]
     devices = [f"{d.id} {d.device_kind} {d.client.platform_version}" for d in jax.devices()]
     variables = [f"{name}={os.environ.get(name)}" for name in _VARIABLES]
-    system = [sys.version, platform.platform(), *_instructions()]
+    system = [sys.version, platform.platform(), *instructions()]
     return [*versions, *settings, *devices, *variables, *system]
 
 
-def _instructions() -> list[str]:
+def instructions() -> list[str]:
     """Return the features of the processor, from Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
