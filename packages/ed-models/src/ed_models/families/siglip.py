@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
-from flax import nnx
 
 from ed_models.body.text_tower import BidirectionalTextLayer, TextTower
 from ed_models.body.vision import VisionTower
 from ed_models.body.vision_pooling import AttentionPooling
 from ed_models.tasks.image_classification import ImageClassifier
-from ed_models.tasks.image_text_match import ImageTextMatcher, sigmoid_pair_loss
+from ed_models.tasks.image_text_match import (
+    ImageTextMatcher,
+    add_scale_and_bias,
+    sigmoid_pair_loss,
+    with_scale_and_bias,
+)
 
 
 @register_config("siglip_vision_model")
@@ -87,13 +90,10 @@ class SiglipModel(ImageTextMatcher):
     pair_loss = sigmoid_pair_loss
 
     def add_parts(self, parts: Parts):
-        # The initial values of the paper: a scale of 10, and few positive pairs.
-        self.logit_scale = nnx.Param(jnp.full(1, jnp.log(10.0), parts.param_dtype), axes=(None,))
-        self.logit_bias = nnx.Param(jnp.full(1, -10.0, parts.param_dtype), axes=(None,))
+        add_scale_and_bias(self, parts)
 
     def scaled(self, cosines):
-        scale, bias = self.logit_scale.get_value(), self.logit_bias.get_value()
-        return cosines * jnp.exp(scale.astype(jnp.float32)) + bias.astype(jnp.float32)
+        return with_scale_and_bias(self, cosines)
 
 
 @register_module(TaskType.IMAGE_CLASSIFICATION, config=SiglipConfig, model_type="siglip")

@@ -33,7 +33,12 @@ from ed_models.body.text_tower import BidirectionalTextLayer, TextTower
 from ed_models.body.vision import VisionTower
 from ed_models.body.vision_pooling import AttentionPooling
 from ed_models.tasks.image_classification import ImageClassifier
-from ed_models.tasks.image_text_match import ImageTextMatcher, sigmoid_pair_loss
+from ed_models.tasks.image_text_match import (
+    ImageTextMatcher,
+    add_scale_and_bias,
+    sigmoid_pair_loss,
+    with_scale_and_bias,
+)
 
 #: Arrays of images.
 IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
@@ -198,13 +203,10 @@ class Siglip2Model(ImageTextMatcher):
     pair_loss = sigmoid_pair_loss
 
     def add_parts(self, parts: Parts):
-        # The initial values of the paper: a scale of 10, and few positive pairs.
-        self.logit_scale = nnx.Param(jnp.full(1, jnp.log(10.0), parts.param_dtype), axes=(None,))
-        self.logit_bias = nnx.Param(jnp.full(1, -10.0, parts.param_dtype), axes=(None,))
+        add_scale_and_bias(self, parts)
 
     def scaled(self, cosines):
-        scale, bias = self.logit_scale.get_value(), self.logit_bias.get_value()
-        return cosines * jnp.exp(scale.astype(jnp.float32)) + bias.astype(jnp.float32)
+        return with_scale_and_bias(self, cosines)
 
 
 @register_module(TaskType.IMAGE_CLASSIFICATION, config=Siglip2Config, model_type="siglip2")

@@ -167,3 +167,16 @@ def sigmoid_pair_loss(
     signs = 2 * jnp.eye(logits.shape[0]) - 1
     both = pairs[:, None] * pairs[None, :]
     return -jnp.sum(both * jax.nn.log_sigmoid(signs * logits)), jnp.sum(pairs)
+
+
+def add_scale_and_bias(model: Any, parts: Parts) -> None:
+    """Add a trained scale and bias of the similarities, with the initial values of SigLIP's paper:
+    a scale of 10, and few positive pairs."""
+    model.logit_scale = nnx.Param(jnp.full(1, jnp.log(10.0), parts.param_dtype), axes=(None,))
+    model.logit_bias = nnx.Param(jnp.full(1, -10.0, parts.param_dtype), axes=(None,))
+
+
+def with_scale_and_bias(model: Any, cosines: Float[Array, "b i"]) -> Float[Array, "b i"]:
+    """Return the similarities of a model with the parameters of `add_scale_and_bias`."""
+    scale, bias = model.logit_scale.get_value(), model.logit_bias.get_value()
+    return cosines * jnp.exp(scale.astype(jnp.float32)) + bias.astype(jnp.float32)
