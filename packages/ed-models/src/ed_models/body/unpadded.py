@@ -13,9 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
+
+#: An array of numpy or jax. Methods that accept both use the functions of the array's library.
+AnyArray = Any
 
 
 @dataclass(frozen=True)
@@ -51,27 +56,46 @@ class TileGrids:
         return self.side**2 + self.side * max(lines, default=0)
 
     def sizes(self, height: int, width: int) -> tuple[int, int]:
-        """Return the numbers of tiles and of features of an image."""
-        one = jnp.array([[[height, width]]], jnp.int32)
-        rows, columns = self.best(one[0])[0].tolist()
-        tiles = 1 + rows * columns
-        return tiles, int(self.places(one, tiles)[1].sum())
+        """Return the numbers of tiles and of features of an image; computed without a device."""
+        one = np.array([[height, width]])
+        ((rows, columns),) = self.best(one).tolist()
+        _, shown = self.shown(one)
+        ((lines, across),) = shown.tolist()
+        return 1 + rows * columns, self.side**2 + lines * (across + 1)
 
-    def best(self, sizes: Int[Array, "i 2"]) -> Int[Array, "i 2"]:
+    def best(self, sizes: Int[AnyArray, "i 2"]) -> Int[AnyArray, "i 2"]:
         """Return rows and columns of tiles for images of these heights and widths.
 
         The best resolution keeps the most pixels of the image, then has the least padding.
         """
-        height, width = (jnp.maximum(sizes[:, axis, None], 1) for axis in (0, 1))
-        h, w = (
-            jnp.asarray([size[axis] for size in self.resolutions], jnp.int32) for axis in (0, 1)
-        )
+        xp = sizes.__array_namespace__()
+        height, width = (xp.maximum(sizes[:, axis, None], 1) for axis in (0, 1))
+        resolutions = xp.asarray(self.resolutions, dtype=sizes.dtype)
+        h, w = resolutions[:, 0], resolutions[:, 1]
         by_width = w * height <= h * width
-        kept = jnp.where(by_width, w * (height * w // width), h * (width * h // height))
-        kept = jnp.minimum(kept, height * width)
-        padding = jnp.where(kept == kept.max(axis=1, keepdims=True), h * w - kept, 2**31 - 1)
-        grids = jnp.asarray(self.resolutions, jnp.int32) // self.tile
-        return grids[jnp.argmin(padding, axis=1)]
+        kept = xp.where(by_width, w * (height * w // width), h * (width * h // height))
+        kept = xp.minimum(kept, height * width)
+        padding = xp.where(kept == kept.max(axis=1, keepdims=True), h * w - kept, 2**31 - 1)
+        return (resolutions // self.tile)[xp.argmin(padding, axis=1)]
+
+    def shown(
+        self, sizes: Int[AnyArray, "i 2"]
+    ) -> tuple[Int[AnyArray, "i 2"], Int[AnyArray, "i 2"]]:
+        """Return the patches of the grid of tiles that show images of these heights and widths.
+
+        Returns:
+            Row and column of the first patch, and numbers of rows and columns. Other patches are
+            padding.
+        """
+        xp = sizes.__array_namespace__()
+        grid = self.best(sizes) * self.side
+        height, width = (xp.maximum(sizes[:, axis], 1) for axis in (0, 1))
+        rows, columns = grid[:, 0], grid[:, 1]
+        wide = width * rows > columns * height
+        top = xp.where(wide, (rows - height * columns // width) // 2, 0)
+        left = xp.where(wide, 0, (columns - width * rows // height) // 2)
+        first = xp.stack([top, left], axis=1)
+        return first, grid - 2 * first
 
     def places(
         self, sizes: Int[Array, "b i 2"], tiles: int
@@ -90,12 +114,8 @@ class TileGrids:
         grid, given = self.best(sizes), sizes[:, 0] > 0
         counts = jnp.where(given, 1 + grid[:, 0] * grid[:, 1], 0).reshape(b, i)
         first = (jnp.cumsum(counts, axis=1) - counts).reshape(b * i, 1)
-        height, width = (jnp.maximum(sizes[:, axis], 1) for axis in (0, 1))
-        rows, columns = grid[:, 0] * n, grid[:, 1] * n
-        wide = width * rows > columns * height
-        top = jnp.where(wide, (rows - height * columns // width) // 2, 0)
-        left = jnp.where(wide, 0, (columns - width * rows // height) // 2)
-        rows, across = rows - 2 * top, columns - 2 * left
+        corner, shown = self.shown(sizes)
+        top, left, rows, across = *corner.T, *shown.T
         own = jnp.arange(self.most(tiles), dtype=jnp.int32)
         line, place = jnp.divmod(own - n * n, across[:, None] + 1)
         y, x = top[:, None] + line, left[:, None] + place
