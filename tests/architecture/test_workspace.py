@@ -83,6 +83,7 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.daily("*ceiling", "*differs from the one", "*uv.lock contains torch")
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement", "complaint"),
     [

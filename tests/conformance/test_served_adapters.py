@@ -56,6 +56,7 @@ def learned(model: Any, layers: list[str], seed: int) -> Any:
 
 
 @pytest.mark.parametrize("subject", rows())
+@pytest.mark.nightly
 def test_sequences_of_a_batch_have_adapters_of_their_own(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

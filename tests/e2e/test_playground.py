@@ -121,6 +121,7 @@ def test_answers_and_edited_questions_create_branches(open_tab) -> None:
 
 
 @needs_chromium
+@pytest.mark.nightly
 def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: "Grüße an alle")
     prompts: list[str] = []
@@ -261,6 +262,7 @@ def test_page_continues_texts_without_a_chat_template(open_tab) -> None:
 
 
 @needs_chromium
+@pytest.mark.nightly
 def test_playground_fits_phone_width_and_labels_controls(open_tab) -> None:
     with background(ScriptedEngine(lambda prompt, choice: "word " * 30)) as url:
         tab = open_tab(url.removesuffix("v1"), width=360, height=640)

@@ -91,6 +91,7 @@ def run_file(checkpoint: Path, **values: object) -> str:
     )
 
 
+@pytest.mark.nightly
 def test_run_file_changes_fields_of_the_text_half(checkpoint: Path) -> None:
     text = run_file(checkpoint, sliding_window=4)
     check_machine(normalize(nodes.parse(text, "f"), require_actions=True))

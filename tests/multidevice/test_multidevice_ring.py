@@ -159,7 +159,7 @@ USUAL = {
 }
 
 
-@pytest.mark.daily("bidirectional-(1, 1, 1, 1, 2)")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "dims"),
     [
@@ -198,6 +198,7 @@ def test_ring_attention_never_crosses_segments() -> None:
         assert np.abs(x - after[name])[~other].max() > 1e-3, name
 
 
+@pytest.mark.nightly
 def test_ring_attention_uses_only_collective_permutes() -> None:
     assert on_four(True).collectives == on_four(False).collectives == {"collective-permute"}
 

@@ -222,6 +222,7 @@ def with_end(family: Family, tokenizer, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "name"), PAIR_CASES, ids=case_id)
+@pytest.mark.daily("chatml-*", "qwen3-*", "gptoss-*")
 def test_preference_pairs_match_trl(encoded, family, name):
     tokenizer, row = family.tokenizer(), PAIRS[name]
     (theirs,) = prepared("DPO", tokenizer, [row])
@@ -242,6 +243,7 @@ def test_scored_answers_match_trl(encoded, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
+@pytest.mark.daily("chatml", "gptoss", "llama3_1")
 def test_completions_match_trl(encoded, family):
     tokenizer = family.tokenizer()
     row = {"prompt": [USER, ANSWER, AGAIN], "completion": [SIX]}
@@ -320,6 +322,7 @@ def test_long_pairs_are_truncated_as_in_trl(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
+@pytest.mark.daily("chatml", "gptoss")
 def test_long_chats_are_truncated_as_in_trl(tmp_path, family):
     """The start is kept, with the mask of the kept tokens."""
     tokenizer = family.tokenizer()

@@ -41,6 +41,7 @@ def difference(got, reference):
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("case", list(llama_cases.CASES))
+@pytest.mark.daily("tied-scanned", "bf16-scanned", "untied-unrolled")
 def test_single_device_logits_match_torch(references, record_property, case, scan_layers):
     reference = references(case)
     model = load(reference.directory, scan_layers=scan_layers)
@@ -51,6 +52,7 @@ def test_single_device_logits_match_torch(references, record_property, case, sca
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=lambda dims: "x".join(map(str, dims)))
+@pytest.mark.daily("2x2x1x2x1")
 def test_eight_device_logits_match_torch(references, record_property, dims):
     reference = references("untied")
     model = load(reference.directory, dims)
@@ -80,6 +82,7 @@ def test_bfloat16_checkpoint_matches_torch_in_float32(references):
     [("untied", (1, 2, 1, 2, 2), True), ("tied", ONE, False)],
     ids=["untied, sharded, scanned", "tied, unrolled"],
 )
+@pytest.mark.daily("tied, unrolled")
 def test_torch_loads_saved_model(references, tmp_path, case, dims, scan_layers):
     import transformers
 

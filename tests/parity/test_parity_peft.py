@@ -94,7 +94,7 @@ def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path)
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
 
 
-@pytest.mark.daily("llama", "gpt2")
+@pytest.mark.daily("gpt2")
 @pytest.mark.parametrize("family", CASES)
 def test_peft_adapter_produces_same_logits_when_loaded(family: str, tmp_path: Path) -> None:
     import torch

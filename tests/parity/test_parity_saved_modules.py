@@ -125,6 +125,7 @@ def test_saved_module_trains_beside_adapters_and_base_stays() -> None:
         np.testing.assert_array_equal(variable.get_value(), expected[path].get_value())
 
 
+@pytest.mark.nightly
 def test_merged_adapter_with_saved_module_is_undone_exactly() -> None:
     subject = subject_of(LLAMA)
     adapted = put_adapter(subject.model, adapter_of(trained(subject.model, spec_of(LLAMA))))

@@ -7,6 +7,7 @@ repeated here.
 from __future__ import annotations
 
 import ast
+import functools
 import hmac
 import json
 import socket
@@ -69,45 +70,52 @@ def raw(url: str, head: str, body: bytes = b"") -> bytes:
     return answer
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        name = file.relative_to(ROOT).as_posix().split("/src/")[1]
-        yield name, ast.parse(file.read_text(encoding="utf-8"))
-
-
 def called(tree: ast.AST) -> Iterator[str]:
-    """Yield the names of the functions that a module calls, with their modules."""
+    """Yield the names of the functions that a module calls, with their modules, and the names of
+    the classes that it extends."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            function = node.func
-            if isinstance(function, ast.Name):
-                yield function.id
-            elif isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-                yield f"{function.value.id}.{function.attr}"
+            names = [node.func]
+        elif isinstance(node, ast.ClassDef):
+            names = node.bases
+        else:
+            continue
+        for name in names:
+            if isinstance(name, ast.Name):
+                yield name.id
+            elif isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name):
+                yield f"{name.value.id}.{name.attr}"
+
+
+@functools.cache
+def calls() -> dict[str, frozenset[str]]:
+    """Return the called and extended names of each module of the packages."""
+    return {
+        file.relative_to(ROOT).as_posix().split("/src/")[1]: frozenset(
+            called(ast.parse(file.read_text(encoding="utf-8")))
+        )
+        for file in sorted(ROOT.glob("packages/*/src/**/*.py"))
+    }
 
 
 def test_only_listed_modules_unpickle() -> None:
+    loads = {"pickle.load", "pickle.loads", "marshal.loads"}
     unpicklers = {
-        name
-        for name, tree in sources()
-        if {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads"} & {*called(tree)}
-        or any(
-            isinstance(node, ast.ClassDef)
-            and any(isinstance(b, ast.Attribute) and b.attr == "Unpickler" for b in node.bases)
-            for node in ast.walk(tree)
-        )
+        module
+        for module, names in calls().items()
+        if loads & names or any(name.endswith(".Unpickler") for name in names)
     }
     assert unpicklers == set(UNPICKLERS)
 
 
 def test_no_module_evaluates_text_as_code() -> None:
-    evaluating = {name for name, tree in sources() if {"eval", "exec", "compile"} & {*called(tree)}}
-    assert not evaluating
+    evaluating = {"eval", "exec", "compile"}
+    assert not {name for name, names in calls().items() if evaluating & names}
 
 
 def test_yaml_is_always_loaded_safely() -> None:
     unsafe = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all"}
-    assert not {name for name, tree in sources() if unsafe & {*called(tree)}}
+    assert not {name for name, names in calls().items() if unsafe & names}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +299,7 @@ def test_chat_template_loops_are_bounded() -> None:
         template.render([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.daily("mistral", "pythonic", "llama3_json", "hermes", "qwen3_xml")
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.timeout(120)
 def test_every_tool_format_parses_hostile_text_completely(name: str) -> None:

@@ -60,7 +60,7 @@ def reader(tmp_path: Path, quickstart_model: Path) -> Path:
 
 
 # CI runs the nightly pages, too.
-@pytest.mark.daily("README.md:*", "docs/quickstart.md:*", "docs/yaml.md:*")
+@pytest.mark.daily("README.md:*", "docs/quickstart.md:bash", "docs/yaml.md:*")
 @pytest.mark.parametrize("chosen", list(cases()))
 def test_documentation_block_runs_without_error(chosen: list[Block], reader: Path) -> None:
     language = chosen[0].language

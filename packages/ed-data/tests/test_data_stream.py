@@ -122,6 +122,7 @@ def epochs(loader, size: int, count: int) -> list[list[list[int]]]:
 
 @given(corpus=corpora())
 @settings(deadline=None, max_examples=60)
+@pytest.mark.nightly
 def test_epoch_contains_every_token_once_and_resumes_exactly(tokenizer, tmp_path_factory, corpus):
     informs, options, kind, rows, window = corpus
     mixture = made(tmp_path_factory, informs, options, kind)

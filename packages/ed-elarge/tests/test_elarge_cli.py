@@ -33,6 +33,7 @@ def test_dry_run_imports_neither_jax_nor_transformers() -> None:
 
 
 @pytest.mark.parametrize("module", ["ed_elarge", "easydel.scripts.elarge"])
+@pytest.mark.daily("ed_elarge")
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, module: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainer: {learning_ratee: 1}\nactions: [train]\n")
@@ -44,6 +45,7 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, module: str) -
     assert done.stdout == ""
 
 
+@pytest.mark.nightly
 def test_verbose_flag_prints_traceback(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainr: {}\n")

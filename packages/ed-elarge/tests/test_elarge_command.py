@@ -169,6 +169,7 @@ def test_command_of_an_action_keeps_its_parameters_and_locations() -> None:
     "words",
     [["schema"], ["explain", "trainer.beta"], ["diff", "a.yaml", "a.yaml"], ["init", "dpo"]],
 )
+@pytest.mark.daily("words3")
 def test_commands_about_files_import_neither_jax_nor_transformers(
     here: Path, words: list[str]
 ) -> None:

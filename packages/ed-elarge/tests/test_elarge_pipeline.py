@@ -76,6 +76,7 @@ def test_training_run_writes_samples_and_benchmark_results(
 
 
 @pytest.mark.xdist_group("elarge-pipeline")
+@pytest.mark.nightly
 def test_rerun_of_finished_run_does_not_train(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

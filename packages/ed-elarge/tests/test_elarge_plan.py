@@ -287,7 +287,7 @@ def test_serving_pages_hold_the_concurrent_requests():
     assert made.fits
 
 
-@pytest.mark.daily("gemma2-None")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kv_cache", [None, "int8"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_pools_have_the_pages_of_the_engine(

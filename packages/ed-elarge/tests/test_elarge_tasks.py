@@ -177,6 +177,7 @@ def test_vision_language_model_without_a_processor_is_rejected(llava: Path, tmp_
         elm.build_tokenizer()
 
 
+@pytest.mark.nightly
 def test_images_require_the_task_of_the_model(llava: Path, tmp_path: Path) -> None:
     inform = {"type": "visual", "data_files": image_chats(tmp_path), "image_field": "images"}
     sections = {

@@ -233,6 +233,7 @@ def test_conversation_keeps_messages_and_handles_commands(
     assert talk.system is None
 
 
+@pytest.mark.nightly
 def test_chat_command_serves_model_directory(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,6 +188,7 @@ def test_official_client_receives_the_tokens_of_generate(model, client, answers)
         assert answer.usage.completion_tokens == len(wanted) > 0
 
 
+@pytest.mark.nightly
 def test_streamed_texts_equal_those_without_streaming(client, answers):
     for text, answer in zip(TEXTS, answers, strict=True):
         choices = [chunk.choices[0] for chunk in complete(client, text, stream=True)]

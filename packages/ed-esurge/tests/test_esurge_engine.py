@@ -386,6 +386,7 @@ def test_aborted_requests_and_closed_streams_release_resources(surge, prompts):
     assert surge.stats()["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_requests_continue_after_a_weight_update_and_a_pause(
     surge, llama, make_llama, prompts, greedy
 ):

@@ -178,6 +178,7 @@ def test_xtc_removes_top_choices_with_its_probability():
 
 
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.daily("2")
 def test_mirostat_controls_the_surprise_as_defined(version):
     state = SamplerState.create(1, VOCAB)
     tau, eta = 3.0, 0.2

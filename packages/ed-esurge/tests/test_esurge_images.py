@@ -121,6 +121,7 @@ def test_image_of_wrong_length_is_rejected(engine):
         engine.add_request("wrong", ids, GREEDY, encoder_inputs=[wrong])
 
 
+@pytest.mark.nightly
 def test_image_of_wrong_size_fails_alone(engine):
     ids, _, items = prompt(6, 2)
     wrong = EncoderInput.of({"pixel_values": np.zeros((3, 8, 8), np.float32)}, 2, LENGTH)

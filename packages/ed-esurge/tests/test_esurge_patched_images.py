@@ -209,6 +209,7 @@ def test_proposals_of_prompt_lookup_do_not_change_tokens_after_images(qwen):
         ({"missing": True}, "the item has no array image_grid_thw"),
     ],
 )
+@pytest.mark.nightly
 def test_image_that_contradicts_its_placeholders_is_rejected(engine, change, message):
     ids, _, (item,) = prompt(6, (2, 3, 4))
     arrays = dict(item.arrays)

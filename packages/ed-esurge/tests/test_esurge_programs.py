@@ -97,6 +97,7 @@ def test_changed_options_use_other_programs(first, small, change):
     assert runner.functions._kept.folder != first.loop.runner.functions._kept.folder
 
 
+@pytest.mark.nightly
 def test_changed_model_uses_other_programs(first, make_llama):
     engine = eSurge(
         make_llama(num_hidden_layers=1, rms_norm_eps=1e-3), compile_runner=False, **SMALL

@@ -288,6 +288,7 @@ def test_server_metrics_list_each_replica(pair, prompts):
         assert f'vllm:num_requests_running{{engine="{index}",model_name="m"}} 0.0' in text
 
 
+@pytest.mark.nightly
 def test_async_engine_serves_requests_of_both_replicas(pair, prompts):
     expected = tokens_of(pair.generate(prompts, GREEDY))
     engine = AsyncEngine(pair)

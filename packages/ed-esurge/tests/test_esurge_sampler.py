@@ -220,7 +220,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.daily("0.7-*")
+@pytest.mark.daily("0.7-temperature", "0.7-top_k and top_p")
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
 def test_processed_logprobs_are_those_of_the_sampled_distribution(name, temperature):

@@ -223,6 +223,7 @@ def fits(value, schema):
     return value is None
 
 
+@pytest.mark.nightly
 def test_500_random_schemas_always_parse(tokenizer):
     rng, draw = random.Random(1), np.random.default_rng(1)
     grammars = Grammars(tokenizer, 260, [tokenizer.eos_token_id])

@@ -103,6 +103,7 @@ def test_borrowed_weights_share_buffers_with_the_model(
     assert engine.stats()["num_compiled"] - traces <= 1  # at most the first decode is compiled
 
 
+@pytest.mark.nightly
 def test_donated_weights_raise_error(make_llama, prompts):
     """An engine shares the arrays of its model."""
     model = make_llama(seed=2).to_layout("leaves")

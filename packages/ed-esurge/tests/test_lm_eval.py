@@ -212,6 +212,7 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.nightly
 def test_harness_runs_local_tasks(model, adapter, tmp_path, chat, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -154,7 +154,7 @@ def test_formats_contain_the_same_text(client):
 
 
 @pytest.mark.torch
-@pytest.mark.daily("short")
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", [SHORT, LONG, SILENCE], ids=["short", "long", "silence"])
 def test_deltas_of_a_stream_are_the_text(client, file):
     whole = client.audio.transcriptions.create(model="tiny", file=("a.wav", file)).text

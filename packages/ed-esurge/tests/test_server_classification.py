@@ -82,6 +82,7 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
+@pytest.mark.nightly
 def test_embeddings_equal_the_mean_pooled_vectors_of_the_model(client, models, token_ids):
     answer = client.embeddings.create(model="embedder", input=TEXTS)
     rows = [np.asarray(models["embedder"](np.array([ids])).embeddings[0]) for ids in token_ids]

@@ -102,6 +102,7 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", ["embedder", "generator"])
+@pytest.mark.daily("embedder")
 def test_pooled_embeddings_equal_those_of_the_embeddings_endpoint(root, model):
     answer = post(root, "/v1/embeddings", model=model, input=TEXTS)
     expected = [item.embedding for item in Embeddings.model_validate(answer).data]

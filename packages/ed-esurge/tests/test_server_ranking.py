@@ -136,6 +136,7 @@ def sigmoid(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
+@pytest.mark.daily("Bert")
 def test_cross_encoder_scores_equal_the_sigmoid_of_torch(url, folder, name) -> None:
     pairs = [(QUERY, document) for document in DOCUMENTS]
     want = sigmoid(torch_logits(folder, name, pairs))
@@ -148,6 +149,7 @@ def test_cross_encoder_scores_equal_the_sigmoid_of_torch(url, folder, name) -> N
     assert [item.index for item in ranked.results] == np.argsort(-want).tolist()
 
 
+@pytest.mark.nightly
 def test_token_types_of_a_pair_change_the_score_of_bert(engines) -> None:
     ids = engines["Bert"].tokenizer(QUERY, DOCUMENTS[0])["input_ids"]
     params = [PoolingParams(second_text_start=start) for start in (None, 12)]
@@ -170,6 +172,7 @@ def test_cross_encoder_scores_equal_those_of_sentence_transformers(url, folder, 
     ("first", "second"), [("a" * 40, "b" * 50), ("a" * 60, "b"), ("a", "b" * 60), ("a" * 30,) * 2]
 )
 @pytest.mark.parametrize("limit", [9, 20, 33])
+@pytest.mark.daily("9-a-*", "33-*")
 def test_truncated_pairs_equal_the_truncation_of_transformers(url, folder, first, second, limit):
     options = {"truncation": "longest_first", "max_length": limit}
     want = sigmoid(torch_logits(folder, "Bert", [(first, second)], **options))

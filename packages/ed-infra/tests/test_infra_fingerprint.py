@@ -32,8 +32,11 @@ def closed(number):
     return lambda x: x + number
 
 
+IMPORTED = time.time()
+
+
 def name(*values):
-    return fingerprint(*values, imported=time.time())
+    return fingerprint(*values, imported=IMPORTED)
 
 
 DIFFERENT = [
@@ -91,7 +94,7 @@ def test_the_sources_of_classes_count(tmp_path, monkeypatch):
             patch.delitem(sys.modules, "own_package", raising=False)
             own = __import__("own_package").Own
             _source.cache_clear()
-            names.append(name(own))
+            names.append(fingerprint(own, imported=time.time()))
             with pytest.raises(NoFingerprintError, match="after this process began"):
                 fingerprint(own, imported=time.time() - 3600)
     assert names[0] != names[1]

@@ -92,6 +92,7 @@ def test_mechanism_equals_the_definition_with_gradients(name, window):
 
 
 @pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.nightly
 def test_pages_equal_the_definition(window):
     ahead = np.concatenate([runs([n], n, seed) for seed, n in enumerate(Q_LENS)])
     q = normal(0, 1, Q_LENS.sum(), HEADS, DIM)

@@ -56,6 +56,7 @@ def seen(name: str, mask: Mask, *, traced: bool, window: int, chunk: int) -> np.
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("name", able())
+@pytest.mark.daily("vanilla-*")
 def test_window_and_chunk_edges_at_every_position(name, causal) -> None:
     """Traced limits: one program for all, in which 0 is no limit."""
     mask = Mask.packed(SEGMENTS, causal)

@@ -36,7 +36,7 @@ STATE = RecurrentSpec((StateSpec("conv", (3, 2)), StateSpec("ssm", (4,), "bfloat
 VANILLA, DECODE = Mechanism(), Mechanism(decode="autoregressive_decodeattn")
 
 
-@pytest.mark.daily("mechanism0-None")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mechanism", "format"), [(VANILLA, None), (DECODE, None), (VANILLA, "int8")]
 )

@@ -49,6 +49,7 @@ def filled(case: Case, where: tuple[int, int] | None, fill: float | None) -> Cas
 
 
 @pytest.mark.parametrize(("name", "cell"), every_cell(cases.readers("projected")))
+@pytest.mark.daily("vanilla-*", "cudnn-*", "blocksparse-*")
 def test_a_segment_changes_nothing_in_another(name, cell) -> None:
     case, row, segment = cases.case_of(CELLS[cell]), 0, 2
     mechanism, d_out = cases.mechanism_of(name, CELLS[cell].features), cases.noise(case)

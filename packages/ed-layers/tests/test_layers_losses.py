@@ -35,6 +35,7 @@ def test_logprobs_do_not_depend_on_the_chunk(parts, chunk):
 
 
 @pytest.mark.parametrize("chunk", [8, 1024])
+@pytest.mark.daily("8")
 def test_both_losses_have_the_full_loss_and_its_gradients(parts, chunk):
     hidden, head, targets, weights = parts
 

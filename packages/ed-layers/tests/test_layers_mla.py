@@ -182,6 +182,7 @@ def test_absorbed_is_expanded_over_pages() -> None:
         np.testing.assert_allclose(np.concatenate(got[row]), whole[row], atol=2e-6)
 
 
+@pytest.mark.nightly
 def test_a_cache_holds_the_latent_and_nothing_else() -> None:
     module = layer()
     cache = DenseCache.create([module.latent_spec], batch_size=B, capacity=16)

@@ -200,7 +200,7 @@ def test_many_devices_are_as_one(mesh, method, fields):
     near(got, expected)
 
 
-@pytest.mark.daily("5")
+@pytest.mark.nightly
 @pytest.mark.parametrize("favourites", [0, 5])
 def test_rows_that_all_come_to_one_device(favourites):
     (_, weights), x = choices(8, 2), inputs()
@@ -224,6 +224,7 @@ def test_a_number_of_experts_that_does_not_divide(fields):
 
 
 @pytest.mark.proves("fsdp_is_ep_bound", "sp_is_ep_bound")
+@pytest.mark.nightly
 def test_expert_sharding_uses_bound_axes_that_divide():
     def kernel_of(count, dims, **fields):
         module = experts(count)
@@ -240,7 +241,7 @@ def test_expert_sharding_uses_bound_axes_that_divide():
     assert kernel_of(8, (1, 2, 2, 2, 1), **TENSOR) == P(("fsdp", "ep", "tp"))
 
 
-@pytest.mark.daily("dims1*", "dims4*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dims", "fields", "expected"),
     [

@@ -100,7 +100,7 @@ def test_a_row_does_not_depend_on_its_company(transposed, dtype) -> None:
         np.testing.assert_array_equal(np.asarray(part), whole[first:last])
 
 
-@pytest.mark.daily("int8-32-7-*", "int4-32-18-*")
+@pytest.mark.daily("int4-32-18-True")
 @built
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(

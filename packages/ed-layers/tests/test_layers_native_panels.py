@@ -39,6 +39,7 @@ def test_products_of_panels_are_exact_and_equal_those_of_plain_matrices(dtype) -
 @built
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize(("group", "groups"), [(600, 1), (300, 2), (64, 9), (20, 16)])
+@pytest.mark.daily("300-2-True", "64-9-False")
 def test_products_of_code_panels_are_exact_and_equal_those_of_plain_codes(
     group, groups, offset
 ) -> None:

@@ -47,6 +47,7 @@ def test_native_rotations_are_exact(b, s, h, pairs, rest, interleaved, dtype, se
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.nightly
 def test_gradients_are_those_of_plain_xla(interleaved) -> None:
     x, weights, (cos, sin) = drawn(0, 2, 5, 3, 12), drawn(1, 2, 5, 3, 12), tables(2, 5, 4)
 

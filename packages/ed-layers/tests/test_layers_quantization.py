@@ -130,6 +130,7 @@ def test_every_quantization_format_has_numpy_reference():
 
 
 @pytest.mark.parametrize(("name", "group"), CASES)
+@pytest.mark.daily("int8-None", "int4-32", "nf4-16", "mxfp4-None")
 def test_codes_and_values_are_numpys_to_the_bit(name, group):
     x, w = matrix(), encode(matrix(), name, group)
     k = group or {"mxfp8": 32, "mxfp4": 32}.get(name, IN)
@@ -176,6 +177,7 @@ def test_double_quantization_compresses_scales():
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "double"])
+@pytest.mark.daily("int8", "nf4", "mxfp4")
 def test_products_are_those_of_the_values(name):
     double = name == "double"
     w = encode(matrix(), "nf4" if double else name, 16 if double else None, double=double)

@@ -82,7 +82,7 @@ def test_quantized_activations_are_the_same_in_every_method():
     assert 1e-3 < error < 0.2, "activations are quantized, and nearly what they were"
 
 
-@pytest.mark.daily("cut-*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "method", "dims", "fields"),
     [

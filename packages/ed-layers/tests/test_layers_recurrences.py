@@ -218,7 +218,7 @@ def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
         near(out[row, real[row] != 0], short(front, ctx_of(mask), None)[0][row, :n])
 
 
-@pytest.mark.daily("rg_lru")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXERS)
 def test_packed_gradients_equal_sum_of_document_gradients(name: str) -> None:
     """Of packed documents: the sum of those of each, of parameters too."""

@@ -112,6 +112,7 @@ def test_remat_policy_keeps_exactly_the_targets(capsys):
     assert not kept(capsys, "mlp_attn_notsaveable") & (attention | mlp)
 
 
+@pytest.mark.nightly
 def test_targets_move_to_the_host():
     """Each layer's result and, as `layer_output`, the stream between layers."""
     for targets in (("mlp_up",), ("layer_output", "mlp_up")):

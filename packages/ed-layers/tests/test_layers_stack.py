@@ -150,6 +150,7 @@ def test_windows_may_be_data_of_one_run():
     case.assert_near(caller(as_data)(case.X)[0], caller(static)(case.X)[0])
 
 
+@pytest.mark.nightly
 def test_a_run_is_traced_and_compiled_once_for_any_depth():
     def size(num_layers, **depth):
         case.TRACED.clear()

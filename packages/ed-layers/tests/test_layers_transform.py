@@ -51,7 +51,7 @@ def names(of):
     return sorted(name for path, _ in flat for name in parameter_names.canonical(path))
 
 
-@pytest.mark.daily("every other layer")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("patterns", "runs"),
     [

@@ -170,6 +170,7 @@ def test_bert_scores_packed_documents_as_it_scores_them_alone() -> None:
         model(IDS[:1], segment_ids=segments)
 
 
+@pytest.mark.nightly
 def test_encoder_has_no_cache_and_refuses_the_options_of_decoders() -> None:
     config = BertConfig(**BERT, num_labels=3, sharding_axis_dims=ONE)
     model = BertForSequenceClassification.create(config, seed=0)
@@ -179,6 +180,7 @@ def test_encoder_has_no_cache_and_refuses_the_options_of_decoders() -> None:
         BertConfig(**BERT, is_decoder=True)
 
 
+@pytest.mark.nightly
 def test_text_longer_than_the_position_table_is_refused() -> None:
     fields = {**cases("roberta")["roberta"].rows["encoder"], "max_position_embeddings": 14}
     config = AutoEasyDeLConfig.for_model("roberta", **fields, sharding_axis_dims=ONE)

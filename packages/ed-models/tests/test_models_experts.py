@@ -77,6 +77,7 @@ def test_queries_of_llama4_grow_with_their_place():
     np.testing.assert_allclose(subject.logits, theirs.numpy(), atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_experts_of_published_qwen3_vl_moe_checkpoints_have_swapped_dimensions(tmp_path):
     from ed_models.families.qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM
     from safetensors.numpy import load_file, save_file

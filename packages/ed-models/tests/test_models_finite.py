@@ -44,6 +44,7 @@ def change(directory, name, index, value):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -np.nan])
 @pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.daily("True-inf", "False-inf")
 def test_tensor_is_named_unless_the_check_is_off(copy, value, scan):
     name = "model.layers.1.mlp.up_proj.weight"
     change(copy, name, (3, 5), value)

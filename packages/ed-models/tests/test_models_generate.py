@@ -117,6 +117,7 @@ def test_rows_end_at_an_end_token(model, prompt, greedy):
         np.testing.assert_array_equal(new[row, :stop], greedy[row, :stop])
 
 
+@pytest.mark.nightly
 def test_eos_token_id_none_disables_the_end_token(model, prompt, greedy):
     end = int(greedy[0, 3])
     ends = LlamaForCausalLM.create(model.config.replace(eos_token_id=end), seed=2)
@@ -136,6 +137,7 @@ def test_stops_when_every_row_has_ended(model, prompt, greedy):
     assert out.sequences.shape == (1, LENGTH + 4)
 
 
+@pytest.mark.nightly
 def test_unrolled_model_generates_same_tokens(model, prompt, greedy):
     out = model.to_layout("leaves").generate(prompt, max_new_tokens=NEW)
     np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)

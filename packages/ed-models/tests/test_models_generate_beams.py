@@ -93,7 +93,7 @@ def test_tokens_and_scores_are_hugging_faces(
     assert (ours.sequences[:, S:] == END).any()  # some ended
 
 
-@pytest.mark.daily("options0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,7 +8,6 @@ from ed_infra.testing import require_torch
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.generation import assisted, beams, decoding
 from ed_models.generation.token_choice import TokenChoice, process
-from scipy import stats
 
 V, S, NEW = 40, 9, 12
 
@@ -94,6 +93,7 @@ def test_outputs_of_steps_are_hugging_faces(model, torch_model, prompt):
     np.testing.assert_allclose(ours.logprobs, expected, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_log_probabilities_stop_with_the_row(model, prompt):
     greedy = model.generate(prompt, max_new_tokens=NEW).sequences
     end = int(greedy[0, S + 2])
@@ -147,6 +147,8 @@ class TestDistributions:
     @staticmethod
     def p_value(draws, probs):
         """Of the draws, if the probabilities are right; rare tokens are counted together."""
+        from scipy.stats import chi2  # the import takes a second
+
         order = np.argsort(-probs)
         counts, expected = np.bincount(draws, minlength=V)[order], (probs * len(draws))[order]
         assert not counts[expected == 0].any()
@@ -154,7 +156,7 @@ class TestDistributions:
         pool = [[*x[:common], x[common:].sum()] for x in (counts, expected)]
         pool = np.asarray(pool)[:, np.asarray(pool[1]) > 0]
         statistic = ((pool[0] - pool[1]) ** 2 / pool[1]).sum()
-        return stats.chi2.sf(statistic, pool.shape[1] - 1)
+        return chi2.sf(statistic, pool.shape[1] - 1)
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("options", CHOICES)
@@ -264,6 +266,7 @@ class TestStopStrings:
             np.testing.assert_array_equal(got[:n], expected[:n])
         assert out.steps < 7 or (out.beam_indices == -1).any()
 
+    @pytest.mark.nightly
     def test_the_string_may_begin_in_the_prompt(self, model, prompt, tokenizer):
         greedy = model.generate(prompt[:1], max_new_tokens=3).sequences
         pieces = tokenizer.convert_ids_to_tokens(greedy[0])

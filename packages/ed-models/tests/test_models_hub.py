@@ -107,6 +107,7 @@ def test_values_are_the_same_on_any_mesh(model, saved, dims, scan_layers):
 
 
 @pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
+@pytest.mark.daily("dims1")
 def test_large_stacks_are_filled_layer_by_layer(model, saved, dims, monkeypatch):
     filled, original = [], filling._placed
 

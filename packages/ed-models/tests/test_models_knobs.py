@@ -70,7 +70,7 @@ REMAT = {
 }
 
 
-@pytest.mark.daily("attn_mechanism", "kvdtype", "gradient_checkpointing", "backend, get_backend")
+@pytest.mark.daily("attn_mechanism", "kvdtype")
 @pytest.mark.parametrize(
     ("program", "base", "changes"),
     [

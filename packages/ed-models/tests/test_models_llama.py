@@ -194,6 +194,7 @@ def test_compute_loss_is_the_mean_over_counted_tokens(model):
     np.testing.assert_allclose(output.loss, -picked[keep].mean(), rtol=1e-5)
 
 
+@pytest.mark.daily("leaves")
 def test_hidden_states_are_the_inputs_of_each_layer(either):
     out = forward(either, input_ids=IDS)
     assert out.hidden_states is None

@@ -205,6 +205,7 @@ def test_files_have_the_bytes_that_codes_have(plain: Path, tmp_path: Path) -> No
     assert files["lm_head.weight"].format == "F32"
 
 
+@pytest.mark.nightly
 def test_codes_keep_their_dtype_where_the_rest_is_converted(plain: Path, tmp_path: Path) -> None:
     model = load(plain, quantization_config={"dtype": "int8"}, apply_quantization=True)
     model.save_pretrained(tmp_path, dtype="bfloat16")
@@ -217,6 +218,7 @@ def test_codes_keep_their_dtype_where_the_rest_is_converted(plain: Path, tmp_pat
     assert {m.dtype for m in matrices} == {np.dtype(ml_dtypes.bfloat16)}
 
 
+@pytest.mark.nightly
 def test_a_head_of_its_own_that_is_called_tied(plain: Path, tmp_path: Path) -> None:
     config = json.loads((plain / "config.json").read_text())
     for file in plain.iterdir():
@@ -227,6 +229,7 @@ def test_a_head_of_its_own_that_is_called_tied(plain: Path, tmp_path: Path) -> N
     assert_same(model, load(plain).quantize(spec))
 
 
+@pytest.mark.nightly
 def test_quantization_config_alone_does_not_quantize(plain: Path) -> None:
     model = load(plain, quantization_config={"dtype": "nf4"})
     assert not model.is_quantized

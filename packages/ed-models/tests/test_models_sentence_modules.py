@@ -171,6 +171,7 @@ def test_dense_layers_and_prompts_equal_the_formula_in_torch(dense: Any) -> None
 
 
 @pytest.mark.torch
+@pytest.mark.nightly
 def test_saved_checkpoint_keeps_modules_weights_and_settings(dense: Any, tmp_path: Path) -> None:
     folder, _, weights = dense
     model = AutoEasyDeLModelForEmbedding.from_pretrained(folder, truncate_dim=7, **ONE)

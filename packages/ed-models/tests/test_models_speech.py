@@ -185,7 +185,7 @@ def test_ctc_text_equals_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.daily("3")
+@pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [3, 30])
 def test_ctc_text_of_a_long_recording_equals_the_pipeline_of_transformers(
     seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

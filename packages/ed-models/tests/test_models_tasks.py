@@ -132,7 +132,7 @@ class TestClassifiers:
         assert classifier(IDS[:1]).logits.shape == (1, 2)
         assert classifier(IDS, attention_mask=MASK).logits.shape == (3, 2)
 
-    @pytest.mark.daily("labels1-*", "labels4-*")
+    @pytest.mark.daily("labels4*")
     @pytest.mark.parametrize(
         ("labels", "count", "problem"),
         [

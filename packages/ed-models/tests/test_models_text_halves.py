@@ -188,6 +188,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(request.param, logits(theirs), directory, load(directory))
 
 
+@pytest.mark.daily("gemma3*")
 def test_text_half_computes_the_logits_of_transformers(pair: Pair) -> None:
     assert pair.ours.config.model_type == pair.model.text_type
     np.testing.assert_allclose(pair.ours(IDS).logits, pair.logits, atol=1e-4)
@@ -267,6 +268,7 @@ def test_unused_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
         assert_equal(kind.from_pretrained(tmp_path, sharding_axis_dims=ONE), model)
 
 
+@pytest.mark.nightly
 def test_tensors_of_all_experts_load_like_tensors_of_each_expert(tmp_path: Path) -> None:
     theirs = torch_model(QWEN3_5_MOE)
     theirs.save_pretrained(tmp_path / "each")

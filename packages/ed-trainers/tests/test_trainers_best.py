@@ -62,7 +62,7 @@ def test_the_newest_and_the_best_stay(toy, tmp_path):
     assert kept(tmp_path / "one") == sorted({*best, 12})
 
 
-@pytest.mark.daily("True")
+@pytest.mark.nightly
 @pytest.mark.proves("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 @pytest.mark.parametrize("greater", [None, True])
 def test_a_run_ends_with_the_best(toy, tmp_path, capsys, greater):

@@ -152,6 +152,7 @@ def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed):
         assert report[name] == pytest.approx(float(loss.metrics[name].value), rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_the_bias_of_a_frozen_router_stays(toy, routed):
     def adapted(dims, **given):
         model = routed(dims, **given)
@@ -209,6 +210,7 @@ def test_a_mesh_equals_one_device(toy, routed, dims):
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), (2, 2, 1, 2, 1)], ids=str)
+@pytest.mark.nightly
 def test_the_weights_before_the_gradients_cost_no_forward_pass(toy, routed, dims):
     # With several microbatches, a separate scan sums the weights first.
     batch = toy.loader(rows=8).batch_at(0)

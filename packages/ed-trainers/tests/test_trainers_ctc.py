@@ -31,7 +31,7 @@ def random_case(blank: int) -> tuple[np.ndarray, ...]:
     return logits, steps, labels, lengths
 
 
-@pytest.mark.daily("False-0", "True-4")
+@pytest.mark.daily("False-0")
 @pytest.mark.torch
 @pytest.mark.parametrize("blank", [0, 4])
 @pytest.mark.parametrize("zero_infinity", [False, True])
@@ -92,6 +92,7 @@ def trainer(folder: Path, directory: Path, data: Any, **config: Any) -> CTCTrain
 
 @pytest.mark.torch
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.daily("mean")
 def test_loss_equals_transformers(
     checkpoint: tuple[Path, Any], tmp_path: Path, reduction: str
 ) -> None:
@@ -115,6 +116,7 @@ def test_loss_equals_transformers(
     assert "eval_wer" not in found
 
 
+@pytest.mark.nightly
 def test_padded_rows_do_not_change_the_loss(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = checkpoint
     made = batch()

@@ -78,6 +78,7 @@ def at_once(beta, temperature):
     ],
     ids=str,
 )
+@pytest.mark.daily("0.3-*")
 def test_chunks_equal_all_tokens_at_once(beta, dims):
     student, teacher, targets = sides(4, 12)
     run = chunked(create_mesh(dims), beta=beta, temperature=1.7, chunk=5)

@@ -39,6 +39,7 @@ def step(toy):
 
 
 @pytest.mark.parametrize("accumulation", [8])
+@pytest.mark.nightly
 def test_accumulation_equals_the_big_batch(step, batch, accumulation):
     moved, report = step(batch)
     assert report.keys() >= FIGURES

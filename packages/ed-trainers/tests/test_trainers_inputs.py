@@ -55,6 +55,7 @@ def seeing(toy):
     return lambda dims=(1, 1, 1, 1, 1): Seeing(toy.Config(dims)).shard_model()
 
 
+@pytest.mark.nightly
 def test_images_reach_the_model_in_microbatches_and_on_meshes(toy, seeing):
     batch = Images(toy.loader()).batch_at(0)
     moved, report = one_step("sft", seeing(), batch)

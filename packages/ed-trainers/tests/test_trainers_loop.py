@@ -166,6 +166,7 @@ def test_training_a_finished_run_again_changes_nothing(toy, tmp_path):
     assert again.checkpoint_path == first.checkpoint_path
 
 
+@pytest.mark.nightly
 def test_a_run_can_be_made_longer(toy, tmp_path, capsys):
     trainer(toy, tmp_path, max_training_steps=6).train()
     trainer(toy, tmp_path, max_training_steps=9).train()

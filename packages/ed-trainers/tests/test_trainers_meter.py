@@ -117,6 +117,7 @@ def test_utilization_follows_palm_flops_formula():
     assert utilization(frozen, model.config, length=10, peak=None) is None  # a CPU
 
 
+@pytest.mark.nightly
 def test_of_experts_a_token_meets_a_few():
     config = Qwen3MoeConfig(
         vocab_size=32,

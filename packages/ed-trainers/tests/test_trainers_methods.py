@@ -157,6 +157,7 @@ def test_packed_method_step_matches_separate_rows(step, batches, method):
     near_reports(alone_report, report, 2e-5)
 
 
+@pytest.mark.nightly
 def test_packed_kto_step_matches_separate_rows(step, batches):
     batch = batches["labelled"]
     moved, _ = step("kto", batch, loss_type="apo_zero_unpaired")
@@ -201,7 +202,7 @@ def test_chunked_loss_never_materializes_full_logits(toy, batches, method):
 NOISY = [n for n in GIVEN if "neftune_noise_alpha" in METHODS[n].arguments.model_fields]
 
 
-@pytest.mark.daily("dpo")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [

@@ -438,7 +438,7 @@ def numpy_kron(array, *, rotates, steps=STEPS):
     return p.reshape(array.shape)
 
 
-@pytest.mark.daily("quad")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["quad", "skew"])
 def test_quad_and_skew_match_their_formulas(name):
     # The matrices have 2 blocks of 16 rows, one of them partly used, and a diagonal axis of 40.
@@ -510,6 +510,7 @@ def test_quantization_levels_match_the_paper():
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("columns", [256, 300, 64])
+@pytest.mark.daily("64-True")
 def test_eight_bits_are_the_nearest_level(signed, columns):
     x = np.random.default_rng(0).normal(size=(3, columns)).astype(np.float32) ** 3
     x = x if signed else np.abs(x)

@@ -142,10 +142,7 @@ def test_adamw_is_optax_adamw_with_a_mask():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 
-@pytest.mark.daily(
-    *("float32-float32-adamw", "float32-float32-adafactor", "float32-float32-muon"),
-    *("float32-float32-*_8bit", "None-bfloat16-adamw"),
-)
+@pytest.mark.daily("None-bfloat16-adamw", "float32-float32-lion_8bit")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("master", ["float32", None])
@@ -161,6 +158,7 @@ def test_every_optimizer_moves_and_keeps_its_dtypes(name, dtype, master):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "rmsprop", "sgd"])
+@pytest.mark.daily("adafactor", "sgd")
 def test_weight_decay_skips_norms_and_biases(name):
     tree = params()
     given = {"optimizer": name, "learning_rate": 0.01}

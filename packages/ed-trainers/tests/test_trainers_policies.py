@@ -362,6 +362,7 @@ def test_options_that_contradict_each_other():
     assert dict(arguments_class("ppo")(beta=0, kl_estimator="k3").idle())["kl_estimator"]
 
 
+@pytest.mark.nightly
 def test_ppo_requires_a_model_instead_of_a_state(toy, tmp_path):
     run = online("ppo", toy(), tmp_path)
     with pytest.raises(ConfigError, match="pass the model, not a state"):

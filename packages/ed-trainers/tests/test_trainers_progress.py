@@ -52,6 +52,7 @@ def test_the_terminal_shows_the_accuracy_of_pairs(toy, tmp_path, capsys):
     assert "step 1/1  loss 0.6931  rewards/accuracies 0.0000  rewards/margins 0.0000" in out
 
 
+@pytest.mark.nightly
 def test_a_row_without_a_figure_leaves_its_column_out(capsys):
     progress = Progress("rich", total=9, columns=("reward", "kl", "loss"))
     progress.row({"step": 3, "reward": 0.5, "loss": 0.0, "tokens_per_second": 1200.0})

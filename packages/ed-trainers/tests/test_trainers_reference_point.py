@@ -36,7 +36,7 @@ def evaluated(toy, method, batches, **options):
     return trainer_class(method)(arguments, toy.model(), None, batches, frozen=frozen).evaluate()
 
 
-@pytest.mark.daily("kto-packed")
+@pytest.mark.nightly
 @pytest.mark.parametrize("per_row", [1, 3], ids=["alone", "packed"])
 @pytest.mark.parametrize("method", ["kto", "bco"])
 def test_eval_loss_does_not_depend_on_the_size_of_the_batches(toy, method, per_row):

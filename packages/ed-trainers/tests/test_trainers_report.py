@@ -66,6 +66,7 @@ def test_report_without_metrics_raises_config_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.nightly
 def test_browser_renders_report_charts(tmp_path: Path) -> None:
     page = write_report(a_run(tmp_path / "run"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]

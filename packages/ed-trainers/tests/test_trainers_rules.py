@@ -119,6 +119,7 @@ def test_only_trainable_parameters_change_and_have_moments(toy, tmp_path):
     assert longer.metrics["steps"] == 4
 
 
+@pytest.mark.nightly
 def test_trainable_splits_stacks_by_their_names():
     model = LlamaForCausalLM.create(
         LlamaConfig(
@@ -179,6 +180,7 @@ def test_a_rule_that_matches_nothing_is_an_error_before_training(toy, tmp_path, 
         run(toy, tmp_path, **given)
 
 
+@pytest.mark.nightly
 def test_a_state_has_its_own_split(toy, tmp_path):
     state = EasyDeLState.create(model=toy.model(), trainable=[("kernel", True)])
     with pytest.raises(ConfigError, match="a state has them selected"):

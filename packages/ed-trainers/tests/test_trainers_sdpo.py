@@ -110,6 +110,7 @@ def test_microbatches_on_a_mesh_equal_one_batch_on_a_device(toy, mode):
         near(one_step("sdpo", sharp(toy()), lmhead_chunksize=7, **given)[0], moved, 2e-5)
 
 
+@pytest.mark.nightly
 def test_without_distillation_a_step_is_that_of_grpo(toy):
     given = {"num_iterations": 2, "beta": 0.1}
     moved, report = one_step("sdpo", toy(), distillation_weight=0.0, **given)

@@ -47,6 +47,7 @@ def assert_near(left, right, tolerance):
 
 
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
+@pytest.mark.daily("2")
 def test_accumulation_equals_the_big_batch(toy, accumulation):
     batch = toy.loader(rows=8).batch_at(0)
     tokens = (batch["labels"][:, 1:] != -100).sum(1)
@@ -62,6 +63,7 @@ def test_accumulation_equals_the_big_batch(toy, accumulation):
     assert small_report["weight"] == big_report["weight"] == tokens.sum()
 
 
+@pytest.mark.nightly
 def test_a_mean_of_means_would_not_pass(toy):
     # Control: accumulated means differ from the result by far more than the tolerance.
     batch = toy.loader(rows=8).batch_at(0)
@@ -80,6 +82,7 @@ def test_a_mean_of_means_would_not_pass(toy):
 
 @pytest.mark.parametrize("dims", [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 2, 1, 1, 4)])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.daily("1-dims2", "2-dims0")
 def test_a_mesh_equals_one_device(toy, dims, accumulation):
     batch = toy.loader(rows=16).batch_at(0)
     _, one, one_report = one_step(toy.model(), batch)

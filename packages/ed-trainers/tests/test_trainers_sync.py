@@ -143,6 +143,7 @@ def test_microbatches_and_meshes_do_not_matter(toy, whole, tmp_path):
     near(arrays(many.state.reference), arrays(output.state.reference), 2e-5)
 
 
+@pytest.mark.nightly
 def test_initial_learner_is_copied_once_as_reference(toy, tmp_path):
     model = toy.model()
     start = arrays(nnx.state(model))

@@ -86,6 +86,7 @@ def reference(toy):
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=str)
+@pytest.mark.daily("(2, 2, 1, 2, 1)")
 def test_token_loss_on_every_mesh_matches_one_device(toy, reference, dims):
     one = outcome(*place((1, 1, 1, 1, 1), toy), None)
     np.testing.assert_allclose(one[0][1][0], reference.logp, atol=5e-6)
@@ -103,6 +104,7 @@ def test_the_chunk_does_not_matter(toy, chunk):
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), *MESHES[:4]], ids=str)
+@pytest.mark.daily("(1, 1, 1, 1, 1)", "(1, 2, 1, 4, 1)")
 def test_the_weighted_sum_is_cross_entropy(toy, dims):
     parts, sharding = place(dims, toy)
 
@@ -125,6 +127,7 @@ def test_the_weighted_sum_is_cross_entropy(toy, dims):
     near(left, right)
 
 
+@pytest.mark.nightly
 def test_a_matrix_is_a_head(toy):
     parts, sharding = place((1, 2, 1, 2, 1), toy)
     given = (parts["targets"],)

@@ -57,6 +57,7 @@ class Reader(Callback):
         self.evaluated.append((metrics["eval_loss"], trainer.evaluate()["eval_loss"]))
 
 
+@pytest.mark.nightly
 def test_the_model_can_be_read_at_every_callback(toy, tmp_path):
     reader = Reader()
     run = trainer(
