@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from ed_elarge.certify.llama_cpp_logits import llama_cpp_logits
 from ed_infra.errors import CheckpointError
 from ed_models.checkpoints import hub
 from ed_models.conformance import ONE, Subject, forward
 
 from tests.gguf_cases import gguf_subjects
-from tests.parity.llama_cpp_logits import llama_cpp_logits
 from tools.gguf_table import RESULTS
 
 #: Model types that llama.cpp runs and the low-level interface here does not: encoders.

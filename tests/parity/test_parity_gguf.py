@@ -1,7 +1,7 @@
 """GGUF files of every architecture: read again, compared with llama.cpp and with transformers.
 
 Tests with llama.cpp are skipped without an interpreter that has it
-(`tests/parity/llama_cpp_logits.py`).
+(`ed_elarge.certify.llama_cpp_logits`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ed_elarge.certify.llama_cpp_logits import interpreter, llama_cpp_logits
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.testing import require_torch
@@ -21,7 +22,6 @@ from ed_models.conformance import ONE, Subject, forward
 from flax import nnx
 
 from tests.gguf_cases import FURTHER, NAME, gguf_subjects
-from tests.parity.llama_cpp_logits import interpreter, llama_cpp_logits
 from tools.gguf_results import WITHOUT_LOGITS
 
 #: Differences relative to the largest logit. llama.cpp tabulates GELU for float16 inputs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from certify_defects import (
+    ADAPTER_DEFECTS,
+    CHATML,
+    GGUF_DEFECTS,
+    MODEL_DEFECTS,
+    OTHER_DEFECTS,
+    edit,
+    edit_tensors,
+    generation,
+    last_matrix,
+    tensors,
+    write_gguf,
+)
+from ed_elarge.certify.llama_cpp_logits import interpreter
 from ed_elarge.certify.receipt import CHECKS, Finding, certificate, findings, write
 from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.command.main import app
 from ed_infra.errors import CheckpointError
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")
@@ -43,215 +53,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ends = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id]
     edit(folder / "generation_config.json", bos_token_id=tokenizer.bos_token_id, eos_token_id=ends)
     return folder
-
-
-def edit(path: Path, *removed: str, **changes: Any) -> None:
-    """Change keys of a JSON file, which need not exist."""
-    values = json.loads(path.read_text()) if path.is_file() else {}
-    for name in removed:
-        values.pop(name, None)
-    path.write_text(json.dumps(values | changes))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
-    path = folder / "model.safetensors"
-    tensors = {name: np.array(x) for name, x in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def template(text: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / "chat_template.jinja").write_text(text)
-
-    return change
-
-
-def generation(**changes: Any) -> Callable[[Path], None]:
-    return lambda folder: edit(folder / "generation_config.json", **changes)
-
-
-def settings(**changes: Any) -> Callable[[Path], None]:
-    return lambda folder: edit(folder / "config.json", **changes)
-
-
-def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path], None]:
-    return lambda folder: edit_tensors(folder, change)
-
-
-def two_templates(folder: Path) -> None:
-    edit(folder / "tokenizer_config.json", chat_template=CHATML.replace("user", "User") + " ")
-
-
-def no_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-    edit(folder / "tokenizer_config.json", "chat_template")
-
-
-def last_matrix(values: dict[str, np.ndarray]) -> str:
-    return max(name for name in values if name.endswith("down_proj.weight"))
-
-
-def with_nan(values: dict[str, np.ndarray]) -> None:
-    values[last_matrix(values)][0, 0] = np.nan
-
-
-def with_infinity(values: dict[str, np.ndarray]) -> None:
-    values[last_matrix(values)][1, 1] = np.inf
-
-
-def with_zeros(values: dict[str, np.ndarray]) -> None:
-    values[last_matrix(values)][:] = 0
-
-
-def half_precision(values: dict[str, np.ndarray]) -> None:
-    for name in values:
-        values[name] = values[name].astype(np.float16)
-
-
-def other_head(values: dict[str, np.ndarray]) -> None:
-    values["lm_head.weight"] = values["model.embed_tokens.weight"] + 1
-
-
-def tied_with_other_head(folder: Path) -> None:
-    edit(folder / "config.json", tie_word_embeddings=True)
-    edit_tensors(folder, other_head)
-
-
-def tokenizer_with(text: str, other: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        before = path.read_text()
-        assert text in before
-        path.write_text(before.replace(text, other))
-
-    return change
-
-
-def lower_case(folder: Path) -> None:
-    edit(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
-
-
-def without_spaces(folder: Path) -> None:
-    strip = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
-    edit(folder / "tokenizer.json", normalizer=strip)
-
-
-def more_tokens(folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([f"<extra_{i}>" for i in range(8)])
-    tokenizer.save_pretrained(folder)
-
-
-def moved_tokens(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    values = json.loads(path.read_text())
-    vocab = values["model"]["vocab"]
-    first, second = sorted(vocab, key=vocab.get)[-2:]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    path.write_text(json.dumps(values))
-
-
-def index_without_a_tensor(folder: Path) -> None:
-    names = list(load_file(folder / "model.safetensors"))
-    weight_map = dict.fromkeys(names[1:], "model.safetensors")
-    edit(folder / "model.safetensors.index.json", metadata={}, weight_map=weight_map)
-
-
-def index_with_another_tensor(folder: Path) -> None:
-    names = [*load_file(folder / "model.safetensors"), "model.layers.9.mlp.up_proj.weight"]
-    weight_map = dict.fromkeys(names, "model.safetensors")
-    edit(folder / "model.safetensors.index.json", metadata={}, weight_map=weight_map)
-
-
-def yarn(most: int) -> Callable[[Path], None]:
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
-    scaling["rope_theta"] = 10000.0
-    return settings(max_position_embeddings=most, rope_parameters=scaling)
-
-
-NO_MESSAGES = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>{% endfor %}"
-)
-GENERATION = "<|im_start|>assistant\n{% endif %}"
-
-#: A defect, the check that finds the defect, and the change that plants the defect.
-DEFECTS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "two templates": ("chat_template_files", two_templates),
-    "template of another model": ("chat_template_of_base", template(CHATML.replace("im_", "x_"))),
-    "template with a changed space": ("chat_template_of_base", template(CHATML + " ")),
-    "template without line break": ("chat_template_of_base", template(CHATML.replace("\n", " "))),
-    "template without answers": (
-        "messages",
-        template(
-            CHATML.replace("{% for", "{% if true %}{% for").replace("m['content']", "''")
-            + "{% endif %}"
-        ),
-    ),
-    "template without messages": ("messages", template(NO_MESSAGES)),
-    "template that trims differently": (
-        "prompt_of_training",
-        template(CHATML.replace(GENERATION, "<|im_start|>assistant:{% endif %}")),
-    ),
-    "prompt with a thought that training lacks": (
-        "prompt_of_training",
-        template(CHATML.replace(GENERATION, "<|im_start|>assistant\n<think>\n{% endif %}")),
-    ),
-    "prompt without the role": (
-        "loss_on_answers",
-        template("{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_end|>"),
-    ),
-    "template with the number of messages": (
-        "turns",
-        template("{{ messages | length }} messages follow" + CHATML),
-    ),
-    "template that drops earlier answers": (
-        "turns",
-        template(
-            CHATML.replace(
-                "{{ m['content'] }}",
-                "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}",
-            )
-        ),
-    ),
-    "two beginnings": ("one_beginning", template("{{ bos_token }}{{ bos_token }}" + CHATML)),
-    "end of turn missing in eos_token_id": ("end_stops", generation(eos_token_id=1)),
-    "end of turn only in the template": (
-        "end_stops",
-        template(CHATML.replace("<|im_end|>", "<|pad|>")),
-    ),
-    "eos_token_id of another model": ("special_ids", generation(eos_token_id=128009)),
-    "pad_token_id of another model": ("special_ids", generation(pad_token_id=128004)),
-    "bos_token_id of another token": ("special_ids", settings(bos_token_id=7)),
-    "eos_token_id of another token": ("special_ids", settings(eos_token_id=9)),
-    "negative eos_token_id": ("special_ids", generation(eos_token_id=-5)),
-    "added tokens without embeddings": ("embeddings", more_tokens),
-    "lower-case tokenizer": ("round_trip", lower_case),
-    "tokenizer that merges spaces": ("round_trip", without_spaces),
-    "tokens with exchanged ids": ("tokens_of_base", moved_tokens),
-    "additional tokens change the text": ("tokens_of_base", lower_case),
-    "NaN": ("finite", tensors(with_nan)),
-    "infinity": ("finite", tensors(with_infinity)),
-    "matrix of zeros": ("not_empty", tensors(with_zeros)),
-    "another dtype than stated": ("dtype", tensors(half_precision)),
-    "dtype of the configuration": ("dtype", settings(dtype="bfloat16")),
-    "tied head with other values": ("tied_head", tied_with_other_head),
-    "index without a tensor": ("index", index_without_a_tensor),
-    "index with a missing tensor": ("index", index_with_another_tensor),
-    "more positions than YaRN has": ("positions", yarn(1024)),
-    "tokenizer with more positions": (
-        "positions",
-        lambda folder: edit(folder / "tokenizer_config.json", model_max_length=100_000),
-    ),
-    "temperature without sampling": (
-        "generation_settings",
-        generation(do_sample=False, temperature=0.6, top_p=0.9),
-    ),
-    "beams that are not a number": ("generation_settings", generation(num_beams=0, top_k=-3)),
-    "training without effect": ("changed", lambda folder: None),
-}
 
 
 def planted(sound: Path, folder: Path, change: Callable[[Path], None]) -> Path:
@@ -280,17 +81,57 @@ def test_sound_model_fails_no_check_of_files_and_tokens(sound: Path, base: Path)
     assert sum(f.status == "passed" for f in found.values()) >= 20
 
 
-@pytest.mark.daily("two templates", "end of turn missing*", "tokens with exchanged ids", "NaN")
-@pytest.mark.parametrize("defect", DEFECTS)
+def test_at_least_sixty_defects_have_a_public_issue() -> None:
+    issues = [
+        d.issue for group in (MODEL_DEFECTS, ADAPTER_DEFECTS, GGUF_DEFECTS) for d in group.values()
+    ]
+    assert len(set(issues)) == len(issues) >= 60
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", issue) for issue in issues)
+
+
+@pytest.mark.daily(
+    "two templates", "end of turn missing*", "tokens with exchanged ids", "NaN", "almost no tensors"
+)
+@pytest.mark.parametrize("defect", [*MODEL_DEFECTS, *OTHER_DEFECTS])
 def test_planted_defect_is_found_by_its_check(
     sound: Path, base: Path, tmp_path: Path, defect: str
 ) -> None:
-    check, change = DEFECTS[defect]
+    if defect == "old weights in another format":
+        pytest.importorskip("torch")
+    check, change = OTHER_DEFECTS.get(defect) or MODEL_DEFECTS[defect][::2]
     folder = planted(sound, tmp_path / "model", change)
     other = sound if check == "changed" else base
     found = by_name(CertifiedModel(folder, other))[check]
     assert found.status == "failed", found
     assert len(found.evidence) > 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("defect", ADAPTER_DEFECTS)
+def test_planted_defect_of_an_adapter_is_found_by_its_check(
+    adapted: Path, base: Path, tmp_path: Path, defect: str
+) -> None:
+    check, _, change = ADAPTER_DEFECTS[defect]
+    found = by_name(CertifiedModel(planted(adapted, tmp_path / "run", change), base))[check]
+    assert found.status == "failed", found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("defect", GGUF_DEFECTS)
+def test_planted_defect_of_a_gguf_file_is_found_by_its_check(
+    sound: Path, tmp_path: Path, defect: str
+) -> None:
+    check, _, change = GGUF_DEFECTS[defect]
+    found = by_name(CertifiedModel(planted(sound, tmp_path / "model", change)))[check]
+    assert found.status == "failed", found
+
+
+@pytest.mark.nightly
+def test_gguf_file_of_a_model_passes_all_checks(sound: Path, tmp_path: Path) -> None:
+    found = by_name(CertifiedModel(planted(sound, tmp_path / "model", write_gguf)), with_model=True)
+    for name in ("gguf_tokens", "gguf_settings", "gguf"):
+        assert found[name].status == "passed", found[name]
+    assert found["llama_cpp"].status == ("passed" if interpreter() else "not applicable")
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -40,12 +40,29 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
+
+
+def tool_conversation(arguments: Any) -> SampleChat:
+    """Return a conversation with a call of the tool; templates read arguments or their JSON."""
+    call = {
+        "id": "call00001",
+        "type": "function",
+        "function": {"name": "weather", "arguments": arguments},
+    }
+    return [
+        {"role": "user", "content": "What is the weather at home?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "12 degrees"},
+    ]
+
+
 #: Texts that a tokenizer must return unchanged.
 TEXTS = (
     "The year 1984, at 3:45 pm.",
     "def f(x):\n    return x  # a comment\n\n\tprint(f(2))\n",
     "Grüße aus Köln – naïve café, 北京 и Москва, 🙂.",
     "a  b   c    d",
+    "Is x != y , or not ? He said : 'no' .",
 )
 #: Text on which models are compared.
 PASSAGE = (

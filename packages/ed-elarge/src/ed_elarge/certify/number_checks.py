@@ -7,20 +7,17 @@ from typing import Any
 import numpy as np
 
 from ed_elarge.certify.chats import PASSAGE
+from ed_elarge.certify.numbers import LENGTH, LOGITS_LIMIT, compared, log_softmax, logits_of, near
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
 from ed_elarge.certify.subject import CertifiedModel
 
-#: Largest difference of logits, relative to the largest logit.
-LOGITS_LIMIT = 1e-3
 #: Largest difference of log-probabilities.
 LOGPROB_LIMIT = 1e-3
-#: Largest mean divergence of a quantized model from the model in full precision, in nats.
-DIVERGENCE_LIMIT = 0.1
-#: Smallest share of positions with equal first choices of the two.
-AGREEMENT_LIMIT = 0.5
 #: Options with which the engine samples.
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
-LENGTH, GENERATED = 96, 12
+#: Log-probabilities after all options of sampling.
+LOGPROBS = "processed_logprobs"
+GENERATED = 12
 
 
 def equals_transformers(subject: CertifiedModel) -> Outcome:
@@ -35,19 +32,19 @@ def equals_transformers(subject: CertifiedModel) -> Outcome:
         raise NotApplicable("torch is not installed")
     encoded = subject.tokenizer(PASSAGE, add_special_tokens=False, return_tensors="pt")
     ids = encoded["input_ids"][:, :LENGTH]
-    own = _logits(subject.model, ids.numpy())
+    own = logits_of(subject.model, ids.numpy()[0])
     try:
         other: Any = AutoModelForCausalLM.from_pretrained(subject.folder, dtype="float32")
     except (ValueError, KeyError) as error:
         raise NotApplicable(f"transformers does not load the model: {error}"[:300]) from None
     theirs = other.eval()(ids).logits.detach().numpy()[0]
-    return _compared(own, theirs, "transformers", LOGITS_LIMIT)
+    return passed(compared(own, theirs, "transformers", LOGITS_LIMIT))
 
 
 def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
     from ed_esurge import SamplingParams, eSurge
 
-    prompt = _passage(subject)[0, :24].tolist()
+    prompt = _passage(subject)[:24].tolist()
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64}
     engine = eSurge(subject.model, compile_runner=False, silent_mode=True, **sizes)
     asked = SamplingParams(
@@ -55,7 +52,7 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
         seed=1,
         ignore_eos=True,
         logprobs=0,
-        logprobs_mode="processed_logprobs",
+        logprobs_mode=LOGPROBS,
         detokenize=False,
         **SAMPLING,
     )
@@ -64,7 +61,7 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
     finally:
         engine.terminate()
     tokens = list(answer.token_ids)
-    logits = _logits(subject.model, np.array([[*prompt, *tokens]], np.int64))
+    logits = logits_of(subject.model, np.array([*prompt, *tokens]))
     worst = 0.0
     assert answer.logprobs is not None
     for at, (token, given) in enumerate(zip(tokens, answer.logprobs, strict=True)):
@@ -82,14 +79,12 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
 
 
 def packing_changes_nothing(subject: CertifiedModel) -> Outcome:
-    ids = _passage(subject)[0]
+    ids = _passage(subject)
     half = len(ids) // 2
     segments = np.array([[1] * half + [2] * (len(ids) - half)], np.int32)
-    packed = _logits(subject.model, ids[None], segment_ids=segments)
-    alone = np.concatenate(
-        [_logits(subject.model, part[None]) for part in (ids[:half], ids[half:])]
-    )
-    return _compared(packed, alone, "the rows alone", LOGITS_LIMIT)
+    packed = logits_of(subject.model, ids, segment_ids=segments)
+    alone = np.concatenate([logits_of(subject.model, part) for part in (ids[:half], ids[half:])])
+    return passed(compared(packed, alone, "the rows alone", LOGITS_LIMIT))
 
 
 def merged_equals_adapter(subject: CertifiedModel) -> Outcome:
@@ -99,27 +94,17 @@ def merged_equals_adapter(subject: CertifiedModel) -> Outcome:
 
     adapted = load_adapter(subject.base.model, subject.adapter_folder)
     ids = _passage(subject)
-    merged = _logits(subject.model, ids)
-    return _compared(merged, _logits(adapted, ids), "the base model with the adapter", LOGITS_LIMIT)
+    merged = logits_of(subject.model, ids)
+    theirs = logits_of(adapted, ids)
+    return passed(compared(merged, theirs, "the base model with the adapter", LOGITS_LIMIT))
 
 
 def quantized_stays_near(subject: CertifiedModel) -> Outcome:
     if not subject.settings.get("quantization_config"):
         raise NotApplicable("the weights are not quantized")
-    return _near(subject, subject.model, subject.base.model, "the model in full precision")
-
-
-def gguf_stays_near(subject: CertifiedModel) -> Outcome:
-    files = sorted(subject.directory.glob("*.gguf"))
-    if not files:
-        raise NotApplicable("there is no GGUF file")
-    from ed_models.checkpoints import hub
-
-    found = [
-        _near(subject, hub.from_pretrained(file), subject.model, "the model").evidence
-        for file in files
-    ]
-    return passed("; ".join(f"{f.name}: {text}" for f, text in zip(files, found, strict=True)))
+    ids = _passage(subject)
+    own, exact = logits_of(subject.model, ids), logits_of(subject.base.model, ids)
+    return passed(near(own, exact, "the model in full precision"))
 
 
 def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
@@ -154,39 +139,9 @@ def _flag(option: str) -> str:
     return special.get(name, "asimddp" if "dotprod" in name else name)
 
 
-def _near(subject: CertifiedModel, own: Any, exact: Any, name: str) -> Outcome:
-    ids = _passage(subject)
-    ours, theirs = (_log_softmax(_logits(model, ids)) for model in (own, exact))
-    divergence = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
-    agreement = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
-    evidence = f"KL divergence {divergence:.2e} nats, {agreement:.0%} equal first choices"
-    near = divergence <= DIVERGENCE_LIMIT and agreement >= AGREEMENT_LIMIT
-    require(near, f"{evidence} against {name}")
-    return passed(evidence)
-
-
 def _passage(subject: CertifiedModel) -> np.ndarray:
     ids = subject.tokenizer.encode(PASSAGE, add_special_tokens=False)[:LENGTH]
-    return np.array([ids], np.int64)
-
-
-def _logits(model: Any, ids: np.ndarray, **inputs: Any) -> np.ndarray:
-    """Return the logits of one row, float32 [s, v]."""
-    output = model(input_ids=ids.astype(np.int32), **inputs)
-    return np.asarray(output.logits, np.float32)[0]
-
-
-def _compared(own: np.ndarray, other: np.ndarray, name: str, limit: float) -> Outcome:
-    width = min(own.shape[-1], other.shape[-1])  # padded vocabularies
-    own, other = own[..., :width], other[..., :width]
-    error = float(np.abs(own - other).max() / max(np.abs(other).max(), 1e-30))
-    require(error <= limit, f"logits differ by {error:.1e} of the largest logit from {name}")
-    return passed(f"largest difference {error:.1e} of the largest logit")
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return np.array(ids, np.int64)
 
 
 def _sampled_from(logits: np.ndarray) -> np.ndarray:
@@ -197,7 +152,7 @@ def _sampled_from(logits: np.ndarray) -> np.ndarray:
     probs /= probs.sum()
     kept = order[np.cumsum(probs) - probs < SAMPLING["top_p"]]
     result = np.full(len(logits), -np.inf)
-    result[kept] = _log_softmax(scaled[kept][None])[0]
+    result[kept] = log_softmax(scaled[kept][None])[0]
     return result
 
 
@@ -221,7 +176,6 @@ CHECKS = (
         quantized_stays_near,
         True,
     ),
-    ModelCheck("gguf", "The GGUF file stays near the model.", gguf_stays_near, True),
     ModelCheck(
         "kernels",
         "The native kernels use the best instructions of the processor.",

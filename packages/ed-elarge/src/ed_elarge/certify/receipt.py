@@ -15,14 +15,25 @@ from ed_data.errors import DataError
 from ed_infra.errors import EasyDeLError
 
 from ed_elarge.actions.provenance import versions
-from ed_elarge.certify import file_checks, number_checks, template_checks, token_checks
+from ed_elarge.certify import (
+    adapter_checks,
+    gguf_checks,
+    number_checks,
+    settings_checks,
+    template_checks,
+    tensor_checks,
+    token_checks,
+)
 from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome
 from ed_elarge.certify.subject import CertifiedModel
 
 CHECKS: tuple[ModelCheck, ...] = (
     *template_checks.CHECKS,
     *token_checks.CHECKS,
-    *file_checks.CHECKS,
+    *tensor_checks.CHECKS,
+    *settings_checks.CHECKS,
+    *adapter_checks.CHECKS,
+    *gguf_checks.CHECKS,
     *number_checks.CHECKS,
 )
 JSON_NAME, PAGE_NAME = "certificate.json", "certificate.html"

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import CheckpointError
 
+from ed_elarge.certify.encodings import Encodings
 from ed_elarge.certify.outcome import NotApplicable
 
 if TYPE_CHECKING:
     from ed_esurge.template import ChatTemplate
+    from ed_models.checkpoints.tensor_files import TensorFiles
 
 MODEL, ADAPTER = "model", "adapter"
 
@@ -101,12 +103,37 @@ class CertifiedModel:
         return ChatTemplate(self.tokenizer)
 
     @cached_property
+    def encodings(self) -> Encodings:
+        """The tokens of conversations."""
+        return Encodings(self)
+
+    @cached_property
+    def tensors(self) -> TensorFiles:
+        """The tensors of the safetensors files.
+
+        Raises:
+            NotApplicable: there are no such files.
+        """
+        from ed_models.checkpoints.tensor_files import TensorFiles
+
+        if not list(self.folder.glob("*.safetensors")):
+            raise NotApplicable("there are no safetensors files")
+        return TensorFiles.open(self.folder)
+
+    @cached_property
     def end_token_ids(self) -> frozenset[int]:
         """Tokens at which the engine ends a reply."""
         own = self.settings.get("eos_token_id")
         given = self.generation_settings.get("eos_token_id", own)
         listed = given if isinstance(given, list) else [given]
         return frozenset(token for token in listed if isinstance(token, int))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is a causal language model."""
+        from ed_models.checkpoints.checks import task_of
+
+        return str(task_of(self.folder)) == "causal-language-model"
 
     @cached_property
     def model(self) -> Any:
@@ -116,9 +143,8 @@ class CertifiedModel:
             NotApplicable: the model generates no text.
         """
         from ed_models.checkpoints import hub
-        from ed_models.checkpoints.checks import task_of
 
-        if str(task_of(self.folder)) != "causal-language-model":
+        if not self.is_causal:
             raise NotApplicable("the model is not a causal language model")
         model: Any = hub.from_pretrained(self.folder)
         if self.is_adapter:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from ed_elarge.certify.chats import CONVERSATIONS, TOOLS, SampleChat
+from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, TOOLS, tool_conversation
 from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome, passed, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
+
+#: Number of characters at which the end of a text is recognized as the beginning of an answer.
+SHORTEST_HEADER = 12
 
 
 def files_agree(subject: CertifiedModel) -> Outcome:
@@ -40,23 +44,23 @@ def equals_base(subject: CertifiedModel) -> Outcome:
 
 def equal_tokens(subject: CertifiedModel) -> Outcome:
     """Compare the tokens of engine, trainer and transformers."""
-    count = 0
-    for name, chat, options in _cases(subject):
-        theirs = _of_transformers(subject, chat[:-1], add_generation_prompt=True, **options)
-        ours = subject.template.token_ids(chat[:-1], **options)
+    encodings, count = subject.encodings, 0
+    for name, chat, options in encodings.cases():
+        theirs = encodings.of_transformers(chat[:-1], add_generation_prompt=True, **options)
+        ours = encodings.of_engine(chat[:-1], **options)
         _require_equal(ours, theirs, f"engine and transformers differ in {name!r}")
-        whole = _of_transformers(subject, chat, **options)
-        trained = trained_tokens(subject, chat, options)[0]
+        whole = encodings.of_transformers(chat, **options)
+        trained = encodings.of_trainer(chat, **options)[0]
         _require_equal(trained[: len(whole)], whole, f"trainer and transformers differ in {name!r}")
         count += 1
     return passed(f"{count} conversations have equal tokens")
 
 
 def prompt_begins_training_text(subject: CertifiedModel) -> Outcome:
-    count = 0
-    for name, chat, options in _cases(subject):
-        prompt = subject.template.token_ids(chat[:-1], **options)
-        trained = trained_tokens(subject, chat, options)[0]
+    encodings, count = subject.encodings, 0
+    for name, chat, options in encodings.cases():
+        prompt = encodings.of_engine(chat[:-1], **options)
+        trained = encodings.of_trainer(chat, **options)[0]
         _require_equal(
             trained[: len(prompt)],
             prompt,
@@ -66,10 +70,31 @@ def prompt_begins_training_text(subject: CertifiedModel) -> Outcome:
     return passed(f"{count} prompts are beginnings of the trained texts")
 
 
+def prompt_ends_before_answer(subject: CertifiedModel) -> Outcome:
+    chat = CONVERSATIONS["one turn"]
+    prompt = subject.encodings.text(chat[:-1], add_generation_prompt=True)
+    if prompt != subject.encodings.text(chat[:-1]):
+        return passed(f"the prompt ends with {prompt[-24:]!r}")
+    whole = subject.encodings.text(chat)
+    between = whole.removeprefix(prompt).partition(ANSWER)[0] if whole.startswith(prompt) else "?"
+    require(
+        not between.strip(),
+        f"the template ignores add_generation_prompt, and writes {between!r} between a question "
+        "and its answer: the model must generate this text",
+    )
+    tail = whole.partition(ANSWER)[2]
+    begin = prompt[-SHORTEST_HEADER:]
+    require(
+        len(tail) < SHORTEST_HEADER or not tail.endswith(begin),
+        f"the template adds the beginning of an answer, {begin!r}, to a complete conversation",
+    )
+    return passed("an answer follows the question without further text")
+
+
 def turns_keep_tokens(subject: CertifiedModel) -> Outcome:
     chat = CONVERSATIONS["several turns"]
-    first = _of_transformers(subject, chat[:2])
-    second = _of_transformers(subject, chat[:3], add_generation_prompt=True)
+    first = subject.encodings.of_transformers(chat[:2])
+    second = subject.encodings.of_transformers(chat[:3], add_generation_prompt=True)
     # A template may write an end token only after the last turn.
     shared = _differs(first, second)
     missing = subject.tokenizer.decode(first[shared:])
@@ -81,59 +106,60 @@ def turns_keep_tokens(subject: CertifiedModel) -> Outcome:
     return passed(f"{shared} of {len(first)} tokens of the first turn stay")
 
 
-def answers_are_rendered(subject: CertifiedModel) -> Outcome:
-    for name, chat, options in _cases(subject):
-        text = subject.tokenizer.decode(_of_transformers(subject, chat, **options))
+def messages_are_rendered(subject: CertifiedModel) -> Outcome:
+    for name, chat, options in subject.encodings.cases():
+        text = subject.tokenizer.decode(subject.encodings.of_transformers(chat, **options))
         for message in chat:
-            if message["role"] != "system":
-                said = message["content"].strip()
-                require(
-                    said in text, f"the template does not render the message {said!r} of {name!r}"
-                )
-    return passed("every message of user and assistant is part of the text")
+            said = message["content"].strip()
+            require(said in text, f"the template does not render the message {said!r} of {name!r}")
+    return passed("every message of system, user and assistant is part of the text")
 
 
-def trained_tokens(
-    subject: CertifiedModel, chat: SampleChat, options: dict[str, Any]
-) -> tuple[list[int], list[int]]:
-    """Return the tokens of a chat and their loss mask, as the trainer reads them."""
-    from ed_data.errors import DataError
-    from ed_data.tokens.chats import ChatEncoder
-    from ed_data.tokens.items import DocumentField
+def tools_are_rendered(subject: CertifiedModel) -> Outcome:
+    if not subject.template.renders_tools:
+        raise NotApplicable("the template renders no tools")
+    text = subject.encodings.text(CONVERSATIONS["one turn"][:1], tools=TOOLS)
+    for part in (TOOLS[0]["function"]["name"], "city"):
+        require(
+            part in text, f"the template reads tools, and {part!r} of a tool is not in the text"
+        )
+    rendered = _tool_conversation(subject)
+    if rendered is None:
+        return passed("a tool is part of the prompt; the template rejects calls in a conversation")
+    escaped = rendered.replace('\\"', "\0")
+    require(
+        "\0city" not in escaped,
+        "the template encodes the arguments of a call twice: they are a JSON text in a JSON text",
+    )
+    for part in ("Cologne", "12 degrees"):
+        require(
+            part in rendered,
+            f"{part!r} of a tool call or of its result is not in the text of the conversation",
+        )
+    return passed("a tool, a call and its result are part of the text")
 
-    eos: Any = subject.tokenizer.eos_token_id
-    if eos is None:
-        raise NotApplicable("the tokenizer has no end-of-text token")
-    encoder = ChatEncoder(subject.tokenizer, eos, assistant_only_loss=True)
-    item: Any = DocumentField(chat, "the conversation", options)
-    try:
-        tokens = encoder.whole([item])[0]
-    except DataError as error:
-        raise Failed(f"the trainer cannot read a conversation: {error}") from error
-    return list(tokens.ids), list(tokens.mask or [])
+
+def thinking_can_be_chosen(subject: CertifiedModel) -> Outcome:
+    if "enable_thinking" not in _source(subject):
+        raise NotApplicable("the template does not read enable_thinking")
+    chat = CONVERSATIONS["one turn"][:1]
+    texts = {
+        subject.encodings.text(chat, add_generation_prompt=True, enable_thinking=on)
+        for on in (True, False)
+    }
+    require(len(texts) == 2, "the template names enable_thinking, and the prompt does not change")
+    return passed("enable_thinking changes the prompt")
 
 
-def _cases(subject: CertifiedModel) -> list[tuple[str, SampleChat, dict[str, Any]]]:
-    """Return the conversations that the template renders, with its options."""
-    cases: list[tuple[str, SampleChat, dict[str, Any]]] = []
-    for name, chat in CONVERSATIONS.items():
+def _tool_conversation(subject: CertifiedModel) -> str | None:
+    """Return the text of a conversation with a call; None if the template rejects calls."""
+    arguments = {"city": "Cologne"}
+    for given in (arguments, json.dumps(arguments)):
         try:
-            _of_transformers(subject, chat)
-        except Exception:  # templates may raise any exception, e.g. for a system message
+            return subject.encodings.text(tool_conversation(given), tools=TOOLS)
+        except Exception:  # templates may raise any exception
             continue
-        cases.append((name, chat, {}))
-    if not cases:
-        raise Failed("the template renders none of the conversations")
-    if subject.template.renders_tools:
-        cases.append(("tools", CONVERSATIONS["one turn"], {"tools": TOOLS}))
-    return cases
-
-
-def _of_transformers(subject: CertifiedModel, chat: SampleChat, **options: Any) -> list[int]:
-    _ = subject.template  # without a template the check is not applicable
-    given: Any = {"tokenize": True, "return_dict": True, **options}
-    output: Any = subject.tokenizer.apply_chat_template(chat, **given)
-    return list(output["input_ids"])
+    return None
 
 
 def _require_equal(ours: Sequence[int], theirs: Sequence[int], problem: str) -> None:
@@ -172,6 +198,13 @@ CHECKS = (
         "The prompt of the engine is the beginning of the text that the trainer reads.",
         prompt_begins_training_text,
     ),
+    ModelCheck(
+        "generation_prompt",
+        "The prompt ends where the answer begins.",
+        prompt_ends_before_answer,
+    ),
     ModelCheck("turns", "A further turn keeps the tokens of the earlier turns.", turns_keep_tokens),
-    ModelCheck("messages", "The chat template renders every message.", answers_are_rendered),
+    ModelCheck("messages", "The chat template renders every message.", messages_are_rendered),
+    ModelCheck("tools", "The chat template renders tools, calls and results.", tools_are_rendered),
+    ModelCheck("thinking", "enable_thinking changes the prompt.", thinking_can_be_chosen),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
 
-from ed_elarge.certify.chats import CONVERSATIONS, QUESTION, TEXTS
+from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, QUESTION, TEXTS
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
-from ed_elarge.certify.subject import CertifiedModel
-from ed_elarge.certify.template_checks import trained_tokens
+from ed_elarge.certify.subject import CertifiedModel, read_json
+
+#: Endings of the names of tensors with a row for each token.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 def end_is_learned(subject: CertifiedModel) -> Outcome:
@@ -34,6 +36,31 @@ def end_is_stopped_at(subject: CertifiedModel) -> Outcome:
     return passed(f"{_shown(subject, end)} is in eos_token_id")
 
 
+def padding_is_no_end(subject: CertifiedModel) -> Outcome:
+    pad = subject.tokenizer.pad_token_id
+    if pad is None:
+        raise NotApplicable("the tokenizer has no padding token")
+    tokens, _ = _trained_answer(subject)
+    end = tokens[_end_of_answer(subject, tokens)]
+    require(
+        pad != end,
+        f"{_shown(subject, pad)} is the padding token and ends answers: trainers that mask the "
+        "padding token never train the end of an answer",
+    )
+    return passed(f"answers end with {_shown(subject, end)}, padding is {_shown(subject, pad)}")
+
+
+def end_is_not_shown(subject: CertifiedModel) -> Outcome:
+    tokens = _after_answer(subject)
+    shown = str(subject.tokenizer.decode(tokens, skip_special_tokens=True))
+    require(
+        not shown.strip(),
+        f"an answer is followed by {shown!r}, which are no special tokens of the tokenizer: "
+        "replies contain this text",
+    )
+    return passed(f"{subject.tokenizer.decode(tokens)!r} follows an answer, and is not shown")
+
+
 def question_has_no_loss(subject: CertifiedModel) -> Outcome:
     tokens, mask = _trained_answer(subject)
     asked = [token for token, flag in zip(tokens, mask, strict=True) if not flag]
@@ -50,14 +77,12 @@ def one_beginning(subject: CertifiedModel) -> Outcome:
     bos = subject.tokenizer.bos_token_id
     if bos is None:
         raise NotApplicable("the tokenizer has no beginning-of-text token")
-    tokens = subject.template.token_ids(CONVERSATIONS["one turn"][:1])
+    tokens = subject.encodings.of_engine(CONVERSATIONS["one turn"][:1])
     require(
         tokens.count(bos) <= 1,
         f"a prompt contains {_shown(subject, bos)} {tokens.count(bos)} times",
     )
-    rendered: Any = subject.tokenizer.apply_chat_template(
-        CONVERSATIONS["one turn"][:1], tokenize=False, add_generation_prompt=True
-    )
+    rendered = subject.encodings.text(CONVERSATIONS["one turn"][:1], add_generation_prompt=True)
     again = list(subject.tokenizer(rendered)["input_ids"])
     note = ""
     if again.count(bos) > 1:
@@ -66,11 +91,14 @@ def one_beginning(subject: CertifiedModel) -> Outcome:
 
 
 def users_write_no_special_tokens(subject: CertifiedModel) -> Outcome:
-    special = {*subject.tokenizer.all_special_ids}
-    texts = [t for t in subject.tokenizer.all_special_tokens if t]
+    special = _special_ids(subject) | {
+        token for token in _after_answer(subject) if token in subject.tokenizer.added_tokens_decoder
+    }
+    texts = [str(subject.tokenizer.decode([token])) for token in sorted(special)]
+    texts = [text for text in texts if text.strip()]
 
     def of(text: str) -> list[int]:
-        tokens = subject.template.token_ids([{"role": "user", "content": text}])
+        tokens = subject.encodings.of_engine([{"role": "user", "content": text}])
         return [token for token in tokens if token in special]
 
     plain = of("hello")
@@ -138,11 +166,51 @@ def texts_are_kept(subject: CertifiedModel) -> Outcome:
     return passed(f"{len(TEXTS)} texts are decoded unchanged")
 
 
+def prompts_stay_whole(subject: CertifiedModel) -> Outcome:
+    path = subject.folder / "tokenizer.json"
+    if not path.is_file():
+        raise NotApplicable("there is no tokenizer.json")
+    stored = read_json(path)
+    for name, effect in (("truncation", "cut every text"), ("padding", "pad every text")):
+        require(
+            not stored.get(name),
+            f"tokenizer.json contains {name} {stored.get(name)}: programs that apply the file "
+            f"{effect}",
+        )
+    return passed("tokenizer.json neither cuts nor pads texts")
+
+
+def template_tokens_are_trained(subject: CertifiedModel) -> Outcome:
+    tensors = subject.tensors
+    tables = [name for name in tensors if name.endswith(EMBEDDINGS)]
+    if not tables:
+        raise NotApplicable("no tensor is named as an embedding of tokens")
+    used = sorted(_special_ids(subject) & {*_trained_answer(subject)[0]})
+    for name in tables:
+        rows = tensors[name].shape[0]
+        for token in (token for token in used if token < rows):
+            require(
+                bool(np.any(np.asarray(tensors.read(name, (slice(token, token + 1),))))),
+                f"the row of {_shown(subject, token)} in {name} is 0: the chat template uses a "
+                "token that was never trained",
+            )
+    return passed(f"{len(used)} special tokens of the template have embeddings that are not 0")
+
+
 def tokens_of_base(subject: CertifiedModel) -> Outcome:
     own, other = subject.tokenizer, subject.base.tokenizer
     for text in TEXTS:
         ours, theirs = (t.encode(text, add_special_tokens=False) for t in (own, other))
         require(ours == theirs, f"the tokens of {text!r} are not those of the base model")
+    for name, chat in CONVERSATIONS.items():
+        try:
+            text = subject.encodings.text(chat)
+        except NotApplicable:
+            break
+        except Exception:  # templates may raise any exception
+            continue
+        ours, theirs = (t.encode(text, add_special_tokens=False) for t in (own, other))
+        require(ours == theirs, f"the tokens of the conversation {name!r} differ from the base's")
     known, expected = own.get_vocab(), other.get_vocab()
     moved = [token for token, number in expected.items() if known.get(token) != number]
     require(not moved, f"tokens of the base model have other ids: {moved[:5]}")
@@ -150,8 +218,7 @@ def tokens_of_base(subject: CertifiedModel) -> Outcome:
 
 
 def _trained_answer(subject: CertifiedModel) -> tuple[list[int], list[int]]:
-    _ = subject.template
-    return trained_tokens(subject, CONVERSATIONS["one turn"], {})
+    return subject.encodings.of_trainer(CONVERSATIONS["one turn"])
 
 
 def _end_of_answer(subject: CertifiedModel, tokens: list[int]) -> int:
@@ -160,6 +227,21 @@ def _end_of_answer(subject: CertifiedModel, tokens: list[int]) -> int:
         if str(subject.tokenizer.decode([tokens[at]])).strip():
             return at
     return len(tokens) - 1
+
+
+def _after_answer(subject: CertifiedModel) -> list[int]:
+    """Return the tokens that the trainer reads after an answer."""
+    tokens, _ = _trained_answer(subject)
+    for at in range(len(tokens), 0, -1):
+        if ANSWER.endswith(str(subject.tokenizer.decode(tokens[at - 1 : at])).strip() or "\0"):
+            return tokens[at:]
+    raise NotApplicable("the answer is not found in the tokens of the trainer")
+
+
+def _special_ids(subject: CertifiedModel) -> set[int]:
+    added = getattr(subject.tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in added.items() if token.special}
+    return special | {*subject.tokenizer.all_special_ids}
 
 
 def _is_end_of_turn(subject: CertifiedModel, tokens: set[int]) -> bool:
@@ -178,6 +260,8 @@ def _shown(subject: CertifiedModel, token: int) -> str:
 CHECKS = (
     ModelCheck("end_learned", "The end of an answer has loss in training.", end_is_learned),
     ModelCheck("end_stops", "The engine stops at the end of an answer.", end_is_stopped_at),
+    ModelCheck("padding", "The padding token does not end answers.", padding_is_no_end),
+    ModelCheck("end_hidden", "The end of an answer is not part of a reply.", end_is_not_shown),
     ModelCheck(
         "loss_on_answers", "Answers have loss, and questions have none.", question_has_no_loss
     ),
@@ -194,5 +278,11 @@ CHECKS = (
         special_ids_are_those_of_the_tokenizer,
     ),
     ModelCheck("round_trip", "The tokenizer decodes its tokens to the same text.", texts_are_kept),
+    ModelCheck("whole_prompts", "The tokenizer neither cuts nor pads texts.", prompts_stay_whole),
+    ModelCheck(
+        "template_tokens",
+        "The special tokens of the chat template have embeddings.",
+        template_tokens_are_trained,
+    ),
     ModelCheck("tokens_of_base", "The tokenizer is that of the base model.", tokens_of_base),
 )

@@ -40,7 +40,7 @@ from ed_models.checkpoints.checks import (
 )
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
-from ed_models.checkpoints.loading import load
+from ed_models.checkpoints.loading import Prepared, load, prepare
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
@@ -328,6 +328,37 @@ def from_pretrained(
     if truncate_dim is not None:
         cast(Any, module).truncate_embeddings(truncate_dim)
     return module
+
+
+def check_weights(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> None:
+    """Compare the names and shapes of a checkpoint's tensors with its configuration.
+
+    Args:
+        directory: a local directory.
+        task: see `from_pretrained`.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, or has another shape or kind.
+    """
+    _prepared(directory, task)
+
+
+def without_values(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> nnx.Module:
+    """Return the model of a checkpoint with shapes in the place of its arrays.
+
+    Args, Raises: see `check_weights`.
+    """
+    made = _prepared(directory, task).made
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(made.graphdef, made.state)
+
+
+def _prepared(directory: Path, task: TaskType | str) -> Prepared:
+    task = canonical_task(task)
+    config = read_config(directory, task, sharding_axis_dims=(1, 1, 1, 1, 1))
+    config = _for_task(config, None, task, directory)
+    cls: Any = _class_for(None, task, config, directory)
+    return prepare(cls, config, open_tensors(directory))
 
 
 def _for_task(

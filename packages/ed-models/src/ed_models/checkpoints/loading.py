@@ -50,6 +50,20 @@ class Draft(NamedTuple):
     weights: WeightMap
 
 
+class Prepared(NamedTuple):
+    """A module without values, and the files that contain its tensors.
+
+    Attributes:
+        config: the configuration of the module, which may differ from that of the files.
+        is_stored: whether the files contain quantized matrices of this project.
+    """
+
+    made: Draft
+    config: EasyDeLBaseConfig
+    files: TensorFiles
+    is_stored: bool
+
+
 def load(
     cls: type[_ModuleT],
     config: EasyDeLBaseConfig,
@@ -100,6 +114,44 @@ def load(
     wanted = dtype if param_dtype is None else param_dtype
     param_dtype = jnp.dtype(floating_dtype("param_dtype", wanted))
 
+    made, config, files, is_stored = prepare(
+        cls, config, files, dtype, param_dtype, precision=precision, quantization=quantization
+    )
+    graphdef, state, weights = made
+
+    def read(name: str, window: Sequence[range], out: np.ndarray) -> None:
+        weights.load(name, window, files.read, out, check_finite=check_finite)
+
+    variables = nnx.to_flat_state(state)
+    placement = _placements(state, config, variables, shard=shard)
+    special = {QArray: fill_stored if is_stored else fill_quantized, Simulated: fill_simulated}
+    filled = []
+    # No progress bar if stderr is no terminal, or if the model loads quickly.
+    with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
+        for path, variable in variables:
+            leaf: Any = variable.get_value()
+            make: Any = special.get(type(leaf), fill)
+            filled.append((path, variable.replace(make(path, leaf, placement[path], read))))
+            bar.update()
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def prepare(
+    cls: type,
+    config: EasyDeLBaseConfig,
+    files: TensorFiles,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    quantization: QuantizationRules | None = None,
+) -> Prepared:
+    """Compare the names and shapes of files with those of a model, without reading values.
+
+    Args, Raises: see `load`.
+    """
+    param_dtype = jnp.dtype(param_dtype)
     stored = stored_rules(config)
     if stored is not None and quantization is not None:
         raise ConfigError(
@@ -110,9 +162,9 @@ def load(
     check_depth(config, files)
 
     def draft(config: EasyDeLBaseConfig) -> Draft:
-        def build() -> _ModuleT:
-            module = cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
-            return module if rules is None else quantize(module, rules)  # type: ignore[type-var]
+        def build() -> Any:
+            module = cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))
+            return module if rules is None else quantize(module, rules)
 
         with nnx.use_eager_sharding(False):
             graphdef, state = nnx.split(nnx.eval_shape(build))
@@ -150,25 +202,8 @@ def load(
             )
             made, config = other, untied
         files = merged or files
-    graphdef, state, weights = made
-    check(weights, state, files, stored=stored is not None)
-
-    def read(name: str, window: Sequence[range], out: np.ndarray) -> None:
-        weights.load(name, window, files.read, out, check_finite=check_finite)
-
-    variables = nnx.to_flat_state(state)
-    placement = _placements(state, config, variables, shard=shard)
-    special = {QArray: fill_quantized if stored is None else fill_stored, Simulated: fill_simulated}
-    filled = []
-    # No progress bar if stderr is no terminal, or if the model loads quickly.
-    with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
-        for path, variable in variables:
-            leaf: Any = variable.get_value()
-            make: Any = special.get(type(leaf), fill)
-            filled.append((path, variable.replace(make(path, leaf, placement[path], read))))
-            bar.update()
-    with nnx.use_eager_sharding(False):
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+    check(made.weights, made.state, files, stored=stored is not None)
+    return Prepared(made, config, files, stored is not None)
 
 
 def _placements(

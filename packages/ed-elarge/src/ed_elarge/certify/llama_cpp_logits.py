@@ -2,14 +2,16 @@
 
     python llama_cpp_logits.py model.gguf ids.npz logits.npz [NEW_TOKENS]
 
-The package `llama-cpp-python` is built from source, so no environment of this project contains it:
-`EASYDEL_LLAMA_CPP_PYTHON` names an interpreter that has it. `ids.npz` contains `ids` int32 [b, s];
-`logits.npz` gets `logits` float32 [b, s, v], and `tokens` int32 [b, n] that continue the rows.
+llama.cpp ends its process when it rejects a file. The package `llama-cpp-python` is built from
+source: it is in this environment, or `EASYDEL_LLAMA_CPP_PYTHON` names an interpreter with
+the package. `ids.npz` contains `ids` int32 [b, s]; `logits.npz` gets `logits` float32
+[b, s, v], and `tokens` int32 [b, n] that continue the rows.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,24 +23,36 @@ import numpy as np
 
 #: Variable of the environment that names an interpreter with `llama_cpp`.
 VARIABLE = "EASYDEL_LLAMA_CPP_PYTHON"
+_SECONDS = 300
 
 
 def interpreter() -> str | None:
     """Return the interpreter with `llama_cpp`; None if there is none."""
-    return os.environ.get(VARIABLE)
+    installed = importlib.util.find_spec("llama_cpp") is not None
+    return os.environ.get(VARIABLE) or (sys.executable if installed else None)
 
 
 def llama_cpp_logits(
     model: Path, ids: np.ndarray, new_tokens: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits [b, s, v] and the greedy tokens that follow [b, n], computed by llama.cpp."""
+    """Return logits [b, s, v] and the greedy tokens that follow [b, n], computed by llama.cpp.
+
+    Args:
+        model: a GGUF file.
+        ids: tokens, int32 [b, s].
+        new_tokens: number of greedy tokens.
+
+    Raises:
+        RuntimeError: llama.cpp does not load or run the model, or is not installed.
+    """
     python = interpreter()
-    assert python is not None, f"set {VARIABLE}"
+    if python is None:
+        raise RuntimeError(f"llama-cpp-python is not installed: install it, or set {VARIABLE}")
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "ids.npz", Path(folder) / "logits.npz"
         np.savez(given, ids=ids)
         command = [python, __file__, str(model), str(given), str(found), str(new_tokens)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         if done.returncode:
             raise RuntimeError(f"llama.cpp failed: {done.stderr[-2000:]}")
         with np.load(found) as file:

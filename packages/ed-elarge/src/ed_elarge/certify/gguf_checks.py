@@ -1,0 +1,169 @@
+"""GGUF files: their tokenizer and settings, and their logits in llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ed_elarge.certify import llama_cpp_logits as llama_cpp
+from ed_elarge.certify.chats import PASSAGE
+from ed_elarge.certify.numbers import LENGTH, LOGITS_LIMIT, compared, logits_of, near
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.settings_checks import architecture, differing
+from ed_elarge.certify.subject import CertifiedModel
+
+#: Type of a token that programs hide, and at which they may stop (`llama_token_type`).
+CONTROL = 3
+#: Settings that the metadata of GGUF files contains.
+STATED = frozenset(
+    {
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "layer_norm_rms_epsilon",
+        "rope_parameters",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "sliding_window",
+    }
+)
+#: Formats whose numbers are those of the model, rounded once.
+UNQUANTIZED = frozenset({"F32", "F16", "BF16"})
+KEY = "tokenizer.ggml"
+
+
+def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
+    from ed_models.checkpoints.gguf.files import read_parts
+    from ed_models.checkpoints.gguf.vocabulary_writer import NO_TOKENIZER, tokenizer_metadata
+
+    count = 0
+    for file in _files(subject):
+        stored = read_parts(file).metadata
+        tokens = _listed(stored.get(f"{KEY}.tokens"))
+        expected = tokenizer_metadata(subject.folder, len(tokens))
+        if expected == dict(NO_TOKENIZER):
+            raise NotApplicable("the model has no tokenizer.json")
+        own = _listed(expected[f"{KEY}.tokens"])
+        moved = [i for i, (a, b) in enumerate(zip(tokens, own, strict=False)) if a != b]
+        require(
+            not moved and len(tokens) >= len(own),
+            f"{file.name}: {len(moved)} tokens differ from those of the model, from id "
+            f"{moved[0] if moved else len(tokens)}",
+        )
+        types = _listed(stored.get(f"{KEY}.token_type"))
+        control = [i for i, t in enumerate(_listed(expected[f"{KEY}.token_type"])) if t == CONTROL]
+        plain = [own[i] for i in control if i < len(types) and types[i] != CONTROL]
+        require(not plain, f"{file.name}: {plain[:4]} are no control tokens: replies contain them")
+        for key in ("eos_token_id", "bos_token_id", "pre"):
+            wanted = expected.get(f"{KEY}.{key}")
+            found = stored.get(f"{KEY}.{key}")
+            fits = found == wanted or (key == "eos_token_id" and found in subject.end_token_ids)
+            require(
+                wanted is None or fits,
+                f"{file.name}: {key} is {found}, and that of the model is {wanted}",
+            )
+        _same_template(file, stored.get("tokenizer.chat_template"), subject)
+        count += 1
+    return passed(f"{count} files")
+
+
+def settings_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
+    from ed_models.checkpoints.gguf.directory import as_directory
+
+    count = 0
+    for file in _files(subject):
+        own = architecture(subject.folder)
+        known = {name: value for name, value in own.items() if name in STATED}
+        different = differing(architecture(as_directory(file)), known)
+        require(not different, f"{file.name}: {'; '.join(different[:6])}")
+        count += 1
+    return passed(f"{count} files")
+
+
+def stays_near_the_model(subject: CertifiedModel) -> Outcome:
+    from ed_models.checkpoints import hub
+
+    files, ids = _files(subject), _passage(subject)
+    exact = logits_of(subject.model, ids)
+    found = [
+        f"{file.name}: {near(logits_of(hub.from_pretrained(file), ids), exact, 'the model')}"
+        for file in files
+    ]
+    return passed("; ".join(found))
+
+
+def equals_llama_cpp(subject: CertifiedModel) -> Outcome:
+    from ed_models.checkpoints import hub
+    from ed_models.checkpoints.gguf.files import read_parts
+
+    files = _files(subject)
+    if llama_cpp.interpreter() is None:
+        raise NotApplicable("llama-cpp-python is not installed")
+    ids, found = _passage(subject), []
+    for file in files:
+        try:
+            theirs = llama_cpp.llama_cpp_logits(file, ids[None].astype(np.int32))[0][0]
+        except RuntimeError as error:
+            require(False, f"{file.name}: {error}"[:1000])
+            raise
+        own: Any = hub.from_pretrained(file)
+        if {place.format for place in read_parts(file).tensors.values()} <= UNQUANTIZED:
+            text = compared(logits_of(own, ids), theirs, "llama.cpp", LOGITS_LIMIT)
+        else:  # llama.cpp also rounds activations
+            text = near(logits_of(own, ids), theirs, "llama.cpp")
+        found.append(f"{file.name}: {text}")
+    return passed("; ".join(found))
+
+
+def _same_template(file: Path, stored: object, subject: CertifiedModel) -> None:
+    try:
+        own = str(subject.template.tokenizer.chat_template)
+    except NotApplicable:
+        return
+    require(
+        stored is not None,
+        f"{file.name} has no chat template: other programs use one of their own",
+    )
+    require(stored == own, f"{file.name} has another chat template than the model")
+
+
+def _files(subject: CertifiedModel) -> list[Path]:
+    folders = {subject.directory, subject.model_folder or subject.directory}
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if not files:
+        raise NotApplicable("there is no GGUF file")
+    return files
+
+
+def _listed(values: Any) -> list[Any]:
+    return [] if values is None else np.asarray(values).tolist()
+
+
+def _passage(subject: CertifiedModel) -> np.ndarray:
+    return np.array(subject.tokenizer.encode(PASSAGE, add_special_tokens=False)[:LENGTH], np.int64)
+
+
+CHECKS = (
+    ModelCheck(
+        "gguf_tokens",
+        "GGUF files have the tokens and the chat template of the model.",
+        tokens_are_those_of_the_model,
+    ),
+    ModelCheck(
+        "gguf_settings",
+        "GGUF files have the settings of the model.",
+        settings_are_those_of_the_model,
+    ),
+    ModelCheck("gguf", "GGUF files stay near the model.", stays_near_the_model, True),
+    ModelCheck(
+        "llama_cpp", "llama.cpp computes the logits of the GGUF file.", equals_llama_cpp, True
+    ),
+)
