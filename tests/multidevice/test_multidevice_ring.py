@@ -187,6 +187,7 @@ def on_four(scan: bool) -> Call:
     return Call("ring", (1, 1, 1, 1, 4), inputs, info, config=fields)
 
 
+@pytest.mark.nightly
 def test_ring_attention_never_crosses_segments() -> None:
     call = on_four(True)
     own = (np.asarray(call.mask_info.q_segment_ids) == 2)[:, :, None, None]

@@ -154,6 +154,7 @@ def test_keys_and_values_in_eight_bits(folder: Path) -> None:
         ({"quantization": {"model": {"pattern": "qproj"}}}, "quantization.model", "qproj"),
     ],
 )
+@pytest.mark.daily("changes3*", "changes2*")
 def test_invalid_adaptation_settings_raise_input_error(
     folder: Path, changes: dict[str, Any], where: str, words: str
 ) -> None:

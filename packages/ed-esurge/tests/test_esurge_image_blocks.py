@@ -129,7 +129,7 @@ def test_cached_part_of_an_image_produces_tokens_of_generate(gemma3):
         ({"batch_invariant": True}, "batch_invariant computes each token separately"),
     ],
 )
-@pytest.mark.daily("options0*")
+@pytest.mark.nightly
 def test_options_that_would_cut_images_raise_config_error(gemma3, options, message):
     with pytest.raises(ConfigError, match=message):
         engine_of(gemma3, **options)

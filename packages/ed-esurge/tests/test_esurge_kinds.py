@@ -200,6 +200,7 @@ def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
     assert engine.stats()["prefix_cache_queries"] == 0
 
 
+@pytest.mark.nightly
 def test_hybrid_model_produces_tokens_of_generate():
     """Jamba has recurrences, attention and experts. Prompts are chunked and sequences preempted."""
     config = JambaConfig(

@@ -33,6 +33,7 @@ def simulate(limits, groups, size, requests, *, caching):
     return computed, sum(len(r.prompt) + len(r.output) - 1 for r in requests), steps
 
 
+@pytest.mark.daily("32-16-*", "2048-None-shapes5-*-True")
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("lengths", ["short", "long", "unknown", "growing"])
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_pooled_embeddings_equal_those_of_the_embeddings_endpoint(root, model):
     close(short, [row[:4] for row in raw])
 
 
+@pytest.mark.nightly
 def test_pooled_labels_equal_those_of_the_classify_endpoint(root):
     for more in ({}, {"use_activation": False}):
         expected = numbers(post(root, "/classify", model="classifier", input=TEXTS, **more))

@@ -146,6 +146,7 @@ def test_the_configuration_chooses_the_method():
     assert operations(moe_method="dense_moe") == []
 
 
+@pytest.mark.nightly
 def test_the_standard_way_does_no_needless_products():
     for tokens, count, k in ((512, 16, 2), (3, 64, 8), (64, 4, 4)):
         chosen = np.argsort(np.random.default_rng(0).random((tokens, count)))[:, :k]
@@ -312,6 +313,7 @@ def test_padding_changes_nothing_and_counts_nothing():
     assert not call(module, x, context(mode="decode"))[1].updates, "only training reports"
 
 
+@pytest.mark.nightly
 def test_experts_have_a_capacity_in_training():
     module, x = sparse(expert_capacity_factor=0.5), inputs()
     ctx = context(pad=3)
@@ -337,6 +339,7 @@ def test_experts_have_a_capacity_in_training():
     np.testing.assert_array_equal(sharded, expected)
 
 
+@pytest.mark.nightly
 def test_inputs_may_be_scaled_instead_of_outputs():
     parts = Parts(config(), nnx.Rngs(0))
     gate = Router(parts, 4, 2, score="sigmoid", normalize=False)

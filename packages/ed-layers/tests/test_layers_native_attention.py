@@ -147,7 +147,7 @@ def test_gradients_are_those_of_plain_xla(causal, window, chunk, cap, sinks, dim
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.daily("9-0.3")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("reach", [9, 128])
 def test_bias_by_distance_and_dropout_equal_plain_xla(rate: float, reach: int) -> None:

@@ -207,6 +207,7 @@ class TestStopStrings:
         made.decoder = decoders.Fuse()
         return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
 
+    @pytest.mark.nightly
     def test_end_rows_where_hugging_face_ends_them(self, model, torch_model, prompt, tokenizer):
         import torch
 

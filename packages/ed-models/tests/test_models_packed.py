@@ -245,7 +245,7 @@ def broken(kind: str, made: SimpleNamespace, folder: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "kind", ["another method", "another method, nearly", "no scale", "no codes", "another grid"]
 )
-@pytest.mark.daily("no scale", "another method, nearly", "another grid")
+@pytest.mark.daily("no scale")
 def test_invalid_packed_checkpoint_raises_checkpoint_error(
     kind: str, fp8: SimpleNamespace, tmp_path: Path
 ) -> None:

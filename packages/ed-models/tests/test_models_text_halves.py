@@ -305,6 +305,7 @@ def test_task_of_a_multimodal_checkpoint_is_that_of_its_text_half(tmp_path: Path
         AutoEasyDeLModelForImageTextToText.from_pretrained(tmp_path)
 
 
+@pytest.mark.nightly
 def test_multimodal_checkpoint_of_a_family_is_loaded_whole_unless_the_task_has_no_images(
     gemma3: Path,
 ) -> None:
