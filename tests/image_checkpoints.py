@@ -101,7 +101,7 @@ FAMILIES = {
 }
 
 
-def save_checkpoint(name: str, path: Path) -> Any:
+def save_checkpoint(name: str, path: Path, seed: int = 5) -> Any:
     """Save a random model and its processor, and return the processor."""
     processor = PROCESSORS[name](with_tokens)
     fields = FAMILIES[name](processor.tokenizer)
@@ -110,7 +110,7 @@ def save_checkpoint(name: str, path: Path) -> Any:
         name, text_config=text, sharding_axis_dims=(1, 1, 1, 1, 1), **fields
     )
     model: Any = AutoEasyDeLModelForImageTextToText.from_config(
-        config, "float32", "float32", seed=5
+        config, "float32", "float32", seed=seed
     )
     model.save_pretrained(path)
     processor.save_pretrained(path)

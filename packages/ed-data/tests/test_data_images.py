@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ed_data import DataError, build_loader, build_prompts, documents
 from ed_data.config import Inform
-from ed_data.schema import COMPLETION, PREFERENCE, TEXT
+from ed_data.schema import COMPLETION, EMBEDDING, TEXT
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -297,9 +297,9 @@ def test_chats_with_images_require_a_processor(mixture, jsonl, tokenizer, proces
 
 
 def test_unsupported_combinations_with_images_are_refused(mixture, jsonl, processor, tokenizer):
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    rows = [{"anchor": "a", "positive": "b"}]
     with pytest.raises(DataError, match="documents with one sequence of tokens"):
-        loader_of(mixture, jsonl, processor, rows, PREFERENCE)
+        loader_of(mixture, jsonl, processor, rows, EMBEDDING)
     with pytest.raises(DataError, match="documents with images are never split"):
         loader_of(
             mixture,

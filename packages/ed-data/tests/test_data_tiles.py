@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ed_data import DataError, build_loader
+from ed_data import DataError, build_loader, build_prompts
 from ed_data.rows.example import RowImage
+from ed_data.schema import PREFERENCE
 from ed_data.tokens.images import ImageEncoder
 from ed_models.body.unpadded import TileGrids
 
+from tests.hostile_images import damaged, unusual
 from tests.image_processors import GRIDS, PROCESSORS
 
 Image = pytest.importorskip("PIL.Image")
@@ -135,3 +137,89 @@ def test_image_that_the_processor_refuses_names_its_row(tokenizer):
     stream = io.BytesIO(b"no image")
     with pytest.raises(DataError, match="row 7"):
         encoder.tokens(RowImage(stream.getvalue(), "row 7"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return ImageEncoder(PROCESSORS["gemma3"](functools.partial(with_tokens, tokenizer)))
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("name", damaged())
+def test_damaged_image_names_its_row(encoder, name):
+    image = RowImage(damaged()[name], "row 7")
+    with pytest.raises(DataError, match=r"^row 7: the image cannot be decoded"):
+        encoder.processed(image)
+
+
+@pytest.mark.parametrize("name", unusual())
+def test_unusual_image_has_the_pixels_of_transformers(encoder, name):
+    from transformers.image_utils import load_image
+
+    loaded = load_image(Image.open(io.BytesIO(unusual()[name])))
+    expected = encoder.processor.image_processor(images=[loaded], return_tensors="np")
+    got = encoder.processed(RowImage(unusual()[name], "row 7"))
+    assert np.array_equal(got["pixel_values"], expected["pixel_values"])
+
+
+def test_limits_of_images_are_checked_before_decoding(encoder, monkeypatch):
+    image = RowImage(unusual()["gray"], "row 7")
+    monkeypatch.setattr("ed_data.tokens.images.MAX_PIXELS", 1199)
+    with pytest.raises(DataError, match=r"row 7: .* 40 x 30 pixels, and the limit is 1199 pixels"):
+        encoder.processed(image)
+    monkeypatch.setattr("ed_data.tokens.images.MAX_BYTES", 10)
+    with pytest.raises(DataError, match=r"row 7: .* more than 10 bytes"):
+        encoder.processed(image)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_damaged_images_can_be_skipped_and_need_no_memory(mixture, jsonl, encoder, tmp_path):
+    import resource
+
+    whole = rows(tmp_path, [(30, 40)], [(20, 20)])
+    bad = []
+    for number, data in enumerate(damaged().values()):
+        (tmp_path / f"bad{number}").write_bytes(data)
+        bad.append({**whole[0], "images": [f"bad{number}"]})
+    inform = {"data_files": jsonl([whole[0], *bad, whole[1]]), "content_field": "messages"}
+    processor, peaks = encoder.processor, []
+    for _ in range(6):
+        made = mixture(informs=[{**inform, "on_error": "skip"}], pack_tokens=False)
+        loader = build_loader(made, batch_size=2, seq_length=64, processor=processor)
+        batch = loader.batch_at(0)
+        assert (batch["segment_ids"] > 0).any(axis=1).all()
+        for image in (RowImage(data, "row 7") for data in damaged().values()):
+            with pytest.raises(DataError):
+                encoder.processed(image)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks[-1] - peaks[1] < 16 * 1024, peaks  # kibibytes
+
+
+def test_both_answers_of_a_pair_contain_the_images_of_the_prompt(mixture, jsonl, encoder, tmp_path):
+    pairs = []
+    for chat in rows(tmp_path, [(30, 40)], [(90, 20), (28, 28)], []):
+        question, answer = chat.pop("messages")
+        other = {**answer, "content": "a dog sat"}
+        pairs.append({**chat, "prompt": [question], "chosen": [answer], "rejected": [other]})
+    made = mixture(informs=[{"data_files": jsonl(pairs)}], pack_tokens=False, seed=0)
+    options = {"batch_size": 3, "seq_length": 64, "shuffle": False, "schema": PREFERENCE}
+    batch = build_loader(made, processor=encoder.processor, **options).batch_at(0)
+    for side in ("chosen", "rejected"):
+        placeholders = batch[f"{side}_input_ids"] == encoder.feature
+        assert placeholders.sum(axis=1).tolist() == [4, 8, 0]
+        assert (batch[f"{side}_labels"][placeholders] == -100).all()
+    assert batch["pixel_values"].any(axis=(2, 3, 4)).sum(axis=1).tolist() == [1, 2, 0]
+
+
+def test_prompts_of_rollouts_have_the_arrays_of_their_images(mixture, jsonl, encoder, tmp_path):
+    chats = rows(tmp_path, [(30, 40)], [(90, 20), (28, 28)], [])
+    asked = [{"prompt": chat["messages"][:1], "images": chat["images"]} for chat in chats]
+    made = mixture(informs=[{"data_files": jsonl(asked), "content_field": "prompt"}])
+    loader = build_prompts(made, processor=encoder.processor, batch_size=3, shuffle=False)
+    batch = loader.batch_at(0)
+    assert [ids.count(encoder.feature) for ids in batch.input_ids] == [4, 8, 0]
+    first = Image.open(tmp_path / chats[1]["images"][0])
+    expected = encoder.processor.image_processor(images=[first], return_tensors="np")
+    assert np.array_equal(batch.images["pixel_values"][1, :1], expected["pixel_values"])
+    assert not batch.images["pixel_values"][2].any()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
+import functools
 import io
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,9 +18,12 @@ import pytest
 from ed_esurge.command.load import add_model_arguments, engine_of
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
+from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from PIL import Image
+
+from tests.hostile_images import damaged, unusual
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -200,6 +205,72 @@ def test_images_are_downloaded_from_allowed_hosts_only(client, engine):
                     model="scripted", messages=conversation(part(address))
                 )
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "0.0.0.0"),
+        *("100.64.0.1", "224.0.0.1", "::1", "::", "fe80::1", "fd00::1", "ff02::1"),
+        *("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+    ],
+)
+def test_names_of_private_addresses_are_not_downloaded(engine, monkeypatch, address):
+    """The name is in the allow-list, and its address is not."""
+    looked_up = []
+
+    async def numbers_of(host, port):
+        looked_up.append((host, port))
+        return ["8.8.8.8", address]
+
+    monkeypatch.setattr(images, "numbers_of", numbers_of)
+    reader = images.ChatImages(engine.input_names, engine.processor, ["cdn.test"])
+    with pytest.raises(APIError, match="an address that is not public"):
+        asyncio.run(reader._downloaded("http://cdn.test/a.png", "image"))
+    assert looked_up == [("cdn.test", 80)]
+
+
+def test_public_address_is_connected_with_the_name_of_the_host(engine, monkeypatch):
+    """A later answer of the name server cannot change the address."""
+    asked = []
+
+    async def numbers_of(host, port):
+        return ["93.184.216.34"]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.host, request.headers["host"], request.extensions))
+        return httpx.Response(200, stream=httpx.ByteStream(RED))
+
+    client = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(images.httpx, "AsyncClient", client)
+    monkeypatch.setattr(images, "numbers_of", numbers_of)
+    reader = images.ChatImages(engine.input_names, engine.processor, ["cdn.test"])
+    data = asyncio.run(reader._downloaded("https://cdn.test:8443/a.png", "image"))
+    assert data == RED
+    ((host, name, extensions),) = asked
+    assert (host, name, extensions["sni_hostname"]) == (
+        "93.184.216.34",
+        "cdn.test:8443",
+        "cdn.test",
+    )
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_damaged_images_return_400_and_unusual_images_are_read(client, url, engine):
+    address = f"{url}/chat/completions"
+    with httpx.Client(timeout=60) as http:
+
+        def status(data: bytes) -> tuple[int, str | None]:
+            body = {"model": "scripted", "messages": conversation(part(data))}
+            answer = http.post(address, json=body)
+            return answer.status_code, answer.json().get("error", {}).get("code")
+
+        refused = {name: status(data) for name, data in damaged().items()}
+        assert {*refused.values()} == {(400, "invalid_image")}, refused
+        read = {name: status(data) for name, data in unusual().items()}
+        small = read.pop("one pixel")  # the processor of this test returns no feature of a pixel
+        assert small == (400, "invalid_image")
+        assert {*read.values()} == {(200, None)}, read
 
 
 @pytest.mark.parametrize(

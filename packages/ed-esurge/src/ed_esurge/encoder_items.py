@@ -6,13 +6,13 @@ Legend: p patches of an image, f numbers of a patch, m patches along the side of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import AXES, PACKED, Inputs
+from ed_infra.inputs import AXES, OTHER_FORMS, Inputs
 from ed_infra.rope.grids import grid_positions
 from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
 from ed_models.body.unpadded import TileGrids
@@ -62,6 +62,13 @@ class EncoderItems(Protocol):
         """Return how an item contradicts its placeholder tokens; None = not at all."""
         ...
 
+    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """Yield the items in the arrays of a row of a batch, and the numbers of their features.
+
+        Arrays of a fixed number of features may be followed by items of padding.
+        """
+        ...
+
     def positions(self, count: int, items: Sequence[EncoderInput]) -> Int[np.ndarray, "3 s"] | None:
         """Return the rotary positions of a prompt; None = the numbers of its tokens.
 
@@ -70,6 +77,41 @@ class EncoderItems(Protocol):
             items: the items in order.
         """
         ...
+
+
+def placed_items(
+    items: EncoderItems, row: ItemArrays, ids: Sequence[int], token: int
+) -> tuple[EncoderInput, ...]:
+    """Return the items of a prompt from the arrays of a row of a batch.
+
+    Args:
+        items: the items of the model.
+        row: arrays of the images of the prompt, padded with zeros.
+        ids: tokens of the prompt.
+        token: the placeholder token of a feature.
+
+    Raises:
+        ConfigError: the numbers of placeholder tokens and of features differ.
+    """
+    places = [place for place, each in enumerate(ids) if each == token]
+    found, used = [], 0
+    for arrays, length in items.parted(row):
+        if used == len(places):
+            break
+        own = places[used : used + length]
+        if len(own) < length or own[-1] - own[0] + 1 != length:
+            raise ConfigError(
+                f"item {len(found)} of the prompt has {length} features, but {len(own)} "
+                f"placeholder tokens {token}: use the processor of the checkpoint"
+            )
+        found.append(EncoderInput.of(arrays, own[0], length))
+        used += length
+    if used < len(places):
+        raise ConfigError(
+            f"the prompt has {len(places)} placeholder tokens {token}, but its images have {used} "
+            "features: use the processor of the checkpoint"
+        )
+    return tuple(found)
 
 
 def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
@@ -87,23 +129,26 @@ def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
     if isinstance(model, PatchedImageTextLM):
         return PackedImages(model, max_model_len)
     grids = getattr(model, "grids", None)
-    return FixedImages(model) if grids is None else TiledImages(model, grids)
+    return FixedItems(model) if grids is None else TiledImages(model, grids)
 
 
-class FixedImages:
-    """Images, or tiles of images, of the size of `vision_config`."""
+class FixedItems:
+    """Images or tiles of images of the size of `vision_config`, or spectrograms of recordings of
+    the length of `audio_config`."""
 
     has_axes = False
 
     def __init__(self, model: LanguageModel) -> None:
         self.names = encoder_names(model)
-        vision = getattr(model.config, "vision_config", None)
-        size = size_of(vision.image_size) if vision is not None else ()
-        known = {
-            "pixel_values": np.zeros((getattr(vision, "num_channels", 3), *size), np.float32),
-            "pixel_attention_mask": np.ones(size, np.int32),
-        }
-        if vision is None or not known.keys() >= set(self.names):
+        known: dict[str, np.ndarray] = {}
+        if (vision := getattr(model.config, "vision_config", None)) is not None:
+            size = size_of(vision.image_size)
+            pixels = np.zeros((getattr(vision, "num_channels", 3), *size), np.float32)
+            known = {"pixel_values": pixels, "pixel_attention_mask": np.ones(size, np.int32)}
+        if (audio := getattr(model.config, "audio_config", None)) is not None:
+            shape = audio.num_mel_bins, 2 * audio.max_source_positions
+            known["input_features"] = np.zeros(shape, np.float32)
+        if not known.keys() >= set(self.names):
             raise ConfigError(f"the engine does not support the encoder inputs {self.names}")
         self._example = {name: known[name] for name in self.names}
         # Without devices: nothing is computed.
@@ -135,6 +180,11 @@ class FixedImages:
             f"the encoder returns {self.longest} positions, but the item has {item.length} "
             "placeholder tokens: repeat the placeholder token for each position"
         )
+
+    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.parted`."""
+        for number in range(len(row[self.names[0]])):
+            yield {name: row[name][number] for name in self.names}, self.longest
 
     def positions(self, count: int, items: Sequence[EncoderInput]) -> None:
         """Return None."""
@@ -197,6 +247,16 @@ class PackedImages:
                 f"{item.length} placeholder tokens: repeat the placeholder token for each feature"
             )
         return None
+
+    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.parted`."""
+        first = 0
+        for grid in row["image_grid_thw"]:
+            last = first + int(grid.prod())
+            if last > first:
+                arrays = {"pixel_values": row["pixel_values"][first:last], "image_grid_thw": grid}
+                yield arrays, int(feature_counts(grid, self.merge))
+            first = last
 
     def positions(self, count: int, items: Sequence[EncoderInput]) -> Int[np.ndarray, "3 s"] | None:
         """See `EncoderItems.positions`."""
@@ -264,6 +324,16 @@ class TiledImages:
             )
         return None
 
+    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.parted`."""
+        first = 0
+        for size in row["image_sizes"]:
+            if size.any():
+                tiles, features = self._grids.sizes(int(size[0]), int(size[1]))
+                pixels = row["pixel_values"][first : first + tiles]
+                yield {"pixel_values": pixels, "image_sizes": size}, features
+                first += tiles
+
     def positions(self, count: int, items: Sequence[EncoderInput]) -> None:
         """Return None."""
 
@@ -273,7 +343,7 @@ def batch_of_one(arrays: ItemArrays) -> Inputs:
     inputs = {}
     for name, array in arrays.items():
         array = np.asarray(array)
-        forms = [axes for axes in (PACKED.get(name), AXES.get(name)) if axes is not None]
+        forms = [axes for axes in (OTHER_FORMS.get(name), AXES.get(name)) if axes is not None]
         rank = next((len(axes) for axes in forms if len(axes) > array.ndim), array.ndim + 1)
         inputs[name] = array.reshape((1,) * (rank - array.ndim) + array.shape)
     return Inputs(inputs)

@@ -97,7 +97,9 @@ def task_of(model: LanguageModel) -> TaskType:
         return TaskType.EMBEDDING
     if is_encoder_decoder(model):
         return TaskType.SEQUENCE_TO_SEQUENCE
-    return TaskType.IMAGE_TEXT_TO_TEXT if encoder_names(model) else TaskType.CAUSAL_LM
+    if "pixel_values" in model.input_names:
+        return TaskType.IMAGE_TEXT_TO_TEXT
+    return TaskType.ANY_TO_ANY if encoder_names(model) else TaskType.CAUSAL_LM
 
 
 def labels_of(model: LanguageModel) -> LabelSet | None:

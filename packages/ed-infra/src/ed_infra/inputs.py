@@ -9,8 +9,9 @@ devices without knowledge of its content. Images of one size are therefore `pixe
 h, w], padded to the largest number of images of a row. Images of different sizes are packed
 patches: `pixel_values` [b, p, f] contains the patches of all images of a row, one image after
 another, and `image_grid_thw` [b, i, 3] the number of patches of each image along time, height and
-width; both are padded with zeros. A spectrogram is `input_features`, [b, mel bins, frames]; samples
-of sound are `input_values`, [b, samples].
+width; both are padded with zeros. A spectrogram is `input_features`, [b, mel bins, frames], or [b,
+i, mel bins, frames] for models that read several recordings; samples of sound are `input_values`,
+[b, samples].
 
 Legend: b rows, s positions, t encoder positions, i images of a row, p patches of a row, f numbers
 of a patch, n features of a row, d hidden.
@@ -54,8 +55,12 @@ AXES: Mapping[str, LogicalAxes] = {
     "image_sizes": ("batch", None, None),
     "pixel_attention_mask": ("batch", None, None, None),
 }
-#: Axes of packed patches: a second form of arrays in `AXES`, with another number of axes.
-PACKED: Mapping[str, LogicalAxes] = {"pixel_values": ("batch", None, None)}
+#: A second form of arrays in `AXES`, with another number of axes: packed patches, and several
+#: spectrograms of a row.
+OTHER_FORMS: Mapping[str, LogicalAxes] = {
+    "pixel_values": ("batch", None, None),
+    "input_features": ("batch", None, None, None),
+}
 
 
 def axes_of(name: str, rank: int) -> LogicalAxes | None:
@@ -63,11 +68,11 @@ def axes_of(name: str, rank: int) -> LogicalAxes | None:
 
     Args:
         name: name of the array.
-        rank: number of its axes, which selects the form of `pixel_values`. The result has another
+        rank: number of its axes, which selects the form of the array. The result has another
             length if the array has no form with this number of axes.
     """
-    packed = PACKED.get(name)
-    return packed if packed is not None and len(packed) == rank else AXES.get(name)
+    other = OTHER_FORMS.get(name)
+    return other if other is not None and len(other) == rank else AXES.get(name)
 
 
 class Shaped(Protocol):

@@ -127,8 +127,12 @@ class MethodEntry:
         return load(name)
 
 
-def _online(kind: type[TrainingArguments], trainer: str, *roles: Role) -> MethodEntry:
-    return MethodEntry(kind, trainer, rows="prompt", roles=roles, samples=True)
+def _online(
+    kind: type[TrainingArguments], trainer: str, *roles: Role, images: bool = False
+) -> MethodEntry:
+    """Return the entry of a method that samples; `images`: whether the prompts may have images."""
+    others = (TaskType.IMAGE_TEXT_TO_TEXT,) if images else ()
+    return MethodEntry(kind, trainer, "prompt", roles, other_tasks=others, samples=True)
 
 
 _SHIPPED: dict[str, MethodEntry] = {
@@ -146,7 +150,7 @@ _SHIPPED: dict[str, MethodEntry] = {
         "ed_trainers.methods.dpo:DPOTrainer",
         "preference",
         (REFERENCE,),
-        other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE,),
+        other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
     ),
     "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", "preference"),
     "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", "preference"),
@@ -232,12 +236,22 @@ _SHIPPED: dict[str, MethodEntry] = {
         "image_text",
         task=TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
     ),
-    "grpo": _online(GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD),
-    "gspo": _online(GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD),
-    "gfpo": _online(GFPOArguments, "ed_trainers.methods.gfpo:GFPOTrainer", REFERENCE, REWARD),
+    "grpo": _online(
+        GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD, images=True
+    ),
+    "gspo": _online(
+        GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD, images=True
+    ),
+    "gfpo": _online(
+        GFPOArguments, "ed_trainers.methods.gfpo:GFPOTrainer", REFERENCE, REWARD, images=True
+    ),
     "sdpo": _online(SDPOArguments, "ed_trainers.methods.sdpo:SDPOTrainer", REFERENCE, REWARD),
-    "rloo": _online(RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD),
-    "rlvr": _online(RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD),
+    "rloo": _online(
+        RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD, images=True
+    ),
+    "rlvr": _online(
+        RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD, images=True
+    ),
     "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE, REWARD),
     "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER),
     "on_policy_distillation": _online(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from ed_infra.errors import EasyDeLError
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -97,6 +98,7 @@ class Rollout(Protocol):
         weights: Weights,
         *,
         seeds: Sequence[int] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
     ) -> list[Sampled]:
         """Complete each prompt.
 
@@ -106,6 +108,8 @@ class Rollout(Protocol):
                 `min_p`, and further settings of the implementation.
             weights: the weights to sample with; readable until this call returns.
             seeds: one per prompt; equal seeds, prompts, settings and weights produce equal tokens.
+            images: arrays of the images of the prompts by name, [prompts, ...], padded with zeros;
+                passed only for models of images.
 
         Returns:
             One continuation per prompt, in the order of the prompts.

@@ -134,7 +134,9 @@ def make_batch(
     if layout.images is not None:
         batch.update(layout.images.arrays(_images(rows), layout.batch_size, size))
         if layout.images.marks_prompts:
-            batch["token_type_ids"] = _after_prompt(batch["labels"], batch["segment_ids"])
+            for lead in (f"{name}_" if name else "" for name in layout.columns):
+                labels, segments = batch[f"{lead}labels"], batch[f"{lead}segment_ids"]
+                batch[f"{lead}token_type_ids"] = _after_prompt(labels, segments)
     if layout.audio is not None:
         batch.update(layout.audio.arrays(_recordings(rows), layout.batch_size, samples))
     return batch

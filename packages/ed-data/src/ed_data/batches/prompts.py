@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ed_data.batches.loader import check_state, hash_of
 from ed_data.checks import check_names
@@ -28,6 +29,8 @@ from ed_data.storage.lazy import ReadAgain
 from ed_data.storage.prepare import report
 from ed_data.storage.store import digest_of
 from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.images import ModelProcessor
+from ed_data.tokens.media import medium_encoders
 from ed_data.tokens.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -49,12 +52,15 @@ class Prompts:
             the inform of the prompt does not have the field. `image_target_field` contains the
             images of rows with images.
         sources: name of the inform of each prompt.
+        images: arrays of the images of the prompts, a row for each prompt; see
+            `ed_data.tokens.images.ImageEncoder.arrays`. Empty without a processor.
     """
 
     prompts: list[Content]
     input_ids: list[list[int]]
     fields: dict[str, list[Any]]
     sources: list[str]
+    images: dict[str, NDArray[Any]]
     _answered: Callable[[int, list[Content]], list[list[int]]] = field(repr=False, compare=False)
     _asked: Callable[[int, Content], list[int]] = field(repr=False, compare=False)
 
@@ -173,9 +179,18 @@ class PromptLoader:
             [encode([e], label)[0] for e, label in zip(examples, labels, strict=True)],
             fields,
             labels,
+            self._pixels(examples),
             answered,
             asked,
         )
+
+    def _pixels(self, examples: Sequence[Example]) -> dict[str, NDArray[Any]]:
+        """Return the arrays of the images of prompts, a row for each prompt."""
+        encoder = self._encoder.images
+        if encoder is None:
+            return {}
+        images = [example.images for example in examples]
+        return encoder.arrays(dict(enumerate(images)), len(images), encoder.width(images))
 
     def close(self) -> None:
         """Do nothing; a prompt loader has no background work."""
@@ -203,6 +218,7 @@ def build_prompts(
     cache_dir: str | None = None,
     shuffle: bool = True,
     schema: Schema = PROMPT,
+    processor: ModelProcessor | None = None,
 ) -> PromptLoader:
     """Return the loader of a mixture's prompts.
 
@@ -219,6 +235,8 @@ def build_prompts(
         cache_dir: folder for copies of remote files, used if `mixture.cache_dir` is not set.
         shuffle: False keeps the order of training prompts.
         schema: the field of the prompt.
+        processor: processor of a vision-language model. Batches then contain `images`, and the
+            prompts one placeholder token for each feature of an image.
 
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or a row cannot be read.
@@ -226,8 +244,14 @@ def build_prompts(
     for path, message in check_names(mixture, schema):
         raise DataError(message, path)
     seed = mixture.seed if mixture.seed is not None else 42 if seed is None else seed
+    images = None
+    if processor is not None:
+        images, _ = medium_encoders(mixture, schema, processor)
+        tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     tokenizer = load_tokenizer(mixture, tokenizer)
-    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    encoder = Encoder.create(
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images
+    )
     files = file_cache(mixture, mixture.cache_dir or cache_dir or default_cache_dir())
     limit = mixture.tokenization.max_length
 

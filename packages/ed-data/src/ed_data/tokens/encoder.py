@@ -125,10 +125,14 @@ class Encoder:
             )
         parts = any(column.in_parts for column in schema.columns)
         pairs = any(column.second is not None for column in schema.columns)
-        if images is not None and (len(schema.columns) > 1 or parts or pairs):
+        # The images of a row belong to its prompt, with which every sequence begins.
+        contexts = {column.context for column in schema.columns}
+        shared = len(schema.columns) == 1 or (len(contexts) == 1 and None not in contexts)
+        if images is not None and (not shared or parts or pairs):
             raise DataError(
                 "a processor is supported for documents with one sequence of tokens, such as "
-                "messages, or prompt and completion; this schema has the columns "
+                "messages, or with several answers to one prompt, such as prompt, chosen and "
+                "rejected; this schema has the columns "
                 f"{[column.name for column in schema.columns]}"
             )
         return cls(
@@ -251,7 +255,8 @@ class Encoder:
                     f"{where}: the row has {len(document.images)} images, but its tokens contain "
                     f"the image token {self.tokenizer.convert_ids_to_tokens(token)!r} {written} "
                     "times; correct the row, or use a chat template that writes the token for "
-                    'each part {"type": "image"}'
+                    'each part {"type": "image"}. Images of rows with several answers belong to '
+                    "the prompt"
                 )
             tokens = [self.images.tokens(image).ids for image in document.images]
             expanded = sequence.with_images(token, tokens, self._spaces)
@@ -324,6 +329,9 @@ class Encoder:
         self, documents: list[Example], label: str, skip: Skipped
     ) -> EncodedDocuments:
         try:
+            if self.images is not None:  # errors of decoding are found while rows can be skipped
+                for image in (image for document in documents for image in document.images):
+                    self.images.check(image)
             return self.encode(documents, label)
         except DataError as error:
             if len(documents) == 1:

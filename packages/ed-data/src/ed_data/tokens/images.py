@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
 #: Largest number of sizes of images whose tokens are kept.
 KEPT = 2**17
+#: Largest number of bytes and of pixels of an image. The pixels are counted before decoding.
+MAX_BYTES, MAX_PIXELS = 2**28, 2**26
+#: Formats whose decoders run other programs (Ghostscript).
+_REFUSED_FORMATS = ("EPS",)
 #: Name of the sizes of images, [i, 2], which models read that omit padding (LLaVA-NeXT).
 SIZES = "image_sizes"
 
@@ -223,6 +227,15 @@ class ImageEncoder:
                 place += count
         return batch
 
+    def check(self, image: RowImage) -> None:
+        """Decode an image, whose tokens follow from the header alone.
+
+        Raises:
+            DataError: the image cannot be decoded.
+        """
+        if not isinstance(image.source, np.ndarray):
+            _decoded(image)
+
     def processed(self, image: RowImage) -> Mapping[str, Any]:
         """Return the output of the image processor for one image.
 
@@ -233,11 +246,7 @@ class ImageEncoder:
         if isinstance(source, np.ndarray):
             decoded = np.repeat(source[..., None], 3, axis=2) if source.ndim == 2 else source
         else:
-            opened = _opened(source, image.where)
-            try:
-                decoded = opened.convert("RGB")
-            except (OSError, ValueError) as error:
-                raise _unreadable(image.where, error) from error
+            decoded = _decoded(image)
         return self._run(decoded, image.where)[0]
 
     def _run(self, pixels: Any, where: str) -> tuple[Mapping[str, Any], str]:
@@ -283,6 +292,16 @@ def size_of(image: RowImage) -> tuple[int, int]:
     return height, width
 
 
+def _decoded(image: RowImage) -> PIL.Image.Image:
+    """Return the first frame of an encoded image in RGB, turned as its EXIF data state."""
+    assert not isinstance(image.source, np.ndarray), "pixels are decoded"
+    opened = _opened(image.source, image.where)
+    try:
+        return opened.convert("RGB")
+    except Exception as error:  # decoders raise many types of exceptions for damaged data
+        raise _unreadable(image.where, error) from error
+
+
 def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image:
     """Open an image; its pixels are decoded when they are read."""
     try:
@@ -292,19 +311,36 @@ def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image
             "reading images requires the package pillow: install ed-data[images]"
         ) from error
     try:
-        if isinstance(source, str):
-            fs, path = fsspec.core.url_to_fs(source)
-            raw: bytes = fs.cat_file(path)
-        else:
-            raw = source["bytes"] if isinstance(source, dict) else source
+        raw = _bytes_of(source)
+        if len(raw) > MAX_BYTES:
+            raise ValueError(f"the file has more than {MAX_BYTES} bytes")
         opened = Image.open(io.BytesIO(raw))
+        if opened.format in _REFUSED_FORMATS:
+            raise ValueError(f"the format {opened.format} is not supported")
+        if opened.width * opened.height > MAX_PIXELS:
+            raise ValueError(
+                f"it has {opened.width} x {opened.height} pixels, and the limit is {MAX_PIXELS} "
+                "pixels: resize it"
+            )
         ImageOps.exif_transpose(opened, in_place=True)
         return opened
-    except (OSError, ValueError) as error:
+    except Exception as error:  # decoders raise many types of exceptions for damaged data
         raise _unreadable(where, error) from error
 
 
+def _bytes_of(source: str | bytes | dict[str, Any]) -> bytes:
+    """Return the content of an encoded image; of a larger file, one byte more than the limit."""
+    if isinstance(source, str):
+        fs, path = fsspec.core.url_to_fs(source)
+        with fs.open(path, "rb") as file:
+            return file.read(MAX_BYTES + 1)
+    return source["bytes"] if isinstance(source, dict) else source
+
+
 def _unreadable(where: str, error: Exception) -> DataError:
+    # The message of this error is the address of a buffer in memory.
+    unknown = type(error).__name__ == "UnidentifiedImageError"
+    reason = "its format is unknown" if unknown else error
     return DataError(
-        f"{where}: the image cannot be decoded: {error}; correct the row, or set on_error: skip"
+        f"{where}: the image cannot be decoded: {reason}; correct the row, or set on_error: skip"
     )

@@ -259,7 +259,10 @@ def _role_model(elm: eLargeModel, role: Role) -> CausalLM:
     section = elm.config.sections[role.section]
     assert section is None or isinstance(section, OtherModelSection)
     roles = {each.name: each for each in elm.config.method_entry.roles}
-    return _load_other(elm.config, section, roles.get(role.name, role).task)
+    task = roles.get(role.name, role).task
+    if task == TaskType.CAUSAL_LM and elm.config.task in GENERATING:
+        task = elm.config.task  # the model reads the batches of the trained model
+    return _load_other(elm.config, section, task)
 
 
 #: Builders of the models beside the trained one, by role.
@@ -384,6 +387,8 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
     options: dict[str, Any] = {"seed": mixture.seed or 0, "schema": run.schema}
     if run.takes_prompts:
         build: Any = build_prompts
+        if run.has_images:
+            options["processor"] = elm.part("processor")
     else:
         build = build_loader
         options["seq_length"] = sequence_length(run) if run.has_text else None

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from ed_esurge import EngineConfig, SamplingParams, eSurge
+from ed_esurge.core.commands import EncoderInput
+from ed_esurge.encoder_items import placed_items
 from ed_esurge.tokenizer import Tokenizer
 from ed_models.tasks.causal_lm import CausalLM
 from ed_trainers.rollout import Sampled, Weights
@@ -45,6 +48,7 @@ class EngineRollout:
         weights: Weights,
         *,
         seeds: Sequence[int] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
     ) -> list[Sampled]:
         """Complete each prompt; see `ed_trainers.rollout.Rollout.generate`.
 
@@ -53,6 +57,7 @@ class EngineRollout:
             params: Fields of `SamplingParams`.
             weights: The weights, borrowed until the call returns.
             seeds: A seed for each prompt.
+            images: Arrays of the images of the prompts by name, with a row for each prompt.
         """
         fixed = {
             **params,
@@ -64,7 +69,10 @@ class EngineRollout:
         many = [{"seed": seed} for seed in seeds] if seeds is not None else [{}] * len(prompts)
         sampling = [SamplingParams(**{**fixed, **own}) for own in many]
         with self._lent.serving(weights) as engine:
-            outputs = engine.generate([list(prompt) for prompt in prompts], sampling)
+            inputs = None if images is None else _items(engine, prompts, images)
+            outputs = engine.generate(
+                [list(prompt) for prompt in prompts], sampling, encoder_inputs=inputs
+            )
         return [
             Sampled(
                 completion.token_ids,
@@ -79,3 +87,16 @@ class EngineRollout:
             )
             for completion in (output.outputs[0] for output in outputs)
         ]
+
+
+def _items(
+    engine: eSurge, prompts: Sequence[Sequence[int]], images: Mapping[str, np.ndarray]
+) -> list[tuple[EncoderInput, ...]]:
+    """Return the images of each prompt as inputs of the engine."""
+    runner = engine.loop.runner
+    assert runner.items is not None, "the trained model reads images"
+    token: int = runner.model.config.image_token_id
+    return [
+        placed_items(runner.items, {name: x[row] for name, x in images.items()}, prompt, token)
+        for row, prompt in enumerate(prompts)
+    ]

@@ -15,7 +15,7 @@ from ed_models.protocol import LanguageModel
 from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.commands import Abort, Add, Command, Pause
+from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
@@ -228,6 +228,7 @@ class eSurge(EngineControl):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_name: str | Sequence[str | None] | None = None,
+        encoder_inputs: Sequence[Sequence[EncoderInput]] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generate completions for prompts in one batch. Several threads may call this method.
@@ -237,6 +238,8 @@ class eSurge(EngineControl):
             sampling_params: sampling options for all prompts, or one per prompt.
             lora_name: name of the loaded LoRA adapter for all prompts, or one name per prompt;
                 None = no adapter.
+            encoder_inputs: inputs of the model's encoder for each prompt, such as images; see
+                `encoder_items.placed_items`.
             use_tqdm: whether to show a progress bar.
 
         Returns:
@@ -251,10 +254,18 @@ class eSurge(EngineControl):
             adapters: list[str | None] = [lora_name] * len(many)
         else:
             adapters = list(lora_name)
-        for name, each in (("sampling parameters", params), ("lora_name", adapters)):
+        inputs: list[Sequence[EncoderInput]] = [()] * len(many)
+        if encoder_inputs is not None:
+            inputs = list(encoder_inputs)
+        lists = (
+            ("sampling parameters", params),
+            ("lora_name", adapters),
+            ("encoder_inputs", inputs),
+        )
+        for name, each in lists:
             if len(each) != len(many):
                 raise ConfigError(f"{len(many)} prompts but {len(each)} {name}")
-        return self._complete(many, params, adapters, use_tqdm)
+        return self._complete(many, params, adapters, inputs, use_tqdm)
 
     def embed(
         self,
@@ -280,19 +291,23 @@ class eSurge(EngineControl):
             params = list(pooling_params)
         if len(params) != len(many):
             raise ConfigError(f"{len(many)} prompts but {len(params)} pooling parameters")
-        return self._complete(many, params, [lora_name] * len(many), use_tqdm)
+        adapters = [lora_name] * len(many)
+        return self._complete(many, params, adapters, [()] * len(many), use_tqdm)
 
     def _complete(
         self,
         prompts: Sequence[PromptInput],
         params: Sequence[RequestParams],
         adapters: Sequence[str | None],
+        inputs: Sequence[Sequence[EncoderInput]],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         names = [self._name() for _ in prompts]
         adds = [
-            self.prepare(name, prompt, own, lora_name=adapter)
-            for name, prompt, own, adapter in zip(names, prompts, params, adapters, strict=True)
+            self.prepare(name, prompt, own, lora_name=adapter, encoder_inputs=items)
+            for name, prompt, own, adapter, items in zip(
+                names, prompts, params, adapters, inputs, strict=True
+            )
         ]
         whole: dict[str, RequestOutput] = {}
         with _bar("prompts", quiet=not use_tqdm) as bar:

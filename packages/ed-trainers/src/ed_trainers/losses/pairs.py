@@ -40,7 +40,8 @@ def pair_batch(
     `segment_ids`, `position_ids`), and each side contains tokens of the decoder.
 
     Args:
-        batch: `<side>_input_ids`, … for each side.
+        batch: `<side>_input_ids`, … for each side; and the images of the prompts, which both sides
+            read.
         sides: names of the sides: two answers, or several texts.
         model: the trained model; its `input_names` show whether it is an encoder-decoder.
 
@@ -62,6 +63,9 @@ def pair_batch(
             )
         if model is not None and "decoder_input_ids" in model.input_names:
             own = _of_decoder(own, batch)
+        elif model is not None:
+            shared = {name: batch[name] for name in model.input_names if name in batch}
+            own = {**shared, **own}
         made.append(next_token_batch(own, model))
     shapes = [part["input_ids"].shape for part in made]
     wrong = [(side, shape) for side, shape in zip(sides, shapes, strict=True) if shape != shapes[0]]

@@ -110,6 +110,12 @@ class Reference:
     ) -> ReferenceLogps:
         run = self._run
         assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
+        if "pixel_values" in run.learner.input_names:
+            raise ConfigError(
+                "precompute_ref_log_probs stores log-probabilities by the tokens of an answer, and "
+                "answers about images also depend on the images: set precompute_ref_log_probs: "
+                "false"
+            )
         model = run.placement.frozen(NAME, model)
         if own and has_lora(model):
             model = cast(LanguageModel, remove_lora(cast(nnx.Module, model)))

@@ -25,7 +25,8 @@ PromptContent = str | list[dict[str, Any]] | list[int]
 class PromptRows(Protocol):
     """A batch of prompts, as `build_prompts` of ed-data yields them.
 
-    Optional attributes: `prompts`, the prompts as written; `fields`, by name one value per prompt
+    Optional attributes: `prompts`, the prompts as written; `images`, arrays of the images of the
+    prompts by name, a row for each prompt; `fields`, by name one value per prompt
     for reward functions; `with_prompt(number, prompt)`, which encodes another prompt for a row of
     the batch; `with_answers(number, answers)`, which encodes a prompt of the batch with
     answers in the way in which rows for training are encoded, for a reward model.
@@ -49,6 +50,7 @@ class Completions:
         completions: the completions in the kind of their prompts: texts, answers of a chat, or ids.
         ended: False if the maximum length truncated the completion.
         fields: fields of the rows of data, by name.
+        images: arrays of the images of the prompts by name, [n, ...]; empty for models of text.
         documents: returns the tokens of each prompt with its completion, encoded like rows for
             training; None if the batch of prompts cannot encode answers.
         encode: returns the tokens of another prompt for the row of a completion, encoded like the
@@ -62,6 +64,7 @@ class Completions:
     completions: list[PromptContent]
     ended: list[bool]
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
+    images: Mapping[str, np.ndarray] = field(default_factory=dict)
     documents: Callable[[], list[list[int]]] | None = None
     encode: Callable[[int, PromptContent], list[int]] | None = None
 
@@ -83,6 +86,7 @@ class Completions:
             completions=some(self.completions),
             ended=some(self.ended),
             fields={name: some(values) for name, values in self.fields.items()},
+            images={name: x[list(numbers)] for name, x in self.images.items()},
             documents=None if whole is None else lambda: some(whole()),
             encode=None if encode is None else lambda row, ask: encode(numbers[row], ask),
         )
@@ -95,7 +99,8 @@ class Completions:
 
         Returns:
             `input_ids`, `segment_ids`, `position_ids`, `targets` int32 [n, s] and `weights` float32
-            [n, s]: 1 where the next token belongs to the completion.
+            [n, s]: 1 where the next token belongs to the completion. With images also their arrays,
+            and `token_type_ids` int32 [n, s]: 0 for the tokens of prompts.
         """
         shape = (len(self), length)
         rows = {name: np.zeros(shape, np.int32) for name in ("input_ids", "segment_ids")}
@@ -107,7 +112,10 @@ class Completions:
             rows["input_ids"][row, :end] = [*prompt, *answer]
             rows["segment_ids"][row, :end] = 1
             rows["labels"][row, len(prompt) : end] = answer
-        return next_token_batch(rows)
+        if self.images:
+            prompts = np.asarray([len(prompt) for prompt in self.prompt_ids])[:, None]
+            rows["token_type_ids"] = (np.arange(length) >= prompts).astype(np.int32)
+        return next_token_batch({**rows, **self.images})
 
     def rows_to_score(self, length: int) -> Prepared:
         """Return one row for each completion, for a reward model.
@@ -164,6 +172,11 @@ class Completions:
         }
 
 
+def images_of(batch: PromptRows) -> Mapping[str, np.ndarray]:
+    """Return the arrays of the images of prompts by name; empty for prompts of text."""
+    return getattr(batch, "images", {})
+
+
 def completions_of(
     batch: PromptRows,
     prompt_ids: list[list[int]],
@@ -181,6 +194,7 @@ def completions_of(
         tokenizer: decodes the continuations; without it, completions are token ids.
     """
     written: list[PromptContent] = list(getattr(batch, "prompts", prompt_ids))
+    images = images_of(batch)
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
     decode = getattr(tokenizer, "decode", None)
     completions = [
@@ -207,6 +221,7 @@ def completions_of(
         completions=completions,
         ended=[one.ended for one in sampled],
         fields={name: repeated(values) for name, values in fields.items()},
+        images={name: np.repeat(x, copies, axis=0) for name, x in images.items()},
         documents=documents if encode is not None and decode is not None else None,
         encode=None if asked is None else lambda row, prompt: asked(row // copies, prompt),
     )

@@ -32,6 +32,7 @@ class ModelRollout:
         weights: Weights,
         *,
         seeds: Sequence[int] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
     ) -> list[Sampled]:
         """Complete each prompt; see `ed_trainers.rollout.Rollout.generate`.
 
@@ -49,6 +50,8 @@ class ModelRollout:
         for start in range(0, len(prompts), self._rows):
             asked = [list(prompt) for prompt in prompts[start : start + self._rows]]
             filled = [*asked, *[asked[0]] * (self._rows - len(asked))]
+            places = [start + (n if n < len(asked) else 0) for n in range(self._rows)]
+            arrays = {name: x[places] for name, x in (images or {}).items()}
             width = max(map(len, filled))
             ids, mask = np.zeros((2, self._rows, width), np.int32)
             for row, prompt in enumerate(filled):
@@ -62,6 +65,7 @@ class ModelRollout:
                 seed=0 if seeds is None else seeds[start],
                 output_logprobs=True,
                 logprobs_mode="processed_logprobs",
+                **arrays,
                 **settings,
             )
             assert output.logprobs is not None

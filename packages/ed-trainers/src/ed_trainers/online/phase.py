@@ -35,7 +35,12 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
-from ed_trainers.online.completions import Completions, PromptRows, completions_of
+from ed_trainers.online.completions import (
+    Completions,
+    PromptRows,
+    completions_of,
+    images_of,
+)
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
@@ -215,6 +220,15 @@ class Phase(Generic[A]):
                 raise ConfigError(
                     f"prompt {row} of the batch is empty: it needs at least one token"
                 )
+        images = images_of(batch)
+        cut = next((n for n, ids in enumerate(batch.input_ids) if len(ids) > len(kept[n])), None)
+        if images and cut is not None:
+            raise ConfigError(
+                f"prompt {cut} of the batch has {len(batch.input_ids[cut])} tokens, and truncation "
+                f"at max_prompt_length={options.max_prompt_length} would remove tokens of images: "
+                "raise max_prompt_length, or set mixture.tokenization.max_length to drop long "
+                "prompts"
+            )
         ids = [prompt for prompt in kept for _ in range(copies)]
         params = {
             "max_tokens": options.max_completion_length,
@@ -227,7 +241,10 @@ class Phase(Generic[A]):
         seeds = draws.generate_state(len(ids), np.uint32).tolist()
         extension = run.record.extension
         lent = weights if extension is None else PolicyWeights(weights, extension)
-        sampled = rollout.generate(ids, params, lent, seeds=seeds)
+        more: dict[str, Any] = {}
+        if images:
+            more["images"] = {name: np.repeat(x, copies, axis=0) for name, x in images.items()}
+        sampled = rollout.generate(ids, params, lent, seeds=seeds, **more)
         if len(sampled) != len(ids):
             raise ConfigError(
                 f"the rollout returned {len(sampled)} completions of {len(ids)} prompts: it must "
@@ -395,6 +412,11 @@ class Scorer:
         names = self._functions.names
         self._has_model = REWARD.name in models
         if self._has_model:
+            if "pixel_values" in run.learner.input_names:
+                raise ConfigError(
+                    "a reward model reads texts, and the trained model reads images: set "
+                    "reward_functions instead of the section reward_model"
+                )
             names = (*names, REWARD.section)
             _check_vocabulary(run.learner, models[REWARD.name])
         if not names:

@@ -1,7 +1,8 @@
 """Images in chat requests: content parts to pixel values and placeholder tokens.
 
-An image is a `data:` URL, or a URL of a host in `allowed_media_domains`. The limits of bytes and
-pixels are checked before the pixels are decoded.
+An image is a `data:` URL, or a URL of a host in `allowed_media_domains` whose addresses are public
+or in `allowed_media_domains`, too. The limits of bytes and pixels are checked before the pixels are
+decoded.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import asyncio
 import base64
 import binascii
 import io
-from collections.abc import Collection, Mapping, Sequence
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -31,6 +34,8 @@ MAX_IMAGES, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 16, 2**24, 2**24
 # Formats whose decoders are enabled, and the time limit of a download in seconds.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 FETCH_SECONDS = 10.0
+# IPv6 addresses that contain an IPv4 address (RFC 6052).
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 #: Name of the grid of an image in the output of a processor that packs patches.
 GRID = "image_grid_thw"
 #: Name of the size of an image in the output of a processor for models that omit padding.
@@ -150,14 +155,14 @@ class ChatImages:
 
     async def _downloaded(self, url: str, param: str) -> bytes:
         try:
-            parts = urlsplit(url)
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+            address = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError):
+            address = httpx.URL("")
+        if address.scheme not in ("http", "https") or not address.host:
             _refuse("an image must be a data: URL or an http(s) URL", param)
-        if parts.hostname not in self._domains:
+        if address.host not in self._domains:
             _refuse(
-                f"the server does not download images from {parts.hostname!r:.100}: send a data: "
+                f"the server does not download images from {address.host!r:.100}: send a data: "
                 "URL, or start the server with this host in allowed_media_domains",
                 param,
             )
@@ -166,17 +171,40 @@ class ChatImages:
             async with (
                 asyncio.timeout(FETCH_SECONDS),
                 httpx.AsyncClient(follow_redirects=False, trust_env=False) as client,
-                client.stream("GET", url) as answer,
+                self._opened_stream(client, address, param) as answer,
             ):
                 if answer.status_code != 200:
                     _refuse(f"the download failed with status {answer.status_code}", param)
-                async for chunk in answer.aiter_bytes():
+                async for chunk in answer.aiter_raw():
                     data += chunk
                     if len(data) > MAX_IMAGE_BYTES:
                         _refuse_size(param)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             _refuse(f"the download failed ({type(error).__name__})", param)
         return bytes(data)
+
+    @asynccontextmanager
+    async def _opened_stream(
+        self, client: httpx.AsyncClient, address: httpx.URL, param: str
+    ) -> AsyncIterator[httpx.Response]:
+        """Request a URL from an address that was checked, so a later answer of the name server
+        cannot change the address."""
+        port = address.port or {"http": 80, "https": 443}[address.scheme]
+        numbers = await numbers_of(address.host, port)
+        for number in numbers:
+            if not (is_public(number) or number in self._domains):
+                _refuse(
+                    f"the host {address.host!r:.100} has an address that is not public: send a "
+                    "data: URL, or start the server with the address in allowed_media_domains, too",
+                    param,
+                )
+        async with client.stream(
+            "GET",
+            address.copy_with(host=numbers[0]),
+            headers={"Host": address.netloc.decode("ascii"), "Accept-Encoding": "identity"},
+            extensions={"sni_hostname": address.host},
+        ) as answer:
+            yield answer
 
     def expanded(self, text: str, sources: Sequence[_Source]) -> tuple[str, list[ProcessedImage]]:
         """Process the images, and replace the text of each image by the tokens of its features.
@@ -238,6 +266,22 @@ class ChatImages:
         if not count or count % len(tiles):
             _refuse(f"the processor returned {len(tiles)} tiles of {count} features", source.param)
         return ProcessedImage(tiles, text, count // len(tiles), source.param)
+
+
+async def numbers_of(host: str, port: int) -> list[str]:
+    """Return the IP addresses of a host."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+def is_public(number: str) -> bool:
+    """Return whether an IP address belongs to the public internet."""
+    address = ipaddress.ip_address(number.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = ipaddress.IPv4Address(int(address) % 2**32) if address in _NAT64 else None
+        address = address.ipv4_mapped or address.sixtofour or inner or address
+    return address.is_global and not address.is_multicast
 
 
 def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
