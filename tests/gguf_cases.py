@@ -28,6 +28,7 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 6,
         "layer_types": [*[WINDOW] * 5, FULL],
     },
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     "phi3": {"sliding_window": None},
     "qwen3": {"attention_bias": False},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
@@ -53,3 +54,9 @@ def gguf_subjects(*model_types: str) -> Iterator[Subject]:
             yield type(subject)(name, NAME, subject.module_class, cases)
         seen.add(name)
         yield subject
+
+
+def has_rounded_limits(subject: Subject) -> bool:
+    """Return whether llama.cpp computes the positions of a model: it rounds the limits of YaRN."""
+    rope = subject.model.config.to_dict().get("rope_parameters") or {}
+    return rope.get("truncate") is not False

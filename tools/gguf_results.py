@@ -19,7 +19,7 @@ from ed_infra.errors import CheckpointError
 from ed_models.checkpoints import hub
 from ed_models.conformance import ONE, Subject, forward
 
-from tests.gguf_cases import gguf_subjects
+from tests.gguf_cases import gguf_subjects, has_rounded_limits
 from tools.gguf_table import RESULTS
 
 #: Model types that llama.cpp runs and the low-level interface here does not: encoders.
@@ -31,7 +31,7 @@ def compared(*model_types: str) -> dict[str, Subject]:
     return {
         str(subject): subject
         for subject in gguf_subjects(*model_types)
-        if subject.model_type not in WITHOUT_LOGITS
+        if subject.model_type not in WITHOUT_LOGITS and has_rounded_limits(subject)
     }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ed_elarge.certify import llama_cpp_logits as llama_cpp
 from ed_elarge.certify.chats import PASSAGE
-from ed_elarge.certify.numbers import LENGTH, LOGITS_LIMIT, compared, logits_of, near
+from ed_elarge.certify.comparisons import LENGTH, LOGITS_LIMIT, compared, logits_of, near
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
 from ed_elarge.certify.settings_checks import architecture, differing
 from ed_elarge.certify.subject import CertifiedModel

@@ -51,7 +51,7 @@ def llama_cpp_logits(
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "ids.npz", Path(folder) / "logits.npz"
         np.savez(given, ids=ids)
-        command = [python, __file__, str(model), str(given), str(found), str(new_tokens)]
+        command = [python, "-I", __file__, str(model), str(given), str(found), str(new_tokens)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         if done.returncode:
             raise RuntimeError(f"llama.cpp failed: {done.stderr[-2000:]}")

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from ed_elarge.certify.chats import PASSAGE
-from ed_elarge.certify.numbers import LENGTH, LOGITS_LIMIT, compared, log_softmax, logits_of, near
+from ed_elarge.certify.comparisons import (
+    LENGTH,
+    LOGITS_LIMIT,
+    compared,
+    log_softmax,
+    logits_of,
+    near,
+)
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
 from ed_elarge.certify.subject import CertifiedModel
 

@@ -17,6 +17,7 @@ from ed_infra.specs import (
     QUANTIZATION_FORMATS,
 )
 
+from ed_esurge.certificates import certificate_summary
 from ed_esurge.command.flags import add_options, mapping_of, options_of
 from ed_esurge.config import EngineConfig
 from ed_esurge.speech.engine import SPEECH_TASKS, SpeechEngine, unused_options
@@ -165,6 +166,7 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         options,
         model_name=name_of(values.model),
         processor=_processor_of(values) if reads_images else None,
+        certificate=certificate_summary(settings),
     )
 
 

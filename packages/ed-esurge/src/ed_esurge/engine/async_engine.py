@@ -136,6 +136,10 @@ class AsyncEngine:
         return self.engine.model_name
 
     @property
+    def certificate(self) -> Mapping[str, Any] | None:
+        return self.engine.certificate
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         return self.engine.input_names
 

@@ -58,6 +58,7 @@ class eSurge(EngineControl):
         config: an `EngineConfig`, or a mapping of its fields.
         model_name: name of the model for clients; default: the source of the model.
         draft_model: model that proposes tokens, for the `speculative_config` method `draft_model`.
+        certificate: summary of the certificate of the model, see `ed_esurge.certificates`.
         options: fields of `EngineConfig`; they override `config`.
 
     Example:
@@ -74,6 +75,7 @@ class eSurge(EngineControl):
         model_name: str | None = None,
         draft_model: LanguageModel | None = None,
         processor: Any = None,
+        certificate: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, EngineConfig):
@@ -82,6 +84,7 @@ class eSurge(EngineControl):
             config = config.replace(**options)
         self.config = config
         self.tokenizer, self.processor = tokenizer, processor
+        self.certificate = certificate
         self.input_names = tuple(model.input_names)
         self.task, self.labels = task_of(model), labels_of(model)
         self.embedding_settings = embedding_settings_of(model)

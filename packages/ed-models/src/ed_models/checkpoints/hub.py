@@ -40,7 +40,7 @@ from ed_models.checkpoints.checks import (
 )
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
-from ed_models.checkpoints.loading import Prepared, load, prepare
+from ed_models.checkpoints.loading import CheckedFiles, load, prepare
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
@@ -353,7 +353,7 @@ def without_values(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -
         return nnx.merge(made.graphdef, made.state)
 
 
-def _prepared(directory: Path, task: TaskType | str) -> Prepared:
+def _prepared(directory: Path, task: TaskType | str) -> CheckedFiles:
     task = canonical_task(task)
     config = read_config(directory, task, sharding_axis_dims=(1, 1, 1, 1, 1))
     config = _for_task(config, None, task, directory)

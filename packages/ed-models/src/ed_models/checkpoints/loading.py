@@ -50,7 +50,7 @@ class Draft(NamedTuple):
     weights: WeightMap
 
 
-class Prepared(NamedTuple):
+class CheckedFiles(NamedTuple):
     """A module without values, and the files that contain its tensors.
 
     Attributes:
@@ -146,7 +146,7 @@ def prepare(
     *,
     precision: jax.lax.PrecisionLike = None,
     quantization: QuantizationRules | None = None,
-) -> Prepared:
+) -> CheckedFiles:
     """Compare the names and shapes of files with those of a model, without reading values.
 
     Args, Raises: see `load`.
@@ -203,7 +203,7 @@ def prepare(
             made, config = other, untied
         files = merged or files
     check(made.weights, made.state, files, stored=stored is not None)
-    return Prepared(made, config, files, stored is not None)
+    return CheckedFiles(made, config, files, stored is not None)
 
 
 def _placements(

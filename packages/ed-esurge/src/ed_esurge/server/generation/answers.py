@@ -151,6 +151,15 @@ class ChatCompletion(AnswerBody):
     prompt_token_ids: list[int] | None = None
 
 
+class CertificateSummary(AnswerBody):
+    """Numbers of checks of `elarge certify` by result, and the names of the failed checks."""
+
+    passed: int
+    failed: int
+    not_applicable: int
+    failed_checks: list[str]
+
+
 class ModelCard(AnswerBody):
     """A model. The `parent` of a LoRA adapter is its base model."""
 
@@ -162,6 +171,8 @@ class ModelCard(AnswerBody):
     parent: str | None
     max_model_len: int | None
     """null if the model is not loaded and its files do not contain the length."""
+    certificate: CertificateSummary | None = None
+    """Absent for a model without `certificate.json`."""
 
 
 class ModelList(AnswerBody):

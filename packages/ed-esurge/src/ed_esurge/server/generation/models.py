@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -86,6 +86,11 @@ class ServerState:
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)
         self.all_models: Callable[[], tuple[ServedModel, ...]] = tuple
+
+
+def certified(certificate: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the part of an entry of `/v1/models` with the certificate of a model."""
+    return {} if certificate is None else {"certificate": dict(certificate)}
 
 
 class ServedModel:
@@ -194,6 +199,7 @@ class ServedModel:
             "root": self.names[0],
             "parent": None,
             "max_model_len": self.prompts.max_model_len,
+            **certified(getattr(self.engine, "certificate", None)),
         }
 
     async def sampling_params(

@@ -9,7 +9,8 @@ from typing import Any
 
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 
-from ed_esurge.server.generation.models import ServedModel, ServerState
+from ed_esurge.certificates import certificate_summary
+from ed_esurge.server.generation.models import ServedModel, ServerState, certified
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition
 from ed_esurge.server.library.directory import ModelDirectory
@@ -230,4 +231,6 @@ class ServedModels:
         files = self.directory.files(name)
         created = int(files.modified) if files is not None else 0
         length = files.text_field("max_position_embeddings", "n_positions") if files else None
-        return {**card, "created": created, "root": name, "parent": None, "max_model_len": length}
+        known = {"created": created, "root": name, "parent": None, "max_model_len": length}
+        summary = certificate_summary(files.path) if files is not None else None
+        return {**card, **known, **certified(summary)}

@@ -211,7 +211,7 @@ def _write_cohere(writing: FileWriting) -> None:
         writing.unlike.append("use_qk_norm is True, which llama.cpp supports from 64 layers on")
 
 
-def _write_cohere2(writing: FileWriting) -> None:
+def _write_heads(writing: FileWriting) -> None:
     config = writing.config
     size = config.hidden_size // config.num_attention_heads
     if (getattr(config, "head_dim", None) or size) != size:
@@ -436,7 +436,7 @@ ROWS: tuple[Architecture, ...] = (
         "cohere2",
         fields={**LAYER_NORM, **_WINDOW, **_NO_HEAD_DIM, "logit_scale": "logit_scale"},
         read=period(4),
-        write=_write_cohere2,
+        write=_write_heads,
     ),
     Architecture(
         "glm4",
@@ -469,6 +469,7 @@ ROWS: tuple[Architecture, ...] = (
         "internlm2",
         has_head=True,
         rules=PAIRS,
+        required={"bias": False},
         fields=_NO_HEAD_DIM,
         present={"bias": BIASES["attention_bias"]},
     ),
@@ -479,6 +480,7 @@ ROWS: tuple[Architecture, ...] = (
         fields={"rms_norm_eps": None, "norm_eps": "attention.layer_norm_epsilon"},
         present=BIASES,
         shifted=True,
+        write=_write_heads,
     ),
     Architecture(
         "smollm3",

@@ -181,6 +181,10 @@ def _read_phimoe(reading: FileReading) -> dict[str, Any]:
     return {"rope_parameters": {"short_mscale": scale, "long_mscale": scale} if scale else {}}
 
 
+def _write_phimoe(writing: FileWriting) -> None:
+    writing.unlike.append("the router is SparseMixer, and llama.cpp mixes experts by a softmax")
+
+
 ROWS: tuple[Architecture, ...] = (
     Architecture(
         "llama",
@@ -285,5 +289,6 @@ ROWS: tuple[Architecture, ...] = (
             "lm_head_bias": ("output.bias",),
         },
         read=_read_phimoe,
+        write=_write_phimoe,
     ),
 )
