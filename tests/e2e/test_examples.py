@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.actions.execution import execute
+from ed_elarge.certify.receipt import findings
+from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_trainers.arguments import METHODS
@@ -119,6 +121,26 @@ def test_online_example_trains_for_two_steps(
     text = yaml.safe_dump(run)
     assert execute(normalize(nodes.parse(text, "grpo.yaml"), require_actions=True)) == 0
     assert Path("runs/grpo/model/config.json").is_file()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LEARNED)
+def test_output_of_an_example_fails_no_check_of_its_certificate(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
+    if name in TEACHES:
+        model = request.getfixturevalue("teacher")
+        shutil.copytree(model, tmp_path / "runs" / "quickstart" / "model")
+    monkeypatch.chdir(tmp_path)
+    run: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    run["trainer"] |= {"max_training_steps": 2, "warmup_steps": 0, "evaluation_steps": 2}
+    run["actions"] = ["train"]
+    text = yaml.safe_dump(run)
+    assert execute(normalize(nodes.parse(text, f"{name}.yaml"), require_actions=True)) == 0
+    found = list(findings(CertifiedModel(Path("runs", name))))
+    assert not [f for f in found if f.status == "failed" and f.name != "kernels"]
+    assert sum(f.status == "passed" for f in found) >= 6
 
 
 @pytest.mark.nightly

@@ -600,6 +600,16 @@ ADAPTER_DEFECTS: dict[str, Defect] = {
     "adapter of NaN": Defect("adapter_tensors", "getainode/ainode#213", adapter(not_numbers)),
 }
 
+#: Defects of which the numbers of the model are computed.
+MERGE_DEFECTS: dict[str, Defect] = {
+    "merge with another alpha": Defect(
+        "merge", "ml-explore/mlx-examples#622", adapter_settings(lora_alpha=32)
+    ),
+    "merge without the scale of rsLoRA": Defect(
+        "merge", "sgl-project/sglang#40835", adapter_settings(use_rslora=True)
+    ),
+}
+
 GGUF_DEFECTS: dict[str, Defect] = {
     "no template in the GGUF file": Defect(
         "gguf_tokens", "ollama/ollama#6823", gguf_of(without("chat_template.jinja"))

@@ -15,6 +15,7 @@ from certify_defects import (
     ADAPTER_DEFECTS,
     CHATML,
     GGUF_DEFECTS,
+    MERGE_DEFECTS,
     MODEL_DEFECTS,
     OTHER_DEFECTS,
     edit,
@@ -24,7 +25,9 @@ from certify_defects import (
     tensors,
     write_gguf,
 )
+from ed_elarge.certify import number_checks
 from ed_elarge.certify.llama_cpp_logits import interpreter
+from ed_elarge.certify.outcome import Failed, Outcome
 from ed_elarge.certify.receipt import CHECKS, Finding, certificate, findings, write
 from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.command.main import app
@@ -83,7 +86,9 @@ def test_sound_model_fails_no_check_of_files_and_tokens(sound: Path, base: Path)
 
 def test_at_least_sixty_defects_have_a_public_issue() -> None:
     issues = [
-        d.issue for group in (MODEL_DEFECTS, ADAPTER_DEFECTS, GGUF_DEFECTS) for d in group.values()
+        defect.issue
+        for group in (MODEL_DEFECTS, ADAPTER_DEFECTS, MERGE_DEFECTS, GGUF_DEFECTS)
+        for defect in group.values()
     ]
     assert len(set(issues)) == len(issues) >= 60
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", issue) for issue in issues)
@@ -219,6 +224,53 @@ def test_merged_adapter_passes_and_a_missing_merge_is_found(
     zero = {n: x * 0 if "lora_B" in n else x for n, x in load_file(path).items()}
     save_file(zero, path, metadata={"format": "pt"})
     assert by_name(CertifiedModel(folder, base))["adapter_effect"].status == "failed"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("defect", MERGE_DEFECTS)
+def test_merge_with_other_settings_is_found(
+    adapted: Path, base: Path, tmp_path: Path, defect: str
+) -> None:
+    check, _, change = MERGE_DEFECTS[defect]
+    folder = planted(adapted, tmp_path / "run", change)
+    found = by_name(CertifiedModel(folder, base), with_model=True)[check]
+    assert found.status == "failed", found
+
+
+def run_of(name: str) -> Callable[[CertifiedModel], Outcome]:
+    return next(check.run for check in CHECKS if check.name == name)
+
+
+@pytest.mark.nightly
+def test_log_probabilities_of_the_whole_distribution_are_found(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reproduce huggingface/trl#4159 and #6789: other options than those of the sampler."""
+    monkeypatch.setattr(number_checks, "LOGPROBS", "raw_logprobs")
+    with pytest.raises(Failed, match="log-probabilities of the engine differ"):
+        run_of("engine")(CertifiedModel(sound))
+
+
+@pytest.mark.nightly
+def test_attention_between_packed_rows_is_found(sound: Path) -> None:
+    """Reproduce huggingface/trl#1230: packed rows attend to each other."""
+    subject = CertifiedModel(sound)
+    model = subject.model
+    subject.model = lambda *, segment_ids=None, **inputs: model(**inputs)
+    with pytest.raises(Failed, match="the rows alone"):
+        run_of("packing")(subject)
+
+
+@pytest.mark.nightly
+def test_kernels_without_the_best_instructions_are_found(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reproduce oobabooga/textgen#5881: instructions of the processor are not used."""
+    from ed_layers.native import library
+
+    monkeypatch.setattr(library, "level", lambda: "v1")
+    with pytest.raises(Failed, match="the kernels use v1"):
+        run_of("kernels")(CertifiedModel(sound))
 
 
 @pytest.mark.nightly
