@@ -8,7 +8,7 @@ from typing import Any
 from ed_esurge.testing import byte_tokenizer
 from ed_models.auto import AutoEasyDeLConfig, AutoEasyDeLModelForImageTextToText
 
-from tests.image_processors import GRIDS, PROCESSORS
+from tests.image_processors import GRIDS, PATCHED, PROCESSORS
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
@@ -90,6 +90,33 @@ def llava_next(own: Any) -> dict[str, Any]:
     return {**fields, **grids, "text_config": {"model_type": "llama"}, "vision_config": vision}
 
 
+PATCHES = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "out_hidden_size": 32,
+    "num_heads": 3,
+    "patch_size": 4,
+    "initializer_range": 0.3,
+}
+
+
+def glm4v(own: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    fields = {"image_token_id": own.convert_tokens_to_ids("<|image|>")}
+    vision = {**PATCHES, "image_size": 20}
+    return {**fields, "text_config": {"rope_parameters": rope}, "vision_config": vision}
+
+
+def qwen3_vl_moe(own: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    fields = {"image_token_id": own.convert_tokens_to_ids("<|image_pad|>")}
+    text = {"rope_parameters": rope, "head_dim": 8, **experts}
+    vision = {**PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return {**fields, "text_config": text, "vision_config": vision}
+
+
 #: Model type -> fields of the configuration, from the tokenizer.
 FAMILIES = {
     "gemma3": gemma3,
@@ -98,12 +125,14 @@ FAMILIES = {
     "internvl": internvl,
     "aya_vision": aya_vision,
     "llava_next": llava_next,
+    "glm4v": glm4v,
+    "qwen3_vl_moe": qwen3_vl_moe,
 }
 
 
 def save_checkpoint(name: str, path: Path, seed: int = 5) -> Any:
     """Save a random model and its processor, and return the processor."""
-    processor = PROCESSORS[name](with_tokens)
+    processor = {**PROCESSORS, **PATCHED}[name](with_tokens)
     fields = FAMILIES[name](processor.tokenizer)
     text = {**TEXT, **fields.pop("text_config"), "vocab_size": len(processor.tokenizer)}
     config = AutoEasyDeLConfig.for_model(

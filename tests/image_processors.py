@@ -100,6 +100,40 @@ def llava_next(with_tokens: Tokens) -> Any:
     )
 
 
+def glm4v(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    class Glm4vProcessor(transformers.Glm4vProcessor):
+        """The processor without videos, which would need torchvision."""
+
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    own = with_tokens("<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
+    return Glm4vProcessor(patches(Glm4vImageProcessorPil), own, own.chat_template)
+
+
+def qwen3_vl_moe(with_tokens: Tokens) -> Any:
+    import transformers
+
+    class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
+        """The processor without videos, which would need torchvision."""
+
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    names = ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    own = with_tokens("<|image_pad|>", *names)
+    images = patches(transformers.Qwen2VLImageProcessorPil)
+    return Qwen3VLProcessor(images, own, own.chat_template)
+
+
+def patches(kind: Any) -> Any:
+    """Return an image processor whose images have at most 32 features of 8 x 8 pixels."""
+    return kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
+
+
 def tiles() -> Any:
     """Return an image processor that splits an image into at most four tiles."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -115,3 +149,5 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
     "aya_vision": aya_vision,
     "llava_next": llava_next,
 }
+#: Processors whose images become packed patches.
+PATCHED: Mapping[str, Callable[[Tokens], Any]] = {"glm4v": glm4v, "qwen3_vl_moe": qwen3_vl_moe}

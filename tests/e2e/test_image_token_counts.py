@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_data.rows.example import RowImage
+from ed_data.tokens.images import ImageEncoder
 from ed_data.tokens.patches import PatchEncoder
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import PackedImages
+from ed_esurge.encoder_items import PackedImages, TiledImages
 from ed_models.body.image_rows import feature_counts, rounded_patches
+from ed_models.body.unpadded import TileGrids
+
+from tests.image_checkpoints import with_tokens
+from tests.image_processors import PROCESSORS
 
 pytest.importorskip("PIL.Image")
 
@@ -66,3 +71,40 @@ def test_placeholder_tokens_equal_features_for_images_of_any_size(
         assert positions is not None and positions.shape == (3, placeholders + 5)
         assert positions[0, -1] == 4 + max(grid[1:]) // MERGE
         assert rounded_patches(int(grid.prod()), MERGE) // MERGE**2 in compiled
+
+
+GRID_PIXELS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_placeholder_tokens_equal_features_of_tiles_without_padding(count: int) -> None:
+    """LLaVA-NeXT with the sizes of the published checkpoints; no pixel is computed."""
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 336},
+        crop_size={"height": 336, "width": 336},
+        image_grid_pinpoints=GRID_PIXELS,
+    )
+    processor: Any = PROCESSORS["llava_next"](with_tokens)
+    processor.image_processor = images
+    grids = TileGrids.of(GRID_PIXELS, 336, PATCH)
+    vision = SimpleNamespace(num_channels=3)
+    text = SimpleNamespace(hidden_size=8)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision, text_config=text))
+    engine, loader = TiledImages(model, grids), ImageEncoder(processor)
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(2.0, 8.2, (count, 2))).astype(int)
+    counted = processor._get_num_multimodal_tokens(image_sizes=sizes.tolist()).num_image_tokens
+    for number, (size, placeholders) in enumerate(zip(sizes, counted, strict=True)):
+        tiles, features = grids.sizes(*size.tolist())
+        assert placeholders == features <= engine.longest, size
+        pixels = np.broadcast_to(np.float32(0), (tiles, 3, 336, 336))
+        arrays = {"pixel_values": pixels, "image_sizes": size.astype(np.int32)}
+        assert engine.check(EncoderInput(b"", arrays, 3, placeholders)) is None
+        if number < 5:
+            image = RowImage(np.zeros((*size, 3), np.uint8), f"image {number}")
+            found = loader.tokens(image)
+            assert (len(found.ids), found.tiles) == (placeholders, tiles)

@@ -1,4 +1,4 @@
-"""Chat requests with images that become several tiles, or tokens that attend to each other."""
+"""Chat requests with images of all forms: tiles, packed patches, tokens that attend to others."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Served:
 
     def arrays(self, output: Any) -> dict[str, Any]:
         """Return the arrays of one row in the output of the processor."""
+        if "image_grid_thw" in output:  # packed patches of all images
+            return {name: np.asarray(output[name]) for name in ("pixel_values", "image_grid_thw")}
         found = {name: np.asarray(output[name]) for name in self.model.image_names}
         if "image_sizes" in found:  # padded tiles of each image
             counts = [self.model.grids.sizes(*size)[0] for size in found["image_sizes"].tolist()]

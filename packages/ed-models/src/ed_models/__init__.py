@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
+    from ed_models.auto import (
+        AutoEasyDeLAnyToAnyModel as AutoEasyDeLAnyToAnyModel,
+    )
     from ed_models.auto import AutoEasyDeLConfig as AutoEasyDeLConfig
     from ed_models.auto import AutoEasyDeLModel as AutoEasyDeLModel
     from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
@@ -48,6 +51,7 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModel": "ed_models.auto",
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
         "AutoEasyDeLModelForImageClassification": "ed_models.auto",
+        "AutoEasyDeLAnyToAnyModel": "ed_models.auto",
         "AutoEasyDeLModelForImageTextToText": "ed_models.auto",
         "AutoEasyDeLModelForZeroShotImageClassification": "ed_models.auto",
         "AutoEasyDeLVisionModel": "ed_models.auto",

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
+from ed_models.tasks.audio_text import AudioTextLM
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.ctc import CTCModel
@@ -156,6 +157,12 @@ class AutoEasyDeLModelForImageTextToText(_AutoModel[ImageTextLM]):
     """Vision-language models: images and text in, text out."""
 
     task = TaskType.IMAGE_TEXT_TO_TEXT
+
+
+class AutoEasyDeLAnyToAnyModel(_AutoModel[AudioTextLM]):
+    """Models of several media, such as audio-language models: recordings and text in, text out."""
+
+    task = TaskType.ANY_TO_ANY
 
 
 class AutoEasyDeLModel(_AutoModel[EasyDeLBaseModule]):

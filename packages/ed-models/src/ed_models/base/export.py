@@ -34,6 +34,7 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.SPEECH_SEQUENCE_TO_SEQUENCE: "AutoModelForSpeechSeq2Seq",
     TaskType.CTC: "AutoModelForCTC",
     TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
+    TaskType.ANY_TO_ANY: "AutoModelForMultimodalLM",
     TaskType.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
     TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION: "AutoModelForZeroShotImageClassification",
     TaskType.BASE_MODULE: "AutoModel",

@@ -37,7 +37,7 @@ class ImageTextSubject(Subject):
         super().__init__(model_type, row, module_class, cases)
         self.images = self.placed(module_class, cases.image_features)
         self.types: dict[str, np.ndarray] = {}
-        if module_class.reads_ahead == "prompt":
+        if getattr(module_class, "reads_ahead", None) == "prompt":
             self.page_counts, self.prompt_length = PROMPT_COUNTS, PROMPT
             after = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
             self.types = {"token_type_ids": after.astype(np.int32)}
@@ -66,7 +66,8 @@ class ImageTextSubject(Subject):
     @property
     def image_token(self) -> int:
         """Id of the placeholder token of a feature."""
-        return self.fields.get("image_token_index") or self.fields["image_token_id"]
+        names = ("image_token_index", "image_token_id", "audio_token_id")
+        return next(self.fields[name] for name in names if name in self.fields)
 
     @property
     def vocab_size(self) -> int:
@@ -132,6 +133,22 @@ class ImageTextSubject(Subject):
             types = torch.tensor(self.types.get("token_type_ids", self.ids == self.image_token))
             inputs["token_type_ids"] = types.long()
         return inputs
+
+
+class AudioTextSubject(ImageTextSubject):
+    """An audio-language model, whose rows contain recordings in the places of images."""
+
+    task = TaskType.ANY_TO_ANY
+
+    def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
+        for number, starts in enumerate(STARTS):
+            for start in starts:
+                self.ids[number, start : start + length] = self.image_token
+        audio = self.fields["audio_config"]
+        shape = audio["num_mel_bins"], 2 * audio["max_source_positions"]
+        sounds = np.random.default_rng(1).normal(size=(B, max(map(len, STARTS)), *shape))
+        real = np.arange(sounds.shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
+        return {"input_features": (sounds * real[:, :, None, None]).astype(np.float32)}
 
 
 #: Heights and widths of the images of each row, and the first tokens of the images: three images

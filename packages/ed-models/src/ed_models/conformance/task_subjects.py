@@ -23,7 +23,11 @@ from ed_models.conformance.image_subjects import (
     ImageTextMatchSubject,
     VisionSubject,
 )
-from ed_models.conformance.image_text import ImageTextSubject, TileGridSubject
+from ed_models.conformance.image_text import (
+    AudioTextSubject,
+    ImageTextSubject,
+    TileGridSubject,
+)
 from ed_models.conformance.patched_images import PatchedImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 
@@ -402,7 +406,7 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
     for kind in (
         *(Subject, ImageTextSubject, Seq2SeqSubject, SpeechSubject, EncoderSubject, BodySubject),
         *(ClassifierSubject, TokenSubject, AnswerSubject, ChoiceSubject, CTCSubject),
-        *(VisionSubject, ImageClassifierSubject, ImageTextMatchSubject),
+        *(VisionSubject, ImageClassifierSubject, ImageTextMatchSubject, AudioTextSubject),
     )
 }
 #: Array that the model reads -> the subject, instead of that of the task.

@@ -11,22 +11,20 @@ Legend: b batch, m mel bins, f frames, t = f / 2 encoder positions, d hidden.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
-from ed_layers.convolution import Convolution
-from ed_layers.parts import Parts
-from ed_layers.sinusoids import SinusoidalPositions, fairseq
-from ed_layers.updated import Updated
-from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from ed_models.body.bart import FIELDS, BartBody, BartForm
+from ed_models.body.bart import FIELDS, BartBody
 from ed_models.body.spec_augment import SpecAugment
+from ed_models.body.whisper_encoder import (
+    FORM,
+    WhisperFrontEnd,
+    WhisperPositions,
+    checked_frames,
+)
 from ed_models.tasks.seq2seq import DECODER_INPUTS, Seq2SeqLM
 from ed_models.tasks.seq2seq_names import BART_WEIGHTS
 from ed_models.weights.rules import Rule, equal, ignore, permute, renamed
@@ -44,40 +42,11 @@ class WhisperConfig(EasyDeLBaseConfig, transformers.WhisperConfig):
     }
 
 
-class WhisperFrontEnd(nnx.Module):
-    """Two convolutions over the frames of a spectrogram; the second halves their number."""
-
-    def __init__(self, parts: Parts):
-        config = parts.config
-        d = config.d_model
-        self.conv1 = Convolution(parts, config.num_mel_bins, d, taps=3, padding=1)
-        self.conv2 = Convolution(parts, d, d, taps=3, stride=2, padding=1)
-
-    def __call__(self, x: Float[Array, "b f m"]) -> Float[Array, "b t d"]:
-        x = jax.nn.gelu(self.conv1(x), approximate=False)
-        return jax.nn.gelu(self.conv2(x), approximate=False)
-
-
-class WhisperPositions(nnx.Module):
-    """The positions of the encoder: a table in the checkpoint, which is not trained."""
-
-    def __init__(self, parts: Parts):
-        config = parts.config
-        rows = jnp.arange(config.max_source_positions)[None]
-        table = SinusoidalPositions(fairseq(config.d_model), parts.param_dtype)(rows)[0]
-        self.embedding = Updated(table, axes=(None, "embed"))
-        self.dtype = parts.dtype
-
-    def __call__(self, position_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        # The positions of an encoder without padding are 0, 1, 2, ...
-        return self.embedding.get_value()[None, : position_ids.shape[1]].astype(self.dtype)
-
-
 class WhisperModel(BartBody):
     """Convolutions, encoder, embedding, decoder."""
 
     config_class = WhisperConfig
-    form = BartForm(pre_norm=True, embed_norm=False, key_bias=False, first_position=0)
+    form = FORM
 
     @property
     def embed_scale(self):
@@ -94,14 +63,7 @@ class WhisperModel(BartBody):
         self.front_end = WhisperFrontEnd(parts)
 
     def encoder_inputs(self, inputs, key):
-        features = inputs["input_features"]
-        expected = self.config.num_mel_bins, 2 * self.config.max_source_positions
-        if features.shape[1:] != expected:
-            raise ConfigError(
-                f"input_features has rows of {list(features.shape[1:])}, but the model reads "
-                f"{list(expected)} (mel bins, frames): use the feature extractor of the checkpoint"
-            )
-        features = features.swapaxes(1, 2)
+        features = checked_frames(inputs["input_features"], self.config)
         if key is not None and self.config.apply_spec_augment:
             masks = SpecAugment.of(self.config).masks(key, features.shape)
             features = jnp.where(masks.time | masks.feature, 0, features)
