@@ -1,4 +1,4 @@
-"""Recordings in prompts of an audio-language model: the engine produces the tokens of `generate`."""
+"""Recordings in prompts: the engine produces the tokens of `generate` (Voxtral)."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_prompts_with_0_1_and_3_recordings_produce_tokens_of_generate(model, eng
 def test_placeholders_without_recordings_are_an_error(engine):
     items = engine.loop.runner.items
     sounds = {"input_features": np.zeros((1, 6, 16), np.float32)}
-    with pytest.raises(ConfigError, match=r"8 placeholder tokens 159, but its images have 4"):
+    with pytest.raises(ConfigError, match=r"8 placeholder tokens 159, but its items have 4"):
         placed_items(items, sounds, [TOKEN] * 8, TOKEN)

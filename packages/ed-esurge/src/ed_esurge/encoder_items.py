@@ -108,7 +108,7 @@ def placed_items(
         used += length
     if used < len(places):
         raise ConfigError(
-            f"the prompt has {len(places)} placeholder tokens {token}, but its images have {used} "
+            f"the prompt has {len(places)} placeholder tokens {token}, but its items have {used} "
             "features: use the processor of the checkpoint"
         )
     return tuple(found)
