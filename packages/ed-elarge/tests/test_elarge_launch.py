@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from ed_elarge.command.main import app
 from ed_elarge.launch import ssh
 from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
@@ -20,6 +21,9 @@ mixture: {informs: [{type: python, data_files: "pydoc_data.topics:topics"}], pac
 trainer: {trainer_type: sft, total_batch_size: 8, save_directory: runs/a}
 actions: [train]
 """
+
+
+KUBERNETES = ["--on", "kubernetes", "--option", "image=registry/train:1"]
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def test_sweep_is_an_array_whose_runs_have_their_own_folders(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--on", "lsf"], "--on 'lsf' must be one of slurm, ssh"),
+        (["--on", "lsf"], "--on 'lsf' must be one of kubernetes, slurm, ssh"),
         (["--on", "slurm", "--sweep", "trainer.seed="], "must be KEY=VALUE,VALUE"),
         (["--on", "slurm", "--sweep", "trainer.sed=1,2"], "did you mean 'seed'"),
         (["--on", "slurm", "--option", "=3"], "must be NAME=VALUE"),
@@ -76,6 +80,12 @@ def test_sweep_is_an_array_whose_runs_have_their_own_folders(
         (["--on", "ssh", "--option", "hosts-file=none"], "none cannot be read"),
         (["--on", "ssh", "--option", "hosts-file=hosts", "--hosts", "3"], r"lists \(2\)"),
         (["--on", "ssh", "--option", "hosts-file=hosts", "--option", "port=0"], "from 1 to 65535"),
+        (["--on", "kubernetes"], "needs an image: --option image="),
+        ([*KUBERNETES, "--option", "clam=data"], "did you mean 'claim'"),
+        ([*KUBERNETES, "--processes-per-host", "2"], "a pod runs one process"),
+        ([*KUBERNETES, "--option", "gpu=none"], "gpu=none must be a whole number of at least 1"),
+        ([*KUBERNETES, "--option", "tpu=v5e:4x4", "--hosts", "3"], "a slice v5e:4x4 has 4 hosts"),
+        ([*KUBERNETES, "--option", "slices=2"], "add --option tpu="),
     ],
 )
 def test_invalid_launch_names_the_value_and_the_constraint(
@@ -83,6 +93,45 @@ def test_invalid_launch_names_the_value_and_the_constraint(
 ) -> None:
     assert launch(*words, "--dry-run") == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_pods_have_their_numbers_devices_and_the_run_file(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*KUBERNETES, "--hosts", "4", "--option", "gpu=8", "--option", "claim=data"]
+    assert launch(*words, "--set", "trainer.seed=3", "--setup", "date", "--dry-run") == 0
+    file, job_set = yaml.safe_load_all(capsys.readouterr().out)
+    assert file["data"] == {"run.yaml": RUN}
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
+    [container] = job["template"]["spec"]["containers"]
+    script = "set -e\ndate\nexec elarge /run-file/run.yaml --set trainer.seed=3"
+    assert container["command"] == ["bash", "-c", script]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert variables == {
+        "ELARGE_STOPPED_EXIT_CODE": "75",
+        "JAX_COORDINATOR_ADDRESS": "run-hosts-0-0.run:8476",
+        "JAX_NUM_PROCESSES": "4",
+        "JAX_PROCESS_ID": None,  # the number of the pod in its job
+    }
+
+
+def test_run_that_only_serves_is_a_deployment_that_listens_to_other_pods(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text("model: {name_or_path: gpt2}\nactions: [serve]\n")
+    assert launch(*KUBERNETES, "--dry-run") == 2
+    assert "serve: {host: 0.0.0.0, port: 8000}" in capsys.readouterr().err
+    actions = "actions: [{serve: {host: 0.0.0.0, port: 8000}}]\n"
+    Path("run.yaml").write_text("model: {name_or_path: gpt2}\n" + actions)
+    assert launch(*KUBERNETES, "--option", "max-replicas=3", "--dry-run") == 0
+    _, deployment, service, autoscaler = yaml.safe_load_all(capsys.readouterr().out)
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    probes = [container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness")]
+    assert probes == ["/health/ready", "/health/live"]
+    assert service["spec"]["ports"][0]["port"] == 8000
+    assert autoscaler["spec"]["maxReplicas"] == 3
 
 
 def test_sweep_has_at_most_a_thousand_runs() -> None:

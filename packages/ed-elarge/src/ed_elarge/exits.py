@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
 
 from ed_data.errors import DataError
-from ed_infra.errors import EasyDeLError
+from ed_infra.errors import ConfigError, EasyDeLError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+#: Variable with the exit code of a training run that saved a checkpoint after SIGTERM; 0 without
+#: it. A launcher whose cluster takes 0 for a finished run sets another code.
+STOPPED_VARIABLE = "ELARGE_STOPPED_EXIT_CODE"
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LESS_MEMORY = (
@@ -18,6 +23,18 @@ _LESS_MEMORY = (
     "for a server lower esurge.hbm_utilization or max_num_batched_tokens. `elarge plan FILE` "
     "predicts the memory"
 )
+
+
+def stopped_exit_code() -> int:
+    """Return the exit code of a training run that SIGTERM stopped.
+
+    Raises:
+        ConfigError: The variable is no exit code.
+    """
+    text = os.environ.get(STOPPED_VARIABLE, "0")
+    if not text.isdecimal() or int(text) > 255:
+        raise ConfigError(f"{STOPPED_VARIABLE}={text!r} must be a number from 0 to 255")
+    return int(text)
 
 
 def guarded(work: Callable[[], int | None], *, verbose: bool = False) -> int:

@@ -28,13 +28,11 @@ from ed_elarge.config.action_options import (
 from ed_elarge.config.description import describe
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS, check_machine
+from ed_elarge.exits import INTERRUPTED, stopped_exit_code
 from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
-
-#: Exit codes of a run that a signal ended. After SIGTERM the run saves and exits with 0.
-_BY_SIGNAL = {"SIGINT": 130}
 
 
 @dataclass
@@ -61,6 +59,7 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = Session(eLargeModel.from_run(run))
     check_machine(run)
+    stopped_code = stopped_exit_code()
     prepared = False
     for number, action in enumerate(run.actions):
         if ACTIONS[action.name].prepare and not prepared:
@@ -77,7 +76,7 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
             skipped = ", ".join(action.name for action in run.actions[number + 1 :])
             if skipped:
                 print(f"skipped: {skipped}", file=sys.stderr)
-            return _BY_SIGNAL.get(session.stopped, 0)
+            return INTERRUPTED if session.stopped == "SIGINT" else stopped_code
     session.summary.show()
     return 0
 

@@ -15,10 +15,10 @@ from ed_elarge.exits import guarded
 
 def launch(
     file: File,
-    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh", help="The launcher.")],
+    on: Annotated[str, typer.Option("--on", metavar="kubernetes|slurm|ssh", help="The launcher.")],
     hosts: Annotated[
         int,
-        typer.Option(min=0, help="Hosts; 0: one with slurm, all of the file with ssh."),
+        typer.Option(min=0, help="Hosts; 0: those of the file or of the TPU slice, or one."),
     ] = 0,
     processes: Annotated[
         int, typer.Option("--processes-per-host", min=1, help="Processes on each host.")
@@ -28,7 +28,7 @@ def launch(
         typer.Option(
             "--sweep",
             metavar="KEY=VALUE,VALUE",
-            help="One run per value, as an array of jobs. Repeatable: all combinations.",
+            help="One run per value, as jobs of their own. Repeatable: all combinations.",
         ),
     ] = None,
     setup: Annotated[
@@ -42,11 +42,11 @@ def launch(
         typer.Option(
             "--option",
             metavar="NAME=VALUE",
-            help="An option of sbatch, or of ssh; for ssh also hosts-file and port. Repeatable.",
+            help="An option of sbatch, ssh (also hosts-file, port) or kubernetes. Repeatable.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script or the commands, and exit.")
+        bool, typer.Option("--dry-run", help="Print the script, commands or manifests, and exit.")
     ] = False,
     settings: RunSettings = None,
     verbose: Verbose = False,
@@ -57,6 +57,7 @@ def launch(
         from ed_infra.errors import ConfigError
 
         from ed_elarge.config import nodes
+        from ed_elarge.config.action_options import ServeOptions
         from ed_elarge.config.layers import with_settings
         from ed_elarge.config.normalize import normalize
         from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
@@ -74,6 +75,11 @@ def launch(
             normalize(with_settings(nodes.read(file), point, nodes.parse), require_actions=True)
         for warning in run.warning_texts():
             print(f"warning: {warning}", file=sys.stderr)
+        server = None
+        if [action.name for action in run.actions] == ["serve"]:
+            served = run.actions[0].options
+            assert isinstance(served, ServeOptions)
+            server = served.host, served.port
         job = LaunchedRun(
             file=file,
             directory=Path(os.getcwd()),
@@ -82,6 +88,7 @@ def launch(
             points=points,
             setup=tuple(setup or ()),
             options=parse_options(options or ()),
+            server=server,
         )
         if dry_run:
             print(LAUNCHERS[on].render(job), end="")

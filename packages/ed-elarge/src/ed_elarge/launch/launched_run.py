@@ -28,6 +28,7 @@ class LaunchedRun:
         points: Settings (`KEY=VALUE`) of each run; one run without a sweep.
         setup: Shell commands before the run, such as the activation of an environment.
         options: Options of the launcher itself, by name.
+        server: Host and port of the server, if the run only serves.
     """
 
     file: str
@@ -37,6 +38,7 @@ class LaunchedRun:
     points: tuple[tuple[str, ...], ...] = ((),)
     setup: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
+    server: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:

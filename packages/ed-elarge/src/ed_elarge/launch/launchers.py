@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ed_elarge.launch import slurm, ssh
+from ed_elarge.launch import kubernetes, slurm, ssh
 from ed_elarge.launch.launched_run import LaunchedRun
 
 
@@ -13,7 +13,7 @@ class Launcher(NamedTuple):
     """Functions of a launcher.
 
     Attributes:
-        render: Return the text that starts a job: a script, or commands.
+        render: Return the text that starts a job: a script, commands, or manifests.
         start: Start a job and return an exit code.
     """
 
@@ -22,6 +22,7 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = {
+    "kubernetes": Launcher(kubernetes.render, kubernetes.start),
     "slurm": Launcher(slurm.render, slurm.start),
     "ssh": Launcher(ssh.render, ssh.start),
 }

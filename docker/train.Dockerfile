@@ -1,0 +1,21 @@
+# Image that trains: `elarge` with the locked versions, for CPUs, NVIDIA GPUs or TPUs.
+#
+#   docker build -f docker/train.Dockerfile --build-arg JAX=cuda13 -t train .
+#
+# JAX: empty for CPUs; cuda12, cuda13 or tpu.
+FROM python:3.11-slim-bookworm
+# gcc compiles the CPU kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc && rm -rf /var/lib/apt/lists/* \
+  && pip install --no-cache-dir uv
+WORKDIR /opt/easydel
+COPY . .
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+RUN uv sync --locked --no-default-groups --all-packages --no-editable
+ENV PATH="/opt/easydel/.venv/bin:$PATH"
+ARG JAX=""
+RUN if [ -n "$JAX" ]; then \
+    uv pip install "jax[$JAX]==$(python -c 'import jax; print(jax.__version__)')"; fi
+RUN useradd --create-home user && mkdir /workspace && chown user /workspace
+USER user
+WORKDIR /workspace
+CMD ["elarge", "doctor"]

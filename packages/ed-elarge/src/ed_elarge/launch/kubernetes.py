@@ -1,0 +1,378 @@
+"""Kubernetes: a JobSet that trains on several hosts, or a Deployment that serves.
+
+A JobSet starts again from its checkpoint after a failure; evictions do not count as failures. With
+the option `queue`, Kueue starts the job when its quota allows.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ed_infra.errors import ConfigError, unknown_name
+
+from ed_elarge.config.layers import INCLUDE
+from ed_elarge.exits import STOPPED_VARIABLE
+from ed_elarge.launch.launched_run import LaunchedRun
+from ed_elarge.plan.devices import parse
+
+#: Options of this launcher and their meanings.
+OPTIONS = {
+    "image": "image of the containers, with elarge and the data that no volume has",
+    "namespace": "namespace of the objects",
+    "claim": "persistent volume claim that all hosts mount at the folder of the run",
+    "directory": "folder in which the run starts; default /workspace",
+    "queue": "local queue of Kueue",
+    "service-account": "service account of the pods",
+    "secret": "secret whose keys become environment variables",
+    "cpu": "processor cores of a host",
+    "memory": "memory of a host, such as 64Gi",
+    "gpu": "NVIDIA GPUs of a host",
+    "tpu": "a TPU slice of GKE, such as v5e:4x4",
+    "slices": "TPU slices that train together",
+    "restarts": "times that a failed run starts again; default 3",
+    "replicas": "servers; with max-replicas the smallest number",
+    "max-replicas": "largest number of servers",
+}
+#: GKE's names of TPUs, and the largest number of chips of one host.
+_ACCELERATORS = {
+    "v4": ("tpu-v4-podslice", 4),
+    "v5e": ("tpu-v5-lite-podslice", 8),
+    "v5p": ("tpu-v5p-slice", 4),
+    "v6e": ("tpu-v6e-slice", 8),
+}
+#: Chips of a host in a slice of several hosts.
+_CHIPS = 4
+_PORT = 8476
+_FILES = "/run-file"
+#: Exit code of a run that saved a checkpoint because Kubernetes stopped its pod.
+_STOPPED = 75
+#: Seconds in which a stopped run saves, or a stopped server finishes its requests.
+_GRACE = 300
+#: Waiting requests of a server above which another server starts.
+_WAITING = 4
+
+Objects = list[dict[str, Any]]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and equal values without references."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def manifests(job: LaunchedRun) -> Objects:
+    """Return the objects of a run: its file, and a JobSet per point or a Deployment.
+
+    Raises:
+        ConfigError: An option is unknown, missing or invalid, or the run file cannot be sent.
+    """
+    options = dict(job.options)
+    for name in options:
+        if name not in OPTIONS:
+            raise unknown_name("option of --on kubernetes", name, OPTIONS)
+    if not options.get("image"):
+        raise ConfigError("--on kubernetes needs an image: --option image=REGISTRY/NAME:TAG")
+    if job.processes > 1:
+        raise ConfigError(
+            f"--processes-per-host {job.processes}: a pod runs one process, which uses all devices "
+            "of its host"
+        )
+    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:40].strip("-") or "run"
+    if job.server is not None:
+        return [_run_file(job, name, options), *_server(job, name, options)]
+    several = len(job.points) > 1
+    names = [f"{name}-{number}" if several else name for number in range(len(job.points))]
+    sets = [
+        _job_set(job, own, name, point, options)
+        for own, point in zip(names, job.points, strict=True)
+    ]
+    return [_run_file(job, name, options), *sets]
+
+
+def render(job: LaunchedRun) -> str:
+    """Return the manifests as YAML documents."""
+    return yaml.dump_all(manifests(job), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def start(job: LaunchedRun) -> int:
+    """Apply the manifests with `kubectl`, and return its exit code.
+
+    Raises:
+        ConfigError: This machine has no `kubectl`, or the options are invalid.
+    """
+    text = render(job)
+    try:
+        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False)
+    except FileNotFoundError:
+        raise ConfigError(
+            "there is no program kubectl: install it, or write the manifests with --dry-run"
+        ) from None
+    return done.returncode
+
+
+def _metadata(name: str, job: str, options: Mapping[str, str], **more: Any) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": job, "app.kubernetes.io/managed-by": "elarge"}
+    labels.update(more.pop("labels", {}))
+    space = {"namespace": options["namespace"]} if "namespace" in options else {}
+    return {"name": name, **space, "labels": labels, **more}
+
+
+def _run_file(job: LaunchedRun, name: str, options: Mapping[str, str]) -> dict[str, Any]:
+    path = job.directory / job.file
+    text = path.read_text(encoding="utf-8")
+    if re.search(rf"(?m)^{INCLUDE}\s*:", text):
+        raise ConfigError(
+            f"{job.file} includes other files, which the pods do not have: write the sections into "
+            "one file"
+        )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(f"{name}-run-file", name, options),
+        "data": {path.name: text},
+    }
+
+
+def _job_set(
+    job: LaunchedRun, own: str, name: str, point: tuple[str, ...], options: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a JobSet with one job per TPU slice, or with one job for all hosts."""
+    hosts, slices, selector, resources = _devices(job, options)
+    variables: Objects = [{"name": STOPPED_VARIABLE, "value": str(_STOPPED)}]
+    if "tpu" not in options and hosts > 1:  # processes on TPUs find each other
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        variables += [
+            {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{own}-hosts-0-0.{own}:{_PORT}"},
+            {"name": "JAX_NUM_PROCESSES", "value": str(hosts)},
+            {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
+    pod = _pod(job, name, point, options, variables, resources)
+    pod["restartPolicy"] = "Never"
+    if selector:
+        pod["nodeSelector"] = selector
+    labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if "queue" in options else {}
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    annotations = {"annotations": exclusive} if "tpu" in options else {}
+    on_exit = {"containerName": "elarge", "operator": "In", "values": [_STOPPED]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(own, name, options, labels=labels, **annotations),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {
+                "maxRestarts": _number(options, "restarts", 3, least=0),
+                "rules": [
+                    {
+                        "name": "stoppedRunsContinue",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [
+                {
+                    "name": "hosts",
+                    "replicas": slices,
+                    "template": {
+                        "spec": {
+                            "completionMode": "Indexed",
+                            "completions": hosts,
+                            "parallelism": hosts,
+                            "backoffLimit": 0,
+                            "podFailurePolicy": {
+                                "rules": [
+                                    {
+                                        "action": "FailJob",
+                                        "onPodConditions": [
+                                            {"type": "DisruptionTarget", "status": "True"}
+                                        ],
+                                    },
+                                    {"action": "FailJob", "onExitCodes": on_exit},
+                                ]
+                            },
+                            "template": {"spec": pod},
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
+    """Return a Deployment, its Service and, with `max-replicas`, an autoscaler."""
+    assert job.server is not None
+    host, port = job.server
+    if host in ("127.0.0.1", "localhost", "::1") or port == 0:
+        raise ConfigError(
+            f"the server listens on {host}:{port}, which no other pod reaches: write "
+            "`serve: {host: 0.0.0.0, port: 8000}` in actions"
+        )
+    point, *others = job.points
+    if others:
+        raise ConfigError("--sweep: a server is one run; remove --sweep")
+    hosts, slices, selector, resources = _devices(job, options)
+    if hosts * slices > 1:
+        raise ConfigError(
+            f"the server needs {hosts * slices} hosts: a Deployment starts servers of one host; "
+            "choose a slice with one host, or more replicas"
+        )
+    least = _number(options, "replicas", 1)
+    most = _number(options, "max-replicas", least)
+    if most < least:
+        raise ConfigError(f"--option max-replicas={most} must be at least replicas ({least})")
+    pod = _pod(job, name, point, options, [], resources)
+    container = pod["containers"][0]
+    container["ports"] = [{"name": "http", "containerPort": port}]
+
+    def probe(path: str, seconds: int, failures: int) -> dict[str, Any]:
+        return {
+            "httpGet": {"path": path, "port": "http"},
+            "periodSeconds": seconds,
+            "timeoutSeconds": 5,
+            "failureThreshold": failures,
+        }
+
+    # Loading a large model takes up to an hour; afterwards a server that does not answer restarts.
+    container["startupProbe"] = probe("/health/ready", 5, 720)
+    container["readinessProbe"] = probe("/health/ready", 5, 2)
+    container["livenessProbe"] = probe("/health/live", 10, 6)
+    if selector:
+        pod["nodeSelector"] = selector
+    chosen = {"app.kubernetes.io/name": name}
+    scraped = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(port),
+        "prometheus.io/path": "/metrics",
+    }
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(name, name, options),
+        "spec": {
+            "replicas": least,
+            "selector": {"matchLabels": chosen},
+            "template": {"metadata": {"labels": chosen, "annotations": scraped}, "spec": pod},
+        },
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(name, name, options),
+        "spec": {
+            "selector": chosen,
+            "ports": [{"name": "http", "port": port, "targetPort": "http"}],
+        },
+    }
+    if most == least:
+        return [deployment, service]
+    del deployment["spec"]["replicas"]  # the autoscaler owns the number
+    waiting = {
+        "metric": {"name": "vllm:num_requests_waiting"},
+        "target": {"type": "AverageValue", "averageValue": str(_WAITING)},
+    }
+    autoscaler = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": _metadata(name, name, options),
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
+            "minReplicas": least,
+            "maxReplicas": most,
+            "metrics": [{"type": "Pods", "pods": waiting}],
+            # A server that stops loses its prefix cache.
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": 600}},
+        },
+    }
+    return [deployment, service, autoscaler]
+
+
+def _pod(
+    job: LaunchedRun,
+    name: str,
+    point: tuple[str, ...],
+    options: Mapping[str, str],
+    variables: Objects,
+    resources: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the specification of a pod with one container, which receives the signals."""
+    folder = options.get("directory", "/workspace")
+    words = job.words(point)
+    words[1] = f"{_FILES}/{Path(job.file).name}"
+    script = "\n".join(["set -e", *job.setup, f"exec {shlex.join(words)}"])
+    volumes: Objects = [{"name": "run-file", "configMap": {"name": f"{name}-run-file"}}]
+    mounts: Objects = [{"name": "run-file", "mountPath": _FILES, "readOnly": True}]
+    # The default of 64 MB is too small for processes that read rows.
+    volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    if "claim" in options:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": options["claim"]}})
+        mounts.append({"name": "data", "mountPath": folder})
+    container: dict[str, Any] = {
+        "name": "elarge",
+        "image": options["image"],
+        "command": ["bash", "-c", script],
+        "workingDir": folder,
+        "volumeMounts": mounts,
+    }
+    if variables:
+        container["env"] = variables
+    if "secret" in options:
+        container["envFrom"] = [{"secretRef": {"name": options["secret"]}}]
+    if resources:
+        container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
+    pod: dict[str, Any] = {"terminationGracePeriodSeconds": _GRACE}
+    if "service-account" in options:
+        pod["serviceAccountName"] = options["service-account"]
+    return {**pod, "containers": [container], "volumes": volumes}
+
+
+def _devices(
+    job: LaunchedRun, options: Mapping[str, str]
+) -> tuple[int, int, dict[str, str], dict[str, str]]:
+    """Return hosts of a slice, slices, the labels of the nodes, and the resources of a host."""
+    resources = {name: options[name] for name in ("cpu", "memory") if name in options}
+    hosts = job.hosts or 1
+    if "tpu" not in options:
+        if "slices" in options:
+            raise ConfigError("--option slices counts TPU slices: add --option tpu=v5e:4x4")
+        if "gpu" in options:
+            resources["nvidia.com/gpu"] = str(_number(options, "gpu", 1))
+        return hosts, 1, {}, resources
+    hardware = parse(options["tpu"], None)
+    if hardware.device.name not in _ACCELERATORS:
+        raise unknown_name("TPU of GKE", hardware.device.name, _ACCELERATORS)
+    accelerator, most = _ACCELERATORS[hardware.device.name]
+    chips = hardware.count if hardware.count <= most else _CHIPS
+    needed = hardware.count // chips
+    if job.hosts not in (0, needed):
+        raise ConfigError(f"--hosts {job.hosts}: a slice {hardware.text} has {needed} hosts")
+    resources["google.com/tpu"] = str(chips)
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": accelerator,
+        "cloud.google.com/gke-tpu-topology": hardware.text.partition(":")[2],
+    }
+    return needed, _number(options, "slices", 1), selector, resources
+
+
+def _number(options: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    text = options.get(name, str(default))
+    if not re.fullmatch(r"\d{1,6}", text) or int(text) < least:
+        raise ConfigError(f"--option {name}={text} must be a whole number of at least {least}")
+    return int(text)
