@@ -193,6 +193,7 @@ actions:
             enable_sleep_mode: true, unknown_fields: refuse,
             limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
             max_connections: 3, max_generations: 4, max_stored_responses: 5,
+            max_background_responses: 3,
             max_file_bytes: 2048, max_files: 7, max_batches: 8, max_batch_requests: 9,
             batch_concurrency: 10,
             body_timeout: 5.0, request_timeout: 6.0}}

@@ -180,9 +180,9 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
     [
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "item_reference"),
-        ({"input": "a", "background": True}, "background", "stream"),
+        ({"input": "a", "background": True, "store": False}, "background", "store"),
         ({"input": "a", "conversation": "c"}, "conversation", "previous_response_id"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"input": "a", "text": NO_SCHEMA}, "text.format.schema", "missing"),
         ({"input": [PICTURE]}, "input", "is not supported: use input_text"),
@@ -200,3 +200,160 @@ def test_dead_engine_ends_response_stream_with_an_error():
     with background(engine) as url:
         text = httpx.post(f"{url}/responses", json={"input": "a", "stream": True}).text
     assert text.rstrip().rsplit("\n\n", 1)[-1].startswith("event: error\ndata: {")
+
+
+def test_log_probabilities_of_a_response_cover_exactly_its_text(client):
+    options = {
+        "model": "scripted",
+        "input": "reply call",
+        "tools": TOOLS,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    whole = client.responses.create(**options)
+    message = next(item for item in whole.output if item.type == "message")
+    scores = message.content[0].logprobs
+    assert bytes(byte for one in scores for byte in one.bytes).decode() == "One moment."
+    assert all(len(one.top_logprobs) == 2 for one in scores)
+    deltas, done = [], None
+    for event in client.responses.create(**options, stream=True):
+        if event.type == "response.output_text.delta":
+            deltas += event.logprobs
+        if event.type == "response.output_text.done":
+            done = event.logprobs
+    assert [one.token for one in deltas] == [one.token for one in done]
+    assert [one.token for one in done] == [one.token for one in scores]
+    plain_text = client.responses.create(
+        model="scripted", input="reply plain", include=["message.output_text.logprobs"]
+    )
+    scores = plain_text.output[0].content[0].logprobs
+    assert "".join(one.token for one in scores) == TOOL_REPLIES["plain"]
+    with pytest.raises(openai.BadRequestError, match=r"requires 'message\.output_text"):
+        client.responses.create(model="scripted", input="a", top_logprobs=2)
+
+
+def test_input_items_of_a_stored_response_are_listed_in_pages(client):
+    sent = [{"role": "user", "content": f"reply plain {n}"} for n in range(5)]
+    made = client.responses.create(model="scripted", input=sent)
+    pages = client.responses.input_items.list(made.id, limit=2, order="asc")
+    assert [item.content[0].text for item in pages.data] == ["reply plain 0", "reply plain 1"]
+    everything = [item.content[0].text for item in pages]
+    assert everything == [one["content"] for one in sent]
+    newest = client.responses.input_items.list(made.id, limit=1)
+    assert newest.data[0].content[0].text == "reply plain 4"
+    with pytest.raises(openai.BadRequestError, match="number from 1"):
+        client.responses.input_items.list(made.id, limit=0)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_none")
+
+
+def test_input_tokens_equal_the_tokens_of_the_response(client):
+    options = {"model": "scripted", "input": "reply plain", "instructions": "Be kind."}
+    counted = client.responses.input_tokens.count(**options, tools=TOOLS)
+    made = client.responses.create(**options, tools=TOOLS)
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+def test_truncation_removes_the_oldest_turns_that_do_not_fit(client, engine):
+    turns = []
+    for n in range(40):
+        turns += [
+            {"role": "user", "content": f"question {n} " + "x" * 200},
+            {"role": "assistant", "content": "answer"},
+        ]
+    turns.append({"role": "user", "content": "reply plain"})
+    options = {"model": "scripted", "input": turns, "instructions": "Be kind."}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**options)
+    assert error.value.body["code"] == "context_length_exceeded"
+    made = client.responses.create(**options, truncation="auto", max_output_tokens=64)
+    prompt = engine.prompts[-1]
+    assert "Be kind." in prompt and "question 39 " in prompt and "question 0 " not in prompt
+    kept = sum(f"question {n} " in prompt for n in range(40))
+    assert made.truncation == "auto" and len(prompt) + 64 <= 8192
+    first = 40 - kept - 1  # one more turn would not fit
+    longer = client.responses.input_tokens.count(
+        model="scripted", input=turns[2 * first :], instructions="Be kind."
+    )
+    assert longer.input_tokens + 64 > 8192
+
+
+def test_allowed_tools_restrict_the_offered_tools(client, engine):
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "now"}],
+    }
+    made = client.responses.create(
+        model="scripted", input="reply only", tools=TOOLS, tool_choice=choice
+    )
+    assert '"weather"' not in engine.prompts[-1].split("</tools>")[0]
+    assert [item.name for item in made.output if item.type == "function_call"] == ["now"]
+    assert made.tool_choice.mode == "auto"
+    choice["tools"] = [{"type": "function", "name": "storm"}]
+    with pytest.raises(openai.BadRequestError, match="'storm' is not among the tools"):
+        client.responses.create(model="scripted", input="a", tools=TOOLS, tool_choice=choice)
+
+
+CUSTOM = {"type": "custom", "name": "shell", "description": "Runs a command."}
+CUSTOM_REPLY = (
+    '<tool_call>\n{"name": "shell", "arguments": {"input": "ls \\"a b\\"\\n"}}\n</tool_call>'
+)
+
+
+def test_custom_tools_receive_text():
+    engine = ScriptedEngine(
+        lambda prompt, choice: CUSTOM_REPLY,
+        tokenizer=byte_tokenizer(TOOL_TEMPLATE),
+        max_model_len=8192,
+    )
+    with background(engine) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        options = {"model": "scripted", "input": "a", "tools": [CUSTOM]}
+        whole = client.responses.create(**options)
+        (call,) = whole.output
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "shell", 'ls "a b"\n')
+        text = ""
+        for event in client.responses.create(**options, stream=True):
+            if event.type == "response.custom_tool_call_input.delta":
+                text += event.delta
+            if event.type == "response.custom_tool_call_input.done":
+                assert event.input == text == call.input
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "x"}
+        client.responses.create(**{**options, "input": [call.model_dump(), result]})
+        client.responses.create(**{**options, "input": [result]}, previous_response_id=whole.id)
+
+
+def test_background_responses_are_retrieved_cancelled_and_streamed_again():
+    engine = ScriptedEngine(lambda prompt, choice: "abcdefgh", max_model_len=4096, delay=0.02)
+    with background(engine, limits={"max_background_responses": 2}) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        made = client.responses.create(model="scripted", input="a", background=True)
+        assert made.status in ("queued", "in_progress")
+        assert client.responses.retrieve(made.id).status in ("queued", "in_progress")
+        events = [*client.responses.retrieve(made.id, stream=True)]
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        done = client.responses.retrieve(made.id)
+        assert (done.status, done.output_text) == ("completed", "abcdefgh")
+        later = [*client.responses.retrieve(made.id, stream=True, starting_after=4)]
+        assert [event.model_dump() for event in later] == [e.model_dump() for e in events[5:]]
+        assert client.responses.cancel(made.id).status == "completed"
+        stream = client.responses.create(model="scripted", input="a", background=True, stream=True)
+        name = next(iter(stream)).response.id
+        stream.close()  # the response continues without the connection
+        rest = [*client.responses.retrieve(name, stream=True, starting_after=0)]
+        assert rest[-1].type == "response.completed"
+        stopped = client.responses.create(model="scripted", input="a", background=True)
+        assert client.responses.cancel(stopped.id).status == "cancelled"
+        assert client.responses.retrieve(stopped.id).status == "cancelled"
+        for _ in range(2):
+            client.responses.create(model="scripted", input="a", background=True)
+        with pytest.raises(openai.RateLimitError, match="max_background_responses"):
+            client.responses.create(model="scripted", input="a", background=True)
+        follow = client.responses.create(model="scripted", input="b", previous_response_id=done.id)
+        assert follow.status == "completed"
+        plain_response = client.responses.create(model="scripted", input="a")
+        with pytest.raises(openai.BadRequestError, match="background"):
+            client.responses.cancel(plain_response.id)
+        with pytest.raises(openai.BadRequestError, match="store: true"):
+            client.responses.create(model="scripted", input="a", background=True, store=False)

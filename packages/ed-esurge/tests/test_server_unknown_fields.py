@@ -170,4 +170,6 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
         *("ResponsePart", "ImagePart", "ImageURL"),
         *("OllamaMessage", "OllamaCall", "FunctionOfCall"),
         *("MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
+        *("CustomCallItem", "CustomResultItem", "McpListItem", "McpCallItem"),
+        *("ApprovalRequestItem", "ApprovalItem"),
     }

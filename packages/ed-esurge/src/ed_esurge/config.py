@@ -34,6 +34,8 @@ class ServerLimits(Options):
     max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
     """Maximum number of `/v1/responses` results kept in memory for each API key. The oldest are
     dropped first."""
+    max_background_responses: PositiveInt = 64
+    """Maximum number of unfinished background responses for each API key (status 429)."""
     max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
     """Maximum size of a `/v1/files` file, in bytes (status 413)."""
     max_audio_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 25 * 2**20
@@ -141,6 +143,14 @@ class EngineConfig(Options):
     """Host memory for pages that the prefix cache evicts, in GiB over all devices. A later request
     with the same prefix copies these pages back to the device. None: evicted pages are
     recomputed."""
+
+    prefix_cache_directory: str | None = None
+    """Directory in which the pages of the prefix cache survive a restart. The engine writes the
+    pages when it is shut down, and reads them into host memory when it starts, so the option
+    requires `kv_offloading_size`. Files belong to the model with exactly these weights and
+    options."""
+    prefix_cache_directory_size: Annotated[float, Field(gt=0, le=2**20)] = 4.0
+    """Maximum size of that directory, in GiB. The least recently used pages are deleted."""
 
     data_parallelism_axis: str | None = "dp"
     """Mesh axis of data parallelism. Each index along the axis is a replica with separate weights,
@@ -269,6 +279,17 @@ class EngineConfig(Options):
                 "kv_offloading_size is for pages of the prefix cache, and enable_prefix_caching is "
                 "off: set it to true, or leave kv_offloading_size out"
             )
+        if self.prefix_cache_directory is not None:
+            if self.kv_offloading_size is None:
+                raise ValueError(
+                    "prefix_cache_directory restores pages into host memory: set "
+                    "kv_offloading_size as well"
+                )
+            if self.max_loras:
+                raise ValueError(
+                    "prefix_cache_directory cannot identify the adapters of pages: omit max_loras "
+                    "or prefix_cache_directory"
+                )
         if (self.reserve_tokens or 0) >= self.max_model_len:
             raise ValueError(
                 f"reserve_tokens {self.reserve_tokens} leaves no room for a prompt "

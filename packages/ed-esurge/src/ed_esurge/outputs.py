@@ -9,6 +9,9 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+#: Upper bounds of the histogram of the tokens of a step.
+STEP_SIZES = (1, *(2**power for power in range(3, 15)))
+
 
 @dataclass(frozen=True, slots=True)
 class LabelSet:

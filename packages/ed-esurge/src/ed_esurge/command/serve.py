@@ -79,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accept the field chat_template of chat requests: Jinja of clients, in a sandbox",
     )
+    group.add_argument(
+        "--mcp-config",
+        metavar="FILE",
+        help="JSON file of MCP servers whose tools /v1/responses may execute (extra: mcp)",
+    )
     group.add_argument("--tool-parser-name", default="auto", help="default: %(default)s")
     group.add_argument("--reasoning-parser", default="auto", help="default: %(default)s")
     group.add_argument(
@@ -202,6 +207,7 @@ def run(values: argparse.Namespace) -> int:
         allowed_media_domains=values.allowed_media_domains,
         model_directory=on_demand,
         trust_request_chat_template=values.trust_request_chat_template,
+        mcp_config=values.mcp_config,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -30,7 +31,7 @@ from ed_esurge.core.scheduler import Scheduler, plan_ahead
 from ed_esurge.engine.ledger import Ledger
 from ed_esurge.engine.transport import Transport
 from ed_esurge.model import platform_of
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import STEP_SIZES, RequestOutput
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.runner.result import NotFinite, StepParts, StepResult
 from ed_esurge.tokenizer import Tokenizer
@@ -83,6 +84,8 @@ class EngineLoop:
         """Whether pages contain values that are not finite."""
         self._refusals: list[Refusal] = []
         self._steps = self._traced_early = 0
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self._step_tokens = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.ledger
@@ -239,6 +242,9 @@ class EngineLoop:
         if plan is None:
             return None
         self._steps += 1
+        tokens = sum(len(row.token_ids) for row in plan.rows)
+        self._step_tokens += tokens
+        self._step_sizes[bisect_left(STEP_SIZES, tokens)] += 1
         for new in plan.started:
             self.ledger.mark_scheduled(new.request_id)
         try:
@@ -359,6 +365,12 @@ class EngineLoop:
             "prefix_cache_hits": prefixes.hits if prefixes is not None else 0,
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": self._steps,
+            "num_pages": sum(pool.num_pages for pool in scheduler.pages.pools.values()),
+            "iteration_tokens_sum": self._step_tokens,
+            **{
+                f"iteration_tokens_{bound}": count
+                for bound, count in zip((*STEP_SIZES, "inf"), self._step_sizes, strict=True)
+            },
             "num_compiled": self.runner.num_traces,
             "recompiles": self.runner.num_traces - self._traced_early,
             **offload,

@@ -47,11 +47,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a block. `text` is the text that is appended to the block."""
+    """A change of a block. `text` is the text that is appended to the block.
+
+    Attributes:
+        end: end of the text in the model's text, in characters, for a block of text.
+    """
 
     what: What
     block: Block
     text: str = ""
+    end: int = 0
 
 
 class BlockTracker:
@@ -71,8 +76,8 @@ class BlockTracker:
         changes: list[Change] = []
         for event in events:
             match event:
-                case ReplyText(text):
-                    changes += self._into("text", text)
+                case ReplyText(text, end):
+                    changes += self._into("text", text, end)
                 case Reasoning(text):
                     changes += self._into("thoughts", text)
                 case CallBegins(_, call_id, name):
@@ -95,14 +100,14 @@ class BlockTracker:
             self._open.whole = self._open.kind != "call"
         return self._close()
 
-    def _into(self, kind: BlockKind, text: str) -> list[Change]:
+    def _into(self, kind: BlockKind, text: str, end: int = 0) -> list[Change]:
         changes: list[Change] = []
         if self._open is None or self._open.kind != kind:
             changes += [*self._close(), self._begin(kind)]
         block = self._open
         assert block is not None, "a block was begun"
         block.text += text
-        return [*changes, Change("grows", block, text)]
+        return [*changes, Change("grows", block, text, end)]
 
     def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> Change:
         self._open = Block(len(self._all), kind, call_id=call_id, name=name)

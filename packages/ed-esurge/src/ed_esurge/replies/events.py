@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ReplyText:
-    """Text for the user."""
+    """Text for the user. `end` is the end of the text in the model's text, in characters."""
 
     text: str
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Reply:
         """Append events."""
         for event in events:
             match event:
-                case ReplyText(text):
+                case ReplyText(text=text):
                     self.content += text
                 case Reasoning(text):
                     self.reasoning += text

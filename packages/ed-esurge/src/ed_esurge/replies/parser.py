@@ -93,7 +93,7 @@ class ReplyParser:
         self._src.ended, self._cut = True, cut
         next(self._run, None)
         if self._space and not self._trim:
-            self._events.append(ReplyText(self._space))
+            self._events.append(ReplyText(self._space, self._src.position))
         return self._take()
 
     def _take(self) -> list[Event]:
@@ -204,7 +204,7 @@ class ReplyParser:
         shown = text.rstrip()
         self._space = text[len(shown) :]
         if shown:
-            self._events.append(ReplyText(shown))
+            self._events.append(ReplyText(shown, self._src.position - len(self._space)))
 
     def _thought(self, text: str) -> None:
         if self._trim_thought:

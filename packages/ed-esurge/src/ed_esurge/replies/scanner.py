@@ -56,12 +56,14 @@ class Scanner:
 
     Attributes:
         ended: whether the text is complete.
+        discarded: number of characters before `text` that are no longer stored.
         mark: start of the text to keep for backtracking; None: `at`.
     """
 
     def __init__(self) -> None:
         self.text, self.at = "", 0
         self.ended = False
+        self.discarded = 0
         self.mark: int | None = None
 
     def feed(self, piece: str) -> None:
@@ -69,8 +71,14 @@ class Scanner:
         start = self.at if self.mark is None else self.mark
         self.text = self.text[start:] + piece
         self.at -= start
+        self.discarded += start
         if self.mark is not None:
             self.mark = 0
+
+    @property
+    def position(self) -> int:
+        """The read position in the whole text."""
+        return self.discarded + self.at
 
     def since_mark(self) -> str:
         """Return the text between the mark and the read position."""

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 
-from ed_esurge.config import ServerLimits
+from ed_esurge.config import EngineConfig, ServerLimits
 from ed_esurge.server import openapi
 from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
@@ -36,6 +36,7 @@ from ed_esurge.server.library.checkpoint_files import CheckpointFiles
 from ed_esurge.server.library.definitions import DefinitionStore
 from ed_esurge.server.library.directory import ModelDirectory
 from ed_esurge.server.library.loading import ModelLoading, memory_of, release
+from ed_esurge.server.mcp_servers import McpServers, read_mcp_config
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import Endpoint, dispatch
@@ -75,6 +76,7 @@ class AppOptions(TypedDict, total=False):
     allowed_media_domains: Sequence[str]
     model_directory: ModelLoading | None
     trust_request_chat_template: bool
+    mcp_config: str | Path | None
 
 
 def create_app(
@@ -100,6 +102,7 @@ def create_app(
     allowed_media_domains: Sequence[str] = (),
     model_directory: ModelLoading | None = None,
     trust_request_chat_template: bool = False,
+    mcp_config: str | Path | None = None,
 ) -> FastAPI:
     """Create the application that serves one or several engines.
 
@@ -143,6 +146,8 @@ def create_app(
             models of `engine`. With a directory, `engine` may be an empty mapping.
         trust_request_chat_template: whether chat requests may contain a `chat_template`. Templates
             run in Jinja's sandbox, but can use much processor time and memory.
+        mcp_config: JSON file of MCP servers whose tools `/v1/responses` may execute, see
+            `ed_esurge.server.mcp_servers`. None = no servers.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is unknown, or two models have the same
@@ -165,6 +170,7 @@ def create_app(
         keys,
         share_prefix_cache,
         trust_request_chat_template,
+        McpServers({} if mcp_config is None else read_mcp_config(mcp_config)),
     )
     metrics = ServerMetrics()
 
@@ -189,7 +195,7 @@ def create_app(
         )
         known = names or served.model_name
         known = [known] if isinstance(known, str) else list(known)
-        counted = metrics.of(known[0], served.replica_stats)
+        counted = metrics.of(known[0], served.replica_stats, _page_options(served.config))
         directory = None if lora_directory is None else Path(lora_directory)
         return ServedModel(served, known, prompts, formats, counted, state, directory, **more)
 
@@ -220,6 +226,8 @@ def create_app(
             async with running(server, BATCHED):
                 yield
         finally:
+            await state.detached.close()
+            await state.mcp.close()
             if on_demand is not None and sweeping is not None:
                 sweeping.cancel()
                 await on_demand.close()
@@ -263,6 +271,17 @@ def create_app(
     )
     app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost, to count every status
     return app
+
+
+def _page_options(config: EngineConfig) -> dict[str, object]:
+    """Return the options for `cache_config_info`, with vLLM's names."""
+    return {
+        "block_size": config.page_size,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.hbm_utilization,
+        "cpu_offload_gb": config.kv_offloading_size or 0,
+        "max_loras": config.max_loras,
+    }
 
 
 class ModelFacts(TypedDict, total=False):

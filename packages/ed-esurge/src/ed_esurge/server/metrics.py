@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter as NameCounts
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,7 +30,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import STEP_SIZES, RequestOutput
 from ed_esurge.server.tracing import RequestSpan
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -45,12 +53,18 @@ class ServerMetrics:
         engines: name of a model -> function that returns the statistics of its replicas; see
             `EngineCollector`.
         tokens: name of a model -> its token counts.
+        settings: name of a model -> options of its engine about pages.
+        adapters: name of a model -> its requests with adapters.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.engines: dict[str, ReadStats] = {}
+        self.settings: dict[str, Mapping[str, object]] = {}
+        self.adapters: dict[str, AdapterCounts] = {}
         self.registry.register(EngineCollector(self.engines))
+        self.registry.register(InfoCollector(self.engines, self.settings, self.adapters))
         self.tokens: dict[str, TokenCounts] = {}
         self.registry.register(TokenCollector(self.tokens))
 
@@ -93,14 +107,25 @@ class ServerMetrics:
             *("handler", "method"),
         )
 
-    def of(self, model_name: str, replica_stats: ReadStats) -> ModelMetrics:
-        """Return the metrics of one model."""
+    def of(
+        self,
+        model_name: str,
+        replica_stats: ReadStats,
+        settings: Mapping[str, object] | None = None,
+    ) -> ModelMetrics:
+        """Return the metrics of one model.
+
+        Args:
+            settings: options of the engine about pages and adapters, by their names.
+        """
         self.engines[model_name] = replica_stats
+        self.settings[model_name] = settings or {}
         return ModelMetrics(self, model_name)
 
     def forget(self, model_name: str) -> None:
         """Stop reading the statistics of a model. Its counters remain."""
         self.engines.pop(model_name, None)
+        self.settings.pop(model_name, None)
 
     def render(self) -> bytes:
         """Return the text for Prometheus."""
@@ -125,6 +150,18 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         "From the first token to the last.",
         _SECONDS,
     ),
+    "inference": (
+        "request_inference_time_seconds",
+        "From the first step to the last token.",
+        _SECONDS,
+    ),
+    "per_token": (
+        "request_time_per_output_token_seconds",
+        "Mean time of a token after the first.",
+        _BETWEEN_TOKENS,
+    ),
+    "n": ("request_params_n", "Completions that a request asks for.", (1, 2, 5, 10, 20)),
+    "max_tokens": ("request_params_max_tokens", "Tokens that a request allows.", _TOKENS),
     "per_prompt": ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     "per_generation": ("request_generation_tokens", "Tokens generated for a request.", _TOKENS),
 }
@@ -150,24 +187,52 @@ class ModelMetrics:
         self.first_token = bound["first_token"]
         self.whole, self.queue = bound["whole"], bound["queue"]
         self.prefill, self.decode = bound["prefill"], bound["decode"]
+        self.inference, self.per_token = bound["inference"], bound["per_token"]
+        self.params_n, self.params_max_tokens = bound["n"], bound["max_tokens"]
+        self.adapters = server.adapters.setdefault(model_name, AdapterCounts())
         self.per_prompt, self.per_generation = bound["per_prompt"], bound["per_generation"]
 
     def request(
-        self, prompt_tokens: int, completions: int = 1, span: RequestSpan | None = None
+        self,
+        prompt_tokens: int,
+        completions: int = 1,
+        span: RequestSpan | None = None,
+        *,
+        max_tokens: int | None = None,
+        adapter: str | None = None,
     ) -> RequestTimer:
-        """Start the timer of a request. The timer also updates the span of the request."""
-        return RequestTimer(self, prompt_tokens, completions, span)
+        """Start the timer of a request. The timer also updates the span of the request.
+
+        Args:
+            max_tokens: limit of the tokens of a completion; None for requests without completions.
+            adapter: name of the LoRA adapter.
+        """
+        if max_tokens is not None:
+            self.params_n.observe(completions)
+            self.params_max_tokens.observe(max_tokens)
+        return RequestTimer(self, prompt_tokens, completions, span, adapter)
 
 
 class RequestTimer:
     """Measures one request from its arrival to its end."""
 
-    __slots__ = ("_generated", "_last", "_metrics", "_open", "_prompt_tokens", "_span", "_start")
+    __slots__ = (
+        *("_adapter", "_generated", "_last", "_metrics", "_open"),
+        *("_prompt_tokens", "_span", "_start"),
+    )
 
     def __init__(
-        self, metrics: ModelMetrics, prompt_tokens: int, completions: int, span: RequestSpan | None
+        self,
+        metrics: ModelMetrics,
+        prompt_tokens: int,
+        completions: int,
+        span: RequestSpan | None,
+        adapter: str | None,
     ) -> None:
         self._span = span
+        self._adapter = adapter
+        if adapter is not None:
+            metrics.adapters.waiting[adapter] += 1
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._open = completions
@@ -188,6 +253,9 @@ class RequestTimer:
         if new:
             now = time.monotonic()
             if self._last is None:
+                if self._adapter is not None:
+                    metrics.adapters.waiting[self._adapter] -= 1
+                    metrics.adapters.running[self._adapter] += 1
                 metrics.first_token.observe(now - self._start)
                 metrics.prompt_tokens.inc(self._prompt_tokens)
             else:
@@ -213,14 +281,31 @@ class RequestTimer:
         for phase, begin, end in zip(phases, marks, marks[1:], strict=False):
             if begin is not None and end is not None:
                 phase.observe(end - begin)
+        _, first_step, first, last = marks
+        if first_step is not None and last is not None:
+            metrics.inference.observe(last - first_step)
+        if first is not None and last is not None and self._generated > 1:
+            metrics.per_token.observe((last - first) / (self._generated - 1))
 
     def over(self) -> None:
         """End the request. Completions without a finish reason count as aborted."""
         if self._span is not None:
             self._span.end()
+        if self._adapter is not None:
+            counts = self._metrics.adapters
+            (counts.waiting if self._last is None else counts.running)[self._adapter] -= 1
+            self._adapter = None
         if self._open > 0:
             self._metrics.success["abort"].inc(self._open)
             self._open = 0
+
+
+class AdapterCounts:
+    """The unfinished requests of each LoRA adapter, before and after their first token."""
+
+    def __init__(self) -> None:
+        self.waiting: NameCounts[str] = NameCounts()
+        self.running: NameCounts[str] = NameCounts()
 
 
 class TokenCounts:
@@ -325,6 +410,67 @@ class EngineCollector(Collector):
                             family.add_metric([model_name, str(index)], numbers[key])
                 if family.samples:
                     yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+class InfoCollector(Collector):
+    """Exports settings as labels (the value is 1), adapters in use, and the tokens of steps.
+
+    Args:
+        engines, settings, adapters: see `ServerMetrics`.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, ReadStats],
+        settings: Mapping[str, Mapping[str, object]],
+        adapters: Mapping[str, AdapterCounts],
+    ) -> None:
+        self._engines, self._settings, self._adapters = engines, settings, adapters
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._steps()
+        names = sorted({key for known in self._settings.values() for key in known} - {"max_loras"})
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Options of the pages; the value is 1.",
+            labels=["model_name", "engine", "num_gpu_blocks", *names],
+        )
+        adapters = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters of unfinished requests; the value is the time in seconds since 1970.",
+            labels=["model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        for model, known in self._settings.items():
+            for index, stats in enumerate(self._engines[model]()):
+                pages = str(int(stats.get("num_pages", 0)))
+                values = [str(known.get(name, "")) for name in names]
+                cache.add_metric([model, str(index), pages, *values], 1)
+            if known.get("max_loras"):
+                counts = self._adapters.get(model, AdapterCounts())
+                used = [",".join(sorted(+one)) for one in (counts.waiting, counts.running)]
+                adapters.add_metric([model, str(known["max_loras"]), *used], time.time())
+        yield from (family for family in (cache, adapters) if family.samples)
+
+    def _steps(self) -> Iterable[Metric]:
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens of a step of the engine.",
+            labels=["model_name", "engine"],
+        )
+        keys = [*map(str, STEP_SIZES), "inf"]
+        bounds = [*map(floatToGoString, STEP_SIZES), "+Inf"]
+        for model, read in self._engines.items():
+            for index, stats in enumerate(read()):
+                if "iteration_tokens_sum" in stats:
+                    upto = accumulate(stats[f"iteration_tokens_{key}"] for key in keys)
+                    buckets = [*zip(bounds, upto, strict=True)]
+                    total = stats["iteration_tokens_sum"]
+                    tokens.add_metric([model, str(index)], buckets, total)
+        if tokens.samples:
+            yield tokens
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -17,13 +17,14 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from ed_infra.errors import ConfigError
 
 from ed_esurge.config import ServerLimits
+from ed_esurge.server.generation.detached import DetachedAnswer
 from ed_esurge.server.http.errors import APIError
 
 JsonFields = dict[str, Any]
@@ -319,12 +320,16 @@ class StoredResponse:
     Attributes:
         response: the response that was sent.
         messages: the messages of the conversation including the response, without instructions.
-        size: length of both as JSON, in bytes.
+        size: length of all as JSON, in bytes.
+        items: the input items of the request.
+        answer: the work and the events of a background response.
     """
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
     size: int
+    items: list[dict[str, Any]] = field(default_factory=list)
+    answer: DetachedAnswer | None = None
 
 
 class _Shelf:
@@ -363,20 +368,39 @@ class ResponseStore:
         self._most, self._bytes = most, 0
         self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
 
-    def put(self, response: dict[str, Any], messages: list[dict[str, Any]], owner: str) -> None:
-        """Store a response.
+    def put(
+        self,
+        response: dict[str, Any],
+        messages: list[dict[str, Any]],
+        owner: str,
+        *,
+        items: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Store a response, or replace an earlier state of a stored response.
 
         Args:
             owner: see `auth.owner_of`.
+            items: the input items of the request.
         """
-        size = len(json.dumps([response, messages]))
         own = self._shelves[owner]
-        own.put(StoredResponse(response, messages, size))
+        known = own.kept.get(response["id"])
+        answer = None
+        if known is not None:
+            answer, items = known.answer, known.items
+            self._bytes -= own.drop(response["id"])
+        items = items or []
+        size = len(json.dumps([response, messages, items])) + (answer.size if answer else 0)
+        own.put(StoredResponse(response, messages, size, items, answer))
         self._bytes += size
         while len(own.kept) > self._most:
             self._bytes -= own.drop()
         while self._bytes > MAX_BYTES:
             self._bytes -= max(self._shelves.values(), key=lambda shelf: shelf.bytes).drop()
+
+    def attach(self, name: str, owner: str, answer: DetachedAnswer) -> None:
+        """Connect a stored response with its background work."""
+        own = self._shelves[owner]
+        own.kept[name] = replace(own.kept[name], answer=answer)
 
     def get(self, name: str, owner: str, *, param: str | None = None) -> StoredResponse:
         """Return a response.

@@ -28,6 +28,7 @@ from ed_esurge.engine.intake import (
 from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
+from ed_esurge.server.generation.detached import DetachedAnswers
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
@@ -43,6 +44,7 @@ from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.library.activity import Activity
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles
 from ed_esurge.server.library.definitions import ModelDefinition
+from ed_esurge.server.mcp_servers import McpServers
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer
 from ed_esurge.server.stores import ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
@@ -59,11 +61,13 @@ class ServerState:
         keys: the API keys of the server.
         share_prefix_cache: whether the keys share cached prefixes.
         trust_request_chat_template: whether requests may contain chat templates.
+        mcp: the MCP servers of the operator.
 
     Attributes:
         draining: whether the server is stopping.
         stopping: set when the server aborts the running requests.
         responses: the stored responses.
+        detached: the unfinished responses without a connection.
         all_models: returns the models of the server.
     """
 
@@ -76,7 +80,10 @@ class ServerState:
         keys: Sequence[ApiKey] = (),
         share_prefix_cache: bool = False,
         trust_request_chat_template: bool = False,
+        mcp: McpServers | None = None,
     ) -> None:
+        self.mcp = mcp or McpServers({})
+        self.detached = DetachedAnswers(limits.max_background_responses)
         self.trust_request_chat_template = trust_request_chat_template
         self.limits, self.tracing = limits, tracing
         self.enable_sleep_mode = enable_sleep_mode
@@ -311,7 +318,9 @@ class ServedModel:
         require(self, GENERATES)
         self.check_running()
         span = self._span(label, prompt, params)
-        timer = self.metrics.request(len(prompt), params.n, span)
+        timer = self.metrics.request(
+            len(prompt), params.n, span, max_tokens=params.max_tokens, adapter=self.lora_name
+        )
         request_id = f"{label}-{uuid.uuid4().hex}"
         with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options)
@@ -405,7 +414,7 @@ class ServedModel:
 
         async def one(place: int, prompt: CheckedPrompt, params: PoolingParams) -> np.ndarray:
             span = self._span(f"{name}-{place}", prompt, params)
-            timer = self.metrics.request(len(prompt), span=span)
+            timer = self.metrics.request(len(prompt), span=span, adapter=self.lora_name)
             with self._translated(timer):
                 output = await self.engine.embed(prompt, params, f"{name}-{place}", **options)
                 timer.observe(output)

@@ -8,6 +8,7 @@ need: the chat template, tools, and the parsing of replies. An endpoint converts
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -175,6 +176,7 @@ class ChatGeneration:
         last: the piece with the finish reason, after `changes` has yielded that piece.
         plain: whether the reply is text only, without thoughts and calls.
         answer_tokens: tokens of the first choice so far.
+        answer_logprobs: their log-probabilities, if requested.
     """
 
     body: ChatRequest
@@ -185,6 +187,8 @@ class ChatGeneration:
     last: ReplyPiece | None = None
     plain: bool = False
     answer_tokens: list[int] = field(default_factory=list)
+    answer_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    _characters: Counter[int] = field(default_factory=Counter)
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _called: set[int] = field(default_factory=set)
 
@@ -280,8 +284,11 @@ class ChatGeneration:
             reason = out.finish_reason and finish_reason(out.finish_reason)
             if out.index == 0:
                 self.answer_tokens += out.token_ids
+                self.answer_logprobs += out.logprobs or ()
             if make is None:
-                events: list[Event] = [ReplyText(out.text)] if out.text else []
+                self._characters[out.index] += len(out.text)
+                end = self._characters[out.index]
+                events: list[Event] = [ReplyText(out.text, end)] if out.text else []
             else:
                 if out.index not in self._parsers:
                     self._parsers[out.index] = make()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
@@ -37,6 +37,18 @@ class FunctionDefinition(RequestBody):
     description: str | None = None
     parameters: JsonSchema | None = None
     strict: bool | None = None
+
+    _reply: StructuredOutputs | None = PrivateAttr(None)
+
+    def constrain_reply(self, outputs: StructuredOutputs) -> None:
+        """Set the format of a reply that must call this function: text instead of arguments."""
+        self._reply = outputs
+
+    @property
+    def structured_reply(self) -> StructuredOutputs:
+        """The format of a reply that must call this function; by default its arguments."""
+        schema = json.dumps(self.schema_of_arguments)
+        return self._reply or StructuredOutputs(json_schema=schema)
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -245,7 +257,7 @@ def required_calls(
         return None
     if isinstance(choice, NamedTool):
         (tool,) = [tool for tool in tools if tool.function.name == choice.function.name]
-        return StructuredOutputs(json_schema=json.dumps(tool.function.schema_of_arguments))
+        return tool.function.structured_reply
     shared: dict[str, Any] = {}
     options = []
     for number, tool in enumerate(tools):

@@ -107,7 +107,7 @@ def _deltas(events: Sequence[Event]) -> list[str]:
     fields: list[tuple[str, str]] = []
     for event in events:
         match event:
-            case ReplyText(text):
+            case ReplyText(text=text):
                 fields.append(("content", text))
             case Reasoning(text):
                 fields.append(("reasoning_content", text))

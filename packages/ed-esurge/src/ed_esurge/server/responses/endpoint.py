@@ -1,29 +1,34 @@
-"""`POST /v1/responses`, and `GET` and `DELETE /v1/responses/{response_id}`."""
+"""The routes below `/v1/responses`: create, retrieve, delete, cancel, input items, token count."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.detached import DetachedAnswer
 from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
+from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.body import aside, size_of
 from ed_esurge.server.http.errors import APIError, renamed
-from ed_esurge.server.http.fields import validated
-from ed_esurge.server.http.streaming import StreamFormat, named_event
-from ed_esurge.server.responses.request import NAMES, NamedFunction, ResponseRequest
-from ed_esurge.server.routing import READING, Endpoint, post
+from ed_esurge.server.http.streaming import RequestLifetime, StreamFormat, named_event
+from ed_esurge.server.responses.output import EventWriter
+from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
+from ed_esurge.server.responses.run import Conversation, ResponseRun
+from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint, post
+
+logger = logging.getLogger(__name__)
+
+#: Limit and default of the items of a page of `input_items`.
+MAX_PAGE, PAGE = 100, 20
 
 
 class ResponseAnswer(AnswerBody):
@@ -33,11 +38,12 @@ class ResponseAnswer(AnswerBody):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "in_progress"]
+    status: Literal["completed", "incomplete", "in_progress", "queued", "failed", "cancelled"]
     error: dict[str, Any] | None
     incomplete_details: dict[str, str] | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
@@ -48,8 +54,9 @@ class ResponseAnswer(AnswerBody):
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
     truncation: str
     usage: dict[str, Any] | None
@@ -64,232 +71,226 @@ class Deleted(AnswerBody):
     deleted: bool
 
 
-def initial_fields(turn: ChatGeneration, body: ResponseRequest) -> dict[str, Any]:
-    """Return the fields of a response before the first token."""
-    choice = body.tool_choice
-    named_tool = isinstance(choice, NamedFunction)
-    form: dict[str, Any] = {"type": body.text.format.type}
-    if form["type"] == "json_schema":
-        form |= {"name": body.text.format.name, "schema": body.text.format.json_schema}
-        form["strict"] = True
-    return {
-        "id": turn.request_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "completed_at": None,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "model": turn.model.name,
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": body.reasoning.effort, "summary": None},
-        "background": False,
-        "store": body.store,
-        "temperature": body.temperature,
-        "text": {"format": form},
-        "tool_choice": choice.model_dump() if named_tool else choice or "auto",
-        "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools],
-        "top_p": body.top_p,
-        "truncation": "disabled",
-        "usage": None,
-        "user": body.user,
-    }
+class InputItemList(AnswerBody):
+    """Answer of `GET /v1/responses/{response_id}/input_items`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
-def usage(turn: ChatGeneration, reasoning: int) -> dict[str, Any]:
-    """Return the token counts.
+class InputTokens(AnswerBody):
+    """Answer of `POST /v1/responses/input_tokens`."""
 
-    Args:
-        reasoning: number of tokens of the thoughts.
-    """
-    counts = turn.generation
-    return {
-        "input_tokens": counts.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": counts.cached_tokens,
-            **truncation(counts.truncated_tokens),
-        },
-        "output_tokens": counts.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning},
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-    }
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
-def _part(block: Block) -> dict[str, Any]:
-    if block.kind == "thoughts":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def item(block: Block, status: str) -> dict[str, Any]:
-    """Return a block as an item of the output."""
-    if block.kind == "call":
-        known = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-        return {"type": "function_call", "id": f"fc_{block.id}", **known, "status": status}
-    content = [] if status == "in_progress" else [_part(block)]
-    if block.kind == "thoughts":
-        known = {"id": f"rs_{block.id}", "summary": [], "content": content}
-        return {"type": "reasoning", **known, "status": status}
-    known = {"id": f"msg_{block.id}", "role": "assistant", "content": content}
-    return {"type": "message", **known, "status": status}
-
-
-def status_of(block: Block, finish: str | None) -> str:
-    """Return the status of a closed block. The last block of a truncated reply is incomplete."""
-    cut = finish == "length" or not block.whole or block.broken
-    return "incomplete" if cut else "completed"
-
-
-class Events:
-    """Writes the numbered events of a stream."""
-
-    def __init__(self) -> None:
-        self._number = -1
-
-    def event(self, kind: str, **fields: object) -> str:
-        """Return an event."""
-        self._number += 1
-        return named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
-
-    def changed(self, change: Change, finish: str | None) -> str:
-        """Return the events of a change. `finish` is the finish reason at the end of the reply."""
-        block = change.block
-        opened = item(block, "in_progress")
-        place = {"item_id": opened["id"], "output_index": block.index}
-        inner = {**place, "content_index": 0}
-        if change.what == "opens":
-            added = self.event("response.output_item.added", output_index=block.index, item=opened)
-            if block.kind == "call":
-                return added
-            part = {**_part(block), "text": ""}
-            return added + self.event("response.content_part.added", **inner, part=part)
-        kind, at = {
-            "text": ("response.output_text", {**inner, "logprobs": []}),
-            "thoughts": ("response.reasoning_text", inner),
-            "call": ("response.function_call_arguments", place),
-        }[block.kind]
-        if change.what == "grows":
-            return self.event(f"{kind}.delta", **at, delta=change.text)
-        if block.kind == "call":
-            done = self.event(f"{kind}.done", **at, arguments=block.text, name=block.name)
-        else:
-            done = self.event(f"{kind}.done", **at, text=block.text)
-            done += self.event("response.content_part.done", **inner, part=_part(block))
-        closed = item(block, status_of(block, finish))
-        return done + self.event("response.output_item.done", output_index=block.index, item=closed)
-
-
-class _Response:
-    """A response in progress.
-
-    Attributes:
-        fields: the fields of the response so far.
-    """
-
-    def __init__(
-        self, turn: ChatGeneration, body: ResponseRequest, before: list[dict[str, Any]]
-    ) -> None:
-        self.turn, self._body, self._before = turn, body, before
-        self.fields = initial_fields(turn, body)
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the complete response."""
-        await self.turn.finish()
-        return await self.end()
-
-    async def end(self) -> dict[str, Any]:
-        """Return the complete response. Store the response if requested."""
-        turn, blocks = self.turn, self.turn.blocks.whole
-        finish = turn.last.finish if turn.last is not None else None
-        cut = finish == "length"
-        thoughts = "".join(block.text for block in blocks if block.kind == "thoughts")
-        encoded = [[]]
-        if thoughts:
-            encoded = await turn.model.prompts.encode([thoughts], add_special_tokens=False)
-        last = blocks[-1] if blocks else None
-        output = [
-            item(block, status_of(block, finish if block is last else None)) for block in blocks
-        ]
-        self.fields |= {
-            "status": "incomplete" if cut else "completed",
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": output,
-            "usage": usage(turn, len(encoded[0])),
-        }
-        if self._body.store:
-            sent = [
-                one
-                for one in output
-                if one["status"] == "completed" or one["type"] != "function_call"
-            ]
-            follows = validated(ResponseRequest, {"input": sent}).messages() if sent else []
-            messages = [*self._before, *self._body.messages(), *follows]
-            turn.model.state.responses.put(self.fields, messages, turn.model.owner)
-        return self.fields
-
-    async def events(self) -> AsyncGenerator[str]:
-        """Yield the events of a stream."""
-        write = Events()
-        begun = False
-        async with aclosing(self.turn.changes()) as items:
-            async for changes in items:
-                events = []
-                if not begun:
-                    begun = True
-                    for kind in ("response.created", "response.in_progress"):
-                        events.append(write.event(kind, response=self.fields))
-                events += [write.changed(change, finish) for change, finish in changes]
-                if events:
-                    yield "".join(events)
-        fields = await self.end()
-        yield write.event(f"response.{fields['status']}", response=fields)
+async def _stream(run: ResponseRun) -> AsyncGenerator[str]:
+    writer = EventWriter()
+    async with aclosing(run.events()) as items:
+        async for new in items:
+            yield "".join(writer.write(fields) for fields in new)
 
 
 async def create(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
     """Answer a response request.
 
     Raises:
-        APIError: 404, the previous response is not stored; otherwise see `ChatGeneration.begin`.
+        APIError: 404, the previous response is not stored; 429, too many background responses;
+            otherwise see `ChatGeneration.begin`.
     """
-    before: list[dict[str, Any]] = []
-    length = 0
-    if body.previous_response_id is not None:
-        known = model.state.responses.get(
-            body.previous_response_id, model.owner, param="previous_response_id"
-        )
-        before, length = known.messages, known.size
-    with renamed(NAMES):
-        chat = await aside(partial(body.chat, before), size_of(request) + length)
-        turn = await ChatGeneration.begin(model, chat, request, "resp")
-    response = _Response(turn, body, before)
-    return await turn.generation.answer(
-        body.stream, response.events, response.whole, StreamFormat(_error_event)
+    if body.background:
+        return await _detached(model, body, request)
+    run = await ResponseRun.begin(model, body, request)
+    return await run.turn.generation.answer(
+        body.stream, lambda: _stream(run), run.whole, StreamFormat(_error_event)
     )
+
+
+async def _detached(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
+    """Begin a response that does not depend on the connection."""
+    state = model.state
+    state.detached.check_room(model.owner)
+    run = await ResponseRun.begin(model, body, request)
+    answer = DetachedAnswer(model.owner)
+    run.fields["status"] = "queued"
+    run.store()
+    state.responses.attach(run.fields["id"], model.owner, answer)
+    queued = dict(run.fields)
+
+    async def generate() -> None:
+        writer = EventWriter()
+        run.fields["status"] = "in_progress"
+        async with aclosing(run.events()) as items:
+            async for new in items:
+                for fields in new:
+                    answer.append(writer.write(fields))
+
+    async def work() -> None:
+        stopping = asyncio.create_task(state.stopping.wait())
+        task = asyncio.create_task(generate())
+        try:
+            seconds = state.limits.request_timeout
+            done = {task, stopping}
+            await asyncio.wait(done, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return
+            reason = "the server is stopping" if stopping.done() else f"it took {seconds:g} s"
+            _failed(run, answer, "server_error", f"the response was not finished: {reason}")
+        except APIError as error:
+            _failed(run, answer, error.code or "server_error", str(error))
+        except asyncio.CancelledError:
+            run.fields["status"] = "cancelled"
+            _last(run, answer)
+            raise
+        except Exception:
+            logger.exception("a background response failed")
+            _failed(run, answer, "server_error", "the server failed on this response")
+        finally:
+            stopping.cancel()
+            task.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
+            if body.store and run.fields["status"] != "completed":
+                run.fields["output"] = [
+                    one for one in run.fields["output"] if one.get("status") != "in_progress"
+                ]
+
+    async def held() -> None:
+        with model.activity.using():
+            await work()
+
+    state.detached.start(answer, held)
+    headers = answer_headers(run.turn.request_id, run.turn.generation.truncated_tokens)
+    if not body.stream:
+        return JSONResponse(queued, headers=headers)
+    return await model.lifetime(request).respond(
+        answer.follow(-1), headers, StreamFormat(_error_event)
+    )
+
+
+def _failed(run: ResponseRun, answer: DetachedAnswer, code: str, message: str) -> None:
+    run.fields |= {"status": "failed", "error": {"code": code, "message": message}}
+    _last(run, answer)
+
+
+def _last(run: ResponseRun, answer: DetachedAnswer) -> None:
+    """Append the last event of a response that failed or was cancelled."""
+    kind = f"response.{run.fields['status']}"
+    fields = {"type": kind, "sequence_number": answer.count, "response": run.fields}
+    answer.append(named_event(kind, fields))
 
 
 def _error_event(error: APIError) -> str:
     return named_event("error", {"type": "error", **error.envelope()})
 
 
+async def count(model: ServedModel, body: PromptFields, request: Request) -> Response:
+    """Return the number of tokens of a response's prompt. Raises APIError: see `create`."""
+    with renamed(NAMES):
+        conversation = Conversation(model, body, request)
+        chat = await conversation.chat(execute=False)
+        model.formats.check(chat)
+        prompt = await model.prompts.chat(chat, conversation.size)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
+def _number(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    """Return a number of the query. Raises APIError: 400."""
+    text = query.get(name)
+    if text is None:
+        return default
+    value = int(text) if text.lstrip("-").isdecimal() and len(text) < 12 else None
+    if value is None or not low <= value <= high:
+        raise APIError(f"{text!r:.40} is not a number from {low} to {high}", param=name)
+    return value
+
+
 async def retrieve(server: ServedModels, request: Request) -> Response:
-    """Return a stored response. Raises APIError: 404."""
+    """Return a stored response, or the stream of a background response.
+
+    Raises:
+        APIError: 400, the response has no stored stream; 404.
+    """
     name, owner = request.path_params["response_id"], owner_of(request.scope)
-    return JSONResponse(server.state.responses.get(name, owner).response)
+    stored = server.state.responses.get(name, owner)
+    if request.query_params.get("stream") != "true":
+        return JSONResponse(stored.response)
+    if stored.answer is None:
+        raise APIError(
+            "only responses with background: true have a stream that can be read again",
+            param="stream",
+        )
+    after = _number(request.query_params, "starting_after", -1, 0, 2**31)
+    state = server.state
+    lifetime = RequestLifetime(request, state.stopping, state.limits.request_timeout)
+    if after >= stored.answer.count - stored.answer.ended:
+        raise APIError(f"the stream has no event after {after}", param="starting_after")
+    return await lifetime.respond(stored.answer.follow(after), {}, StreamFormat(_error_event))
 
 
 async def delete(server: ServedModels, request: Request) -> Response:
-    """Delete a stored response. Raises APIError: 404."""
-    name = request.path_params["response_id"]
-    server.state.responses.delete(name, owner_of(request.scope))
+    """Delete a stored response. A response in progress is cancelled. Raises APIError: 404."""
+    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    answer = server.state.responses.get(name, owner).answer
+    server.state.responses.delete(name, owner)
+    if answer is not None:
+        await answer.cancel()
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
+async def cancel(server: ServedModels, request: Request) -> Response:
+    """Cancel a background response. A finished response is returned unchanged.
+
+    Raises:
+        APIError: 400, the response is not a background response; 404.
+    """
+    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    stored = server.state.responses.get(name, owner)
+    if stored.answer is None:
+        raise APIError("only responses with background: true can be cancelled", param="response_id")
+    await stored.answer.cancel()
+    return JSONResponse(stored.response)
+
+
+async def input_items(server: ServedModels, request: Request) -> Response:
+    """Return a page of the input items of a stored response.
+
+    Raises:
+        APIError: 400, an option of the query is invalid; 404.
+    """
+    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    query = request.query_params
+    items = server.state.responses.get(name, owner).items
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise APIError(f"{order!r:.40} is not asc or desc", param="order")
+    if order == "desc":
+        items = items[::-1]
+    after = query.get("after")
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise APIError(f"no input item has the id {after!r:.80}", param="after")
+        items = items[ids.index(after) + 1 :]
+    size = _number(query, "limit", PAGE, 1, MAX_PAGE)
+    page = items[:size]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": first,
+            "last_id": last,
+            "has_more": len(items) > size,
+        }
+    )
+
+
+_STORED = "/v1/responses/{response_id}"
 ENDPOINTS = (
     post(
         "/v1/responses",
@@ -301,19 +302,43 @@ ENDPOINTS = (
         batched=True,
         ability=GENERATES,
     ),
-    Endpoint(
-        "/v1/responses/{response_id}",
-        "Return a stored response.",
-        retrieve,
-        ResponseAnswer,
-        refusals=(*READING, 404),
+    post(
+        "/v1/responses/input_tokens",
+        "Count the tokens of a response's prompt.",
+        count,
+        PromptFields,
+        InputTokens,
+        ability=GENERATES,
     ),
     Endpoint(
-        "/v1/responses/{response_id}",
+        _STORED,
+        "Return a stored response, or the stream of a background response.",
+        retrieve,
+        ResponseAnswer,
+        streams=True,
+        refusals=LISTING,
+    ),
+    Endpoint(
+        _STORED,
         "Delete a stored response.",
         delete,
         Deleted,
         refusals=(*READING, 404),
         method="DELETE",
+    ),
+    Endpoint(
+        f"{_STORED}/cancel",
+        "Cancel a background response.",
+        cancel,
+        ResponseAnswer,
+        refusals=tuple(REFUSALS),
+        method="POST",
+    ),
+    Endpoint(
+        f"{_STORED}/input_items",
+        "List the input items of a stored response.",
+        input_items,
+        InputItemList,
+        refusals=LISTING,
     ),
 )

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
-from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import (
-    History,
-    JsonSchema,
-    RequestBody,
-    few,
-    parts_of,
-    unsupported,
-    validated,
+from ed_esurge.server.generation.requests import MAX_LOGPROBS, ChatRequest, Effort
+from ed_esurge.server.generation.structured import MAX_TOOLS
+from ed_esurge.server.http.errors import APIError, InvalidField
+from ed_esurge.server.http.fields import JsonSchema, RequestBody, few, unsupported, validated
+from ed_esurge.server.responses.items import Id, Input, messages_of, stored_form
+from ed_esurge.server.responses.tools import (
+    AllowedTools,
+    AnyTool,
+    Choice,
+    CustomTool,
+    FunctionTool,
+    McpTool,
+    NamedFunction,
 )
 
-Id = Annotated[str, Field(max_length=256)]
 #: Fields of the chat request -> fields of this API.
 NAMES = {
     "messages": "input",
@@ -27,111 +30,8 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-PartType = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
-
-
-class ResponsePart(History):
-    """A text part of a message or of thoughts."""
-
-    type: PartType
-    text: str = ""
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-ResponseParts = Annotated[
-    list[ResponsePart], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)
-]
-TextOrParts = Annotated[
-    str | Annotated[list[ResponsePart], Field(fail_fast=True)],
-    parts_of(*get_args(PartType)),
-    few(MAX_PARTS),
-]
-
-
-class MessageItem(History):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
-    id: Id | None = None
-    status: str | None = None
-    phase: str | None = None
-
-
-class CallItem(History):
-    """A function call of the model."""
-
-    type: Literal["function_call"]
-    call_id: Id
-    name: str
-    arguments: str
-    id: Id | None = None
-    status: str | None = None
-
-
-class ResultItem(History):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: Id
-    output: TextOrParts
-    id: Id | None = None
-    status: str | None = None
-
-
-class ReasoningItem(History):
-    """Thoughts of the model in the conversation."""
-
-    type: Literal["reasoning"]
-    id: Id | None = None
-    summary: ResponseParts = Field(default_factory=list)
-    content: ResponseParts | None = None
-    encrypted_content: str | None = None
-    status: str | None = None
-
-
-def _items(value: object) -> object:
-    """Add the default type to messages."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item
-        for item in value
-    ]
-
-
-InputItem = Annotated[
-    MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")
-]
-Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
-Input = Annotated[str | Items, BeforeValidator(_items), few(MAX_MESSAGES)]
-
-
-def text_of(content: str | list[ResponsePart]) -> str:
-    """Return the text of a message's content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-class FunctionTool(RequestBody):
-    """A function for the model."""
-
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: JsonSchema | None = None
-    strict: bool | None = None
-
-
-class NamedFunction(RequestBody):
-    """The selected function."""
-
-    type: Literal["function"]
-    name: ToolName
+#: Value of `include` that requests log-probabilities.
+LOGPROBS = "message.output_text.logprobs"
 
 
 class TextFormat(RequestBody):
@@ -171,48 +71,133 @@ class ReasoningOptions(RequestBody):
     mode: Literal["standard"] | None = None
 
 
-class ResponseRequest(RequestBody):
-    """Body of `POST /v1/responses`, with OpenAI's defaults."""
+class PromptFields(RequestBody):
+    """The fields that determine the prompt of a response: the body of `input_tokens`."""
 
     input: Input
     model: str | None = None
     instructions: str | None = None
     previous_response_id: Id | None = None
-    store: bool = True
-    stream: bool = False
-    max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
+    tools: Annotated[list[AnyTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
         default_factory=list
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """`auto` removes the oldest turns of a conversation that does not fit."""
+    chat_template_kwargs: dict[str, Any] | None = None  # extension
+
+    conversation: Annotated[None, unsupported("conversation; use previous_response_id")] = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PromptFields:
+        if self.text.format.type == "json_schema" and self.text.format.json_schema is None:
+            raise InvalidField("is missing", "text.format.schema")
+        choice = self.tool_choice
+        for allowed in choice.tools if isinstance(choice, AllowedTools) else ():
+            if not any(allowed.matches(tool) for tool in self.tools):
+                name = allowed.name or allowed.server_label
+                raise InvalidField(f"{name!r:.80} is not among the tools", "tool_choice")
+        return self
+
+    @property
+    def usable_tools(self) -> list[FunctionTool | CustomTool | McpTool]:
+        """The tools that the model may call: `allowed_tools` selects a part."""
+        choice = self.tool_choice
+        if not isinstance(choice, AllowedTools):
+            return self.tools
+        return [tool for tool in self.tools if any(one.matches(tool) for one in choice.tools)]
+
+    @property
+    def raw_tool(self) -> CustomTool | None:
+        """The custom tool with a grammar that the response must call: the reply is its input."""
+        choice = self.tool_choice
+        if not isinstance(choice, NamedFunction) or choice.type != "custom":
+            return None
+        for tool in self.tools:
+            if isinstance(tool, CustomTool) and tool.name == choice.name and tool.format.outputs():
+                return tool
+        return None
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the other fields of the equivalent chat request."""
+        return {}
+
+    def chat(
+        self, before: Sequence[dict[str, Any]], mcp_tools: Sequence[dict[str, Any]] = ()
+    ) -> ChatRequest:
+        """Return the equivalent chat request.
+
+        Args:
+            before: messages of the previous responses.
+            mcp_tools: the tools of MCP servers, as tools of a chat request.
+
+        Raises:
+            APIError: 400, fields contradict each other.
+        """
+        system = [] if self.instructions is None else [_system(self.instructions)]
+        choice: object = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            choice = choice.mode
+        tools = [tool.for_chat() for tool in self.usable_tools if not isinstance(tool, McpTool)]
+        tools += mcp_tools
+        if isinstance(choice, NamedFunction):
+            if all(tool["function"]["name"] != choice.name for tool in tools):
+                raise APIError(f"{choice.name!r} is not among the tools", param="tool_choice")
+            choice = {"type": "function", "function": {"name": choice.name}}
+        fields = {
+            "model": self.model,
+            "messages": [*system, *before, *messages_of(self.input)],
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self.text.format.for_chat(),
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning.effort,
+            **self.chat_fields(),
+        }
+        request = validated(ChatRequest, fields)
+        raw = self.raw_tool
+        wanted = raw.format.outputs() if raw is not None else None
+        for tool in request.tools:
+            if raw is not None and wanted is not None and tool.function.name == raw.name:
+                tool.function.constrain_reply(wanted)
+        return request
+
+
+class ResponseRequest(PromptFields):
+    """Body of `POST /v1/responses`, with OpenAI's defaults."""
+
+    store: bool = True
+    stream: bool = False
+    background: bool = False
+    """Whether the response is generated without a connection; see the routes of responses."""
+    max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     metadata: Annotated[dict[str, str] | None, few(16)] = None
     user: str | None = None
 
     # Extensions.
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
-    background: Annotated[None, unsupported("background; stream the answer", False)] = None
-    conversation: Annotated[None, unsupported("conversation; use previous_response_id")] = None
     context_management: Annotated[None, unsupported("context_management", [])] = None
     image: Annotated[None, unsupported("images; this model answers with text only")] = None
     moderation: Annotated[None, unsupported("moderation")] = None
     prompt: Annotated[None, unsupported("stored prompts; send instructions")] = None
-    top_logprobs: Annotated[None, unsupported("top_logprobs; use /v1/chat/completions", 0)] = None
-    truncation: Annotated[
-        None, unsupported("truncation; see truncate_mode of the engine", "disabled")
+    include: Annotated[
+        list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None,
+        few(16),
     ] = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, few(16)] = None
-    """Accepted because the items of thoughts contain the thoughts without encryption."""
+    """Encrypted thoughts have no effect, because the items of thoughts contain the thoughts."""
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
-    """Limit of the calls of built-in tools, which this server does not have."""
-    # Fields about billing and speed, which have no effect.
+    """Limit of the calls that this server sends to MCP servers."""
+    # Fields about billing, speed and the client, which have no effect.
+    client_metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -221,76 +206,35 @@ class ResponseRequest(RequestBody):
     stream_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> ResponseRequest:
-        if self.text.format.type == "json_schema" and self.text.format.json_schema is None:
-            raise InvalidField("is missing", "text.format.schema")
+    def _options_fit(self) -> ResponseRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidField(f"requires {LOGPROBS!r} in include", "top_logprobs")
+        if self.background and not self.store:
+            raise InvalidField("requires store: true", "background")
         return self
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the chat messages of the input. Adjacent items of the assistant are merged."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        messages: list[dict[str, Any]] = []
-        for item in self.input:
-            match item:
-                case MessageItem(role="assistant"):
-                    _of_assistant(messages)["content"] += text_of(item.content)
-                case MessageItem():
-                    messages.append({"role": item.role, "content": text_of(item.content)})
-                case ReasoningItem():
-                    said = text_of(item.content or item.summary)
-                    message = _of_assistant(messages)
-                    message["reasoning_content"] = message.get("reasoning_content", "") + said
-                case CallItem():
-                    function = {"name": item.name, "arguments": item.arguments}
-                    call = {"id": item.call_id, "type": "function", "function": function}
-                    _of_assistant(messages).setdefault("tool_calls", []).append(call)
-                case ResultItem():
-                    result = {"tool_call_id": item.call_id, "content": text_of(item.output)}
-                    messages.append({"role": "tool", **result})
-        return messages
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer contains log-probabilities of its text."""
+        return LOGPROBS in (self.include or ())
 
-    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """Return the equivalent chat request.
+    def input_items(self) -> list[dict[str, Any]]:
+        """Return the items of the input with ids."""
+        return stored_form(self.input, f"in_{uuid.uuid4().hex}")
 
-        Args:
-            before: messages of the previous responses.
-
-        Raises:
-            APIError: 400, fields contradict each other.
-        """
-        system = [] if self.instructions is None else [_system(self.instructions)]
-        choice: object = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in self.tools
-        ]
-        fields = {
-            "model": self.model,
-            "messages": [*system, *before, *self.messages()],
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the other fields of the equivalent chat request."""
+        fields: dict[str, Any] = {
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": tools,
-            "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": self.text.format.for_chat(),
             "top_k": self.top_k,
             "seed": self.seed,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "reasoning_effort": self.reasoning.effort,
         }
-        return validated(ChatRequest, fields)
+        if self.logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return fields
 
 
 def _system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
-
-
-def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message at the end; append an empty message if necessary."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
