@@ -29,12 +29,9 @@ from itertools import pairwise
 import httpx
 from ed_infra.errors import ConfigError, EasyDeLError
 
+from ed_esurge.command.bench_data import WORDS
 from ed_esurge.command.serve import KEY
 
-_WORDS: str = (
-    "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work number night"
-)
 _PERCENTILES = (50, 90, 99)
 
 
@@ -142,7 +139,7 @@ async def measure(url: str, values: argparse.Namespace) -> list[dict[str, float]
 
 def prompts(draw: random.Random, words: int, count: int) -> list[str]:
     """Return texts without common prefixes."""
-    return [" ".join(draw.choices(_WORDS.split(), k=words)) for _ in range(count)]
+    return [" ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
 
 
 async def load(

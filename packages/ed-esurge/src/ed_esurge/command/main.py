@@ -4,6 +4,7 @@
     esurge chat MODEL      a conversation in the terminal
     esurge run-batch MODEL the answers of a file of requests
     esurge bench MODEL     load test of a server: throughput and latencies
+    esurge bench serve ... load test with arrival times and data sets, as `vllm bench serve`
 
 `python -m ed_esurge` is the same program.
 
@@ -23,7 +24,7 @@ from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
 
-from ed_esurge.command import bench, chat, run_batch, serve
+from ed_esurge.command import bench, bench_serve, chat, run_batch, serve
 from ed_esurge.command.flags import read_config
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "chat": (chat, "talk with a model in the terminal"),
     "run-batch": (run_batch, "answer the requests of a file"),
     "bench": (bench, "put load on a server and measure it"),
+    "bench-serve": (bench_serve, "load test with arrival times and data sets; also `bench serve`"),
 }
 
 
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     own = dict(commands.choices)
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:2] == ["bench", "serve"]:
+        words[:2] = ["bench-serve"]
     values = parser.parse_args(words)
     try:
         if getattr(values, "config", None) is not None:
