@@ -62,6 +62,17 @@ class HostPages:
         self.put_back(keys, places)
         self.loads.update(zip(pages, places, strict=True))
 
+    def restore(self, key: bytes) -> int | None:
+        """Return a free place for a stored page, as the most recently used; None without one."""
+        if key in self._place_of or not self._blank:
+            return None
+        place = self._place_of[key] = self._blank.pop()
+        return place
+
+    def places_of(self) -> dict[bytes, int]:
+        """Return key -> place of the pages whose content is in host memory."""
+        return {key: place for key, place in self._place_of.items() if place not in self.saves}
+
     def forget_moves(self) -> None:
         """Clear `saves` and `loads` after the copies."""
         self.saves, self.loads = {}, {}

@@ -52,6 +52,11 @@ class PrefixCache:
         """Return whether a page is cached."""
         return page in self._key_of[group]
 
+    def pages_of(self, group: str) -> dict[bytes, int]:
+        """Return key -> page of the cached pages on the device whose content is there."""
+        loads = self.host[group].loads
+        return {key: page for key, page in self._page_of[group].items() if page not in loads}
+
     def match(self, request: Request) -> dict[str, list[int | bytes | None]]:
         """Return group -> pages of the longest cached prefix of a request's tokens.
 

@@ -220,6 +220,8 @@ class AsyncEngine:
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self.engine.store_pages()
 
     # ---- requests
 

@@ -19,6 +19,7 @@ from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
+from ed_esurge.engine.disk_pages import DiskPages
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     Intake,
@@ -27,6 +28,8 @@ from ed_esurge.engine.intake import (
     RequestParams,
     as_prompts,
 )
+from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import tokens_together
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
@@ -122,6 +125,11 @@ class eSurge(EngineControl):
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
                 self.loop.compile_all(bar)
+        self._disk: DiskPages | None = None
+        if config.prefix_cache_directory is not None:
+            most = int(config.prefix_cache_directory_size * 2**30)
+            self._disk = DiskPages(config.prefix_cache_directory, most)
+            self._disk.read(self._loops)
         if not config.silent_mode:
             logger.info("%s: %s", self.model_name, self.describe())
 
@@ -432,8 +440,23 @@ class eSurge(EngineControl):
 
     # ---- termination
 
+    @property
+    def _loops(self) -> list[EngineLoop]:
+        loop = self.loop
+        return [*loop.loops] if isinstance(loop, Replicas) else [loop]
+
+    def store_pages(self) -> int:
+        """Write the pages of the prefix cache to `prefix_cache_directory`, if the option is set.
+
+        Returns:
+            the number of new files.
+        """
+        with self._lock:
+            return 0 if self._disk is None else self._disk.write(self._loops)
+
     def terminate(self) -> None:
         """Abort all requests and free the pages. The engine cannot be used afterwards."""
+        self.store_pages()
         with self._lock:
             for name in self.loop.open_requests:
                 self._execute(Abort(name))

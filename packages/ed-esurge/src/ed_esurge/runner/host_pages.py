@@ -8,7 +8,7 @@ Legend: n pages of a copy. An array of pages is [P, …] or, in a stack of layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -42,11 +42,13 @@ class HostMemory:
 
     Attributes:
         bytes_saved, bytes_loaded: bytes copied from and to the device since the start.
+        device: returns the cache on the device; None = its pages are not allocated.
     """
 
     def __init__(self, cache: Cache, places: int, traced: Traced) -> None:
         self.places = places
         self.bytes_saved = self.bytes_loaded = 0
+        self.device: Callable[[], Cache | None] = lambda: None
         self._groups = {
             name: HostGroup(pages, places, traced) for name, pages in groups(cache).items()
         }
@@ -69,6 +71,20 @@ class HostMemory:
                     return pages
                 cache = replace(cache, caches={**cache.caches, name: pages})
         return cache
+
+    def on_device(self, group: str, numbers: Sequence[int]) -> Iterator[bytes]:
+        """Yield the content of pages on the device."""
+        cache = self.device()
+        if cache is not None and numbers:
+            yield from self._groups[group].on_device(groups(cache)[group], numbers)
+
+    def content(self, group: str, place: int) -> bytes:
+        """Return the content of a place."""
+        return self._groups[group].content(place)
+
+    def fill(self, group: str, place: int, content: bytes) -> bool:
+        """Write the content of a place. Return False if it has another length."""
+        return self._groups[group].fill(place, content)
 
 
 class HostGroup:
@@ -137,6 +153,36 @@ class HostGroup:
             ]
             pages = self.programs[1](pages, theirs, jax.tree.unflatten(self._treedef, values))
         return pages
+
+    def on_device(self, pages: PagedCache, numbers: Sequence[int]) -> Iterator[bytes]:
+        """Yield the content of pages of the device, in the order of `numbers`."""
+        for start in range(0, len(numbers), PAGES_AT_ONCE):
+            batch = list(numbers[start : start + PAGES_AT_ONCE])
+            padded = np.array(batch + batch[:1] * (PAGES_AT_ONCE - len(batch)), np.int32)
+            leaves = jax.tree.leaves(self.programs[0](pages, padded))
+            arrays = [
+                np.moveaxis(np.asarray(leaf), axis, 0)
+                for leaf, axis in zip(leaves, self._axes, strict=True)
+            ]
+            for place in range(len(batch)):
+                yield b"".join(array[place].tobytes() for array in arrays)
+
+    def content(self, place: int) -> bytes:
+        """Return the content of a place."""
+        self._wait()
+        return b"".join(array[place].tobytes() for array in self._arrays)
+
+    def fill(self, place: int, content: bytes) -> bool:
+        """Write the content of a place. Return False if it has another length."""
+        if len(content) != sum(array[0].nbytes for array in self._arrays):
+            return False
+        at = 0
+        for array in self._arrays:
+            one = array[0]
+            values = np.frombuffer(content, np.uint8, one.nbytes, at).view(one.dtype)
+            array[place] = values.reshape(one.shape)
+            at += one.nbytes
+        return True
 
     def _wait(self) -> None:
         """Wait for all running copies."""

@@ -117,6 +117,8 @@ class ModelRunner:
             self._encoder = SlotEncoder(self.weights, self.memory, self.functions.traced)
         cache = self.memory.allocate()
         self.host = HostMemory(cache, host_places, self.functions.traced) if host_places else None
+        if self.host is not None:
+            self.host.device = lambda: self.memory.cache
 
     # ---- memory
 

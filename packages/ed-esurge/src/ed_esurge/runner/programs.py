@@ -46,7 +46,7 @@ logger = get_logger(__name__)
 NameT = TypeVar("NameT")
 #: Age in seconds at which an unused folder is deleted.
 KEPT = 60 * 24 * 3600
-_PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
+PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
 _CODE = 32  # bytes of the authentication code at the beginning of a file
 _UNUSABLE = "unusable"  # marker file: programs of this kind cannot be cached
 
@@ -78,7 +78,7 @@ class Programs(Generic[NameT]):
             kernels_in_use = native.describe()  # XLA requires them when a program is loaded
         try:
             name = fingerprint(
-                *parts, kernels_in_use, kernels(), packages=_PACKAGES, imported=IMPORTED
+                *parts, kernels_in_use, kernels(), packages=PACKAGES, imported=IMPORTED
             )
         except NoFingerprintError as error:
             once(logger, f"compiled programs are kept by jax alone: {error}")
