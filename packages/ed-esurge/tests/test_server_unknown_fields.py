@@ -91,8 +91,6 @@ def test_policy_selects_ignoring_or_rejecting_unknown_fields():
 @pytest.mark.parametrize(
     ("field", "value", "harmless"),
     [
-        ("use_beam_search", True, False),
-        ("length_penalty", 0.5, 1.0),
         ("prompt_embeds", "abc", None),
         ("tfs_z", 0.5, 1.0),
         ("repeat_penalty", 1.1, 1.0),

@@ -179,6 +179,11 @@ class AsyncEngine:
         """See `eSurge.stats`."""
         return self.engine.stats()
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model."""
+        return tuple(self.engine.eos_token_ids)
+
     def replica_stats(self) -> Sequence[Mapping[str, float]]:
         """See `eSurge.replica_stats`."""
         return self.engine.replica_stats()

@@ -91,6 +91,7 @@ class RunningGeneration:
         self.times: RequestMetrics | None = None
         self._cached = [0] * len(tasks)
         self._queue = model.queue_options(body)
+        self._length_penalty = body.length_penalty if body.use_beam_search else None
 
     @property
     def cached_tokens(self) -> int:
@@ -118,6 +119,12 @@ class RunningGeneration:
         options = self._queue.copy()
         if task.encoder_inputs:
             options["encoder_inputs"] = task.encoder_inputs
+        if self._length_penalty is not None:
+            if task.encoder_inputs:
+                raise APIError("beam search reads no images", param="use_beam_search")
+            return self.model.beam_search(
+                task.prompt, task.params, label, self._length_penalty, **options
+            )
         return self.model.generate(task.prompt, task.params, label, **options)
 
     async def answer(

@@ -30,9 +30,13 @@ from ed_esurge.server.http.sampling_fields import LlamaSamplers, Stops
 class OtherSamplers(RequestBody):
     """Sampling fields of vLLM, SGLang, llama.cpp and text-generation-inference."""
 
-    use_beam_search: Annotated[None, unsupported("beam search; send n or best_of", False)] = None
-    length_penalty: Annotated[None, unsupported("beam search", 1, 1.0)] = None
-    early_stopping: Annotated[None, unsupported("beam search", False)] = None
+    use_beam_search: bool = False
+    """Whether the `n` choices are the best beams of a beam search with `n` beams."""
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
+    """Exponent of the length in the score of a beam."""
+    early_stopping: Annotated[
+        None, unsupported("a beam search that stops early; request fewer tokens", False)
+    ] = None
     logits_processors: Annotated[
         None, unsupported("code of clients; send logit_bias, allowed_token_ids or bad_words", [])
     ] = None
@@ -193,6 +197,12 @@ class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
             raise InvalidField(
                 "are not available in streams: omit stream or them", "prompt_logprobs"
             )
+        if self.use_beam_search and self.stream:
+            raise InvalidField(
+                "ends before its first token is known: omit stream", "use_beam_search"
+            )
+        if self.length_penalty != 1.0 and not self.use_beam_search:
+            raise InvalidField("requires use_beam_search: true", "length_penalty")
         if self.truncate_prompt_tokens == 0:
             raise InvalidField(
                 "0 would remove the entire prompt; -1 keeps as many tokens as fit",
@@ -241,6 +251,8 @@ class CompletionRequest(GenerationRequest):
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise InvalidField("0 generates no token and requires echo: true", "max_tokens")
+        if self.use_beam_search and self.best_of not in (None, self.n):
+            raise InvalidField("has no effect on beam search: omit it", "best_of")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidField(f"{self.best_of} is below n ({self.n})", "best_of")
         if self.stream and (self.best_of or self.n) > self.n:

@@ -1,0 +1,97 @@
+"""Beam search over HTTP equals its definition on the logits of the model."""
+
+from __future__ import annotations
+
+import math
+
+import httpx
+import numpy as np
+import pytest
+from ed_esurge import eSurge
+from ed_esurge.server.launch import background
+from ed_esurge.testing import byte_tokenizer
+
+WIDTH, STEPS = 3, 5
+PROMPT = [5, 17, 80, 33, 90, 12, 44, 61]
+
+
+@pytest.fixture(scope="module")
+def served(llama):
+    engine = eSurge(
+        llama,
+        byte_tokenizer(),
+        max_model_len=64,
+        page_size=4,
+        num_pages=64,
+        max_num_seqs=4,
+        compile_runner=False,
+        silent_mode=True,
+    )
+    with background(engine) as url:
+        yield engine, url
+
+
+def search(logits, eos, *, penalty, ignore_eos):
+    """vLLM's beam search, written with plain lists."""
+
+    def score(tokens, total):
+        length = len(PROMPT) + len(tokens) - (bool(tokens) and tokens[-1] in eos and not ignore_eos)
+        return total / length**penalty
+
+    beams, complete = [([], 0.0)], []
+    for _ in range(STEPS):
+        new = []
+        for tokens, total in beams:
+            line = logits([*PROMPT, *tokens])[-1]
+            line = line - line.max()
+            line = line - math.log(np.exp(line).sum())
+            for token in np.argsort(-line)[: 2 * WIDTH]:
+                entry = ([*tokens, int(token)], total + float(line[token]))
+                ended = int(token) in eos and not ignore_eos
+                (complete if ended else new).append(entry)
+        beams = sorted(new, key=lambda one: -score(*one))[:WIDTH]
+    return sorted([*complete, *beams], key=lambda one: -score(*one))[:WIDTH]
+
+
+@pytest.mark.parametrize(("penalty", "ignore_eos"), [(1.0, True), (0.0, False), (2.0, False)])
+def test_beam_search_returns_the_beams_of_its_definition(served, plain_logits, penalty, ignore_eos):
+    engine, url = served
+    expected = search(
+        plain_logits, set(engine.eos_token_ids), penalty=penalty, ignore_eos=ignore_eos
+    )
+    body = {
+        "prompt": PROMPT,
+        "use_beam_search": True,
+        "n": WIDTH,
+        "max_tokens": STEPS,
+        "length_penalty": penalty,
+        "ignore_eos": ignore_eos,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    answer = httpx.post(f"{url}/completions", json=body, timeout=120).json()
+    choices = answer["choices"]
+    assert [choice["token_ids"] for choice in choices] == [tokens for tokens, _ in expected]
+    for choice, (_, total) in zip(choices, expected, strict=True):
+        assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-3)
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"stream": True}, "use_beam_search"),
+        ({"n": 11}, "n"),
+        ({"top_k": 5}, "top_k"),
+        ({"stop": ["a"]}, "stop"),
+        ({"guided_regex": "a+"}, "structured_outputs"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+        ({"best_of": 4, "n": 2}, "best_of"),
+    ],
+)
+def test_options_without_effect_on_beams_are_refused(served, more, param):
+    _, url = served
+    body = {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 2, **more}
+    answer = httpx.post(f"{url}/completions", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
