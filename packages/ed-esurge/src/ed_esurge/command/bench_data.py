@@ -113,10 +113,10 @@ def requests_of(values: argparse.Namespace) -> list[LoadRequest]:
     return requests
 
 
-Piece = list[int] | list[str]
+PromptPiece = list[int] | list[str]
 
 
-def _pieces(draw: random.Random, tokenizer: Any) -> Callable[[int], Piece]:
+def _pieces(draw: random.Random, tokenizer: Any) -> Callable[[int], PromptPiece]:
     """Return a function that draws a number of tokens, or of words without a tokenizer."""
     if tokenizer is None:
         return lambda count: draw.choices(WORDS, k=count)
@@ -125,7 +125,7 @@ def _pieces(draw: random.Random, tokenizer: Any) -> Callable[[int], Piece]:
     return lambda count: draw.choices(usual, k=count)
 
 
-def _joined(pieces: list[Piece]) -> str | list[int]:
+def _joined(pieces: list[PromptPiece]) -> str | list[int]:
     items = [item for piece in pieces for item in piece]
     if isinstance(items[0], int):
         return items  # type: ignore[return-value]

@@ -31,6 +31,7 @@ from ed_infra.logging import get_logger
 
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.runner.programs import IMPORTED, PACKAGES
+from ed_esurge.runner.weights import ServedWeights
 
 logger = get_logger(__name__)
 
@@ -84,7 +85,7 @@ class DiskPages:
     def _folder(self, loop: EngineLoop) -> Path | None:
         """Return the folder of the pages of a loop; None if its model has no hash."""
         weights = loop.runner.weights
-        if not weights.there:
+        if not isinstance(weights, ServedWeights) or not weights.there:
             return None
         try:
             name = fingerprint(
@@ -100,7 +101,7 @@ class DiskPages:
 
         def digest(leaf: object) -> bytes:
             array = np.ascontiguousarray(np.asarray(leaf))
-            return hashlib.blake2b(array.reshape(-1).view(np.uint8)).digest()
+            return hashlib.blake2b(array.reshape(-1).view(np.uint8).data).digest()
 
         with ThreadPoolExecutor(THREADS) as threads:
             parts = b"".join(threads.map(digest, weights.leaves))

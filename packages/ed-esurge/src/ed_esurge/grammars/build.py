@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ed_esurge.grammars.limits import GrammarError, check_lark, check_regex, check_schema
+from ed_esurge.grammars.rewriting import rewritten
 
 GrammarSource = tuple[str, Any]
 """The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its string(s)."""
@@ -56,7 +57,7 @@ def grammar_text(source: GrammarSource) -> str:
     kind, content = source
     if kind == "json_schema":
         check_schema(content)
-        return LLMatcher.grammar_from_json_schema(content, defaults=JSON_STYLE)
+        return LLMatcher.grammar_from_json_schema(rewritten(content), defaults=JSON_STYLE)
     if kind == "regex":
         check_regex(content)
         return LLMatcher.grammar_from_regex(content)

@@ -61,8 +61,9 @@ def check_beam_options(params: SamplingParams, most_logprobs: int) -> None:
             f"engine returns at most {most_logprobs} (max_logprobs): request fewer beams",
             param="n",
         )
-    for name, field in type(params).model_fields.items():
-        if name not in _FOLLOWED and getattr(params, name) != field.get_default():
+    default = SamplingParams()
+    for name in SamplingParams.model_fields:
+        if name not in _FOLLOWED and getattr(params, name) != getattr(default, name):
             raise APIError(f"{name} has no effect on beam search: omit it", param=name)
 
 

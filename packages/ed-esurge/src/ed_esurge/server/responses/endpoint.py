@@ -22,7 +22,7 @@ from ed_esurge.server.http.errors import APIError, renamed
 from ed_esurge.server.http.streaming import RequestLifetime, StreamFormat, named_event
 from ed_esurge.server.responses.output import EventWriter
 from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
-from ed_esurge.server.responses.run import Conversation, ResponseRun
+from ed_esurge.server.responses.run import ResponsePrompt, ResponseRun
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint, post
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class InputItemList(AnswerBody):
     has_more: bool
 
 
-class InputTokens(AnswerBody):
+class ResponseTokenCount(AnswerBody):
     """Answer of `POST /v1/responses/input_tokens`."""
 
     object: Literal["response.input_tokens"]
@@ -191,7 +191,7 @@ def _error_event(error: APIError) -> str:
 async def count(model: ServedModel, body: PromptFields, request: Request) -> Response:
     """Return the number of tokens of a response's prompt. Raises APIError: see `create`."""
     with renamed(NAMES):
-        conversation = Conversation(model, body, request)
+        conversation = ResponsePrompt(model, body, request)
         chat = await conversation.chat(execute=False)
         model.formats.check(chat)
         prompt = await model.prompts.chat(chat, conversation.size)
@@ -307,7 +307,7 @@ ENDPOINTS = (
         "Count the tokens of a response's prompt.",
         count,
         PromptFields,
-        InputTokens,
+        ResponseTokenCount,
         ability=GENERATES,
     ),
     Endpoint(

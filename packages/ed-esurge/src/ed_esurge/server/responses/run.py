@@ -37,7 +37,7 @@ _ITEMS: TypeAdapter[Any] = TypeAdapter(Items)
 _INSTRUCTIONS = ("system", "developer")
 
 
-class Conversation:
+class ResponsePrompt:
     """The prompt of a response: the previous messages, the tools, and the chat request.
 
     Attributes:
@@ -134,7 +134,7 @@ class ResponseRun:
         model: ServedModel,
         body: ResponseRequest,
         request: Request,
-        conversation: Conversation,
+        conversation: ResponsePrompt,
         chat: ChatRequest,
         turn: ChatGeneration,
     ) -> None:
@@ -153,7 +153,7 @@ class ResponseRun:
     ) -> ResponseRun:
         """Check a request and create its prompt. Raises APIError: see `ChatGeneration.begin`."""
         with renamed(NAMES):
-            conversation = Conversation(model, body, request)
+            conversation = ResponsePrompt(model, body, request)
             chat = await conversation.chat()
             turn = await ChatGeneration.begin(model, chat, request, "resp")
         return cls(model, body, request, conversation, chat, turn)
