@@ -24,7 +24,7 @@ from typing import IO, Any
 from ed_infra.errors import ConfigError
 
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.generation.detached import DetachedAnswer
+from ed_esurge.server.detached import DetachedAnswer
 from ed_esurge.server.http.errors import APIError
 
 JsonFields = dict[str, Any]

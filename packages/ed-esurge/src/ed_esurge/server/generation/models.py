@@ -27,9 +27,9 @@ from ed_esurge.engine.intake import (
 )
 from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.server.detached import DetachedAnswers
 from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
 from ed_esurge.server.generation.beam_search import beam_search, check_beam_options
-from ed_esurge.server.generation.detached import DetachedAnswers
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest

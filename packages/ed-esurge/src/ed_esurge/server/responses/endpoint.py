@@ -11,9 +11,9 @@ from typing import Any, Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from ed_esurge.server.detached import DetachedAnswer
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.detached import DetachedAnswer
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.served_models import ServedModels
