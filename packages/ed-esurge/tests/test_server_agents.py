@@ -137,6 +137,7 @@ def with_ollama(url: str, stream: bool) -> tuple[Calls, str]:
 CLIENTS = {"openai": with_openai, "anthropic": with_anthropic, "ollama": with_ollama}
 
 
+@pytest.mark.daily("streamed")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_agents_of_ten_turns_make_the_same_calls_through_every_client(stream: bool) -> None:
     expected = [

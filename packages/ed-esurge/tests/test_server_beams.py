@@ -53,6 +53,7 @@ def search(logits, eos, *, penalty, ignore_eos):
     return sorted([*complete, *beams], key=lambda one: -score(*one))[:WIDTH]
 
 
+@pytest.mark.daily("0.0-False")
 @pytest.mark.parametrize(("penalty", "ignore_eos"), [(1.0, True), (0.0, False), (2.0, False)])
 def test_beam_search_returns_the_beams_of_its_definition(served, plain_logits, penalty, ignore_eos):
     engine, url = served

@@ -146,6 +146,17 @@ def test_truncated_tool_call_returns_partial_arguments(client):
     assert [(n, text) for n, text, _ in got[2].values()] == calls
 
 
+def test_allowed_tools_restrict_the_tools_of_a_chat(client, engine):
+    names = [{"type": "function", "function": {"name": "now"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": names}}
+    answer = ask(client, "only", tools=TOOLS, tool_choice=choice)
+    assert '"weather"' not in engine.prompts[-1].split("</tools>")[0]
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["now"]
+    names[0] = {"type": "function", "function": {"name": "storm"}}
+    with pytest.raises(openai.BadRequestError, match="'storm' is not among the tools"):
+        ask(client, "only", tools=TOOLS, tool_choice=choice)
+
+
 def test_text_is_unchanged_without_tools_or_with_tool_choice_none(client, engine):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {}):
         content, _, calls, finish = whole(ask(client, "only", **options))

@@ -25,7 +25,6 @@ MAX_SERVERS, MAX_TOOLS_OF_SERVER, MAX_OUTPUT = 64, 128, 2**16
 #: Limits of the calls of one response, and of its rounds of generation.
 MAX_TOOL_CALLS, MAX_ROUNDS = 64, 16
 MAX_CONFIG_BYTES = 2**20
-_GONE = "the connection to the MCP server ended"
 
 
 class McpServerOptions(Options):
@@ -102,46 +101,41 @@ class _Connection:
     def __init__(self, label: str, options: McpServerOptions) -> None:
         self.label, self.options = label, options
         self._task: asyncio.Task[None] | None = None
-        self._client: asyncio.Future[Any] | None = None
+        self._ready: asyncio.Future[Any] | None = None
         self._stop = asyncio.Event()
         self.tools: list[dict[str, Any]] | None = None
 
     async def client(self) -> Any:
         """Return the connected client. Raises McpError: the server does not answer."""
         if self._task is None or self._task.done():
-            self._client = asyncio.get_running_loop().create_future()
-            self._stop.clear()
-            self._task = asyncio.create_task(self._run(self._client))
-        assert self._client is not None, "a running task has a future"
+            self._ready, self._stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self.tools = None
+            self._task = asyncio.create_task(self._run(self._ready, self._stop))
+        assert self._ready is not None, "a running task has a future"
         try:
-            return await asyncio.wait_for(asyncio.shield(self._client), self.options.timeout)
+            return await asyncio.wait_for(asyncio.shield(self._ready), self.options.timeout)
         except TimeoutError:
-            self._stop.set()
+            self._task.cancel()
             raise McpError(
                 f"the MCP server {self.label!r} did not answer within {self.options.timeout:g} s"
             ) from None
 
-    async def _run(self, ready: asyncio.Future[Any]) -> None:
+    async def _run(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         from mcp import Client
 
         try:
             async with AsyncExitStack() as stack:
                 transport = await self._transport(stack)
-                seconds = self.options.timeout
-                client = Client(transport, read_timeout_seconds=seconds)
+                client = Client(transport, read_timeout_seconds=self.options.timeout)
                 await stack.enter_async_context(client)
                 ready.set_result(client)
-                await self._stop.wait()
+                await stop.wait()
         except Exception as error:
             logger.warning("the MCP server %s failed: %s", self.label, error)
+        finally:
             if not ready.done():
                 ready.set_exception(McpError(f"the MCP server {self.label!r} cannot be reached"))
-        finally:
-            self.tools = None
-            if not ready.done():
-                ready.set_exception(McpError(_GONE))
-            if not ready.cancelled() and ready.exception() is not None:
-                self._client = None
+                ready.exception()  # marks the error as read if no request waits any more
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         options = self.options

@@ -21,6 +21,7 @@ from ed_esurge.server.generation.structured import (
     ToolCall,
     ToolChoice,
     Tools,
+    with_allowed_tools,
 )
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, RequestBody, TokenIds, few, parts_of, unsupported
@@ -405,6 +406,11 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     web_search_options: Annotated[None, unsupported("web search")] = None
     # A hint about the expected answer that only affects the speed.
     prediction: object = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allowed(cls, data: object) -> object:
+        return with_allowed_tools(data)
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
@@ -134,6 +134,46 @@ def _distinct(value: object) -> object:
 
 Tools = Annotated[list[Tool], Field(fail_fast=True), BeforeValidator(_distinct), few(MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
+
+
+class AllowedFunctions(RequestBody):
+    """A part of the tools, and whether the model must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1), few(MAX_TOOLS)]
+
+
+class AllowedToolChoice(RequestBody):
+    """OpenAI's `tool_choice` that restricts the tools. The model sees only the allowed tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def with_allowed_tools(data: object) -> object:
+    """Return the fields of a request with only the allowed tools, and a choice without tools."""
+    choice = data.get("tool_choice") if isinstance(data, Mapping) else None
+    if not isinstance(data, Mapping) or not isinstance(choice, Mapping):
+        return data
+    if choice.get("type") != "allowed_tools":
+        return data
+    try:
+        allowed = AllowedToolChoice.model_validate(choice).allowed_tools
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, ("tool_choice", *problem["loc"])))
+        raise InvalidField(problem["msg"], place) from None
+    offered = data.get("tools")
+    known = {
+        tool["function"].get("name"): tool
+        for tool in (offered if isinstance(offered, list) else ())
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+    }
+    names = [one.function.name for one in allowed.tools]
+    for name in names:
+        if name not in known:
+            raise InvalidField(f"{name!r} is not among the tools: {[*known]}", "tool_choice")
+    return {**data, "tools": [known[name] for name in names], "tool_choice": allowed.mode}
 
 
 MAX_CALLS = 64
