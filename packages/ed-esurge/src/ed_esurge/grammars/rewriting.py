@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,11 @@ def rewritten(text: str) -> str:
     """Return the text of a schema without `uniqueItems` and `oneOf`, where that is possible."""
     if "uniqueItems" not in text and "oneOf" not in text:
         return text
-    schema = json.loads(text)
-    return json.dumps(_rewritten(schema, schema))
+    try:
+        schema = json.loads(text)
+        return json.dumps(_rewritten(schema, schema))
+    except RecursionError:  # the compiler has its own limit of levels
+        return text
 
 
 def _rewritten(schema: Any, root: Any) -> Any:
@@ -107,20 +111,22 @@ def _values(schema: Any, root: Any) -> list[Any] | None:
     allowed = _types(schema) if kinds is not None else set(_TYPES)
     if not set(schema) <= {"const", "enum", "type", "title", "description", "default"}:
         return None
-    distinct: list[Any] = []
-    for value in listed:
-        if _type_of(value) in allowed and not any(_equal(value, one) for one in distinct):
-            distinct.append(value)
-    return distinct
+    return [*{_key(value): value for value in listed if _type_of(value) in allowed}.values()]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether JSON values are equal: 1 and 1.0 are, 1 and true are not."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return _type_of(one) == _type_of(other) and one == other
+def _key(value: Any) -> str:
+    """Return a text that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true not."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return value
 
 
 # ---- oneOf
@@ -139,7 +145,8 @@ def _apart(options: list[Any], root: Any) -> list[Any] | None:
     lists = [_values(one, root) for one in known]
     if all(one is not None for one in lists):
         every = [value for one in lists if one is not None for value in one]
-        once = [one for one in every if sum(_equal(one, other) for other in every) == 1]
+        counts = Counter(map(_key, every))
+        once = [one for one in every if counts[_key(one)] == 1]
         return [{"enum": once}] if once else None
     without: list[set[str]] = [set() for _ in known]
     for (i, one), (j, other) in itertools.combinations(enumerate(known), 2):
@@ -177,7 +184,7 @@ def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bo
         return True
     values, others = _values(one, root), _values(other, root)
     if values is not None and others is not None:
-        return not any(_equal(a, b) for a in values for b in others)
+        return not set(map(_key, values)) & set(map(_key, others))
     if not (_is_object(one) and _is_object(other)):
         return False
     if one.get("additionalProperties") is False and _required(other) - _names(one):
@@ -188,10 +195,9 @@ def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bo
         left, right = (_target(x.get("properties", {}).get(name), root) for x in (one, other))
         if isinstance(left, dict) and isinstance(right, dict):
             a, b = _values(left, root), _values(right, root)
-            listed = a is not None and b is not None
             if not _types(left) & _types(right):
                 return True
-            if listed and not any(_equal(x, y) for x in a or () for y in b or ()):
+            if None not in (a, b) and not set(map(_key, a or ())) & set(map(_key, b or ())):
                 return True
     return False
 
