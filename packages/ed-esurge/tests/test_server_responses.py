@@ -344,6 +344,8 @@ def test_background_responses_are_retrieved_cancelled_and_streamed_again():
         rest = [*client.responses.retrieve(name, stream=True, starting_after=0)]
         assert rest[-1].type == "response.completed"
         stopped = client.responses.create(model="scripted", input="a", background=True)
+        with pytest.raises(openai.BadRequestError, match="not finished"):
+            client.responses.create(model="scripted", input="b", previous_response_id=stopped.id)
         assert client.responses.cancel(stopped.id).status == "cancelled"
         assert client.responses.retrieve(stopped.id).status == "cancelled"
         for _ in range(2):

@@ -236,9 +236,9 @@ async def delete(server: ServedModels, request: Request) -> Response:
     """Delete a stored response. A response in progress is cancelled. Raises APIError: 404."""
     name, owner = request.path_params["response_id"], owner_of(request.scope)
     answer = server.state.responses.get(name, owner).answer
-    server.state.responses.delete(name, owner)
     if answer is not None:
         await answer.cancel()
+    server.state.responses.delete(name, owner)
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 

@@ -56,6 +56,12 @@ class ResponsePrompt:
             known: StoredResponse = model.state.responses.get(
                 body.previous_response_id, model.owner, param="previous_response_id"
             )
+            if known.response["status"] in ("queued", "in_progress"):
+                raise APIError(
+                    "the previous response is not finished: wait for its end, or cancel it",
+                    param="previous_response_id",
+                    code="response_not_finished",
+                )
             self.before, self.size = known.messages, self.size + known.size
             self.previous = known.response
         most = body.max_tool_calls if isinstance(body, ResponseRequest) else None
