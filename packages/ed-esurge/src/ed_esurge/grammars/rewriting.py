@@ -74,9 +74,14 @@ def _unique(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     if values is None or "prefixItems" in schema or "contains" in schema:
         return schema
     high = min(len(values), high if isinstance(high, int) else len(values))
-    counts = range(max(low, 0), high + 1)
-    if sum(math.perm(len(values), count) for count in counts) > MAX_ARRAYS:
-        return schema
+    counts, arrays_left = range(max(low, 0), high + 1), MAX_ARRAYS
+    for count in counts:
+        # More values than arrays are refused before the product, which has thousands of digits.
+        if count > 0 and len(values) > MAX_ARRAYS:
+            return schema
+        arrays_left -= math.perm(len(values), count)
+        if arrays_left < 0:
+            return schema
     arrays = [
         {
             "type": "array",
