@@ -34,7 +34,7 @@ CALLS = {
 }
 
 
-class Agent(ScriptedEngine):
+class NamedCalls(ScriptedEngine):
     """Writes the call that the prompt names, and an answer after the result."""
 
     def __init__(self):
@@ -66,7 +66,7 @@ def served(tmp_path_factory):
     }
     path = tmp_path_factory.mktemp("mcp") / "mcp.json"
     path.write_text(json.dumps({"mcpServers": servers}))
-    engine = Agent()
+    engine = NamedCalls()
     with background(engine, mcp_config=path) as url:
         yield engine, openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
@@ -196,7 +196,7 @@ def test_mcp_servers_over_http_are_called(tmp_path):
         }
         path = tmp_path / "mcp.json"
         path.write_text(json.dumps({"mcpServers": servers}))
-        with background(Agent(), mcp_config=path) as base:
+        with background(NamedCalls(), mcp_config=path) as base:
             client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
             for label in servers:
                 made = client.responses.create(

@@ -1,4 +1,4 @@
-"""Agents of ten turns with two tools, through the official clients of three APIs."""
+"""Tool calls of ten turns with two tools, through the official clients of three APIs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
 FUNCTIONS = {"weather": TOOL_PARAMETERS, "now": EMPTY}
 
 
-class Agent(ScriptedEngine):
+class TwoTools(ScriptedEngine):
     """Calls both tools in turn, with thoughts and text, until the prompt has ten results."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def with_openai(url: str, stream: bool) -> tuple[Calls, str]:
             calls.append((name, arguments))
             content = result(name, arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    raise AssertionError("the agent did not end")
+    raise AssertionError("the conversation did not end")
 
 
 def with_anthropic(url: str, stream: bool) -> tuple[Calls, str]:
@@ -96,7 +96,7 @@ def with_anthropic(url: str, stream: bool) -> tuple[Calls, str]:
             content = result(use.name, arguments)
             results.append({"type": "tool_result", "tool_use_id": use.id, "content": content})
         messages.append({"role": "user", "content": results})
-    raise AssertionError("the agent did not end")
+    raise AssertionError("the conversation did not end")
 
 
 def with_ollama(url: str, stream: bool) -> tuple[Calls, str]:
@@ -131,7 +131,7 @@ def with_ollama(url: str, stream: bool) -> tuple[Calls, str]:
             name, arguments = call.function.name, dict(call.function.arguments)
             calls.append((name, arguments))
             messages.append({"role": "tool", "tool_name": name, "content": result(name, arguments)})
-    raise AssertionError("the agent did not end")
+    raise AssertionError("the conversation did not end")
 
 
 CLIENTS = {"openai": with_openai, "anthropic": with_anthropic, "ollama": with_ollama}
@@ -139,13 +139,13 @@ CLIENTS = {"openai": with_openai, "anthropic": with_anthropic, "ollama": with_ol
 
 @pytest.mark.daily("streamed")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_agents_of_ten_turns_make_the_same_calls_through_every_client(stream: bool) -> None:
+def test_conversations_of_ten_tool_calls_are_equal_through_every_client(stream: bool) -> None:
     expected = [
         ("weather", {"city": f"Zürich {turn}", "days": turn}) if turn % 2 == 0 else ("now", {})
         for turn in range(TURNS)
     ]
     for run in CLIENTS.values():
-        engine = Agent()
+        engine = TwoTools()
         with background(engine) as url:
             calls, answer = run(url, stream)
         assert calls == expected, run.__name__
