@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
-from ed_esurge import SamplingParams, eSurge
+from ed_esurge import LoggedRequest, SamplingParams, eSurge
+from ed_esurge.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ed_infra.errors import ConfigError
 
 OPTIONS = {
     "max_num_seqs": 8,
@@ -91,3 +97,61 @@ def test_replay_reproduces_a_recorded_request(llama, requests):
     assert [o.outputs[1].token_ids for o in reversed(again)] == [
         o.outputs[1].token_ids for o in recorded
     ]
+
+
+def test_logged_request_keeps_every_bit():
+    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=2, logprobs=0)
+    logprobs = [{5: Logprob(-0.1234567890123456, 1)}, {6: Logprob(-1 / 3, 1)}]
+    done = CompletionOutput(0, token_ids=[5, 6], logprobs=logprobs, finish_reason="length")
+    output = RequestOutput("a", [1, 2], [done], True, RequestMetrics(0.0), seed=9)
+    logged = LoggedRequest.from_json(LoggedRequest.of(output, params).to_json())
+    assert logged == LoggedRequest.of(output, params)
+    assert logged.equals(output)
+    logprobs[1][6] = Logprob(np.nextafter(-1 / 3, 0), 1)
+    assert not logged.equals(output)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"sampling_params": {"no": 1}}), "[" * 9999]
+)
+def test_damaged_log_is_refused(text):
+    with pytest.raises(ConfigError):
+        LoggedRequest.from_json(text)
+
+
+REPLAY = """
+import sys
+from ed_esurge import LoggedRequest, eSurge
+from ed_infra.testing import tiny_llama
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+fields = tiny_llama(vocab_size=300)
+del fields["model_type"]
+config = LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
+model = LlamaForCausalLM.create(config, seed=3)
+options = dict(max_num_seqs=4, page_size=8, max_model_len=64, silent_mode=True)
+engine = eSurge(model, batch_invariant=True, compile_runner=False, **options)
+"""
+RECORD = """
+from ed_esurge import SamplingParams
+params = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True)
+for output in engine.generate([[*range(3, 3 + n)] for n in (4, 9, 17)], params):
+    print(LoggedRequest.of(output, params).to_json())
+"""
+AGAIN = """
+logged = [LoggedRequest.from_json(line) for line in sys.stdin]
+print([one.equals(engine.replay(one)) for one in reversed(logged)])
+"""
+
+
+@pytest.mark.nightly
+def test_another_process_replays_a_log_with_equal_bits():
+    def run(code: str, given: str = "") -> str:
+        command = [sys.executable, "-c", REPLAY + code]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    log = run(RECORD)
+    assert len(log.splitlines()) == 3
+    assert run(AGAIN, log).strip() == "[True, True, True]"

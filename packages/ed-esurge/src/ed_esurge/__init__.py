@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ed_esurge.engine import AsyncEngine as AsyncEngine
     from ed_esurge.engine import eSurge as eSurge
     from ed_esurge.lm_eval import eSurgeLM as eSurgeLM
+    from ed_esurge.logged import LoggedRequest as LoggedRequest
     from ed_esurge.outputs import CompletionOutput as CompletionOutput
     from ed_esurge.outputs import Logprob as Logprob
     from ed_esurge.outputs import RequestMetrics as RequestMetrics
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "AsyncEngine": "ed_esurge.engine",
         "CompletionOutput": "ed_esurge.outputs",
         "EngineConfig": "ed_esurge.config",
+        "LoggedRequest": "ed_esurge.logged",
         "Logprob": "ed_esurge.outputs",
         "PoolingParams": "ed_esurge.sampling",
         "RequestMetrics": "ed_esurge.outputs",

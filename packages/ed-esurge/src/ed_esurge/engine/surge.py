@@ -32,6 +32,7 @@ from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import tokens_together
 from ed_esurge.grammars.store import Grammars
+from ed_esurge.logged import LoggedRequest
 from ed_esurge.model import (
     decoder_start_of,
     embedding_settings_of,
@@ -334,8 +335,8 @@ class eSurge(EngineControl):
 
     def replay(
         self,
-        output: RequestOutput,
-        sampling_params: SamplingParams,
+        output: RequestOutput | LoggedRequest,
+        sampling_params: SamplingParams | None = None,
         *,
         lora_name: str | None = None,
     ) -> RequestOutput:
@@ -345,11 +346,17 @@ class eSurge(EngineControl):
         too. The output may come from a file or another process.
 
         Args:
-            output: complete output, or any delta, of a request that samples.
-            sampling_params: sampling options of the request.
+            output: complete output, or any delta, of a request that samples; or its entry in a log.
+            sampling_params: sampling options of the request. An entry in a log contains them.
+
+        Raises:
+            ConfigError: the sampling options of an output are missing.
             lora_name: name of the request's LoRA adapter.
         """
-        params = sampling_params.replace(seed=output.seed)
+        params = sampling_params or getattr(output, "sampling_params", None)
+        if params is None:
+            raise ConfigError("replay(output) needs the sampling options: give sampling_params=")
+        params = params.replace(seed=output.seed)
         return self.generate(output.prompt_token_ids, params, lora_name=lora_name)[0]
 
     def stream(
