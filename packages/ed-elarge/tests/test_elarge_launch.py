@@ -72,10 +72,13 @@ def test_sweep_is_an_array_whose_runs_have_their_own_folders(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--on", "lsf"], "--on 'lsf' must be one of kubernetes, slurm, ssh"),
+        (["--on", "lsf"], "--on 'lsf' must be one of kubernetes, ray, slurm, ssh"),
         (["--on", "slurm", "--sweep", "trainer.seed="], "must be KEY=VALUE,VALUE"),
         (["--on", "slurm", "--sweep", "trainer.sed=1,2"], "did you mean 'seed'"),
         (["--on", "slurm", "--option", "=3"], "must be NAME=VALUE"),
+        (["--on", "ray", "--option", "restart=1"], "restart must be one of address, resource,"),
+        (["--on", "ray", "--option", "gpu=two"], "gpu=two must end with a number from 0"),
+        (["--on", "ray", "--option", "resource=slice"], "must be resource=NAME:AMOUNT"),
         (["--on", "ssh"], "--option hosts-file=FILE"),
         (["--on", "ssh", "--option", "hosts-file=none"], "none cannot be read"),
         (["--on", "ssh", "--option", "hosts-file=hosts", "--hosts", "3"], r"lists \(2\)"),
@@ -152,6 +155,24 @@ def test_ssh_processes_share_one_coordinator(here: Path) -> None:
         assert f"JAX_NUM_PROCESSES=4 && export JAX_PROCESS_ID={number} " in command
         assert command.endswith("exec elarge run.yaml")
     assert len(LAUNCHERS["ssh"].render(job).splitlines()) == 4
+
+
+def test_ray_placement_has_one_bundle_per_host_and_numbered_processes(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--on", "ray", "--hosts", "2", "--processes-per-host", "2", "--setup", "true"]
+    for option in ("tpu=4", "cpus=8", "resource=my-slice:1", "restarts=5"):
+        words += ["--option", option]
+    assert launch(*words, "--sweep", "trainer.seed=1,2", "--dry-run") == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["strategy"] == "STRICT_SPREAD" and shown["restarts"] == 5
+    assert shown["bundles"] == [{"CPU": 8, "TPU": 4, "my-slice": 1}] * 2
+    assert [[host["bundle"] for host in run] for run in shown["runs"]] == [[0, 1]] * 2
+    commands = [command for host in shown["runs"][1] for command in host["commands"]]
+    for number, command in enumerate(commands):
+        assert command.startswith(f"cd {here} && true && export JAX_COORDINATOR_ADDRESS=")
+        assert f"JAX_NUM_PROCESSES=4 && export JAX_PROCESS_ID={number} " in command
+        assert "exec elarge run.yaml --set trainer.seed=2 --set" in command
 
 
 def program(path: Path, text: str) -> None:

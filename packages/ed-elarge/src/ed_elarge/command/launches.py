@@ -15,7 +15,9 @@ from ed_elarge.exits import guarded
 
 def launch(
     file: File,
-    on: Annotated[str, typer.Option("--on", metavar="kubernetes|slurm|ssh", help="The launcher.")],
+    on: Annotated[
+        str, typer.Option("--on", metavar="kubernetes|ray|slurm|ssh", help="The launcher.")
+    ],
     hosts: Annotated[
         int,
         typer.Option(min=0, help="Hosts; 0: those of the file or of the TPU slice, or one."),
@@ -28,7 +30,8 @@ def launch(
         typer.Option(
             "--sweep",
             metavar="KEY=VALUE,VALUE",
-            help="One run per value, as jobs of their own. Repeatable: all combinations.",
+            help="One run per value: jobs of their own, or with ray one after another. Repeatable: "
+            "all combinations.",
         ),
     ] = None,
     setup: Annotated[
@@ -42,11 +45,11 @@ def launch(
         typer.Option(
             "--option",
             metavar="NAME=VALUE",
-            help="An option of sbatch, ssh (also hosts-file, port) or kubernetes. Repeatable.",
+            help="An option of sbatch, ssh (also hosts-file, port), kubernetes or ray. Repeatable.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script, commands or manifests, and exit.")
+        bool, typer.Option("--dry-run", help="Print what the launcher starts, and exit.")
     ] = False,
     settings: RunSettings = None,
     verbose: Verbose = False,

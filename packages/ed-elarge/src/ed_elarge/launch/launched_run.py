@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,31 @@ class LaunchedRun:
     def command(self, point: Sequence[str]) -> str:
         """Return the command of a run, quoted for a shell."""
         return shlex.join(self.words(point))
+
+    def shell(self, point: Sequence[str], variables: Mapping[str, str]) -> str:
+        """Return the shell command of one process: its folder, setup, variables and run."""
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        steps = [f"cd {shlex.quote(str(self.directory))}", *self.setup, *exports]
+        return " && ".join([*steps, f"exec {self.command(point)}"])
+
+
+def jax_variables(coordinator: str, count: int, number: int) -> dict[str, str]:
+    """Return the variables that connect a process with the others of its run.
+
+    A run of one process has none: it must not wait for a coordinator.
+
+    Args:
+        coordinator: `host:port` of process 0.
+        count: Number of processes.
+        number: Number of this process, from 0.
+    """
+    if count == 1:
+        return {}
+    return {
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(number),
+    }
 
 
 def parse_options(given: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ed_elarge.launch import kubernetes, slurm, ssh
+from ed_elarge.launch import kubernetes, ray_cluster, slurm, ssh
 from ed_elarge.launch.launched_run import LaunchedRun
 
 
@@ -23,6 +23,7 @@ class Launcher(NamedTuple):
 
 LAUNCHERS = {
     "kubernetes": Launcher(kubernetes.render, kubernetes.start),
+    "ray": Launcher(ray_cluster.render, ray_cluster.start),
     "slurm": Launcher(slurm.render, slurm.start),
     "ssh": Launcher(ssh.render, ssh.start),
 }

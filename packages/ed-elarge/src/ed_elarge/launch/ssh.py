@@ -13,7 +13,7 @@ from typing import IO
 
 from ed_infra.errors import ConfigError
 
-from ed_elarge.launch.launched_run import LaunchedRun
+from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
 
 #: Port of the coordinator on the first host, unless the option `port` sets another.
 _PORT = 8476
@@ -81,18 +81,10 @@ def processes(job: LaunchedRun) -> list[RemoteProcess]:
     coordinator = f"{hosts[0].rpartition('@')[2]}:{port}"
     made = []
     for number in range(count):
-        variables = {
-            "JAX_COORDINATOR_ADDRESS": coordinator,
-            "JAX_NUM_PROCESSES": str(count),
-            "JAX_PROCESS_ID": str(number),
-        }
-        # A run without several processes must not wait for a coordinator.
-        exports = [f"export {key}={value}" for key, value in variables.items()] if count > 1 else []
-        steps = [f"cd {shlex.quote(str(job.directory))}", *job.setup, *exports]
-        steps.append(f"exec {job.command(point)}")
+        shell = job.shell(point, jax_variables(coordinator, count, number))
         host = hosts[number // job.processes]
         # With a terminal, the end of the connection stops the remote process, which saves.
-        words = ("ssh", "-tt", "-o", "BatchMode=yes", *flags, host, " && ".join(steps))
+        words = ("ssh", "-tt", "-o", "BatchMode=yes", *flags, host, shell)
         made.append(RemoteProcess(host, words))
     return made
 

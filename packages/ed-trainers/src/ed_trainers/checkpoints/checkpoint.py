@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
+from ed_trainers.checkpoints.mirror import Mirror
 from ed_trainers.checkpoints.run_record import compare_runs, free_name
 from ed_trainers.state import EasyDeLState, changing
 from ed_trainers.stored import checksums, disk, library_log
@@ -57,6 +58,7 @@ class Checkpoints:
         keep_best: number of best checkpoints to keep in addition.
         score: returns the score of a step's checkpoint (larger is better), or None.
         say: prints a message.
+        mirror: copies complete checkpoints to an object store.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Checkpoints:
         keep_best: int = 0,
         score: Callable[[int], float | None] = lambda step: None,
         say: Say = print,
+        mirror: Mirror | None = None,
     ):
         self.directory = directory.absolute()
         #: The error of the last checkpoint; None if it was written.
@@ -74,6 +77,7 @@ class Checkpoints:
         self._say = say
         self._score = score
         self._keep, self._keep_best = keep, keep_best
+        self._mirror = mirror
         self._begun: tuple[int, int] | None = None  # step and bytes
         self._base: Fingerprint | None = None
         self._hush = library_log.Hush()
@@ -115,9 +119,15 @@ class Checkpoints:
         """Select the checkpoints to keep; orbax calls this function after each write."""
         del context
         steps = [info.step for info in checkpoints]
-        stay = set(steps if self._keep is None else sorted(steps)[-self._keep :])
-        stay |= set(self._ranked(steps)[: self._keep_best])
+        stay = self.kept(steps)
+        if self._mirror is not None:
+            stay |= self._mirror.pending()
         return [step in stay for step in steps]
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return the steps whose checkpoints stay."""
+        stay = set(steps if self._keep is None else sorted(steps)[-self._keep :])
+        return stay | set(self._ranked(steps)[: self._keep_best])
 
     def _ranked(self, steps: Sequence[int]) -> list[int]:
         scores = {step: self._score(step) for step in sorted(steps)}
@@ -168,6 +178,8 @@ class Checkpoints:
             try:
                 self._open_manager.wait_until_finished()
                 self._seal_commit()
+                if self._begun is not None and self._mirror is not None:
+                    self._mirror.push(self.path(self._begun[0]), self.kept)
             except Exception as error:
                 self._give_up(error)
         self._begun = None

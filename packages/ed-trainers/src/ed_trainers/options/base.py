@@ -168,6 +168,10 @@ class TrainingArguments(Options):
     separately."""
     resume_if_possible: bool = True
     """Resume from the newest checkpoint in `save_directory`. False: move existing files aside."""
+    mirror_address: str | None = None
+    """Address that fsspec supports (`s3://bucket/run`, `gs://bucket/run`) to which complete
+    checkpoints are copied in the background. A run continues from the copy if it is newer than
+    `save_directory`."""
 
     log_steps: Steps = 10
     """Steps between rows of the metrics; the first and the last step always have a row."""

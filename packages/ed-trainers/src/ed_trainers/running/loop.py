@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
+from ed_infra.distributed import from_main
 from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.batches import Feed
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
+from ed_trainers.checkpoints.mirror import Mirror
 from ed_trainers.checkpoints.run_record import describe_run, move_aside
 from ed_trainers.contract import Batch, MethodRun
 from ed_trainers.figures.flops import utilization
@@ -82,12 +84,16 @@ class TrainingLoop:
         self.total = job.total_steps
         self.stop = StopRequest(self.arguments.training_time_limit)
         self.step = 0
+        self.progress: Progress | None = None
         directory = Path(self.arguments.save_directory)
         first = jax.process_index() == 0
         if not self.arguments.resume_if_possible and first:
             moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL))
             if moved is not None:
                 print(f"the earlier run in {directory} was moved to {moved}", flush=True)
+        self._mirror: Mirror | None = None
+        if self.arguments.mirror_address is not None:
+            self._mirror = Mirror(self.arguments.mirror_address, RECORD, self._say)
         self._best = Best(self.arguments)
         keep, best = self.arguments.save_total_limit, self.arguments.save_best_k
         self.checkpoints = Checkpoints(
@@ -96,12 +102,16 @@ class TrainingLoop:
             keep_best=best or int(self.arguments.load_best_model_at_end),
             score=lambda step: self._best.score(self.log.evaluation(step)),
             say=self._say,
+            mirror=self._mirror if first else None,
         )
+        if self._mirror is not None:
+            # Before the record of the metrics is opened, which is copied too.
+            fetch = partial(self._mirror.fetch, self.checkpoints.directory)
+            from_main(fetch if self.arguments.resume_if_possible else self._mirror.check_unused)
         others = sinks_of(self.arguments, self._say) if first else ()
         self.log = MetricsLog(directory / RECORD, others, active=first, say=self._say)
         self.meter = Meter()
         self._profile = ProfileWindow(self.arguments, self._say)
-        self.progress: Progress | None = None
         # Results that are still on the device: (step, report, figures of its batch).
         self._pending: tuple[int, dict[str, jax.Array], Mapping[str, float]] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
@@ -119,10 +129,14 @@ class TrainingLoop:
             with self.stop:
                 self._train(self._begin())
                 self.checkpoints.wait()
+                if self._mirror is not None:
+                    self._mirror.wait()
             outcome = self._end()
         finally:
             # Also after an error: a checkpoint that was begun becomes complete.
             self.checkpoints.close()
+            if self._mirror is not None:
+                self._mirror.wait()
             self._profile.stop()
             self.log.close()
             if self.progress is not None:
@@ -372,7 +386,7 @@ class TrainingLoop:
                 f"stopped by {stopped_by} at step {self.step} of {self.total}; "
                 f"to continue, run the same command again: it resumes from {path}"
             )
-        failed = self.checkpoints.failed
+        failed = self.checkpoints.failed or (self._mirror and self._mirror.failed)
         if stopped_by is None and self.arguments.do_last_save:
             not_saved = self._save_model(directory / MODEL, which, path)
             failed = failed or not_saved
