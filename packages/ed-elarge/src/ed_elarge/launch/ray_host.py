@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
-#: Seconds in which a stopped process must end before it is killed.
+#: Seconds in which a stopped process must end before it is killed, and in which the output of an
+#: ended process must end.
 _GRACE = 2.0
 #: Lines that wait for the launcher; a process that prints faster waits.
 _LINES = 10_000
@@ -42,6 +43,7 @@ class HostProcesses:
         self._running: list[subprocess.Popen[str]] = []
         self._lines: queue.Queue[tuple[int, str]] = queue.Queue(_LINES)
         self._readers: list[threading.Thread] = []
+        self._since: dict[int, float] = {}  # when a process was found to have ended
 
     def address(self) -> tuple[str, str, int]:
         """Return the name of this host, its address in the cluster, and a free port."""
@@ -86,9 +88,14 @@ class HostProcesses:
         """
         lines: list[tuple[int, str]] = []
         done = [child.poll() for child in self._running]
+        now = time.monotonic()
+        for number, code in enumerate(done):
+            if code is not None:
+                self._since.setdefault(number, now)
+        # A process that the ended one started may keep its output open.
         ended = [
-            code is not None and not reader.is_alive()
-            for code, reader in zip(done, self._readers, strict=True)
+            number in self._since and (not reader.is_alive() or now - self._since[number] > _GRACE)
+            for number, reader in enumerate(self._readers)
         ]
         try:
             lines.append(self._lines.get(timeout=0 if all(ended) else seconds))
