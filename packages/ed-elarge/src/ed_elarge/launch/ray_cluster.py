@@ -79,7 +79,9 @@ def placement(job: LaunchedRun) -> RayPlacement:
         raise ConfigError(f"--option restarts={numbers['restarts']} must be a whole number")
     bundle = {name: amount for name, amount in resources.items() if amount}
     if not bundle:
-        raise ConfigError("--option cpus=0 leaves a host without resources: add gpu or tpu")
+        raise ConfigError(
+            "--option cpus=0 needs gpu, tpu or resource: each host must have a resource"
+        )
     return RayPlacement(
         address, (bundle,) * (job.hosts or 1), int(numbers["restarts"]), numbers["wait"]
     )
@@ -164,7 +166,7 @@ def start(job: LaunchedRun) -> int:
 
 
 class _Stops:
-    """Counts SIGINT and SIGTERM: the first asks the run to save and end, the second kills it."""
+    """Counts SIGINT and SIGTERM: the run saves and ends after the first, and is killed after the second."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -18,8 +18,8 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers.stored import checksums
 
 _COPY = "mirror-copy"
-#: Files that are copied at once.
-_AT_ONCE = 8
+#: Files that are copied at the same time.
+_PARALLEL = 8
 
 
 class Mirror:
@@ -98,7 +98,7 @@ class Mirror:
         last = files.pop(checksums.FILE)
         for name in {f"{target}/{name}".rpartition("/")[0] for name in files}:
             self._fs.makedirs(name, exist_ok=True)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
             list(pool.map(lambda name: self._put(files[name], f"{target}/{name}"), files))
         self._fs.pipe_file(f"{target}/{self._record}", rows)
         self._put(last, f"{target}/{checksums.FILE}")
@@ -173,7 +173,7 @@ class Mirror:
             if ".." in Path(name).parts:
                 raise CheckpointError(f"{self.address}/{step} contains the file {name!r}")
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
             list(pool.map(lambda n: self._fs.get_file(files[n], str(copy / n)), files))
         wrong = checksums.damage(copy)
         if wrong is not None:
