@@ -166,7 +166,7 @@ def start(job: LaunchedRun) -> int:
 
 
 class _Stops:
-    """Counts SIGINT and SIGTERM: the run saves and ends after the first, and is killed after the second."""
+    """Counts SIGINT and SIGTERM: the first one saves and ends the run, the second one kills it."""
 
     def __init__(self) -> None:
         self.count = 0
