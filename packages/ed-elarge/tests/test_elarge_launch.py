@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,7 @@ def test_ray_placement_has_one_bundle_per_host_and_numbered_processes(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--on", "ray", "--hosts", "2", "--processes-per-host", "2", "--setup", "true"]
-    for option in ("tpu=4", "cpus=8", "resource=my-slice:1", "restarts=5"):
+    for option in ("tpu=4", "cpu=8", "resource=my-slice:1", "restarts=5"):
         words += ["--option", option]
     assert launch(*words, "--sweep", "trainer.seed=1,2", "--dry-run") == 0
     shown = yaml.safe_load(capsys.readouterr().out)
@@ -194,3 +195,18 @@ def test_failed_process_stops_the_others_and_decides_the_exit_code(
     assert launch("--on", "ssh", "--option", "hosts-file=hosts") == 3
     out = capsys.readouterr().out
     assert "[second] number 1\n" in out
+
+
+@pytest.mark.nightly
+def test_failure_in_one_of_several_processes_ends_the_process_immediately() -> None:
+    code = (
+        "import atexit, time, jax, ed_elarge.command.main as m; "
+        "jax.distributed.is_initialized = lambda: True; "
+        "atexit.register(time.sleep, 600); "  # in place of jax's wait for the other processes
+        "m.app = lambda **given: 1 / 0; m.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr

@@ -37,6 +37,21 @@ def stopped_exit_code() -> int:
     return int(text)
 
 
+def leave_other_processes() -> None:
+    """End this process if it is one of several; call this function in the handler of a failure.
+
+    At a normal end, jax waits up to five minutes for the other processes of the run, which wait for
+    this one. The function prints the exception, and returns in a run of one process.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
 def guarded(work: Callable[[], int | None], *, verbose: bool = False) -> int:
     """Call a function and return its exit code; None is success.
 

@@ -22,6 +22,7 @@ from ed_elarge.command import (
     plans,
     runs,
 )
+from ed_elarge.exits import leave_other_processes
 
 #: Options of the program itself; every other first word that is no command is a run file.
 _OWN = ("--help", "--version", "--install-completion", "--show-completion")
@@ -97,4 +98,8 @@ def main() -> None:
     """Entry point of `elarge` and of `python -m ed_elarge`."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    app(prog_name="elarge")
+    try:
+        app(prog_name="elarge")
+    except Exception:
+        leave_other_processes()
+        raise

@@ -24,7 +24,7 @@ from ed_elarge.launch import ray_host
 from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
 
 #: Resources of Ray by the option that sets them.
-_RESOURCES = {"cpus": "CPU", "gpu": "GPU", "tpu": "TPU"}
+_RESOURCES = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU"}
 _OWN = ("address", "resource", "restarts", "wait", *_RESOURCES)
 #: Starts after the first one, and seconds in which the cluster must provide the hosts.
 _RESTARTS, _WAIT = 3.0, 600.0
@@ -80,7 +80,7 @@ def placement(job: LaunchedRun) -> RayPlacement:
     bundle = {name: amount for name, amount in resources.items() if amount}
     if not bundle:
         raise ConfigError(
-            "--option cpus=0 needs gpu, tpu or resource: each host must have a resource"
+            "--option cpu=0 needs gpu, tpu or resource: each host must have a resource"
         )
     return RayPlacement(
         address, (bundle,) * (job.hosts or 1), int(numbers["restarts"]), numbers["wait"]
