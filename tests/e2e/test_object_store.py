@@ -57,6 +57,25 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         s3fs.S3FileSystem.clear_instance_cache()
 
 
+def test_copies_are_written_to_existing_buckets_only(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    from ed_trainers.checkpoints.mirror import Mirror
+    from ed_trainers.stored import checksums
+
+    checkpoint = tmp_path / "checkpoints/3"
+    checkpoint.mkdir(parents=True)
+    checkpoint.joinpath("data").write_bytes(bytes(100))
+    checksums.write_checksums(checkpoint)
+    for bucket, works in (("store", True), ("missing", False)):
+        mirror = Mirror(f"s3://{bucket}/run", "metrics.jsonl", print)
+        mirror.push(checkpoint, set)
+        mirror.wait()
+        assert (mirror.failed is None) == works
+        assert mirror.fetch(tmp_path / bucket / "checkpoints") == int(works)
+    assert not s3fs.S3FileSystem().exists("missing")
+
+
 def losses(folder: Path) -> dict[int, float]:
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["loss"] for row in rows if "loss" in row}

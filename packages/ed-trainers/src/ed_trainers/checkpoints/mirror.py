@@ -17,9 +17,15 @@ from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.stored import checksums
 
+#: Protocols without folders, whose `makedirs` would create a missing bucket.
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 _COPY = "mirror-copy"
 #: Files that are copied at the same time.
 _PARALLEL = 8
+
+
+def _listed(protocol: str | Sequence[str]) -> Sequence[str]:
+    return [protocol] if isinstance(protocol, str) else protocol
 
 
 class Mirror:
@@ -96,8 +102,9 @@ class Mirror:
             if path.is_file()
         }
         last = files.pop(checksums.FILE)
-        for name in {f"{target}/{name}".rpartition("/")[0] for name in files}:
-            self._fs.makedirs(name, exist_ok=True)
+        if _BUCKETS.isdisjoint(_listed(self._fs.protocol)):
+            for name in {f"{target}/{name}".rpartition("/")[0] for name in files}:
+                self._fs.makedirs(name, exist_ok=True)
         with ThreadPoolExecutor(_PARALLEL) as pool:
             list(pool.map(lambda name: self._put(files[name], f"{target}/{name}"), files))
         self._fs.pipe_file(f"{target}/{self._record}", rows)
