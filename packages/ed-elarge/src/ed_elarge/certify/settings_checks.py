@@ -102,6 +102,8 @@ def cache_is_used(subject: CertifiedModel) -> Outcome:
         "config.json": subject.settings,
         "generation_config.json": subject.generation_settings,
     }
+    if not subject.is_adapter and _default_without_cache(subject):
+        raise NotApplicable("the family generates without a cache by default")
     off = [name for name, values in sources.items() if values.get("use_cache") is False]
     require(
         not off,
@@ -109,6 +111,16 @@ def cache_is_used(subject: CertifiedModel) -> Outcome:
         "new token",
     )
     return passed("use_cache is not false")
+
+
+def _default_without_cache(subject: CertifiedModel) -> bool:
+    from ed_infra import registry
+
+    model_type = str(subject.settings.get("model_type"))
+    if model_type not in registry.model_types():
+        return False
+    default: Any = registry.get_config(model_type)()
+    return getattr(default, "use_cache", True) is False
 
 
 def settings_of_base(subject: CertifiedModel) -> Outcome:

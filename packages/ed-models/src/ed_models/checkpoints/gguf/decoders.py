@@ -293,6 +293,7 @@ ROWS: tuple[Architecture, ...] = (
             config.num_ln_in_parallel_attn != 1 and config.new_decoder_architecture
         ),
         read=_read_falcon,
+        required={"bias": False},
         write=_write_falcon,
     ),
     Architecture(
@@ -308,6 +309,7 @@ ROWS: tuple[Architecture, ...] = (
             "intermediate_size": None,
         },
         read=_read_falcon,
+        required={"bias": False},
         write=_write_falcon,
     ),
     Architecture(

@@ -102,6 +102,11 @@ def _numbers_of(config: EasyDeLBaseConfig) -> dict[str, Any]:
     heads = getattr(config, "num_attention_heads", None)
     if values.get("head_dim") is None and heads:
         values["head_dim"] = config.hidden_size // heads
+    if values.get("n_inner", 0) is None:
+        values["n_inner"] = 4 * config.hidden_size
+    if "new_decoder_architecture" in values:  # Falcon reads one of the two
+        unread = "multi_query" if values["new_decoder_architecture"] else "num_kv_heads"
+        values.pop(unread, None)
     rope = values.get("rope_parameters")
     if isinstance(rope, Mapping):
         context = getattr(config, "max_position_embeddings", None)
