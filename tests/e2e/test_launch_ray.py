@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,14 @@ def test_block_of_the_documentation_starts_ray_and_trains(tmp_path: Path) -> Non
     )
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "XLA_FLAGS": ""}
-    subprocess.run(["bash", "-ec", block.body], cwd=tmp_path, env=environment, check=True)
+    shell = subprocess.Popen(
+        ["bash", "-ec", block.body], cwd=tmp_path, env=environment, start_new_session=True
+    )
+    try:
+        assert shell.wait(900) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)
     assert (tmp_path / "runs/ray/model").is_dir()
 
 
