@@ -19,7 +19,7 @@ from pathlib import Path
 from tools.workspace import ROOT, Package, packages, read_toml
 
 TOP_LEVEL = {
-    *("packages", "tools", "tests", "docs", "examples", ".github", ".ci"),
+    *("packages", "tools", "tests", "docs", "examples", "docker", ".github", ".ci"),
     *(
         "pyproject.toml",
         "uv.lock",
