@@ -29,7 +29,7 @@ TOP_LEVEL = {
         "LICENSE",
         "conftest.py",
     ),
-    *(".gitignore", ".pre-commit-config.yaml"),
+    *(".dockerignore", ".gitignore", ".pre-commit-config.yaml"),
 }
 NEVER_LOCKED = re.compile(r"^(torch|tensorflow|triton|nvidia-.*|jax-cuda.*|libtpu)$")
 
