@@ -9,9 +9,6 @@ from typing import Protocol
 from ed_models.generation.prompts import longest_sequence
 from ed_models.protocol import LanguageModel
 
-# transformers writes 1e30 for an unknown length.
-_UNLIMITED = 1e20
-
 
 class Saveable(Protocol):
     """A tokenizer, or a processor."""
@@ -22,12 +19,13 @@ class Saveable(Protocol):
 
 
 def with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
-    """Return a tokenizer whose `model_max_length` is set to the length of the model.
+    """Return a tokenizer whose `model_max_length` is at most the length of the model.
 
-    A tokenizer without a length has the value 1e30, and truncation to that length does nothing.
+    A tokenizer without a length has the value 1e30, and truncation to that length does nothing. The
+    tokenizer of a teacher may have more positions than the student.
     """
     longest = longest_sequence(model.config)
-    if longest is None or getattr(tokenizer, "model_max_length", 0) < _UNLIMITED:
+    if longest is None or getattr(tokenizer, "model_max_length", 0) <= longest:
         return tokenizer
     told = copy.copy(tokenizer)
     told.model_max_length = longest  # type: ignore[attr-defined]
