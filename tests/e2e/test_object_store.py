@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     try:
+        # Servers of one process share their buckets.
+        reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset, timeout=30).close()
         s3fs.S3FileSystem().mkdir("store")
         yield {**os.environ, **variables}
     finally:
