@@ -116,9 +116,13 @@ def test_token_types_mark_the_tokens_after_the_prompt(mixture, jsonl, tokenizer,
 
 @pytest.mark.daily("gemma3-100", "idefics3-100")
 @pytest.mark.parametrize("count", [100, pytest.param(100_000, marks=pytest.mark.nightly)])
-def test_placeholder_tokens_equal_features_for_images_of_any_size(processor, count):
+def test_placeholder_tokens_equal_features_for_images_of_any_size(processor, count, request):
     """The number of tiles follows from the arrays, and each tile has four features."""
     encoder, rng = ImageEncoder(processor), np.random.default_rng(0)
+    if encoder.sized and count > 100:
+        # A known defect: 1 of 60,000 sizes with the published grids, 68 with these tiny grids.
+        reason = "transformers rounds sizes in float64, so that equal resolutions differ"
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     for height, width in np.exp(rng.uniform(2.0, 5.5, (count, 2))).astype(int):
         image = RowImage(np.zeros((height, width, 3), np.uint8), f"{height} x {width}")
         tokens = encoder.tokens(image)
