@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zlib
@@ -25,6 +26,7 @@ def picture(width: int = 40, height: int = 30) -> Any:
     return Image.fromarray(noise(width, height))
 
 
+@functools.cache
 def unusual() -> dict[str, bytes]:
     """Return images that every decoder accepts."""
     color, gray = picture(), picture().convert("L")
@@ -65,6 +67,7 @@ def png(width: int, height: int, *chunks: bytes) -> bytes:
     return b"".join(parts)
 
 
+@functools.cache
 def damaged() -> dict[str, bytes]:
     """Return data that no decoder accepts as a whole image."""
     color, found = picture(), {}

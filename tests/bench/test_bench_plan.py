@@ -16,6 +16,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ED_LAYERS_NATIVE", "0")
 
 
+@pytest.mark.nightly
 def test_compiled_step_has_the_predicted_memory() -> None:
     name = "tp 2, small head"
     row = plan.on_cpu(name, plan_cases.STEPS[name])

@@ -205,6 +205,7 @@ def test_ring_attention_uses_only_collective_permutes() -> None:
 
 
 @pytest.mark.proves("scan_ring_attention")
+@pytest.mark.nightly
 def test_unrolled_ring_steps_have_same_values_and_other_program() -> None:
     scanned, unrolled = on_four(True), on_four(False)
     for name, error in worst(unrolled.run(), scanned.run()).items():

@@ -104,6 +104,7 @@ def test_pages_filled_by_steps_ahead_are_shared(surge, waiting):
     assert cached == [64, 64]
 
 
+@pytest.mark.nightly
 def test_aborted_request_discards_steps_in_flight(surge, waiting, prompts):
     surge.add_request("a", prompts[0], FREE.replace(max_tokens=100))
     surge.add_request("b", prompts[4], FREE)

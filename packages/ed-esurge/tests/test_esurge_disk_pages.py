@@ -26,6 +26,7 @@ def lines_of(output):
 
 
 @pytest.mark.proves("prefix_cache_directory", "prefix_cache_directory_size")
+@pytest.mark.nightly
 def test_prefix_pages_survive_a_restart_and_damaged_files_are_misses(llama, make_llama, tmp_path):
     options = {**OPTIONS, "prefix_cache_directory": str(tmp_path / "pages")}
     prompts = [[*range(10 * n + 3, 10 * n + 43)] for n in range(2)]

@@ -196,6 +196,7 @@ def test_streamed_texts_equal_those_without_streaming(client, answers):
         assert choices[-1].finish_reason == answer.choices[0].finish_reason
 
 
+@pytest.mark.nightly
 def test_simultaneous_requests_equal_requests_one_at_a_time(client, answers):
     with ThreadPoolExecutor(len(TEXTS)) as threads:
         together = list(threads.map(partial(complete, client), TEXTS))

@@ -135,6 +135,7 @@ def test_options_that_would_cut_images_raise_config_error(gemma3, options, messa
         engine_of(gemma3, **options)
 
 
+@pytest.mark.nightly
 def test_adjacent_images_without_room_in_a_step_raise_config_error(gemma3):
     ids, _, items = prompt(6, 2, 18)
     with pytest.raises(ConfigError, match="32 placeholder tokens at position 2"):

@@ -173,6 +173,7 @@ def test_unloadable_programs_are_compiled_and_not_stored(first, small, monkeypat
     assert again.loop.runner.functions._kept is None
 
 
+@pytest.mark.nightly
 def test_unwritable_program_folder_is_ignored(first, tmp_path):
     kept = first.loop.runner.functions._kept
     (tmp_path / "file").write_text("")

@@ -68,6 +68,7 @@ def buffers(arrays):
 
 
 @pytest.mark.proves("data_parallelism_axis")
+@pytest.mark.nightly
 def test_two_replicas_produce_same_outputs_as_one(one, pair, prompts):
     expected = one.generate(prompts, PARAMS)
     compiled = pair.stats()["num_compiled"]

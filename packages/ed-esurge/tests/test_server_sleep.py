@@ -134,6 +134,9 @@ def test_is_sleeping_is_true_immediately_after_sleep_call():
         def beat(self):
             pass
 
+        def store_pages(self):
+            return 0
+
         def claim(self, driver):
             return True
 

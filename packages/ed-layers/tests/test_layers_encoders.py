@@ -144,6 +144,7 @@ def encoded_of(segments: jax.Array) -> Encoded:
     return Encoded(hidden(segments.shape, seed=3), segments)
 
 
+@pytest.mark.nightly
 def test_cross_attention_stays_within_segments() -> None:
     layer = CrossAttention(parts_of())
     segments = jnp.asarray([[1, 1, 2, 0, 0], [1, 2, 2, 2, 0]])

@@ -65,6 +65,7 @@ def test_a_segment_changes_nothing_in_another(name, cell) -> None:
 
 
 @pytest.mark.parametrize(("name", "cell"), every_cell(cases.readers("projected")))
+@pytest.mark.daily("vanilla-everything", "blocksparse-*")
 def test_padding_gets_zeros_and_changes_nothing(name, cell) -> None:
     case = cases.case_of(CELLS[cell])
     mechanism, d_out = cases.mechanism_of(name, CELLS[cell].features), cases.noise(case)

@@ -125,6 +125,7 @@ def theirs(kind, arguments, ids, logits, **options):
 
 
 @pytest.mark.parametrize(("name", "value", "kind", "arguments", "shape"), CASES)
+@pytest.mark.daily("top_p-*", "timestamp_rules-*", "typical_p-*", "sequence_bias-*")
 def test_logits_processors_match_transformers(name, value, kind, arguments, shape):
     ids = IDS[:, -shape.get("t", T) :]
     logits = spoilt(LOGITS) if "spoilt" in shape else LOGITS

@@ -138,6 +138,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str
 
 
 @pytest.mark.torch
+@pytest.mark.nightly
 def test_dense_layers_and_prompts_equal_the_formula_in_torch(dense: Any) -> None:
     folder, body, weights = dense
     import torch

@@ -284,6 +284,7 @@ def test_tensors_of_all_experts_load_like_tensors_of_each_expert(tmp_path: Path)
     assert_equal(*classifiers)
 
 
+@pytest.mark.nightly
 def test_text_half_of_a_classifier_keeps_head_and_labels(tmp_path: Path) -> None:
     labels = {0: "bad", 1: "fair", 2: "good"}
     theirs = torch_model(GEMMA3, "AutoModelForSequenceClassification", id2label=labels)

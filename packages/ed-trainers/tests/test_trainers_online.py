@@ -66,6 +66,7 @@ def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, ste
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_a_reward_function_that_fails_leaves_the_checkpoint(toy_of_module, tmp_path):
     asked = []
 

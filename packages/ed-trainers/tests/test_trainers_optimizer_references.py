@@ -546,6 +546,7 @@ def test_eight_bit_moments_stay_close_to_full_precision(name):
     assert all(part.codes["large"].shape == array.shape for part in packed)
 
 
+@pytest.mark.nightly
 def test_eight_bit_adamw_is_the_papers():
     array, table = (
         single(1, "large"),

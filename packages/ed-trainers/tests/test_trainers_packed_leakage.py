@@ -104,7 +104,7 @@ def run(request: pytest.FixtureRequest) -> Any:
     return method, of_document
 
 
-@pytest.mark.daily("sft")
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(3, 8), min_size=2, max_size=3),

@@ -102,6 +102,7 @@ def test_chunked_policy_loss_matches_unchunked_loss(toy, method):
 # PPO and its value head.
 
 
+@pytest.mark.nightly
 def test_value_head_trains_resumes_and_is_saved_separately(toy, tmp_path):
     def run(directory, *callbacks, **given):
         options = {"num_iterations": 2, "num_train_epochs": 1, "learning_rate": 0.3, **given}

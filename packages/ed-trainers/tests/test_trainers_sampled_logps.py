@@ -32,6 +32,7 @@ def sharp(toy):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.daily("{'temperature': 0.7}", "{'temperature': 0.7, 'top_p': 0.8}")
 def test_importance_ratios_are_one_where_rollout_and_trainer_are_one_model(
     sharp, tmp_path, sampling
 ):

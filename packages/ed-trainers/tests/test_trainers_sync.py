@@ -73,6 +73,7 @@ def whole(toy, tmp_path_factory):
     [(1, 1, 1, 1, 1), pytest.param((2, 2, 1, 2, 1), marks=pytest.mark.nightly)],
     ids=str,
 )
+@pytest.mark.nightly
 def test_reference_sync_follows_configured_steps(toy, dims):
     """Each step equals numpy mixtures, and the loss with a reference of these weights."""
     given = toy.model(dims, seed=5)
