@@ -52,7 +52,7 @@ def quantized(subject: Subject) -> tuple[Any, dict[str, Any]]:
     return model, near
 
 
-@pytest.mark.daily("llama: biases, llama3 rope")
+@pytest.mark.nightly
 @pytest.mark.parametrize("subject", rows(fast=True))
 def test_quantized_family_passes_conformance_check(subject: Subject) -> None:
     quantized(subject)

@@ -124,7 +124,7 @@ def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_
     np.testing.assert_allclose(our_logits(again, ids), expected, atol=BOUND)
 
 
-@pytest.mark.daily("mixtral: two of eight")
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", rows(torch=True))
 def test_adapters_are_interchangeable_with_peft(subject: Subject, tmp_path: Path) -> None:

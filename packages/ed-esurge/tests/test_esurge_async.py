@@ -76,6 +76,7 @@ def test_slow_reader_receives_merged_deltas(surge, prompts, engine):
         assert mine.finish_reason == "length"
 
 
+@pytest.mark.nightly
 def test_abort_finishes_stream_with_abort_reason(prompts, engine):
     async def abort():
         stream = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "x")

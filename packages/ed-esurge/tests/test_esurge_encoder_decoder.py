@@ -205,6 +205,7 @@ def test_simultaneous_requests_equal_requests_one_at_a_time(client, answers):
         assert other.usage == alone.usage
 
 
+@pytest.mark.nightly
 def test_too_long_prompt_is_rejected_without_disturbing_others(client, answers):
     openai = pytest.importorskip("openai")
     too_long = "a" * OPTIONS["max_model_len"]  # the tokenizer adds a token

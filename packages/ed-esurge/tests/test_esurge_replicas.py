@@ -279,6 +279,7 @@ def test_adapters_are_loaded_on_all_replicas_or_none(one, pair, llama, prompts, 
     pair.unload_lora_adapter("b")
 
 
+@pytest.mark.nightly
 def test_server_metrics_list_each_replica(pair, prompts):
     with background(pair, served_model_name="m") as url:
         for prompt in prompts[:3]:

@@ -72,6 +72,7 @@ def test_host_arrays_can_change_after_a_weight_update(engine, make_llama, prompt
     assert tokens_of(engine, prompts[3]) == expected
 
 
+@pytest.mark.nightly
 def test_borrowed_weights_share_buffers_with_the_model(
     engine, llama, make_llama, prompts, expected
 ):

@@ -102,7 +102,7 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", ["embedder", "generator"])
-@pytest.mark.daily("embedder")
+@pytest.mark.nightly
 def test_pooled_embeddings_equal_those_of_the_embeddings_endpoint(root, model):
     answer = post(root, "/v1/embeddings", model=model, input=TEXTS)
     expected = [item.embedding for item in Embeddings.model_validate(answer).data]
@@ -132,6 +132,7 @@ def test_token_vectors_equal_the_hidden_states_of_the_model(root, models):
         np.testing.assert_allclose(units, unit(expected), atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_base64_has_the_numbers_of_the_requested_type_and_order(root):
     for path, name in (("/pooling", "data"), ("/v1/embeddings", "embedding")):
         body = {"model": "embedder", "input": TEXTS[0]}

@@ -88,6 +88,7 @@ def test_the_option_tables_need_neither_jax_nor_transformers():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_importing_ed_infra_does_not_initialize_backends():
     code = (
         "import os, sys, logging\n"

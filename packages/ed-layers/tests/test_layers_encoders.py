@@ -105,7 +105,7 @@ def flat_batch(
     ), total
 
 
-@pytest.mark.daily("dense")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["dense", "pages"])
 def test_relative_buckets_are_exact_at_every_cache_offset(kind: str) -> None:
     layer = SelfAttention(parts_of(), position=RelativeBuckets(16))

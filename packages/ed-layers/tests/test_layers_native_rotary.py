@@ -32,6 +32,7 @@ def tables(b: int, s: int, pairs: int) -> tuple[jax.Array, jax.Array]:
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
+@pytest.mark.nightly
 def test_native_rotations_are_exact(b, s, h, pairs, rest, interleaved, dtype, seed) -> None:
     x, (cos, sin) = drawn(seed, b, s, h, 2 * pairs + rest, dtype=dtype), tables(b, s, pairs)
     y = native_rotate(interleaved, x, cos, sin)

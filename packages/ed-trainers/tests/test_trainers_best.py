@@ -50,6 +50,7 @@ def evaluated(directory):
 
 
 @pytest.mark.proves("save_best_k", "save_total_limit")
+@pytest.mark.nightly
 def test_the_newest_and_the_best_stay(toy, tmp_path):
     given = {**EVALUATED, "learning_rate": 3.0}  # far too high: it gets worse
     trainer(toy, tmp_path, **given, save_best_k=2, save_total_limit=1).train()

@@ -31,7 +31,7 @@ def random_case(blank: int) -> tuple[np.ndarray, ...]:
     return logits, steps, labels, lengths
 
 
-@pytest.mark.daily("False-0")
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("blank", [0, 4])
 @pytest.mark.parametrize("zero_infinity", [False, True])

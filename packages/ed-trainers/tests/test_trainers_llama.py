@@ -100,6 +100,7 @@ def test_bfloat16_parameters_are_trained_through_masters(tmp_path, reference):
     assert got[-1] < got[0]
 
 
+@pytest.mark.nightly
 def test_the_model_is_saved_in_hugging_face_layout(tmp_path):
     losses(tmp_path, do_last_save=True, max_training_steps=1)
     config = json.loads((tmp_path / "model" / "config.json").read_text())

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ed_infra.testing import english_topics
 from ed_trainers.stored import processor
 from tokenizers import Tokenizer, models, trainers
 from transformers import PreTrainedTokenizerFast
 
 
+@pytest.mark.nightly
 def test_saved_tokenizer_has_the_positions_of_the_model_and_cuts_no_text(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
