@@ -11,19 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from certify_defects import (
-    ADAPTER_DEFECTS,
+from certify_changes import (
     CHATML,
-    GGUF_DEFECTS,
-    MERGE_DEFECTS,
-    MODEL_DEFECTS,
-    OTHER_DEFECTS,
     edit,
     edit_tensors,
     generation,
     last_matrix,
     tensors,
     write_gguf,
+)
+from certify_defects import (
+    ADAPTER_DEFECTS,
+    GGUF_DEFECTS,
+    MERGE_DEFECTS,
+    MODEL_DEFECTS,
+    OTHER_DEFECTS,
 )
 from ed_elarge.certify import number_checks
 from ed_elarge.certify.llama_cpp_logits import interpreter

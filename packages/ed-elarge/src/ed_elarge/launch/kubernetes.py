@@ -18,7 +18,7 @@ from ed_infra.errors import ConfigError, unknown_name
 
 from ed_elarge.config.layers import INCLUDE
 from ed_elarge.exits import STOPPED_VARIABLE
-from ed_elarge.launch.launched_run import LaunchedRun
+from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
 from ed_elarge.plan.devices import parse
 
 #: Options of this launcher and their meanings.
@@ -50,6 +50,8 @@ _ACCELERATORS = {
 _CHIPS = 4
 _PORT = 8476
 _FILES = "/run-file"
+#: Field of a pod with the number of its host.
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 #: Exit code of a run that saved a checkpoint because Kubernetes stopped its pod.
 _STOPPED = 75
 #: Seconds in which a stopped run saves, or a stopped server finishes its requests.
@@ -135,7 +137,7 @@ def _metadata(name: str, job: str, options: Mapping[str, str], **more: Any) -> d
 def _run_file(job: LaunchedRun, name: str, options: Mapping[str, str]) -> dict[str, Any]:
     path = job.directory / job.file
     text = path.read_text(encoding="utf-8")
-    if re.search(rf"(?m)^{INCLUDE}\s*:", text):
+    if INCLUDE in yaml.safe_load(text):
         raise ConfigError(
             f"{job.file} includes other files, which the pods do not have: write the sections into "
             "one file"
@@ -154,17 +156,16 @@ def _job_set(
     """Return a JobSet with one job per TPU slice, or with one job for all hosts."""
     hosts, slices, selector, resources = _devices(job, options)
     variables: Objects = [{"name": STOPPED_VARIABLE, "value": str(_STOPPED)}]
-    if "tpu" not in options and hosts > 1:  # processes on TPUs find each other
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    if "tpu" not in options:  # processes on TPUs find each other
+        connection = jax_variables(f"{own}-hosts-0-0.{own}:{_PORT}", hosts, _INDEX)
         variables += [
-            {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{own}-hosts-0-0.{own}:{_PORT}"},
-            {"name": "JAX_NUM_PROCESSES", "value": str(hosts)},
-            {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            {"name": key, "valueFrom": {"fieldRef": {"fieldPath": value}}}
+            if value == _INDEX
+            else {"name": key, "value": value}
+            for key, value in connection.items()
         ]
-    pod = _pod(job, name, point, options, variables, resources)
+    pod = _pod(job, name, point, options, variables, resources, selector)
     pod["restartPolicy"] = "Never"
-    if selector:
-        pod["nodeSelector"] = selector
     labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if "queue" in options else {}
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     annotations = {"annotations": exclusive} if "tpu" in options else {}
@@ -237,7 +238,7 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
     most = _number(options, "max-replicas", least)
     if most < least:
         raise ConfigError(f"--option max-replicas={most} must be at least replicas ({least})")
-    pod = _pod(job, name, point, options, [], resources)
+    pod = _pod(job, name, point, options, [], resources, selector)
     container = pod["containers"][0]
     container["ports"] = [{"name": "http", "containerPort": port}]
 
@@ -253,8 +254,6 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
     container["startupProbe"] = probe("/health/ready", 5, 720)
     container["readinessProbe"] = probe("/health/ready", 5, 2)
     container["livenessProbe"] = probe("/health/live", 10, 6)
-    if selector:
-        pod["nodeSelector"] = selector
     chosen = {"app.kubernetes.io/name": name}
     scraped = {
         "prometheus.io/scrape": "true",
@@ -310,6 +309,7 @@ def _pod(
     options: Mapping[str, str],
     variables: Objects,
     resources: Mapping[str, str],
+    selector: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the specification of a pod with one container, which receives the signals."""
     folder = options.get("directory", "/workspace")
@@ -340,6 +340,8 @@ def _pod(
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": _GRACE}
     if "service-account" in options:
         pod["serviceAccountName"] = options["service-account"]
+    if selector:
+        pod["nodeSelector"] = dict(selector)
     return {**pod, "containers": [container], "volumes": volumes}
 
 

@@ -60,7 +60,7 @@ class LaunchedRun:
         return " && ".join([*steps, f"exec {self.command(point)}"])
 
 
-def jax_variables(coordinator: str, count: int, number: int) -> dict[str, str]:
+def jax_variables(coordinator: str, count: int, number: int | str) -> dict[str, str]:
     """Return the variables that connect a process with the others of its run.
 
     A run of one process has none: it must not wait for a coordinator.
@@ -68,7 +68,7 @@ def jax_variables(coordinator: str, count: int, number: int) -> dict[str, str]:
     Args:
         coordinator: `host:port` of process 0.
         count: Number of processes.
-        number: Number of this process, from 0.
+        number: Number of this process, from 0, or the field that contains the number.
     """
     if count == 1:
         return {}
