@@ -104,10 +104,11 @@ void whole_panels(const Product& p, int64_t first, int64_t last) {
         const float* zero = of_zero.get(p, p.zero, group, column, kTile);
         NextBlock next{reinterpret_cast<const char*>(w + k * kTile), k / 4, passes};
         row_blocks<kRows>(rows, [&](auto r, int64_t at) {
+          BlockOfRows<decltype(r)::value> of_rows(p, row + at, block);
           for (int64_t c = 0; c < kTile; c += kBlock)
             next.part(pass++, [&](auto lines, const char* from) __attribute__((always_inline)) {
               multiply_whole<decltype(r)::value, true, decltype(lines)::value>(
-                  p, row + at, block, k, w + 4 * c, scale + c, zero ? zero + c : zero,
+                  p, of_rows, row + at, block, k, w + 4 * c, scale + c, zero ? zero + c : zero,
                   sums.data + at * kTile + c, kTile, from);
             });
         });

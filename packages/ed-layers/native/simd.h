@@ -71,6 +71,11 @@ inline Ints whole_of(Vec v) {
 inline void store_bytes(Ints v, int8_t* to) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+  __m256i whole = (__m256i)v;
+  __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
+  __m128i words = _mm_packs_epi32(low, high);
+  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(words, words));
 #else
   for (int l = 0; l < kLanes; ++l) to[l] = static_cast<int8_t>(v[l]);
 #endif

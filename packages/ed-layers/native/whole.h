@@ -196,12 +196,76 @@ ED_INLINE void add_scaled(Ints whole_sum, float of_row, float of_zero, const flo
   store(to, load(to) + sum * (broadcast(of_row) * load(scale)));
 }
 
+// AVX2 has no instruction that multiplies and adds four bytes, but one for two numbers of 16 bits.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define ED_PAIRS 1
+using Number = int16_t;
+#else
+#define ED_PAIRS 0
+using Number = int8_t;
+#endif
+
+// The numbers of R rows of x in a block of inputs, as the sums below read them.
+template <int R>
+struct BlockOfRows {
+  BlockOfRows(const Product& p, int64_t row, int64_t block) {
+    stride = p.inputs / p.group * Blocks(p).count * kWhole;
+    const int8_t* from = p.numbers + row * stride + block * kWhole;
+#if ED_PAIRS
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t i = 0; i < kWhole; i += 16) {
+        __m128i bytes = _mm_loadu_si128((const __m128i*)(from + r * stride + i));
+        _mm256_store_si256((__m256i*)(copies + r * kWhole + i), _mm256_cvtepi8_epi16(bytes));
+      }
+    numbers = copies, stride = kWhole;
+#else
+    numbers = from;
+#endif
+  }
+
+  const Number* numbers;  // of the first row; `stride` lie between two rows
+  int64_t stride;
+#if ED_PAIRS
+  alignas(32) int16_t copies[R * kWhole];
+#endif
+};
+
+#if ED_PAIRS
+// acc [R] += the sums of kLanes outputs over `fours` fours of inputs.
+template <int R, int lines>
+ED_INLINE void add_fours(const Number* x, int64_t x_stride, const uint8_t* w, int64_t fours,
+                         Ints (*acc)[kVectors], int c, const char* next) {
+  // Two lanes for each output: the sum of the first and of the last two inputs of every four.
+  __m256i low[R] = {}, high[R] = {};
+  for (int64_t n = 0; n < fours; ++n) {
+    auto* codes = (const __m128i*)(w + (n * kTile + c * kLanes) * 4);
+    __m256i first = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes));
+    __m256i last = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes + 1));
+    ED_UNROLL
+    for (int l = 0; l < lines; ++l) prefetch(next + (n * lines + l) * 64);
+    ED_UNROLL
+    for (int r = 0; r < R; ++r) {
+      int64_t four;
+      std::memcpy(&four, x + r * x_stride + 4 * n, 8);
+      __m256i numbers = _mm256_set1_epi64x(four);
+      low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(first, numbers));
+      high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(last, numbers));
+      // Otherwise the compiler begins all products first, for which registers do not suffice.
+      asm volatile("" : "+x"(low[r]), "+x"(high[r]));
+    }
+  }
+  ED_UNROLL
+  for (int r = 0; r < R; ++r)
+    acc[r][c] += (Ints)_mm256_permute4x64_epi64(_mm256_hadd_epi32(low[r], high[r]), 0xd8);
+}
+#endif
+
 // sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row. The
 // codes are `stored` as they are, or biased by `fours`. Of each four, `lines` are fetched of `next`.
 template <int R, bool stored = false, int lines = 0>
-void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes, const uint8_t* w,
-                    const float* scale, const float* zero, float* sums, int64_t sums_stride,
-                    const char* next = nullptr) {
+void multiply_whole(const Product& p, const BlockOfRows<R>& of_rows, int64_t row, int64_t block,
+                    int64_t bytes, const uint8_t* w, const float* scale, const float* zero,
+                    float* sums, int64_t sums_stride, const char* next = nullptr) {
   Blocks blocks(p);
   int64_t groups = p.inputs / p.group, all = groups * blocks.count;
   int bias = blocks.halves == 1 ? kBias : 0;
@@ -211,9 +275,16 @@ void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes,
     ED_UNROLL
     for (int c = 0; c < kVectors; ++c) acc[r][c] = Ints{} - bias * p.row_sums[(row + r) * all + block];
   for (int64_t half = 0; half < blocks.halves; ++half) {
-    const int8_t* x = p.numbers + (row * all + block) * kWhole + half * (kWhole / 2);
+    const Number* x = of_rows.numbers + half * (kWhole / 2);
     const uint8_t* panel = w + half * (kFours / 2) * 4 * kTile;
-    for (int64_t n = 0; n < (bytes + 3) / 4; ++n) {
+    int64_t fours = (bytes + 3) / 4;
+#if ED_PAIRS
+    add_fours<R, lines>(x, of_rows.stride, panel, fours, acc, 0, next);
+    ED_UNROLL
+    for (int c = 1; c < kVectors; ++c)
+      add_fours<R, 0>(x, of_rows.stride, panel, fours, acc, c, nullptr);
+#else
+    for (int64_t n = 0; n < fours; ++n) {
       Ints column[kVectors];
       ED_UNROLL
       for (int c = 0; c < kVectors; ++c) {
@@ -225,11 +296,12 @@ void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes,
       ED_UNROLL
       for (int r = 0; r < R; ++r) {
         int32_t number;
-        std::memcpy(&number, x + r * all * kWhole + 4 * n, 4);
+        std::memcpy(&number, x + r * of_rows.stride + 4 * n, 4);
         ED_UNROLL
         for (int c = 0; c < kVectors; ++c) acc[r][c] = dot_of_bytes(acc[r][c], column[c], number);
       }
     }
+#endif
   }
   ED_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -262,9 +334,10 @@ void whole_in_tiles(const Product& p, int64_t first, int64_t last) {
       const float* scale = of_scale.get(p, p.scale, group, column, count);
       const float* zero = of_zero.get(p, p.zero, group, column, count);
       row_blocks<kRows>(p.rows, [&](auto r, int64_t row) {
+        BlockOfRows<decltype(r)::value> of_rows(p, row, block);
         for (int64_t c = 0; c < count; c += kBlock)
-          multiply_whole<decltype(r)::value>(p, row, block, k / blocks.halves, w + 4 * c, scale + c,
-                                             zero ? zero + c : zero,
+          multiply_whole<decltype(r)::value>(p, of_rows, row, block, k / blocks.halves, w + 4 * c,
+                                             scale + c, zero ? zero + c : zero,
                                              sums.data + row * width + column - first + c, width);
       });
     }
