@@ -22,7 +22,7 @@ from ed_layers.cache.protocol import KeysValues, Pages, States, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.recurrent import RecurrentCache
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, grouped
-from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions
+from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions, replicated
 
 LayerCache = DenseCache | WindowCache | CrossCache | PagedCache | CrossSlots | RecurrentCache
 
@@ -140,7 +140,8 @@ class HybridCache:
             )
 
         # Any sequence may lease any state slot, so state slots are not split over devices.
-        caches, table = memories(specs, make, num_states, {**storage, "sharding": None})
+        states: StorageOptions = {**storage, "sharding": replicated(storage.get("sharding"))}
+        caches, table = memories(specs, make, num_states, states)
         return cls(caches, {}, None, table, None)
 
     def simplest(self) -> DenseCache | WindowCache | PagedCache | HybridCache:

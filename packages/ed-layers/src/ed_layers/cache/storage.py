@@ -95,6 +95,13 @@ class Storage:
         return tuple(make(()) for _ in range(num_layers))
 
 
+def replicated(place: Place) -> Place:
+    """Return the placement of arrays that every device of the same mesh has whole."""
+    if callable(place):
+        return lambda axes, shape: place((None,) * len(axes), shape)
+    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+
+
 def zeros(
     lead: tuple[int, ...], shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None
 ) -> jax.Array:
