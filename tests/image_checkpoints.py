@@ -90,6 +90,13 @@ def llava_next(own: Any) -> dict[str, Any]:
     return {**fields, **grids, "text_config": {"model_type": "llama"}, "vision_config": vision}
 
 
+def llava_onevision(own: Any) -> dict[str, Any]:
+    fields = {"image_token_index": own.convert_tokens_to_ids("<image>")}
+    grids = {"image_grid_pinpoints": [[28, 28], *GRIDS], "vision_aspect_ratio": "anyres_max_2"}
+    vision = {**SIGLIP, "vision_use_head": False}
+    return {**fields, **grids, "text_config": {"model_type": "qwen2"}, "vision_config": vision}
+
+
 PATCHES = {
     "depth": 2,
     "hidden_size": 24,
@@ -125,6 +132,7 @@ FAMILIES = {
     "internvl": internvl,
     "aya_vision": aya_vision,
     "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
     "glm4v": glm4v,
     "qwen3_vl_moe": qwen3_vl_moe,
 }

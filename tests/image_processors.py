@@ -100,6 +100,43 @@ def llava_next(with_tokens: Tokens) -> Any:
     )
 
 
+def llava_onevision(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+
+    class LlavaOnevisionProcessor(transformers.LlavaOnevisionProcessor):
+        """The processor without videos, which would need torchvision."""
+
+        def __init__(
+            self,
+            image_processor=None,
+            tokenizer=None,
+            num_image_tokens=None,
+            vision_feature_select_strategy=None,
+            chat_template=None,
+            vision_aspect_ratio="anyres_max_9",
+        ):
+            super().__init__(
+                image_processor,
+                tokenizer,
+                num_image_tokens=num_image_tokens,
+                vision_feature_select_strategy=vision_feature_select_strategy,
+                chat_template=chat_template,
+                vision_aspect_ratio=vision_aspect_ratio,
+            )
+
+    own = with_tokens("<image>", "<video>", image_token="<image>")
+    images = LlavaOnevisionImageProcessorPil(size=SIZE, image_grid_pinpoints=[[28, 28], *GRIDS])
+    options: dict[str, Any] = {
+        "num_image_tokens": 4,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": "anyres_max_2",
+    }
+    return LlavaOnevisionProcessor(images, own, chat_template=own.chat_template, **options)
+
+
 def glm4v(with_tokens: Tokens) -> Any:
     import transformers
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -148,6 +185,7 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
     "internvl": internvl,
     "aya_vision": aya_vision,
     "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
 }
 #: Processors whose images become packed patches.
 PATCHED: Mapping[str, Callable[[Tokens], Any]] = {"glm4v": glm4v, "qwen3_vl_moe": qwen3_vl_moe}

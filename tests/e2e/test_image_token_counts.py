@@ -11,7 +11,7 @@ from ed_data.rows.example import RowImage
 from ed_data.tokens.images import ImageEncoder
 from ed_data.tokens.patches import PatchEncoder
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import PackedImages, TiledImages
+from ed_esurge.encoder_items import PackedImages, TiledImages, placed_items
 from ed_models.body.image_rows import feature_counts, rounded_patches
 from ed_models.body.unpadded import TileGrids
 
@@ -97,6 +97,7 @@ def test_placeholder_tokens_equal_features_of_tiles_without_padding(count: int) 
     engine, loader = TiledImages(model, grids), ImageEncoder(processor)
     rng = np.random.default_rng(0)
     sizes = np.exp(rng.uniform(2.0, 8.2, (count, 2))).astype(int)
+    sizes[:2] = (582, 1165), (1165, 582)  # sizes whose exact grid is not that of `transformers`
     counted = processor._get_num_multimodal_tokens(image_sizes=sizes.tolist()).num_image_tokens
     for number, (size, placeholders) in enumerate(zip(sizes, counted, strict=True)):
         tiles, features = grids.sizes(*size.tolist())
@@ -108,3 +109,55 @@ def test_placeholder_tokens_equal_features_of_tiles_without_padding(count: int) 
             image = RowImage(np.zeros((*size, 3), np.uint8), f"image {number}")
             found = loader.tokens(image)
             assert (len(found.ids), found.tiles) == (placeholders, tiles)
+            batch = loader.arrays({0: [image]}, 1, loader.width([[image]]))
+            assert np.array_equal(batch["image_grids"], grids.best(batch["image_sizes"]))
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_placeholder_tokens_equal_features_of_reduced_grids(count: int) -> None:
+    """LLaVA-OneVision with the sizes of the published checkpoints, for one and several images."""
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+
+    processor: Any = PROCESSORS["llava_onevision"](with_tokens)
+    processor.image_processor = images = LlavaOnevisionImageProcessorPil()
+    processor.num_image_tokens, processor.vision_aspect_ratio = 27**2, "anyres_max_9"
+    options: dict[str, Any] = {"limit": 9, "may_be_whole": True}
+    grids = TileGrids.of(images.image_grid_pinpoints, 384, PATCH, **options)
+    vision, text = SimpleNamespace(num_channels=3), SimpleNamespace(hidden_size=8)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision, text_config=text))
+    engine, rng = TiledImages(model, grids), np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(2.0, 8.2, (count, 2))).astype(int)
+    counted = processor._get_num_multimodal_tokens(image_sizes=sizes.tolist()).num_image_tokens
+    for size, placeholders in zip(sizes, counted, strict=True):
+        several = processor.replace_image_token({"batch_num_images": [2]}, 0)
+        for tokens, whole in ((placeholders, False), (several.count("<image>"), True)):
+            tiles, features = grids.sizes(*size.tolist(), whole=whole)
+            assert tokens == features <= engine.longest, size
+            pixels = np.broadcast_to(np.float32(0), (tiles, 3, 384, 384))
+            arrays = {"pixel_values": pixels, "image_sizes": size.astype(np.int32)}
+            assert engine.check(EncoderInput(b"", arrays, 3, tokens)) is None
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_images_of_a_batch_become_items_of_the_engine(name: str) -> None:
+    processor = PROCESSORS[name](with_tokens)
+    loader, options = ImageEncoder(processor), dict[str, Any]()
+    if name == "llava_onevision":
+        options = {"limit": 2, "may_be_whole": True}
+    grids = TileGrids.of(processor.image_processor.image_grid_pinpoints, 28, PATCH, **options)
+    vision, text = SimpleNamespace(num_channels=3), SimpleNamespace(hidden_size=8)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision, text_config=text))
+    engine, sizes = TiledImages(model, grids), [(30, 90), (60, 20), (40, 44)]
+    for own in (sizes[:1], sizes):
+        images = [
+            RowImage(np.zeros((*size, 3), np.uint8), "a row", alone=len(own) == 1) for size in own
+        ]
+        ids = [token for image in images for token in (5, *loader.tokens(image).ids)]
+        batch = loader.arrays({0: images}, 1, loader.width([images]))
+        items = placed_items(engine, {n: x[0] for n, x in batch.items()}, ids, loader.feature)
+        assert [tuple(item.arrays["image_sizes"]) for item in items] == own
+        assert not any(map(engine.check, items))
+        grid = [engine.padded(item.arrays)["image_grids"] for item in items]
+        assert np.array_equal(grid, batch["image_grids"][0, : len(own)])

@@ -36,12 +36,10 @@ class Served:
         """Return the arrays of one row in the output of the processor."""
         if "image_grid_thw" in output:  # packed patches of all images
             return {name: np.asarray(output[name]) for name in ("pixel_values", "image_grid_thw")}
+        if "image_sizes" in output:  # padded tiles of each image
+            return dict(output)
         found = {name: np.asarray(output[name]) for name in self.model.image_names}
-        if "image_sizes" in found:  # padded tiles of each image
-            counts = [self.model.grids.sizes(*size)[0] for size in found["image_sizes"].tolist()]
-            images = zip(found["pixel_values"], counts, strict=True)
-            found["pixel_values"] = np.concatenate([x[:count] for x, count in images])
-        ranks = {"pixel_values": 5, "pixel_attention_mask": 4, "image_sizes": 3}
+        ranks = {"pixel_values": 5, "pixel_attention_mask": 4}
         return {name: x if x.ndim == ranks[name] else x[None] for name, x in found.items()}
 
     def expected(self, text: str, *images: Any) -> tuple[list[int], list[int]]:
@@ -54,7 +52,8 @@ class Served:
         first, *rest = text.split("IMAGE")
         whole = first + "".join(image + part for image, part in zip(texts, rest, strict=True))
         ids = self.processor.tokenizer(whole, add_special_tokens=False)["input_ids"]
-        out = self.model.generate(np.array([ids]), max_new_tokens=8, eos_token_id=[], **arrays)
+        options = {"max_new_tokens": 8, "eos_token_id": []}
+        out = self.model.generate(np.array([ids]), inputs=arrays, **options)
         return ids, out.sequences[0, len(ids) :].tolist()
 
 

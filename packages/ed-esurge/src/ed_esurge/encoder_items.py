@@ -15,7 +15,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.inputs import AXES, OTHER_FORMS, Inputs
 from ed_infra.rope.grids import grid_positions
 from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
-from ed_models.body.unpadded import TileGrids
+from ed_models.body.unpadded import GRIDS, SIZES, TileGrids, with_grids
 from ed_models.body.vision import size_of
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
@@ -276,7 +276,7 @@ class TiledImages:
     The tiles are padded to one of the numbers of tiles that the grids of the model have.
     """
 
-    names: tuple[str, ...] = ("pixel_values", "image_sizes")
+    names: tuple[str, ...] = ("pixel_values", SIZES)
     has_axes = False
 
     def __init__(self, model: LanguageModel, grids: TileGrids) -> None:
@@ -287,9 +287,9 @@ class TiledImages:
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
-        size = np.zeros(2, np.int32)
+        none = {SIZES: np.zeros(2, np.int32), GRIDS: np.zeros(2, np.int32)}
         return [
-            {"pixel_values": np.zeros((tiles, *self._tile), np.float32), "image_sizes": size}
+            {"pixel_values": np.zeros((tiles, *self._tile), np.float32), **none}
             for tiles in self._grids.counts
         ]
 
@@ -298,7 +298,10 @@ class TiledImages:
         pixels = np.asarray(arrays["pixel_values"], np.float32)
         tiles = next(count for count in self._grids.counts if count >= len(pixels))
         pixels = np.pad(pixels, ((0, tiles - len(pixels)), (0, 0), (0, 0), (0, 0)))
-        return {"pixel_values": pixels, "image_sizes": np.asarray(arrays["image_sizes"], np.int32)}
+        whole = self._grids.may_be_whole and tiles == 1
+        given = {GRIDS: np.zeros(2, np.int32)} if whole else {}
+        size = np.asarray(arrays[SIZES], np.int32)
+        return with_grids(self._grids, {"pixel_values": pixels, SIZES: size, **given})
 
     def count(self, arrays: ItemArrays) -> int:
         """See `EncoderItems.count`."""
@@ -315,7 +318,8 @@ class TiledImages:
                 f"pass [tiles, {', '.join(map(str, self._tile))}] and the height and width of the "
                 "image"
             )
-        tiles, features = self._grids.sizes(int(size[0]), int(size[1]))
+        whole = self._grids.may_be_whole and len(pixels) == 1
+        tiles, features = self._grids.sizes(int(size[0]), int(size[1]), whole=whole)
         if (len(pixels), item.length) != (tiles, features):
             return (
                 f"an image of {size.tolist()} pixels has {tiles} tiles and {features} features, "
@@ -327,11 +331,12 @@ class TiledImages:
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.parted`."""
         first = 0
-        for size in row["image_sizes"]:
+        for size, grid in zip(row[SIZES], with_grids(self._grids, row)[GRIDS], strict=True):
             if size.any():
-                tiles, features = self._grids.sizes(int(size[0]), int(size[1]))
+                whole = not grid.any()
+                tiles, features = self._grids.sizes(int(size[0]), int(size[1]), whole=whole)
                 pixels = row["pixel_values"][first : first + tiles]
-                yield {"pixel_values": pixels, "image_sizes": size}, features
+                yield {"pixel_values": pixels, SIZES: size}, features
                 first += tiles
 
     def positions(self, count: int, items: Sequence[EncoderInput]) -> None:

@@ -53,6 +53,7 @@ AXES: Mapping[str, LogicalAxes] = {
     "pixel_values": ("batch", None, None, None, None),
     "image_grid_thw": ("batch", None, None),
     "image_sizes": ("batch", None, None),
+    "image_grids": ("batch", None, None),
     "pixel_attention_mask": ("batch", None, None, None),
 }
 #: A second form of arrays in `AXES`, with another number of axes: packed patches, and several

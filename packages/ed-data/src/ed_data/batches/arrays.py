@@ -82,9 +82,9 @@ def make_batch(
         The tasks with one target for each row have `labels` [b], or `start_positions` and
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
         `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
-        images or tiles of each row, padded with zeros to the largest number i of a row (at least
-        1); images of different sizes are packed patches, see `PatchEncoder.arrays`. The task
-        `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
+        images or tiles of each row, padded with zeros to the largest number of a row, which is
+        rounded up; images of different sizes are packed patches, see `PatchEncoder.arrays`. The
+        task `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
         features of `AudioEncoder.arrays`. The task `image_classification` has only `pixel_values`
         and `labels`, and `image_text` no labels.
     """

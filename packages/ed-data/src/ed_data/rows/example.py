@@ -16,10 +16,12 @@ class RowImage(NamedTuple):
     Attributes:
         source: path, bytes or pixels.
         where: inform, file, row and number of the image, for messages.
+        alone: whether the document has no other image.
     """
 
     source: Image
     where: str
+    alone: bool = True
 
 
 class RowAudio(NamedTuple):

@@ -104,7 +104,10 @@ class ImageReader:
 
 def _numbered(images: list[Image], where: str) -> list[RowImage]:
     count = len(images)
-    return [RowImage(image, f"{where}, image {n} of {count}") for n, image in enumerate(images, 1)]
+    return [
+        RowImage(image, f"{where}, image {n} of {count}", count == 1)
+        for n, image in enumerate(images, 1)
+    ]
 
 
 def _image_parts(content: Content) -> Iterator[dict[str, Any]]:

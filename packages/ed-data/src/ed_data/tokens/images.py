@@ -26,14 +26,20 @@ if TYPE_CHECKING:
 
 #: An image whose arrays have the shape of all images.
 BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
+#: A small image, for processors that encode each of several images otherwise than a single one.
+NEIGHBOUR = np.zeros((2, 2, 3), np.uint8)
 #: Largest number of sizes of images whose tokens are kept.
 KEPT = 2**17
 #: Largest number of bytes and of pixels of an image. The pixels are counted before decoding.
 MAX_BYTES, MAX_PIXELS = 2**28, 2**26
 #: Formats whose decoders run other programs (Ghostscript).
 _REFUSED_FORMATS = ("EPS",)
-#: Name of the sizes of images, [i, 2], which models read that omit padding (LLaVA-NeXT).
-SIZES = "image_sizes"
+#: Names of the sizes of images, [i, 2], and of their rows and columns of tiles, [i, 2]. Models that
+#: omit padding read these arrays (LLaVA-NeXT).
+SIZES, GRIDS = "image_sizes", "image_grids"
+#: Name of the numbers of images of each text. A processor that returns the numbers splits an image
+#: into tiles only if its text has no other image (LLaVA-OneVision).
+COUNTS = "batch_num_images"
 
 
 class ImageProcessor(Protocol):
@@ -102,7 +108,7 @@ class ImageEncoder:
     def __init__(self, processor: ModelProcessor | ImageProcessor, *, placed: bool = True) -> None:
         self.processor: Any = processor
         self.token: int | None = None
-        self._known: dict[tuple[int, int], ImageTokens] = {}
+        self._known: dict[tuple[int, int, bool], ImageTokens] = {}
         self._to_pixels: Any = getattr(processor, "image_processor", processor)
         kind = type(processor).__name__
         if not placed:
@@ -165,35 +171,41 @@ class ImageEncoder:
         if self.token is None:
             return ImageTokens([], 1)
         size = size_of(image)
-        if size not in self._known:
+        key = *size, image.alone
+        if key not in self._known:
             if len(self._known) >= KEPT:
                 self._known.clear()
-            self._known[size] = self._tokens(size, image.where)
-        return self._known[size]
+            blank = RowImage(np.zeros((*size, 3), np.uint8), image.where, image.alone)
+            self._known[key] = self._tokens(blank)
+        return self._known[key]
 
-    def _tokens(self, size: tuple[int, int], where: str) -> ImageTokens:
-        output, text = self._run(np.zeros((*size, 3), np.uint8), where)
+    def _tokens(self, image: RowImage) -> ImageTokens:
+        output, text = self._run(image.source, image)
         tiles = len(next(iter(tiles_of(output).values())))
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         count = ids.count(self.feature)
         if not count or (count % tiles and SIZES not in output):
             raise DataError(
-                f"{where}: the processor returned {tiles} tiles and {count} placeholder tokens "
-                f"{self.processor.tokenizer.convert_ids_to_tokens(self.feature)!r}; use the "
+                f"{image.where}: the processor returned {tiles} tiles and {count} placeholder "
+                f"tokens {self.processor.tokenizer.convert_ids_to_tokens(self.feature)!r}; use the "
                 "processor and the tokenizer of one checkpoint"
             )
         return ImageTokens(ids, tiles)
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
-        """Return the sizes of the arrays for the images of all rows of a batch."""
-        tiles = max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)])
-        return (tiles, max([1, *map(len, rows)])) if self.sized else (tiles,)
+        """Return the sizes of the arrays for the images of all rows of a batch.
+
+        The sizes are those of `rounded`, so few programs are compiled.
+        """
+        tiles = rounded(max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)]))
+        return (tiles, rounded(max([1, *map(len, rows)]))) if self.sized else (tiles,)
 
     def arrays(
         self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
     ) -> dict[str, NDArray[Any]]:
         """Return `pixel_values` [b, t, c, h, w], float32, the other arrays of tiles, and
-        `image_sizes` [b, i, 2], int32, of models that read the sizes; padded with zeros.
+        `image_sizes` and `image_grids` [b, i, 2], int32, of models that read the sizes; padded
+        with zeros.
 
         Args:
             images: number of a row -> the images of the row in order.
@@ -208,14 +220,17 @@ class ImageEncoder:
             for name, shape in self.shapes.items()
         }
         if self.sized:
-            batch[SIZES] = np.zeros((rows, width[1], 2), np.int32)
+            batch |= {name: np.zeros((rows, width[1], 2), np.int32) for name in (SIZES, GRIDS)}
         for row, of_row in images.items():
             place = 0
             for number, image in enumerate(of_row):
                 output = self.processed(image)
                 tiles, count = tiles_of(output), self.tokens(image).tiles
                 if self.sized:
-                    (batch[SIZES][row, number],) = np.asarray(output[SIZES])
+                    size = np.asarray(output[SIZES])[0].tolist()
+                    batch[SIZES][row, number] = size
+                    if count > 1:  # an image of one tile has no grid (LLaVA-OneVision)
+                        batch[GRIDS][row, number] = self._grid(size)
                 for name, array in tiles.items():
                     if array.shape != (count, *self.shapes[name]):
                         raise DataError(
@@ -226,6 +241,14 @@ class ImageEncoder:
                     batch[name][row, place : place + count] = array
                 place += count
         return batch
+
+    def _grid(self, size: list[int]) -> tuple[int, int]:
+        """Return rows and columns of tiles of an image of this height and width."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        best = select_best_resolution((size[0], size[1]), self._to_pixels.image_grid_pinpoints)
+        _, height, width = self.shapes["pixel_values"]
+        return best[0] // height, best[1] // width
 
     def check(self, image: RowImage) -> None:
         """Decode an image, whose tokens follow from the header alone.
@@ -247,15 +270,20 @@ class ImageEncoder:
             decoded = np.repeat(source[..., None], 3, axis=2) if source.ndim == 2 else source
         else:
             decoded = _decoded(image)
-        return self._run(decoded, image.where)[0]
+        return self._run(decoded, image)[0]
 
-    def _run(self, pixels: Any, where: str) -> tuple[Mapping[str, Any], str]:
+    def _run(self, pixels: Any, image: RowImage) -> tuple[Mapping[str, Any], str]:
         """Return the arrays of an image, and the text of its tokens."""
+        where = image.where
         if self.token is None:
             return self._to_pixels(images=[pixels], return_tensors="np"), ""
         options = self.processor._merge_kwargs(return_tensors="np")["images_kwargs"]
+        images: list[Any] = [pixels]
+        returned = getattr(self._to_pixels, "model_input_names", None) or ()
+        if not image.alone and COUNTS in returned:
+            images = [[pixels, NEIGHBOUR]]
         try:
-            output, (text,) = self.processor._process_images([pixels], **options)
+            output, (text, *_) = self.processor._process_images(images, **options)
         except (ValueError, ArithmeticError) as error:
             raise DataError(
                 f"{where}: the processor refuses the image: {error}; resize the image, or set "
@@ -264,10 +292,17 @@ class ImageEncoder:
         return output, text
 
 
+def rounded(count: int) -> int:
+    """Return the smallest of the numbers 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`."""
+    power = 1 << (count - 1).bit_length()
+    return next(size for size in (3 * power // 4, power) if size >= count)
+
+
 def tiles_of(output: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Return the arrays of the tiles of one image, [t, ...], in the output of a processor.
 
-    The arrays of the output are [t, c, h, w], or [1, t, c, h, w] and the like.
+    The arrays of the output are [t, c, h, w], or [i, t, c, h, w] and the like, of which the first
+    image counts.
     """
     found = {name: np.asarray(x) for name, x in output.items() if name.startswith("pixel_")}
     if found["pixel_values"].ndim == 5:

@@ -2,25 +2,37 @@
 
 An image is resized to the best of several resolutions, with padding on two sides, and split into
 tiles. The features of an image are those of the whole image in the size of a tile, then the rows of
-the grid of all tiles without padding; each row ends with a trained feature.
+the grid of all tiles without padding; each row ends with a trained feature. A grid with too many
+features may be reduced, and an image may have no grid (LLaVA-OneVision); its features are those of
+the whole image, then the feature that ends a row.
 
-The numbers follow Hugging Face's `modeling_llava_next.py`, in integers.
+The host chooses the grid of an image, because `transformers` chooses in float64. All other numbers
+of the grid are integers. The numbers follow Hugging Face's `modeling_llava_next.py` and
+`modeling_llava_onevision.py`.
 
-Legend: b rows, i images, n patches along the side of a tile, k places of features.
+Legend: b rows, i images, t tiles of a row, n patches along the side of a tile, k places of
+features, c patches that a feature is the sum of, d hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Encoded
+from jaxtyping import Array, Bool, Float, Int
 
-#: An array of numpy or jax. Methods that accept both use the functions of the array's library.
-AnyArray = Any
+#: Names of the arrays of sizes of images, and of the grids that were chosen for the sizes.
+SIZES, GRIDS = "image_sizes", "image_grids"
+#: Name of the numbers of images of texts, which processors return.
+COUNTS = "batch_num_images"
 
 
 @dataclass(frozen=True)
@@ -31,102 +43,302 @@ class TileGrids:
         resolutions: height and width of each grid in pixels.
         tile: side of a tile in pixels.
         side: n.
+        limit: number of tiles whose features are the most that a grid should have: a grid with more
+            than 1.21 times as many features is reduced. None = no grid is reduced.
+        may_be_whole: whether an image may have no grid. Its grid is [0, 0].
     """
 
     resolutions: tuple[tuple[int, int], ...]
     tile: int
     side: int
+    limit: int | None = None
+    may_be_whole: bool = False
 
     @classmethod
-    def of(cls, resolutions: Sequence[Sequence[int]], tile: int, patch: int) -> TileGrids:
+    def of(
+        cls, resolutions: Sequence[Sequence[int]], tile: int, patch: int, **options: Any
+    ) -> TileGrids:
         """Return the grids of a configuration; `patch` is the side of a patch in pixels."""
-        return cls(tuple((h, w) for h, w in resolutions), tile, tile // patch)
+        return cls(tuple((h, w) for h, w in resolutions), tile, tile // patch, **options)
 
     @property
     def counts(self) -> list[int]:
         """Numbers of tiles that an image can have, with the tile of the whole image."""
-        return sorted({1 + (h // self.tile) * (w // self.tile) for h, w in self.resolutions})
+        counts = {1 + (h // self.tile) * (w // self.tile) for h, w in self.resolutions}
+        return sorted(counts | {1} if self.may_be_whole else counts)
 
     def most(self, tiles: int) -> int:
         """Return the largest number of features of an image with at most `tiles` tiles."""
-        grids = [(h // self.tile, w // self.tile) for h, w in self.resolutions]
-        lines = [
-            rows * (self.side * columns + 1) for rows, columns in grids if rows * columns < tiles
-        ]
-        return self.side**2 + self.side * max(lines, default=0)
+        found = 1 if self.may_be_whole else 0
+        for h, w in self.resolutions:
+            rows, columns = h // self.tile, w // self.tile
+            if rows * columns < tiles:
+                # An image without padding along one axis has any number of patches along the other.
+                y, x = rows * self.side, columns * self.side
+                table = self._reduced[: y + 1, : x + 1]
+                edges = np.concatenate([table[y], table[:, x]])
+                found = max(found, int((edges[:, 0] * (edges[:, 1] + 1)).max()))
+        return self.side**2 + found
 
-    def sizes(self, height: int, width: int) -> tuple[int, int]:
-        """Return the numbers of tiles and of features of an image; computed without a device."""
-        one = np.array([[height, width]])
-        ((rows, columns),) = self.best(one).tolist()
-        _, shown = self.shown(one)
-        ((lines, across),) = shown.tolist()
-        return 1 + rows * columns, self.side**2 + lines * (across + 1)
+    def sizes(self, height: int, width: int, *, whole: bool = False) -> tuple[int, int]:
+        """Return the numbers of tiles and of features of an image.
 
-    def best(self, sizes: Int[AnyArray, "i 2"]) -> Int[AnyArray, "i 2"]:
+        Args:
+            height: height in pixels.
+            width: width in pixels.
+            whole: whether the image has no grid.
+        """
+        if whole:
+            return 1, self.side**2 + 1
+        size = np.array([[height, width]], np.int32)
+        grid = self.best(size)
+        _, shown = shown_patches(size, grid * self.side)
+        lines, across = self._reduced[shown[0, 0], shown[0, 1]].tolist()
+        return 1 + int(grid.prod()), self.side**2 + lines * (across + 1)
+
+    @property
+    def _reduced(self) -> Int[np.ndarray, "lines across 2"]:
+        """The numbers of lines and columns of features of a grid that shows so many patches."""
+        rows, columns = (max(axis) // self.tile for axis in zip(*self.resolutions, strict=True))
+        most = None if self.limit is None else self.limit * self.side**2
+        return _reduced_sizes(rows * self.side, columns * self.side, most)
+
+    def best(self, sizes: Int[np.ndarray, "*i 2"]) -> Int[np.ndarray, "*i 2"]:
         """Return rows and columns of tiles for images of these heights and widths.
 
-        The best resolution keeps the most pixels of the image, then has the least padding.
-        """
-        xp = sizes.__array_namespace__()
-        height, width = (xp.maximum(sizes[:, axis, None], 1) for axis in (0, 1))
-        resolutions = xp.asarray(self.resolutions, dtype=sizes.dtype)
-        h, w = resolutions[:, 0], resolutions[:, 1]
-        by_width = w * height <= h * width
-        kept = xp.where(by_width, w * (height * w // width), h * (width * h // height))
-        kept = xp.minimum(kept, height * width)
-        padding = xp.where(kept == kept.max(axis=1, keepdims=True), h * w - kept, 2**31 - 1)
-        return (resolutions // self.tile)[xp.argmin(padding, axis=1)]
+        The best resolution keeps the most pixels of the image, then has the least padding. The
+        order of operations is that of `transformers.image_processing_utils.select_best_resolution`:
+        `int(width * scale)` may be one pixel less than the exact result.
 
-    def shown(
-        self, sizes: Int[AnyArray, "i 2"]
-    ) -> tuple[Int[AnyArray, "i 2"], Int[AnyArray, "i 2"]]:
-        """Return the patches of the grid of tiles that show images of these heights and widths.
-
-        Returns:
-            Row and column of the first patch, and numbers of rows and columns. Other patches are
-            padding.
+        Args:
+            sizes: heights and widths; 0 = there is no image, whose grid is [0, 0].
         """
-        xp = sizes.__array_namespace__()
-        grid = self.best(sizes) * self.side
-        height, width = (xp.maximum(sizes[:, axis], 1) for axis in (0, 1))
-        rows, columns = grid[:, 0], grid[:, 1]
-        wide = width * rows > columns * height
-        top = xp.where(wide, (rows - height * columns // width) // 2, 0)
-        left = xp.where(wide, 0, (columns - width * rows // height) // 2)
-        first = xp.stack([top, left], axis=1)
-        return first, grid - 2 * first
+        size = np.maximum(sizes, 1).astype(np.float64)[..., None, :]
+        resolutions = np.array(self.resolutions, np.int64)
+        scale = (resolutions / size).min(axis=-1, keepdims=True)
+        pixels = np.prod(size, axis=-1).astype(np.int64)
+        kept = np.minimum((size * scale).astype(np.int64).prod(axis=-1), pixels)
+        padding = resolutions.prod(axis=-1) - kept
+        is_best = kept == kept.max(axis=-1, keepdims=True)
+        index = np.where(is_best, padding, np.iinfo(np.int64).max).argmin(axis=-1)
+        grids = (resolutions // self.tile)[index].astype(np.int32)
+        return np.where(np.asarray(sizes)[..., :1] > 0, grids, 0)
 
     def places(
-        self, sizes: Int[Array, "b i 2"], tiles: int
-    ) -> tuple[Int[Array, "b k"], Bool[Array, "b k"]]:
-        """Return the places of the features of a row, and which of the k places are features.
-
-        The real features come first. A place is a number in the patches of all tiles of the row, or
-        `tiles * n²` for the end of a line.
+        self, sizes: Int[Array, "b i 2"], grids: Int[Array, "b i 2"], tiles: int
+    ) -> FeaturePlaces:
+        """Return the places of the features of a row.
 
         Args:
             sizes: height and width of each image in pixels; 0 = there is no image.
+            grids: rows and columns of tiles of each image, see `best`.
             tiles: number of tiles of a row, including padding.
         """
         b, i, n = sizes.shape[0], sizes.shape[1], self.side
-        sizes = sizes.reshape(b * i, 2)
-        grid, given = self.best(sizes), sizes[:, 0] > 0
+        sizes, grid = sizes.reshape(b * i, 2), grids.reshape(b * i, 2)
+        given = sizes[:, 0] > 0
         counts = jnp.where(given, 1 + grid[:, 0] * grid[:, 1], 0).reshape(b, i)
         first = (jnp.cumsum(counts, axis=1) - counts).reshape(b * i, 1)
-        corner, shown = self.shown(sizes)
-        top, left, rows, across = *corner.T, *shown.T
+        corner, shown = shown_patches(sizes, grid * n)
+        lines, across = shown[:, 0], shown[:, 1]
+        if self.limit is not None:
+            lines, across = jnp.moveaxis(jnp.asarray(self._reduced)[lines, across], -1, 0)
+        lines = jnp.where(grid[:, 0] > 0, lines, 1)  # an image without a grid has an empty line
         own = jnp.arange(self.most(tiles), dtype=jnp.int32)
         line, place = jnp.divmod(own - n * n, across[:, None] + 1)
-        y, x = top[:, None] + line, left[:, None] + place
-        tile = first + 1 + y // n * grid[:, 1:] + x // n
-        found = jnp.where(own < n * n, first * n * n + own, (tile * n + y % n) * n + x % n)
         is_end = (own >= n * n) & (place == across[:, None])
-        found = jnp.where(is_end, tiles * n * n, found).reshape(b, -1)
-        real = own < (n * n + rows * (across + 1))[:, None]
+
+        def found(y: Int[Array, "i k"], x: Int[Array, "i k"]) -> Int[Array, "i k"]:
+            y, x = corner[:, :1] + y, corner[:, 1:] + x
+            tile = first + 1 + y // n * grid[:, 1:] + x // n
+            inner = jnp.where(own < n * n, first * n * n + own, (tile * n + y % n) * n + x % n)
+            return jnp.where(is_end, tiles * n * n, inner)
+
+        if self.limit is None:
+            index, weights = found(line, place)[..., None], jnp.ones((b * i, len(own), 1))
+        else:
+            y = _neighbours(line, lines, shown[:, 0])
+            x = _neighbours(place, across, shown[:, 1])
+            pairs = [(down, right) for down in y for right in x]
+            index = jnp.stack([found(down[0], right[0]) for down, right in pairs], axis=-1)
+            weights = jnp.stack([down[1] * right[1] for down, right in pairs], axis=-1)
+            alone = ((own < n * n) | is_end)[..., None]
+            weights = jnp.where(alone, jnp.eye(1, len(pairs)), weights)
+        real = own < (n * n + lines * (across + 1))[:, None]
         real = (real & given[:, None]).reshape(b, -1)
+        index = jnp.where(real[..., None], index.reshape(b, real.shape[1], -1), 0)
         order = jnp.argsort(~real, axis=1, stable=True)
-        return (
-            jnp.take_along_axis(jnp.where(real, found, 0), order, axis=1),
+        return FeaturePlaces(
+            jnp.take_along_axis(index, order[..., None], axis=1),
+            jnp.take_along_axis(weights.reshape(index.shape), order[..., None], axis=1),
             jnp.take_along_axis(real, order, axis=1),
         )
+
+    def encoded(
+        self,
+        features: Float[Array, "b t m d"],
+        newline: Float[Array, " d"],
+        sizes: Int[Array, "b i 2"],
+        grids: Int[Array, "b i 2"],
+    ) -> Encoded:
+        """Return the features of the images of each row, one image after another.
+
+        Args:
+            features: the n² features of each tile.
+            newline: the feature that ends a line.
+            sizes: see `places`.
+            grids: see `places`.
+        """
+        b, t, _, d = features.shape
+        end = jnp.broadcast_to(newline.astype(features.dtype), (b, 1, d))
+        patches = jnp.concatenate([features.reshape(b, -1, d), end], axis=1)
+        places = self.places(sizes, grids, t)
+        count = places.index.shape[-1]
+        found = [
+            jnp.take_along_axis(patches, places.index[..., c, None], axis=1) for c in range(count)
+        ]
+        if count > 1:
+            weights = places.weights.astype(features.dtype)
+            found = [x * weights[..., c, None] for c, x in enumerate(found)]
+        return Encoded(sum(found[1:], found[0]), places.real.astype(jnp.int32))
+
+
+class FeaturePlaces(NamedTuple):
+    """The patches that the features of the images of a row are made of.
+
+    Attributes:
+        index: numbers in the patches of all tiles of the row, or t n² for the end of a line. The
+            real features come first.
+        weights: a feature is the sum of its patches with these weights.
+        real: which of the k places are features.
+    """
+
+    index: Int[Array, "b k c"]
+    weights: Float[Array, "b k c"]
+    real: Bool[Array, "b k"]
+
+
+def _neighbours(
+    place: Int[Array, "i k"], count: Int[Array, " i"], shown: Int[Array, " i"]
+) -> list[tuple[Int[Array, "i k"], Float[Array, "i k"]]]:
+    """Return the two patches between which a feature of a reduced grid is, with their weights.
+
+    Args:
+        place: places of the features along one axis.
+        count: number of features along the axis.
+        shown: number of patches along the axis.
+    """
+    scale = shown.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
+    exact = jnp.maximum((place.astype(jnp.float32) + 0.5) * scale[:, None] - 0.5, 0)
+    last = jnp.maximum(shown - 1, 0)[:, None]
+    lower = jnp.minimum(exact.astype(jnp.int32), last)
+    part = exact - lower
+    return [(lower, 1 - part), (jnp.minimum(lower + 1, last), part)]
+
+
+@functools.lru_cache(maxsize=16)
+def _reduced_sizes(lines: int, across: int, most: int | None) -> Int[np.ndarray, "lines across 2"]:
+    """Return the sizes to which grids of up to `lines` x `across` patches are reduced.
+
+    The order of operations is that of `transformers`, in float64.
+    """
+    sizes = np.moveaxis(np.indices((lines + 1, across + 1)), 0, -1)
+    if most is None:
+        return sizes.astype(np.int32)
+    ratio = np.sqrt(sizes.prod(axis=-1) / most)[..., None]
+    return np.where(ratio > 1.1, sizes // np.maximum(ratio, 1), sizes).astype(np.int32)
+
+
+def shown_patches(
+    sizes: Int[Any, "i 2"], patches: Int[Any, "i 2"]
+) -> tuple[Int[Any, "i 2"], Int[Any, "i 2"]]:
+    """Return the patches of grids of tiles that show images of these heights and widths.
+
+    Args:
+        sizes: heights and widths, in an array of numpy or jax.
+        patches: numbers of rows and columns of patches of the whole grids.
+
+    Returns:
+        Row and column of the first patch, and numbers of rows and columns. Other patches are
+        padding.
+    """
+    xp = sizes.__array_namespace__()
+    height, width = (xp.maximum(sizes[:, axis], 1) for axis in (0, 1))
+    rows, columns = patches[:, 0], patches[:, 1]
+    wide = width * rows > columns * height
+    top = xp.where(wide, (rows - height * columns // width) // 2, 0)
+    left = xp.where(wide, 0, (columns - width * rows // height) // 2)
+    first = xp.stack([top, left], axis=1)
+    return first, patches - 2 * first
+
+
+def with_grids(grids: TileGrids, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of images with the grids that the host chooses for their sizes.
+
+    Args:
+        grids: the grids of the model.
+        arrays: arrays by name. Arrays without sizes, or with grids, are returned unchanged.
+
+    Raises:
+        ConfigError: the sizes are traced, so the host does not know them.
+    """
+    if GRIDS in arrays or SIZES not in arrays:
+        return dict(arrays)
+    sizes = arrays[SIZES]
+    if isinstance(sizes, jax.core.Tracer):
+        raise ConfigError(
+            f"a compiled function received {SIZES} without {GRIDS}: the grid of an image is chosen "
+            "before a function is compiled; pass the arrays of model.batched_inputs"
+        )
+    return {**arrays, GRIDS: grids.best(np.asarray(sizes, np.int32))}
+
+
+def rows_of_tiles(
+    grids: TileGrids, placeholders: Bool[np.ndarray, "b s"], arrays: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arrays of images with a row for each text, and with the grids of the images.
+
+    Args:
+        grids: the grids of the model.
+        placeholders: which tokens are features of images.
+        arrays: arrays with a row for each text; or the arrays of a processor of `transformers`,
+            whose tiles and sizes have a row for each image, with `batch_num_images`, the number of
+            images of each text with images. Other arrays are returned unchanged.
+
+    Raises:
+        ConfigError: the images of a text have another number of features than the text has
+            placeholder tokens.
+    """
+    pixels, sizes = arrays.get("pixel_values"), arrays.get(SIZES)
+    if pixels is None or sizes is None or np.ndim(sizes) == 3:
+        return with_grids(grids, arrays)
+    sizes = np.asarray(sizes, np.int32)
+    chosen = grids.best(sizes)
+    others = {name: x for name, x in arrays.items() if name not in ("pixel_values", SIZES, COUNTS)}
+    if grids.may_be_whole and COUNTS in arrays:
+        counts = np.asarray(arrays[COUNTS])
+        chosen[np.repeat(counts > 1, counts)] = 0
+    numbers = [
+        grids.sizes(int(size[0]), int(size[1]), whole=not grid.any())
+        for size, grid in zip(sizes, chosen, strict=True)
+    ]
+    tokens = placeholders.sum(axis=1)
+    ends = np.cumsum([0, *(features for _, features in numbers)])
+    borders = np.searchsorted(ends, np.cumsum([0, *tokens]))
+    if ends[-1] != tokens.sum() or (ends[borders] != np.cumsum([0, *tokens])).any():
+        raise ConfigError(
+            f"the texts have {tokens.tolist()} image tokens, but the images have "
+            f"{[features for _, features in numbers]} features: repeat the image token for each "
+            "feature, as the processor of the checkpoint does"
+        )
+    rows = [range(first, last) for first, last in itertools.pairwise(borders)]
+    tiles = [np.concatenate([pixels[i][: numbers[i][0]] for i in own]) for own in rows if own]
+    most = max(1, *map(len, rows)), max(map(len, tiles))
+    made = np.zeros((len(rows), most[1], *tiles[0].shape[1:]), np.float32)
+    placed = np.zeros((2, len(rows), most[0], 2), np.int32)
+    for row, own in enumerate(rows):
+        if own:
+            of_row = tiles.pop(0)
+            made[row, : len(of_row)] = of_row
+            placed[:, row, : len(own)] = sizes[own.start : own.stop], chosen[own.start : own.stop]
+    return {**others, "pixel_values": made, SIZES: placed[0], GRIDS: placed[1]}

@@ -162,39 +162,50 @@ class TileGridSubject(ImageTextSubject):
 
     @property
     def grids(self) -> TileGrids:
-        """The grids of the model."""
-        vision = self.fields["vision_config"]
+        """The grids of the model, which is not created for them."""
+        vision, options = self.fields["vision_config"], dict[str, Any]()
+        if (ratio := self.fields.get("vision_aspect_ratio")) is not None:  # LLaVA-OneVision
+            options = {"limit": int(ratio.removeprefix("anyres_max_")), "may_be_whole": True}
         resolutions = self.fields["image_grid_pinpoints"]
-        return TileGrids.of(resolutions, vision["image_size"], vision["patch_size"])
+        return TileGrids.of(resolutions, vision["image_size"], vision["patch_size"], **options)
+
+    def tiles_of_row(self, number: int) -> list[tuple[int, int]]:
+        """Return the numbers of tiles and of features of the images of a row."""
+        # LLaVA-OneVision makes no grids of several images.
+        whole = self.grids.may_be_whole and len(SIZES[number]) > 1
+        return [self.grids.sizes(*size, whole=whole) for size in SIZES[number]]
 
     def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
         grids, most = self.grids, max(map(len, SIZES))
-        sizes = np.zeros((B, most, 2), np.int32)
-        counts = np.zeros(B, int)
+        sizes, counts = np.zeros((B, most, 2), np.int32), np.zeros(B, int)
         for number, (own, starts) in enumerate(zip(SIZES, PLACES, strict=True)):
-            for place, (size, start) in enumerate(zip(own, starts, strict=True)):
-                sizes[number, place] = size
-                tiles, features = grids.sizes(*size)
+            sizes[number, : len(own)] = np.reshape(own, (-1, 2))
+            for start, (tiles, features) in zip(starts, self.tiles_of_row(number), strict=True):
                 counts[number] += tiles
                 self.ids[number, start : start + features] = self.image_token
         shape = B, counts.max(), 3, grids.tile, grids.tile
         pixels = np.random.default_rng(1).normal(size=shape)
         pixels *= (np.arange(counts.max()) < counts[:, None])[:, :, None, None, None]
-        return {"pixel_values": pixels.astype(np.float32), "image_sizes": sizes}
+        chosen = grids.best(sizes)
+        if grids.may_be_whole:
+            chosen[[len(own) > 1 for own in SIZES]] = 0
+        images = {"pixel_values": pixels.astype(np.float32), "image_sizes": sizes}
+        return {**images, "image_grids": chosen}
 
     def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        torch, grids, images, sizes = require_torch(), self.grids, [], []
-        for number, own in enumerate(SIZES):
+        torch, images = require_torch(), list[np.ndarray]()
+        for number in range(B):
             first = 0
-            for size in own:
-                tiles, _ = grids.sizes(*size)
+            for tiles, _ in self.tiles_of_row(number):
                 images.append(self.images["pixel_values"][number, first : first + tiles])
-                sizes.append(size)
                 first += tiles
         most = max(map(len, images))
         padded = [np.pad(x, ((0, most - len(x)), (0, 0), (0, 0), (0, 0))) for x in images]
+        if self.grids.may_be_whole:
+            counts = [len(own) for own in SIZES if own]
+            inputs = {**inputs, "batch_num_images": torch.tensor(counts)}
         return {
             **inputs,
             "pixel_values": torch.tensor(np.stack(padded)),
-            "image_sizes": torch.tensor(sizes),
+            "image_sizes": torch.tensor([size for own in SIZES for size in own]),
         }

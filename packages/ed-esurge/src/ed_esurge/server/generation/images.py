@@ -40,6 +40,9 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 GRID = "image_grid_thw"
 #: Name of the size of an image in the output of a processor for models that omit padding.
 SIZES = "image_sizes"
+#: Name of the numbers of images of each text. A processor that returns the numbers splits an image
+#: into tiles only if its text has no other image (LLaVA-OneVision).
+COUNTS = "batch_num_images"
 
 
 class TokenNames(Protocol):
@@ -63,7 +66,7 @@ class ImageTextProcessor(Protocol):
     def _merge_kwargs(self, **options: Any) -> Mapping[str, Any]: ...
 
     def _process_images(
-        self, images: list[PIL.Image.Image], **options: Any
+        self, images: list[Any], **options: Any
     ) -> tuple[Mapping[str, Any], list[str]]: ...
 
 
@@ -227,7 +230,7 @@ class ChatImages:
             )
         parts, images = [first], list[ProcessedImage]()
         for source, following in zip(sources, others, strict=True):
-            images.append(self._processed(processor, source))
+            images.append(self._processed(processor, source, alone=len(sources) == 1))
             parts += [images[-1].text, following]
         return "".join(parts), images
 
@@ -253,12 +256,18 @@ class ChatImages:
                 inputs.append(EncoderInput.of(arrays, start=own[0], length=image.length))
         return tuple(inputs)
 
-    def _processed(self, processor: ImageTextProcessor, source: _Source) -> ProcessedImage:
+    def _processed(
+        self, processor: ImageTextProcessor, source: _Source, *, alone: bool
+    ) -> ProcessedImage:
         image = opened(source.data, source.param)
+        images: list[Any] = [image]
+        own = getattr(processor, "image_processor", None)
+        if not alone and COUNTS in (getattr(own, "model_input_names", None) or ()):
+            images = [[image, image.resize((2, 2))]]
         assert self._token is not None, "`sources` has checked the processor"
         try:
             options = processor._merge_kwargs(return_tensors="np")["images_kwargs"]
-            output, (text,) = processor._process_images([image], **options)
+            output, (text, *_) = processor._process_images(images, **options)
         except Exception as error:  # processors may raise any exception for an unusual size
             _refuse(f"the image cannot be processed: {error}", source.param)
         count = text.count(processor.tokenizer.convert_ids_to_tokens(self._token))
@@ -288,13 +297,14 @@ def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     """Return the arrays of each tile of one image, in the output of an image processor.
 
     The arrays are [t, c, h, w] or [1, t, c, h, w] and the like, for t tiles. Packed patches [p, f]
-    with `image_grid_thw` [1, 3], and tiles with `image_sizes` [1, 2], are one tile.
+    with `image_grid_thw` [1, 3], and tiles with `image_sizes` [i, 2], are one tile; of several
+    images with sizes, the first counts.
     """
     if GRID in arrays:
         pixels, (grid,) = (np.asarray(arrays[name]) for name in ("pixel_values", GRID))
         return [{"pixel_values": pixels.astype(np.float32), GRID: grid.astype(np.int32)}]
     if SIZES in arrays:
-        (pixels,), (size,) = (np.asarray(arrays[name]) for name in ("pixel_values", SIZES))
+        pixels, size = (np.asarray(arrays[name])[0] for name in ("pixel_values", SIZES))
         return [{"pixel_values": pixels.astype(np.float32), SIZES: size.astype(np.int32)}]
     nested = np.ndim(arrays["pixel_values"]) == 5
     found = {name: np.asarray(x)[0] if nested else np.asarray(x) for name, x in arrays.items()}
