@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,23 @@ def test_large_certificate_is_ignored_and_long_lists_are_cut(tmp_path: Path) -> 
     assert summary is not None
     assert summary["failed"] == 1000
     assert len(summary["failed_checks"]) == 64
+
+
+def test_certificate_is_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **options: reads.append(path) or read(path, **options)
+    )
+    folder = written(tmp_path / "run", checks("passed"))
+    first = certificate_summary(folder)
+    assert first is not None
+    first["failed_checks"].append("changed by the caller")
+    again = certificate_summary(folder)
+    assert (len(reads), again and again["failed_checks"]) == (1, [])
+    written(folder, checks("failed"))
+    os.utime(folder / "certificate.json", (0, 0))
+    changed = certificate_summary(folder)
+    assert (len(reads), changed and changed["failed"]) == (2, 1)

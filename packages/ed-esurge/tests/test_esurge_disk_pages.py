@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, eSurge
+from ed_esurge.engine import disk_pages
 from ed_infra.errors import ConfigError
 from pydantic import ValidationError
 
@@ -62,6 +65,25 @@ def test_prefix_pages_survive_a_restart_and_damaged_files_are_misses(llama, make
     run(llama, prefix_cache_directory_size=5 * size / 2**30)
     left = sorted((tmp_path / "pages").glob("*/*/*.page"))
     assert len(left) == 5
+
+
+@pytest.mark.nightly
+def test_unchanged_weights_are_hashed_once(llama, tmp_path, monkeypatch):
+    hashed = []
+    blake2b = hashlib.blake2b
+
+    def counted(data, **options):
+        if not options:
+            hashed.append(len(data))
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(disk_pages.hashlib, "blake2b", counted)
+    with eSurge(llama, **OPTIONS, prefix_cache_directory=str(tmp_path / "pages")) as engine:
+        leaves = len(engine.loop.runner.weights.leaves)
+        engine.generate([*range(3, 43)], GREEDY)
+        assert len(hashed) == leaves
+    assert len(hashed) == leaves
+    assert [*(tmp_path / "pages").glob("*/*/*.page")]
 
 
 def test_invalid_directories_of_pages_are_refused(llama, tmp_path):

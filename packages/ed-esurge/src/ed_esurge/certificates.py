@@ -6,7 +6,9 @@ server reads the file as data. A damaged file is ignored, because a model serves
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ STATUSES = {"passed": "passed", "failed": "failed", "not applicable": "not_appli
 _MAX_BYTES = 2**20
 _MAX_LISTED = 64
 _MAX_NAME = 64
+_MAX_CACHED = 256
 
 
 def certificate_summary(folder: Path) -> dict[str, Any] | None:
@@ -37,7 +40,17 @@ def certificate_summary(folder: Path) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        status = path.stat()
+    except OSError:  # deleted in the meantime
+        return None
+    return copy.deepcopy(_summary(path.resolve(), status.st_mtime_ns, status.st_size))
+
+
+@lru_cache(_MAX_CACHED)
+def _summary(path: Path, modified: int, size: int) -> dict[str, Any] | None:
+    """Return the summary of a file. A changed file has another time or size, and is read again."""
+    try:
+        if size > _MAX_BYTES:
             raise ValueError(f"the file has more than {_MAX_BYTES} bytes")
         checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
         found = [(str(check["name"])[:_MAX_NAME], check["status"]) for check in checks]

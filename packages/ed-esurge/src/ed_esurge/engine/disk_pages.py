@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 from ed_infra.compilation.fingerprint import NoFingerprintError, fingerprint
 from ed_infra.compilation.private_files import (
@@ -54,6 +56,8 @@ class DiskPages:
 
     def __init__(self, directory: str | Path, most_bytes: int) -> None:
         self._root, self._most = Path(directory).expanduser(), most_bytes
+        # Digests by id of the array. References are weak, so that replaced weights are freed.
+        self._digests: dict[int, tuple[weakref.ref[jax.Array], bytes]] = {}
         try:
             make_private(self._root)
             check_private(self._root)
@@ -99,13 +103,19 @@ class DiskPages:
             logger.warning("prefix pages are not stored: %s", error)
             return None
 
-        def digest(leaf: object) -> bytes:
-            array = np.ascontiguousarray(np.asarray(leaf))
-            return hashlib.blake2b(array.reshape(-1).view(np.uint8).data).digest()
-
         with ThreadPoolExecutor(THREADS) as threads:
-            parts = b"".join(threads.map(digest, weights.leaves))
+            parts = b"".join(threads.map(self._digest, weights.leaves))
         return self._root / hashlib.sha256(name.encode() + parts).hexdigest()[:32]
+
+    def _digest(self, leaf: jax.Array) -> bytes:
+        """Return the hash of an array, which is computed once."""
+        known = self._digests.get(id(leaf))
+        if known is not None and known[0]() is leaf:
+            return known[1]
+        array = np.ascontiguousarray(np.asarray(leaf))
+        found = hashlib.blake2b(array.reshape(-1).view(np.uint8).data).digest()
+        self._digests[id(leaf)] = weakref.ref(leaf), found
+        return found
 
     def _read(self, loop: EngineLoop) -> int:
         memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
