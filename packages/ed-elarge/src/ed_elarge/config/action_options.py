@@ -143,6 +143,9 @@ class ServeOptions(Options):
     batch_directory: Name | None = None
     """Folder for files and results of `/v1/batches`, which persist between runs of the server.
     None: no batches."""
+    mcp_config: Name | None = None
+    """JSON file of MCP servers whose tools `/v1/responses` may execute (`ed-esurge[mcp]`). None: no
+    servers."""
     otlp_traces_endpoint: Name | None = None
     """URL of a collector for OpenTelemetry spans by OTLP over HTTP (`ed-esurge[otel]`)."""
     enable_sleep_mode: bool = False

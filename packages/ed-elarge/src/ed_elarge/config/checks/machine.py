@@ -229,7 +229,7 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
                 f"cannot listen on {options.host}:{options.port} ({reason}): choose another "
                 + ("host" if of_host else "port, or 0"),
             )
-    for key in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
+    for key in ("ssl_keyfile", "ssl_certfile", "api_key_file", "mcp_config"):
         file = getattr(options, key)
         if file is not None and not Path(file).is_file():
             yield Problem((key,), f"no such file: {file}")
