@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 from ed_elarge.launch import kubernetes
 from ed_elarge.launch.launched_run import LaunchedRun, parse_options
 
@@ -85,6 +87,62 @@ def test_manifests_are_valid_by_the_published_schemas(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ConfigMap", *kinds]
+
+
+#: The definition of RayJob: `ray-operator/config/crd/bases/ray.io_rayjobs.yaml` of KubeRay.
+RAY_JOB = os.environ.get("EASYDEL_RAYJOB_CRD", "")
+
+
+def strict(schema: Any) -> Any:
+    """Return a schema that refuses unknown fields."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if "properties" in made and "additionalProperties" not in made:
+        made["additionalProperties"] = False
+    return made
+
+
+@pytest.mark.skipif(not RAY_JOB, reason="needs EASYDEL_RAYJOB_CRD")
+@pytest.mark.parametrize(
+    ("options", "hosts", "group"),
+    [
+        (["ray=2.60.0"], 2, (2, 1)),
+        (["ray=2.60.0", "gpu=8", "cpu=16", "memory=64Gi", "claim=data", "queue=team"], 4, (4, 1)),
+        (["ray=2.60.0", "tpu=v5e:4x4", "slices=2", "secret=keys"], 0, (2, 4)),
+    ],
+)
+def test_ray_jobs_are_valid_by_the_definition_of_kuberay(
+    tmp_path: Path, options: list[str], hosts: int, group: tuple[int, int]
+) -> None:
+    versions = yaml.safe_load(Path(RAY_JOB).read_text())["spec"]["versions"]
+    [schema] = [v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == "v1"]
+    schema["properties"]["metadata"] = {}
+    job = launched(tmp_path, *options, hosts=hosts, setup=("export A=1",))
+    file, ray_job = yaml.safe_load_all(kubernetes.render(job))
+    assert (file["kind"], ray_job["kind"]) == ("ConfigMap", "RayJob")
+    checker = jsonschema.Draft202012Validator(strict(schema))
+    assert [error.message for error in checker.iter_errors(ray_job)] == []
+    [workers] = ray_job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (workers["replicas"], workers["numOfHosts"]) == group
+    ray_job["spec"]["entrypont"] = ""
+    assert [*checker.iter_errors(ray_job)]
+
+
+def test_entry_point_of_a_ray_job_prints_a_placement_for_all_hosts(tmp_path: Path) -> None:
+    options = ("ray=2.60.0", "gpu=8", f"directory={tmp_path}")
+    job = launched(tmp_path, *options, hosts=4, points=(("trainer.seed=3",),))
+    _, ray_job = kubernetes.manifests(job)
+    script = ray_job["spec"]["entrypoint"].replace("/run-file", str(tmp_path))
+    script = script.replace("elarge launch", f"{Path(sys.executable).parent}/elarge launch")
+    done = subprocess.run(
+        script.removesuffix("'") + " --dry-run'", shell=True, capture_output=True, check=True
+    )
+    shown = yaml.safe_load(done.stdout)
+    assert shown["bundles"] == [{"CPU": 1.0, "GPU": 8.0}] * 4
+    assert "--set trainer.seed=3" in shown["runs"][0][3]["commands"][0]
 
 
 def pod_processes(job: LaunchedRun, port: int) -> list[subprocess.Popen[str]]:

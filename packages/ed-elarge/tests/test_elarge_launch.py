@@ -73,7 +73,7 @@ def test_sweep_is_an_array_whose_runs_have_their_own_folders(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--on", "lsf"], "--on 'lsf' must be one of kubernetes, ray, slurm, ssh"),
+        (["--on", "lsf"], "--on 'lsf' must be one of kubernetes, local, ray, slurm, ssh"),
         (["--on", "slurm", "--sweep", "trainer.seed="], "must be KEY=VALUE,VALUE"),
         (["--on", "slurm", "--sweep", "trainer.sed=1,2"], "did you mean 'seed'"),
         (["--on", "slurm", "--option", "=3"], "must be NAME=VALUE"),
@@ -84,6 +84,10 @@ def test_sweep_is_an_array_whose_runs_have_their_own_folders(
         (["--on", "ssh", "--option", "hosts-file=none"], "none cannot be read"),
         (["--on", "ssh", "--option", "hosts-file=hosts", "--hosts", "3"], r"lists \(2\)"),
         (["--on", "ssh", "--option", "hosts-file=hosts", "--option", "port=0"], "from 1 to 65535"),
+        (["--on", "local", "--option", "port=1"], "--on local has no options"),
+        (["--on", "local", "--hosts", "2"], "--processes-per-host sets the number"),
+        (["--on", "slurm", "--elastic", "1"], "not possible with --on slurm: use local, ssh"),
+        (["--on", "local", "--elastic", "2"], r"more than the run has processes \(1\)"),
         (["--on", "kubernetes"], "needs an image: --option image="),
         ([*KUBERNETES, "--option", "clam=data"], "did you mean 'claim'"),
         ([*KUBERNETES, "--processes-per-host", "2"], "a pod runs one process"),
@@ -156,6 +160,19 @@ def test_ssh_processes_share_one_coordinator(here: Path) -> None:
         assert f"JAX_NUM_PROCESSES=4 && export JAX_PROCESS_ID={number} " in command
         assert command.endswith("exec elarge run.yaml")
     assert len(LAUNCHERS["ssh"].render(job).splitlines()) == 4
+
+
+def test_members_of_an_elastic_run_have_one_name_per_launch_and_no_terminal(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--on", "ssh", "--option", "hosts-file=hosts", "--elastic", "1", "--setup", "date"]
+    assert launch(*words, "--set", "trainer.seed=3", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    command = r"exec elarge member (\w{16})/(\d) run.yaml --set trainer.seed=3'$"
+    found = [re.search(command, line) for line in lines]
+    assert all(line.startswith("ssh -T -o BatchMode=yes ") for line in lines)
+    assert [match and match[2] for match in found] == ["0", "1"]
+    assert len({match and match[1] for match in found}) == 1
 
 
 def test_ray_placement_has_one_bundle_per_host_and_numbered_processes(

@@ -64,6 +64,7 @@ def test_meter_separates_waiting_compile_and_productive_seconds(clock):
         "checkpoint": 3.0,
         "evaluation": 5.0,
         "restart": 4.0,
+        "lost": 0.0,
     }
     summary = meter.summary()
     assert summary["goodput"] == pytest.approx(5.5 / 29)

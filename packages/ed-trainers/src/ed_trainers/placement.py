@@ -5,6 +5,7 @@ Legend: a microbatches of a step, b rows of a microbatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -14,7 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from ed_infra.parameter_names import normalize
-from ed_infra.sharding.axes import LogicalAxes
+from ed_infra.sharding.axes import LogicalAxes, split
 from ed_infra.sharding.placement import local_rows, make_global
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -78,14 +79,21 @@ def microbatches(batch: Inputs[np.ndarray], count: int) -> Inputs[np.ndarray]:
     return jax.tree.map(split, batch)
 
 
-def pad_rows(batch: Inputs[np.ndarray], rows: int) -> Inputs[np.ndarray]:
-    """Append rows of zeros up to a number of rows; zeros are padding and have no weight."""
-    missing = rows - next(iter(batch.values())).shape[0]
+def pad_rows(batch: Inputs[np.ndarray], rows: int, axis: int = 0) -> Inputs[np.ndarray]:
+    """Append rows of zeros up to a number of rows; zeros are padding and have no weight.
+
+    Args:
+        batch: arrays [..., b, ...].
+        rows: number of rows of the result; a batch with more rows stays unchanged.
+        axis: the dimension of the rows; 1 for stacked microbatches.
+    """
+    missing = rows - next(iter(batch.values())).shape[axis]
     if missing <= 0:
         return batch
 
     def padded(array: np.ndarray) -> np.ndarray:
-        return np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+        shape = (*array.shape[:axis], missing, *array.shape[axis + 1 :])
+        return np.concatenate([array, np.zeros(shape, array.dtype)], axis)
 
     return jax.tree.map(padded, batch)
 
@@ -111,6 +119,13 @@ class Placement:
         self._mesh = config.mesh
         self._manager = config.partition_manager
         self._known: dict[tuple[tuple[int, ...], LogicalAxes], NamedSharding] = {}
+        spec = self._manager.resolve(
+            ("batch",), mode="train", shape=(self._mesh.size,), mesh=self._mesh
+        )
+        #: Number of parts into which the mesh divides the rows of a microbatch.
+        self.row_shards = math.prod(
+            self._mesh.shape[axis] for entry in spec for axis in split(entry)
+        )
 
     def sharding(
         self, shape: tuple[int, ...], axes: LogicalAxes = TOKENS, *, stacked: bool = False
@@ -133,6 +148,14 @@ class Placement:
         """Return the rows of a microbatch [rows, ...] that the devices of this process hold."""
         own = local_rows(self.sharding((rows,), ("batch",)), rows)
         return range(own.start, own.stop)
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the smallest number of at least `rows` rows that the devices can divide.
+
+        Fewer rows than parts of the mesh are not padded: every device then computes all rows.
+        """
+        shards = self.row_shards
+        return rows if rows < shards else -(-rows // shards) * shards
 
     def place(
         self, batch: Inputs[np.ndarray], *, stacked: bool, parts: int = 1

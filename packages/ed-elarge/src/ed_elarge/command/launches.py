@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ed_elarge.command.runs import File, RunSettings, Verbose
 from ed_elarge.exits import guarded
 
+if TYPE_CHECKING:
+    from ed_elarge.launch.launched_run import LaunchedRun
+
 
 def launch(
     file: File,
     on: Annotated[
-        str, typer.Option("--on", metavar="kubernetes|ray|slurm|ssh", help="The launcher.")
+        str, typer.Option("--on", metavar="kubernetes|local|ray|slurm|ssh", help="The launcher.")
     ],
     hosts: Annotated[
         int,
@@ -48,6 +52,22 @@ def launch(
             help="An option of sbatch, ssh (also hosts-file, port), kubernetes or ray. Repeatable.",
         ),
     ] = None,
+    elastic: Annotated[
+        int,
+        typer.Option(
+            "--elastic",
+            metavar="LEAST",
+            min=0,
+            help="Continue after the loss of processes while at least LEAST remain, and take them "
+            "back when they return; with local and ssh. 0: not elastic.",
+        ),
+    ] = 0,
+    rejoin: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="With --elastic: seconds until a lost process is connected again."
+        ),
+    ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what the launcher starts, and exit.")
     ] = False,
@@ -92,10 +112,69 @@ def launch(
             setup=tuple(setup or ()),
             options=parse_options(options or ()),
             server=server,
+            least=elastic,
+            rejoin=rejoin,
         )
+        if elastic:
+            return start_elastic(job, on, dry_run)
         if dry_run:
             print(LAUNCHERS[on].render(job), end="")
             return 0
         return LAUNCHERS[on].start(job)
 
     raise typer.Exit(guarded(work, verbose=verbose))
+
+
+def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
+    """Run until all processes have trained to the end, and return an exit code.
+
+    Args:
+        job: The run.
+        on: Name of the launcher.
+        dry_run: Whether to print the commands of the members only.
+
+    Raises:
+        ConfigError: The launcher has no connections, the run does not train, or there are fewer
+            members than the run needs.
+    """
+    import shlex
+
+    from ed_infra.errors import ConfigError
+
+    from ed_elarge.launch import elastic
+    from ed_elarge.launch.launchers import LAUNCHERS
+
+    connections = LAUNCHERS[on].connections
+    if connections is None:
+        able = ", ".join(name for name, made in LAUNCHERS.items() if made.connections)
+        raise ConfigError(f"--elastic is not possible with --on {on}: use {able}")
+    if job.server is not None:
+        raise ConfigError("--elastic continues a training run, and this file only serves")
+    planned = connections(job)
+    if len(planned) < job.least:
+        raise ConfigError(
+            f"--elastic {job.least} is more than the run has processes ({len(planned)}): lower it, "
+            "or add hosts or --processes-per-host"
+        )
+    if dry_run:
+        print("".join(f"{shlex.join(process.words)}\n" for process in planned), end="")
+        return 0
+    return elastic.run(job, planned)
+
+
+def member(
+    folder: Annotated[str, typer.Argument(help="LAUNCH/MEMBER: folder of the copies.")],
+    file: File,
+    settings: RunSettings = None,
+) -> None:
+    """Start processes for `elarge launch --elastic`, which writes to standard input."""
+    from ed_elarge.command.runs import run_file
+    from ed_elarge.launch.member import run_member
+
+    words = [word for pair in settings or () for word in ("--set", pair)]
+
+    def run(words: Sequence[str]) -> int:
+        path, *changes = words
+        return run_file(path, settings=changes[1::2])
+
+    raise typer.Exit(run_member(folder, [file, *words], run))

@@ -89,6 +89,7 @@ _COMMANDS = {
 }
 for _name, _function in _COMMANDS.items():
     app.command(_name)(_function)
+app.command("member", hidden=True)(launches.member)
 _FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 app.command("chat", context_settings=_FLAGS)(machine.chat)
 app.add_typer(measurements.app, name="bench")

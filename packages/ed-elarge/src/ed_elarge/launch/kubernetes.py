@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet that trains on several hosts, or a Deployment that serves.
+"""Kubernetes: a JobSet or a RayJob that trains on several hosts, or a Deployment that serves.
 
 A JobSet starts again from its checkpoint after a failure; evictions do not count as failures. With
 the option `queue`, Kueue starts the job when its quota allows.
@@ -35,6 +35,7 @@ OPTIONS = {
     "gpu": "NVIDIA GPUs of a host",
     "tpu": "a TPU slice of GKE, such as v5e:4x4",
     "slices": "TPU slices that train together",
+    "ray": "version of Ray in the image: a RayJob of KubeRay instead of a JobSet",
     "restarts": "times that a failed run starts again; default 3",
     "replicas": "servers; with max-replicas the smallest number",
     "max-replicas": "largest number of servers",
@@ -78,7 +79,7 @@ _Dumper.add_representer(str, _text)
 
 
 def manifests(job: LaunchedRun) -> Objects:
-    """Return the objects of a run: its file, and a JobSet per point or a Deployment.
+    """Return the objects of a run: its file, and a JobSet or RayJob per point, or a Deployment.
 
     Raises:
         ConfigError: An option is unknown, missing or invalid, or the run file cannot be sent.
@@ -99,11 +100,11 @@ def manifests(job: LaunchedRun) -> Objects:
         return [_run_file(job, name, options), *_server(job, name, options)]
     several = len(job.points) > 1
     names = [f"{name}-{number}" if several else name for number in range(len(job.points))]
-    sets = [
-        _job_set(job, own, name, point, options)
-        for own, point in zip(names, job.points, strict=True)
+    made = _ray_job if "ray" in options else _job_set
+    jobs = [
+        made(job, own, name, point, options) for own, point in zip(names, job.points, strict=True)
     ]
-    return [_run_file(job, name, options), *sets]
+    return [_run_file(job, name, options), *jobs]
 
 
 def render(job: LaunchedRun) -> str:
@@ -212,6 +213,54 @@ def _job_set(
                     },
                 }
             ],
+        },
+    }
+
+
+def _ray_job(
+    job: LaunchedRun, own: str, name: str, point: tuple[str, ...], options: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a RayJob: its head runs `elarge launch --on ray`, its workers are the hosts."""
+    hosts, slices, selector, resources = _devices(job, options)
+    folder = options.get("directory", "/workspace")
+    words = ["elarge", "launch", f"{_FILES}/{Path(job.file).name}", "--on", "ray"]
+    words += ["--hosts", str(hosts * slices), *(w for s in job.setup for w in ("--setup", s))]
+    words += ["--option", f"restarts={_number(options, 'restarts', 3, least=0)}"]
+    devices = {"nvidia.com/gpu": "gpu", "google.com/tpu": "tpu"}
+    for resource, option in devices.items():
+        if resource in resources:
+            words += ["--option", f"{option}={resources[resource]}"]
+    words += [word for pair in point for word in ("--set", pair)]
+    script = "\n".join([f"cd {shlex.quote(folder)}", *job.setup, f"exec {shlex.join(words)}"])
+
+    def group(resources: Mapping[str, str], selector: Mapping[str, str], cores: int) -> Any:
+        pod = _pod(job, name, point, options, [], resources, selector)
+        pod["containers"][0].pop("command")  # the operator starts Ray
+        # A process of the run uses all cores of its host.
+        return {"rayStartParams": {"num-cpus": str(cores)}, "template": {"spec": pod}}
+
+    labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if "queue" in options else {}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": _metadata(own, name, options, labels=labels),
+        "spec": {
+            "entrypoint": shlex.join(["bash", "-c", script]),
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": {
+                "rayVersion": options["ray"],
+                "headGroupSpec": group({}, {}, 0),
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "hosts",
+                        "replicas": slices if "tpu" in options else hosts,
+                        "minReplicas": slices if "tpu" in options else hosts,
+                        "maxReplicas": slices if "tpu" in options else hosts,
+                        "numOfHosts": hosts if "tpu" in options else 1,
+                        **group(resources, selector, 1),
+                    }
+                ],
+            },
         },
     }
 

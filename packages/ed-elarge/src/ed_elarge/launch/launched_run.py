@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class LaunchedRun:
         setup: Shell commands before the run, such as the activation of an environment.
         options: Options of the launcher itself, by name.
         server: Host and port of the server, if the run only serves.
+        least: Smallest number of processes of an elastic run; 0: the run is not elastic.
+        rejoin: Seconds until an elastic run connects to a lost host again.
     """
 
     file: str
@@ -39,6 +42,8 @@ class LaunchedRun:
     setup: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     server: tuple[str, int] | None = None
+    least: int = 0
+    rejoin: float = 30.0
 
     @property
     def name(self) -> str:
@@ -58,6 +63,25 @@ class LaunchedRun:
         exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
         steps = [f"cd {shlex.quote(str(self.directory))}", *self.setup, *exports]
         return " && ".join([*steps, f"exec {self.command(point)}"])
+
+    def member_shells(self, count: int) -> list[str]:
+        """Return the shell commands of the members of an elastic run.
+
+        The members find the copies of their state by a name that no other launch has.
+        """
+        launch = secrets.token_hex(8)
+        change = f"cd {shlex.quote(str(self.directory))}"
+        words = self.words(self.points[0])
+        return [
+            " && ".join(
+                [
+                    change,
+                    *self.setup,
+                    f"exec {shlex.join([words[0], 'member', f'{launch}/{number}', *words[1:]])}",
+                ]
+            )
+            for number in range(count)
+        ]
 
 
 def jax_variables(coordinator: str, count: int, number: int | str) -> dict[str, str]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from ed_trainers.figures.flops import Utilization
 
 #: Activities of a run other than steps. `restart` is the time before the first step: creating the
-#: state, or reading it from a checkpoint.
-Spent = Literal["compile", "data", "checkpoint", "evaluation", "restart"]
-KINDS: tuple[Spent, ...] = ("compile", "data", "checkpoint", "evaluation", "restart")
+#: state, or reading it from a checkpoint. `lost` is the time between a checkpoint and the start of
+#: the process that continues from it, unless the run was stopped.
+Spent = Literal["compile", "data", "checkpoint", "evaluation", "restart", "lost"]
+KINDS: tuple[Spent, ...] = ("compile", "data", "checkpoint", "evaluation", "restart", "lost")
 
 _GIB = 2.0**30
 
@@ -30,6 +31,7 @@ class Meter:
     def __init__(self) -> None:
         self.utilization: Utilization | None = None
         self._began = time.monotonic()
+        self._earlier = 0.0  # seconds of the run before this process
         self._spent = dict.fromkeys(KINDS, 0.0)
         self._clock: float | None = None  # end of the last step
         self._window = [0.0, 0.0]  # tokens and seconds since the last row
@@ -39,6 +41,32 @@ class Meter:
     def ready(self) -> None:
         """Record the end of all work before the first step."""
         self._spent["restart"] += time.monotonic() - self._began
+
+    def saved(self, *, stopped: bool) -> dict[str, Any]:
+        """Return the seconds of the run so far, as JSON values for a checkpoint.
+
+        Args:
+            stopped: whether the run ends after this checkpoint on request.
+        """
+        return {"seconds": self.seconds(), "time": time.time(), "stopped": stopped}
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Add the seconds of the run before this process.
+
+        Args:
+            saved: result of `saved` in the checkpoint; None if the checkpoint has none.
+        """
+        if saved is None:
+            return
+        seconds = saved["seconds"]
+        for kind in KINDS:
+            self._spent[kind] += seconds.get(kind, 0.0)
+        self._earlier += sum(seconds.values())
+        if not saved["stopped"]:
+            began = time.time() - (time.monotonic() - self._began)
+            lost = max(began - saved["time"], 0.0)
+            self._spent["lost"] += lost
+            self._earlier += lost
 
     @contextmanager
     def spending(self, kind: Spent) -> Iterator[None]:
@@ -116,7 +144,7 @@ class Meter:
         return summary
 
     def _elapsed(self) -> float:
-        return max(time.monotonic() - self._began, 1e-9)
+        return max(time.monotonic() - self._began, 1e-9) + self._earlier
 
 
 def peak_memory() -> float | None:

@@ -172,6 +172,12 @@ class TrainingArguments(Options):
     """Address that fsspec supports (`s3://bucket/run`, `gs://bucket/run`) to which complete
     checkpoints are copied in the background. A run continues from the copy if it is newer than
     `save_directory`."""
+    memory_directory: str | None = None
+    """Folder on a file system in memory for copies of the state: each process keeps its shards and
+    those of one other process. A run continues from them if they are newer than the checkpoints.
+    `elarge launch --elastic` sets a folder of its own for each process."""
+    memory_save_steps: Steps = 10
+    """With `memory_directory`: steps between copies in memory."""
 
     log_steps: Steps = 10
     """Steps between rows of the metrics; the first and the last step always have a row."""

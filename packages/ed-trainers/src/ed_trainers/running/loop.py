@@ -16,8 +16,9 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers.batches import Feed
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
+from ed_trainers.checkpoints.memory import MemoryCopies
 from ed_trainers.checkpoints.mirror import Mirror
-from ed_trainers.checkpoints.run_record import describe_run, move_aside
+from ed_trainers.checkpoints.run_record import compare_runs, describe_run, move_aside
 from ed_trainers.contract import Batch, MethodRun
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
@@ -26,7 +27,7 @@ from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
 from ed_trainers.optimizers import build_optimizer, build_schedule
-from ed_trainers.placement import microbatches
+from ed_trainers.placement import microbatches, pad_rows
 from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
 from ed_trainers.running.evaluation import Evaluator
@@ -94,6 +95,9 @@ class TrainingLoop:
         self._mirror: Mirror | None = None
         if self.arguments.mirror_address is not None:
             self._mirror = Mirror(self.arguments.mirror_address, RECORD, self._say)
+        self._memory: MemoryCopies | None = None
+        if self.arguments.memory_directory is not None:
+            self._memory = MemoryCopies(Path(self.arguments.memory_directory), self._say)
         self._best = Best(self.arguments)
         keep, best = self.arguments.save_total_limit, self.arguments.save_best_k
         self.checkpoints = Checkpoints(
@@ -137,6 +141,8 @@ class TrainingLoop:
             self.checkpoints.close()
             if self._mirror is not None:
                 self._mirror.wait()
+            if self._memory is not None:
+                self._memory.close()
             self._profile.stop()
             self.log.close()
             if self.progress is not None:
@@ -172,16 +178,13 @@ class TrainingLoop:
         state = self.job.begin()
         self._model_facts = model_facts(state.model)
         tx = state.tx or build_optimizer(self.arguments, schedule)
-        restored = None
-        if self.checkpoints.steps():
-            # The frozen weights are not in a checkpoint: the ones that are there stay.
-            template = state.abstract(tx).replace(graphother=state.graphother)
-            restored = self.checkpoints.restore_newest(
-                template, run=self._run_facts(), difference=self.job.feed.difference
-            )
+        # The frozen weights are not in a checkpoint: the ones that are there stay.
+        template = state.abstract(tx).replace(graphother=state.graphother)
+        restored = self._restored(template)
         if restored is not None:
             _, state, saved = restored
             self.job.feed.load_state_dict(saved["loader"])
+            self.meter.resume(saved.get("meter"))
             self.job.adopt(state)  # releases the initial parameters
         elif state.opt_state is None:
             state = state.init_tx(tx)
@@ -200,14 +203,31 @@ class TrainingLoop:
         )
         return state
 
+    def _restored(self, template: EasyDeLState) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
+        """Return the newest state of a copy in memory or of a checkpoint, with its run."""
+        difference, steps = self.job.feed.difference, self.checkpoints.steps()
+        if self._memory is not None:
+            found = self._memory.restore_newest(template, after=max(steps, default=-1))
+            if found is not None:
+                step, _, saved = found
+                compare_runs(saved, self._run_facts(), f"the copy of step {step}", difference)
+                self._say(f"step {step} was read from the memory of the hosts")
+                return found
+        if not steps:
+            return None
+        return self.checkpoints.restore_newest(
+            template, run=self._run_facts(), difference=difference
+        )
+
     def _run_facts(self) -> dict[str, Any]:
-        return describe_run(
+        facts = describe_run(
             self.arguments,
             total_steps=self.total,
             loader=self.job.feed.state_dict(),
             fingerprint=self.job.feed.fingerprint,
             model=self._model_facts,
         )
+        return facts | {"meter": self.meter.saved(stopped=self._stopped_by is not None)}
 
     # --- the steps ---
 
@@ -229,6 +249,11 @@ class TrainingLoop:
             if self._profile.ends_with(self.step):
                 self._finish_pending()
                 self._profile.stop()
+            if self._memory is not None and self.step % self.arguments.memory_save_steps == 0:
+                # The row of this step must outlive a lost process if the copy does.
+                self._finish_pending()
+                with self.meter.spending("checkpoint"):
+                    self._memory.save(self.step, self._state(), run=self._run_facts())
             probes = [p for p in self.job.probes if self._is_time(p.every)]
             if probes or self._evaluation_is_due() or self._save_is_due():
                 self._finish_pending()
@@ -253,7 +278,11 @@ class TrainingLoop:
                     f"{self.arguments.total_batch_size}: an optimizer step uses one batch"
                 )
             parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
-            placed = self.job.method.placement.place(parts, stacked=True, parts=feed.parts)
+            placement = self.job.method.placement
+            if feed.parts == 1:  # whole batches, also those that the devices do not divide
+                rows = height // self.arguments.gradient_accumulation_steps
+                parts = pad_rows(parts, placement.padded_rows(rows), axis=1)
+            placed = placement.place(parts, stacked=True, parts=feed.parts)
         while self._lent:
             self._lent.pop().end()
         self._leaves, report = self._call(placed)

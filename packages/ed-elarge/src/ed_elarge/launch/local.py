@@ -1,0 +1,70 @@
+"""This machine: several processes of a run, for machines without a cluster and for trials."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+
+from ed_infra.errors import ConfigError
+
+from ed_elarge.launch.host_process import HostProcess, run_all
+from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
+
+_HOST = "127.0.0.1"
+
+
+def processes(job: LaunchedRun) -> list[HostProcess]:
+    """Return the processes of a run in the order of their numbers.
+
+    Raises:
+        ConfigError: The options are those of another launcher.
+    """
+    _check(job)
+    coordinator = f"{_HOST}:{_free_port()}"
+    return [
+        HostProcess(str(number), ("bash", "-c", shell))
+        for number in range(job.processes)
+        for shell in [job.shell(job.points[0], jax_variables(coordinator, job.processes, number))]
+    ]
+
+
+def connections(job: LaunchedRun) -> list[HostProcess]:
+    """Return the connections of an elastic run, one per process.
+
+    Raises:
+        ConfigError: The options are those of another launcher.
+    """
+    _check(job)
+    return [HostProcess(_HOST, ("bash", "-c", shell)) for shell in job.member_shells(job.processes)]
+
+
+def render(job: LaunchedRun) -> str:
+    """Return the commands of all processes, one per line."""
+    return "".join(f"{shlex.join(process.words)}\n" for process in processes(job))
+
+
+def start(job: LaunchedRun) -> int:
+    """Run all processes, print their lines with the number, and return an exit code.
+
+    Raises:
+        ConfigError: The options are those of another launcher.
+    """
+    return run_all(processes(job))
+
+
+def _check(job: LaunchedRun) -> None:
+    if job.options:
+        raise ConfigError(f"--option {job.options[0][0]}: --on local has no options")
+    if job.hosts > 1:
+        raise ConfigError(
+            f"--hosts {job.hosts}: --on local uses this machine; "
+            "--processes-per-host sets the number of processes"
+        )
+    if len(job.points) > 1:
+        raise ConfigError("--sweep needs a queue: use --on slurm, or start one run after another")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        return int(listener.getsockname()[1])

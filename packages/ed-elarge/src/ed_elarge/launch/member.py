@@ -1,0 +1,218 @@
+"""A member of an elastic run: the program on a host that starts the processes of the run.
+
+The member imports all modules once and then forks, so that a process starts in a second instead of
+ten. The launcher writes requests to standard input, one JSON value per line, and reads reports from
+standard output. The output of the processes goes to standard error.
+
+    {"begin": {variables}}   start a process; reported as {"ended": [code, newest copy, port]}
+    {"stop": true}           let the process save and end
+    {"kill": true}           kill the process
+    {"end": true}            remove the copies of the state, and end
+
+A member reports `{"joined": [host name, free port]}` when it is ready, and `{"alive": true}` every
+second. When the launcher is gone, the process saves and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ed_infra.compilation.private_files import make_private
+
+#: Seconds between two looks, between two signs of life, and without a sign of life after which a
+#: process is killed.
+_LOOK, _BEAT, SILENCE = 0.05, 1.0, 15.0
+#: Seconds in which a process must save after the launcher is gone.
+_GRACE = 300.0
+#: Age in seconds at which the copies of other launches are removed.
+_OLD = 86400.0
+_PARENT_DEATH = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def run_member(folder: str, words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
+    """Serve the requests of the launcher, and return an exit code.
+
+    The function also returns in every forked process, with the exit code of the run.
+
+    Args:
+        folder: `LAUNCH/MEMBER`, the folder of the copies of the state below the folder of the user.
+        words: the run file, and words of the command line after it.
+        run: executes the words.
+    """
+    root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    base = root / f"elarge-{os.getuid()}"
+    make_private(base)
+    for other in base.iterdir():
+        if time.time() - other.stat().st_mtime > _OLD:
+            shutil.rmtree(other, ignore_errors=True)
+    copies = base / folder
+    copies.mkdir(parents=True, exist_ok=True)
+    _prepare(words[0])
+    return _Member(copies, words, run).serve()
+
+
+def _prepare(file: str) -> None:
+    """Import the modules of the run, but use no device: then jax has no threads before a fork."""
+    import ed_models.auto  # noqa: F401
+    import ed_trainers.trainer  # noqa: F401
+    from ed_infra import registry
+
+    import ed_elarge.actions.execution
+    import ed_elarge.building.parts
+    import ed_elarge.evaluation.heldout_metrics  # noqa: F401
+    from ed_elarge.config import nodes
+    from ed_elarge.config.normalize import normalize
+
+    with suppress(Exception):  # the process of the run reports what is wrong with its file
+        section = normalize(nodes.read(file), require_actions=True).model
+        assert section is not None
+        config = section.config
+        if config is None:
+            config = json.loads((Path(section.name_or_path or "") / "config.json").read_text())
+        registry.get_config(config["model_type"])
+
+
+class _Member:
+    """The loop over requests, signs of life and the end of the process."""
+
+    def __init__(self, copies: Path, words: Sequence[str], run: Callable[[Sequence[str]], int]):
+        self._copies, self._words, self._run = copies, words, run
+        self._child: int | None = None
+        self._beats = -1  # where the process writes its signs of life
+        self._heard = self._told = 0.0
+        self._buffer = b""
+        self._open = True  # whether the launcher is there
+        self._ends = False
+
+    def serve(self) -> int:
+        self._report(joined=[socket.gethostname(), _free_port()])
+        limit = float("inf")
+        before = time.monotonic()
+        while True:
+            ready = [0] if self._open else []
+            select.select(ready, [], [], _LOOK)
+            now = time.monotonic()
+            if now - before > SILENCE / 3:  # this machine stood still, and the process too
+                self._heard = now
+            before = now
+            for request in self._requests():
+                code = self._handle(request)
+                if code is not None:
+                    return code
+            if self._child is not None:
+                self._look(now)
+            if not self._open and self._child is not None and limit == float("inf"):
+                limit = now + _GRACE
+                self._signal(signal.SIGTERM)
+            if now > limit:
+                self._signal(signal.SIGKILL)
+            if self._child is None and (self._ends or not self._open):
+                shutil.rmtree(self._copies, ignore_errors=True)
+                with suppress(OSError):  # another member of this host has copies
+                    self._copies.parent.rmdir()
+                return 0
+            if self._open and now - self._told > _BEAT:
+                self._told = now
+                self._report(alive=True)
+
+    def _requests(self) -> list[dict[str, Any]]:
+        if not self._open or not select.select([0], [], [], 0)[0]:
+            return []
+        data = os.read(0, 1 << 16)
+        self._open = bool(data)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _handle(self, request: dict[str, Any]) -> int | None:
+        """Handle a request; return an exit code in a new process."""
+        if "begin" in request and self._child is None:
+            return self._begin(request["begin"])
+        if "stop" in request:
+            self._signal(signal.SIGTERM)
+        if "kill" in request:
+            self._signal(signal.SIGKILL)
+        if "end" in request:
+            self._ends = True
+            self._signal(signal.SIGKILL)
+        return None
+
+    def _begin(self, variables: dict[str, str]) -> int | None:
+        beats, beating = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # jax warns of its threads, which do not exist before it has a device.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            child = os.fork()
+        if child:
+            os.close(beating)
+            self._child, self._beats, self._heard = child, beats, time.monotonic()
+            return None
+        _end_with_parent()
+        os.close(beats)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        os.environ.update(variables)
+        threading.Thread(target=_beat, args=(beating,), daemon=True).start()
+        return self._run([*self._words, "--set", f"trainer.memory_directory={self._copies}"])
+
+    def _look(self, now: float) -> None:
+        """Read the signs of life of the process, and report its end."""
+        assert self._child is not None
+        done, status = os.waitpid(self._child, os.WNOHANG)
+        if done:
+            os.close(self._beats)
+            self._child = None
+            steps = [int(p.stem) for p in self._copies.glob("*.copy") if p.stem.isdecimal()]
+            code = os.waitstatus_to_exitcode(status)
+            self._report(ended=[code, max(steps, default=-1), _free_port()])
+            return
+        if select.select([self._beats], [], [], 0)[0] and os.read(self._beats, 1 << 12):
+            self._heard = now
+        if now - self._heard > SILENCE:
+            print(f"the process gave no sign of life for {SILENCE:g} s", file=sys.stderr)
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._child is not None:
+            os.kill(self._child, number)
+
+    def _report(self, **report: Any) -> None:
+        try:
+            print(json.dumps(report), flush=True)
+        except OSError:  # the launcher is gone
+            self._open = False
+
+
+def _beat(pipe: int) -> None:
+    with suppress(OSError):
+        while True:
+            os.write(pipe, b".")
+            time.sleep(_BEAT)
+
+
+def _end_with_parent() -> None:
+    """Let this process end when the member ends; Linux only."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
