@@ -6,7 +6,7 @@ import random
 
 import pytest
 from ed_elarge.exits import BAD_INPUT
-from ed_elarge.launch.membership import STOPPED, Begin, Finish, Membership, Phase, Tell
+from ed_elarge.launch.membership import STOPPED, Begin, Finish, Membership, StartPhase, Tell
 
 ALL = (0, 1, 2, 3)
 
@@ -64,7 +64,7 @@ def test_run_waits_for_its_smallest_number_of_members() -> None:
     run = started()
     run.lost(0, "gone"), run.lost(1, "gone"), run.lost(2, "gone")
     assert run.ended(3, -9, 10) == []
-    assert run.phase is Phase.WAITING
+    assert run.phase is StartPhase.WAITING
     assert run.joined(1) == [Begin((1, 3))]
     run.lost(1, "gone")
     assert run.ended(3, -9, 10) == []

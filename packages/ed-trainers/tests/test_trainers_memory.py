@@ -109,6 +109,9 @@ def test_goodput_counts_the_time_between_a_copy_and_the_next_start(monkeypatch):
     assert summary["lost_seconds"] == 5.0
     assert summary["productive_seconds"] == 35.0
     assert summary["goodput"] == 35 / 40
-    stopped = Meter()
-    stopped.resume(first.saved(stopped=True))
-    assert stopped.summary()["lost_seconds"] == 0
+    stopped = first.saved(stopped=True)
+    forward(7.0)
+    for same_launch, lost in ((False, 0.0), (True, 7.0)):
+        later = Meter()
+        later.resume(stopped, same_launch=same_launch)
+        assert later.summary()["lost_seconds"] == lost

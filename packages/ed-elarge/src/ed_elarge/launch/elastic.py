@@ -21,11 +21,11 @@ from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
 from ed_elarge.launch.member import SILENCE
 from ed_elarge.launch.membership import (
     STOPPED,
-    Action,
     Begin,
+    Directive,
     Finish,
     Membership,
-    Phase,
+    StartPhase,
     Tell,
     described,
 )
@@ -40,7 +40,7 @@ _RESTARTS = 10
 _END = 10.0
 
 #: A report of a member with the number of its connection; None: the connection has ended.
-Report = tuple[int, int, dict[str, Any] | None]
+MemberReport = tuple[int, int, dict[str, Any] | None]
 
 
 def run(job: LaunchedRun, planned: list[HostProcess]) -> int:
@@ -66,7 +66,7 @@ class _Connection:
     """The connection to one member: its program, and threads that read its reports and lines."""
 
     def __init__(
-        self, member: int, number: int, process: HostProcess, reports: queue.Queue[Report]
+        self, member: int, number: int, process: HostProcess, reports: queue.Queue[MemberReport]
     ):
         self.number = number
         self.heard = time.monotonic()
@@ -87,7 +87,7 @@ class _Connection:
         for target, arguments in (read, show):
             threading.Thread(target=target, args=arguments, daemon=True).start()
 
-    def _read(self, member: int, number: int, reports: queue.Queue[Report]) -> None:
+    def _read(self, member: int, number: int, reports: queue.Queue[MemberReport]) -> None:
         assert self._program.stdout is not None
         for line in self._program.stdout:
             try:
@@ -132,7 +132,7 @@ class _Elastic:
     def __init__(self, job: LaunchedRun, planned: list[HostProcess]):
         self._job, self._planned = job, planned
         self._membership = Membership(len(planned), least=job.least, restarts=_RESTARTS)
-        self._reports: queue.Queue[Report] = queue.Queue()
+        self._reports: queue.Queue[MemberReport] = queue.Queue()
         self._connections: dict[int, _Connection] = {}
         self._count = 0  # connections so far
         now = time.monotonic()
@@ -211,13 +211,13 @@ class _Elastic:
             # A member that still imports gives no sign of life.
             if now - connection.heard > (_WAIT if member in absent else SILENCE):
                 self._lose(member, "no sign of life")
-        if self._membership.phase is not Phase.WAITING:
+        if self._membership.phase is not StartPhase.WAITING:
             self._waiting_since = now
         elif now - self._waiting_since > _WAIT:
             self._waiting_since = now
             self._carry_out(self._membership.give_up_waiting())
 
-    def _carry_out(self, actions: list[Action]) -> None:
+    def _carry_out(self, actions: list[Directive]) -> None:
         for action in actions:
             if isinstance(action, Begin):
                 self._begin(action.members)

@@ -19,7 +19,7 @@ from ed_elarge.exits import BAD_INPUT, FAILED
 STOPPED = 75
 
 
-class Phase(Enum):
+class StartPhase(Enum):
     """The state of the present start."""
 
     WAITING = "no process runs"
@@ -52,7 +52,7 @@ class Finish:
     reason: str = ""
 
 
-Action = Begin | Tell | Finish
+Directive = Begin | Tell | Finish
 
 
 class Membership:
@@ -66,7 +66,7 @@ class Membership:
     """
 
     def __init__(self, count: int, *, least: int, restarts: int):
-        self.phase = Phase.WAITING
+        self.phase = StartPhase.WAITING
         #: Number of starts so far.
         self.starts = 0
         self._least, self._restarts = least, restarts
@@ -90,17 +90,17 @@ class Membership:
         """The failures that ended the last start."""
         return "; ".join(self._failures)
 
-    def joined(self, member: int) -> list[Action]:
+    def joined(self, member: int) -> list[Directive]:
         """A member has connected."""
         self._absent.discard(member)
         self._hoped.discard(member)
         self._idle.add(member)
-        if self.phase is Phase.RUNNING:
-            self.phase = Phase.JOINING
+        if self.phase is StartPhase.RUNNING:
+            self.phase = StartPhase.JOINING
             return self._tell("stop")
         return self._next()
 
-    def ended(self, member: int, code: int, newest: int) -> list[Action]:
+    def ended(self, member: int, code: int, newest: int) -> list[Directive]:
         """The process of a member has ended.
 
         Args:
@@ -117,12 +117,12 @@ class Membership:
         if code == 0:
             self._finished = True
             return self._next()
-        if code == STOPPED and self.phase in (Phase.JOINING, Phase.CLOSING):
+        if code == STOPPED and self.phase in (StartPhase.JOINING, StartPhase.CLOSING):
             return self._next()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return self._failed(f"the process of member {member} {how}", code)
 
-    def lost(self, member: int, reason: str) -> list[Action]:
+    def lost(self, member: int, reason: str) -> list[Directive]:
         """The connection to a member has ended."""
         self._idle.discard(member)
         self._hoped.discard(member)
@@ -132,10 +132,10 @@ class Membership:
         self._running.discard(member)
         return self._failed(f"member {member} was lost ({reason})", FAILED)
 
-    def give_up_waiting(self) -> list[Action]:
+    def give_up_waiting(self) -> list[Directive]:
         """The absent members took too long: start without them, or fail."""
         self._hoped.clear()
-        if self.phase is Phase.WAITING and len(self._idle) < self._least:
+        if self.phase is StartPhase.WAITING and len(self._idle) < self._least:
             return [
                 Finish(
                     FAILED,
@@ -144,46 +144,46 @@ class Membership:
             ]
         return self._next()
 
-    def stop(self, *, kill: bool) -> list[Action]:
+    def stop(self, *, kill: bool) -> list[Directive]:
         """The user stops the run."""
-        if self.phase is Phase.WAITING:
+        if self.phase is StartPhase.WAITING:
             return [Finish(0)]
-        self.phase = Phase.CLOSING
+        self.phase = StartPhase.CLOSING
         return self._tell("kill" if kill else "stop")
 
-    def _tell(self, request: Literal["stop", "kill"]) -> list[Action]:
+    def _tell(self, request: Literal["stop", "kill"]) -> list[Directive]:
         return [Tell(member, request) for member in sorted(self._running)]
 
-    def _failed(self, failure: str, code: int) -> list[Action]:
-        if self.phase is Phase.FAILING:  # killed on request, or after its peer
+    def _failed(self, failure: str, code: int) -> list[Directive]:
+        if self.phase is StartPhase.FAILING:  # killed on request, or after its peer
             return self._next()
         self._failures, self._code = [failure], code
-        if self.phase is Phase.CLOSING:
+        if self.phase is StartPhase.CLOSING:
             return self._next()
-        self.phase = Phase.FAILING
+        self.phase = StartPhase.FAILING
         self._in_vain += 1
         return [*self._tell("kill"), *self._next()]
 
-    def _next(self) -> list[Action]:
+    def _next(self) -> list[Directive]:
         """Return the actions when no process runs any more."""
-        if self._running or (self.phase is Phase.WAITING and self._hoped):
+        if self._running or (self.phase is StartPhase.WAITING and self._hoped):
             return []
         if self._finished:
             return [Finish(0)]
-        if self.phase is Phase.CLOSING:
+        if self.phase is StartPhase.CLOSING:
             return [Finish(0 if not self._failures else self._exit_code(), self.failures)]
-        failed = self.phase is Phase.FAILING
+        failed = self.phase is StartPhase.FAILING
         # Without a copy, an invalid run file fails again.
         if failed and (
             self._in_vain > self._restarts or (self._code == BAD_INPUT and self._newest < 0)
         ):
             return [Finish(self._exit_code(), self.failures)]
-        self.phase = Phase.WAITING
+        self.phase = StartPhase.WAITING
         if len(self._idle) < self._least:
             return []
         members = tuple(sorted(self._idle))
         self.starts += 1
-        self.phase = Phase.RUNNING
+        self.phase = StartPhase.RUNNING
         self._running, self._idle = set(members), set()
         if not failed:
             self._failures = []

@@ -39,14 +39,14 @@ _GROUP = 1 << 28
 _LENGTH = 8
 
 #: Start and end of a shard along each dimension.
-Span = tuple[tuple[int, int], ...]
+ShardBounds = tuple[tuple[int, int], ...]
 
 
 class _Shard(NamedTuple):
     """The place of a shard: the name of its array, and its part of the array."""
 
     name: str
-    span: Span
+    span: ShardBounds
 
 
 class _Unshared(NamedTuple):
@@ -54,7 +54,7 @@ class _Unshared(NamedTuple):
 
     name: str
     array: jax.Array
-    spans: Mapping[Any, Span]
+    spans: Mapping[Any, ShardBounds]
 
 
 class MemoryCopies:
@@ -174,7 +174,7 @@ class _CopyPlan:
     it that no other process has."""
 
     def __init__(self, arrays: Mapping[str, jax.Array]):
-        self._shards: dict[str, list[tuple[int, Span]]] = {}  # numbers of addressable shards
+        self._shards: dict[str, list[tuple[int, ShardBounds]]] = {}  # numbers of addressable shards
         self._groups: list[_Group] = []
         here, alone = jax.process_index(), []
         for name, array in arrays.items():
@@ -182,7 +182,7 @@ class _CopyPlan:
                 device: _span_of(index, array.shape)
                 for device, index in array.sharding.devices_indices_map(array.shape).items()
             }
-            seen: dict[Span, int] = {}
+            seen: dict[ShardBounds, int] = {}
             for number, shard in enumerate(array.addressable_shards):
                 seen.setdefault(spans[shard.device], number)
             self._shards[name] = [(number, span) for span, number in seen.items()]
@@ -229,7 +229,7 @@ class _Group:
         self._move = _mover(mesh, specs, pairs)
         sources = {devices[to]: devices[of] for of, to in pairs}
         #: For each local device, the shards that it receives, in order.
-        self._parts: dict[Any, list[Span]] = {
+        self._parts: dict[Any, list[ShardBounds]] = {
             device: [member.spans[sources[device]] for member in members]
             for device in devices
             if device.process_index == here
@@ -384,10 +384,10 @@ def _bytes(array: np.ndarray) -> memoryview | bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _span_of(index: tuple[slice, ...], shape: Sequence[int]) -> Span:
+def _span_of(index: tuple[slice, ...], shape: Sequence[int]) -> ShardBounds:
     spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return tuple((start, stop) for start, stop, _ in spans)
 
 
-def _span(listed: Sequence[Sequence[int]]) -> Span:
+def _span(listed: Sequence[Sequence[int]]) -> ShardBounds:
     return tuple((int(start), int(stop)) for start, stop in listed)

@@ -50,11 +50,13 @@ class Meter:
         """
         return {"seconds": self.seconds(), "time": time.time(), "stopped": stopped}
 
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
+    def resume(self, saved: Mapping[str, Any] | None, *, same_launch: bool = False) -> None:
         """Add the seconds of the run before this process.
 
         Args:
             saved: result of `saved` in the checkpoint; None if the checkpoint has none.
+            same_launch: whether a launch that still runs has stopped the run, so that the time
+                since the checkpoint is lost.
         """
         if saved is None:
             return
@@ -62,7 +64,7 @@ class Meter:
         for kind in KINDS:
             self._spent[kind] += seconds.get(kind, 0.0)
         self._earlier += sum(seconds.values())
-        if not saved["stopped"]:
+        if same_launch or not saved["stopped"]:
             began = time.time() - (time.monotonic() - self._began)
             lost = max(began - saved["time"], 0.0)
             self._spent["lost"] += lost

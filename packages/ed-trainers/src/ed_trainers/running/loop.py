@@ -184,7 +184,7 @@ class TrainingLoop:
         if restored is not None:
             _, state, saved = restored
             self.job.feed.load_state_dict(saved["loader"])
-            self.meter.resume(saved.get("meter"))
+            self.meter.resume(saved.get("meter"), same_launch=self._is_of_this_launch(saved))
             self.job.adopt(state)  # releases the initial parameters
         elif state.opt_state is None:
             state = state.init_tx(tx)
@@ -218,6 +218,12 @@ class TrainingLoop:
         return self.checkpoints.restore_newest(
             template, run=self._run_facts(), difference=difference
         )
+
+    def _is_of_this_launch(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint belongs to this elastic launch, whose folders in memory are
+        neighbors."""
+        before, now = saved["arguments"].get("memory_directory"), self.arguments.memory_directory
+        return None not in (before, now) and Path(before).parent == Path(now or "").parent
 
     def _run_facts(self) -> dict[str, Any]:
         facts = describe_run(
