@@ -19,6 +19,7 @@ from tests.image_checkpoints import save_checkpoint
 Image = pytest.importorskip("PIL.Image")
 
 FAMILY, FEATURES, ROWS = "internvl", 4, 8
+SIDES = "chosen", "rejected"
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,41 @@ def their_logps(path: Path, rows: dict[str, np.ndarray]) -> list[Any]:
     return found
 
 
+def loss_of_trl(folder: Path, batch: dict[str, np.ndarray]) -> tuple[float, float]:
+    """Return the loss and the mean margin that `trl.DPOTrainer` computes for a batch of pairs."""
+    torch = require_torch()
+    import transformers
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    kind: Any = transformers.AutoModelForImageTextToText
+    model, reference = (kind.from_pretrained(folder / name) for name in ("model", "reference"))
+
+    def both(name: str) -> Any:
+        return torch.tensor(np.concatenate([batch[f"{side}_{name}"] for side in SIDES])).long()
+
+    ids, counts = both("input_ids"), []
+    for row in ids[:ROWS]:
+        counts.append(int((row == model.config.image_token_id).sum()) // FEATURES)
+    tiles = np.concatenate([row[:n] for row, n in zip(batch["pixel_values"], counts, strict=True)])
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": (both("segment_ids") > 0).long(),
+        "completion_mask": (both("labels") >= 0).long(),
+        "pixel_values": torch.tensor(np.concatenate([tiles, tiles])),
+    }
+    texts = [{"prompt": "what", "chosen": "a cat", "rejected": "the dog"}] * ROWS
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=DPOConfig(str(folder / "trl"), beta=0.5, report_to=[], use_cpu=True, bf16=False),
+        train_dataset=Dataset.from_list(texts),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    loss = float(trainer.compute_loss(model.train(), inputs).detach())
+    return loss, float(np.mean(trainer._metrics["train"]["rewards/margins"]))
+
+
 @pytest.mark.nightly
 @pytest.mark.torch
 def test_dpo_with_images_has_the_loss_of_torch_and_learns_the_preference(folder: Path) -> None:
@@ -130,7 +166,7 @@ def test_dpo_with_images_has_the_loss_of_torch_and_learns_the_preference(folder:
     loader: Any = eLargeModel.from_yaml(str(folder / "loader.yaml")).build_dataset()
     batch = loader.batch_at(0)
     ratios = {}
-    for side in ("chosen", "rejected"):
+    for side in SIDES:
         names = ("input_ids", "segment_ids", "labels")
         rows = {name: batch[f"{side}_{name}"] for name in names}
         rows["pixel_values"] = batch["pixel_values"]
@@ -140,6 +176,7 @@ def test_dpo_with_images_has_the_loss_of_torch_and_learns_the_preference(folder:
         )
     margins = 0.5 * (ratios["chosen"] - ratios["rejected"])
     wanted = float(-torch.nn.functional.logsigmoid(margins).mean())
+    assert loss_of_trl(folder, batch) == pytest.approx((wanted, float(margins.mean())), abs=1e-4)
     figures, _ = trained(made)
     assert figures[0]["loss"] == pytest.approx(wanted, rel=1e-4)
     assert figures[0]["rewards/margins"] == pytest.approx(float(margins.mean()), abs=1e-4)
