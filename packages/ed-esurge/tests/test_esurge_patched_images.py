@@ -193,6 +193,52 @@ def test_nothing_is_compiled_after_warm_up(qwen, ahead_of_time):
     assert engine.loop.runner.num_traces == before
 
 
+def mixed(number: int):
+    """Return a request: text, an image, three images, or the same image twice.
+
+    Of 64 requests, 24 repeat the one before them.
+    """
+    seed = 100 + number * 5 // 8
+    sizes = [(3, 4), (5, 2), (1, 1), (4, 4)]
+    rows, columns = sizes[seed % 3]
+    if seed % 4 == 0:
+        return without_images(seed)
+    if seed % 4 == 1:
+        return prompt(seed, (seed % 7, rows, columns))
+    if seed % 4 == 2:
+        return prompt(seed, (1, 2, 2), (6, rows, columns), (30, 1, 3))
+    return prompt(seed, (2, 3, 4), (20, 3, 4), names=(seed, seed))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 60},
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 240, "num_pages": 60},
+    ],
+    ids=["prefix hits", "preemption", "no prefix cache", "whole prompts"],
+)
+def test_64_mixed_requests_produce_tokens_of_generate_and_release_everything(qwen, options):
+    cases = [mixed(number) for number in range(64)]
+    wanted: list[list[int]] = []
+    for number, case in enumerate(cases):
+        repeats = number and case[0] == cases[number - 1][0]
+        wanted.append(wanted[-1] if repeats else expected(qwen, *case[:2]))
+    assert len({tuple(tokens) for tokens in wanted}) > 30
+    engine = engine_of(qwen, compile_runner=True, **options)
+    assert answers(engine, cases) == wanted
+    stats, encoder = engine.stats(), engine.loop.scheduler.encoder
+    assert stats["recompiles"] == 0
+    assert (stats["num_preemptions"] > 0) == ("num_pages" not in options)
+    if "num_pages" in options:
+        assert stats["prefix_cache_hits"] > 0
+    assert encoder is not None and encoder.hits > 0
+    assert (stats["kv_cache_usage"], encoder.usage) == (0, 0)
+
+
 @pytest.mark.nightly
 def test_proposals_of_prompt_lookup_do_not_change_tokens_after_images(qwen):
     speculative = {"method": "ngram", "num_speculative_tokens": 3}
