@@ -98,6 +98,10 @@ STEPS: dict[str, Case] = {
     "dpo, adapters": {"method": "dpo", "rows": 8, "lora": 8},
     "orpo": {"method": "orpo", "rows": 8},
     "cpo, 32000 words": {"method": "cpo", "vocab_size": 32000, "rows": 8},
+    "grpo": {"method": "grpo"},
+    "grpo, 32000 words": {"method": "grpo", "vocab_size": 32000},
+    "grpo, adapters": {"method": "grpo", "lora": 8},
+    "gspo, tp 2": {"method": "gspo", "mesh": [1, 4, 1, 2, 1]},
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 #: Fields of families that differ from those of `BASE`; None omits a field.
@@ -159,6 +163,13 @@ def run_of(case: Case) -> RunConfig:
         "optimizer": own["optimizer"],
         "gradient_accumulation_steps": own["accumulation"],
     }
+    mixture: dict[str, Any] = {"informs": [{"type": "json", "data_files": "rows.jsonl"}]}
+    if own["method"] not in ("grpo", "gspo"):
+        mixture |= {"pack_tokens": True, "pack_seq_length": own["length"]}
+    else:
+        half = own["length"] // 2
+        trainer |= {"max_prompt_length": half, "max_completion_length": half}
+        trainer["reward_functions"] = ["exact"]
     if own["chunk"] is not None:
         trainer["lmhead_chunksize"] = own["chunk"]
     values: dict[str, Any] = {
@@ -166,11 +177,7 @@ def run_of(case: Case) -> RunConfig:
         "loader": {"dtype": own["dtype"], "param_dtype": own["param_dtype"]},
         "sharding": {"axis_dims": own["mesh"]},
         "base_config": {"values": {"gradient_checkpointing": own["remat"]}},
-        "mixture": {
-            "informs": [{"type": "json", "data_files": "rows.jsonl"}],
-            "pack_tokens": True,
-            "pack_seq_length": own["length"],
-        },
+        "mixture": mixture,
         "trainer": trainer,
         "actions": ["train"],
     }

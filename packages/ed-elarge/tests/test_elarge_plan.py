@@ -248,6 +248,35 @@ def test_plan_of_pairs_has_two_sequences_of_a_row_and_a_reference():
     assert with_copy["activations"] == 2 * parts()["activations"]
 
 
+def test_plan_of_grpo_has_a_reference_and_the_pages_of_its_engine():
+    from ed_elarge.plan.estimate import plan
+
+    grpo = {
+        "trainer_type": "grpo",
+        "reward_functions": ["exact"],
+        "max_prompt_length": 64,
+        "max_completion_length": 64,
+    }
+
+    def run(**changes: Any) -> Any:
+        values = run_file(trainer={**grpo, **changes})
+        values["mixture"] = {"informs": values["mixture"]["informs"]}
+        return run_of(values)
+
+    made = plan(run(), devices.parse("v5e:2x4", None)).training
+    assert made is not None
+    own, parts = made.settings, made.memory.parts
+    assert own.length == 128
+    assert own.token_arrays[5:] == ("old_logps", "reference_logps", "correction")
+    assert parts["reference"] == parts["parameters"]
+    assert own.engine is not None
+    # 4 layers, keys and values of 2 of 4 heads, which have 8 numbers of 4 bytes.
+    token = 4 * 2 * 2 * 8 * 4
+    assert parts["KV pages"] == own.engine.options.max_num_seqs * 128 * token
+    without = settings.training(run(beta=0, importance_sampling_correction="none"))
+    assert (without.token_arrays[5:], without.has_reference, without.forwards) == ((), False, 0)
+
+
 @pytest.mark.parametrize(
     ("topology", "named", "words"),
     [

@@ -17,7 +17,7 @@ from ed_models.checkpoints import hub
 from flax import nnx
 
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.plan.settings import METHODS
+from ed_elarge.plan.settings import METHODS, ROW_ARRAYS, token_arrays
 
 
 def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None = None) -> Any:
@@ -126,12 +126,7 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
     tx = build_optimizer(arguments, schedule)
     state = _state(split_model(model, arguments.trainable_rules), tx)
     rows = arguments.total_batch_size
-    sides = ("",) if METHODS[run.method] == 1 else ("chosen_", "rejected_")
-    host = {
-        f"{side}{name}": np.ones((rows, length), np.int32)
-        for side in sides
-        for name in ("input_ids", "segment_ids")
-    }
+    host = _host_batch(run, length)
     parts = microbatches(method.prepare(host), arguments.gradient_accumulation_steps)
     names = list(parts)
     batch = jax.tree.unflatten(
@@ -151,6 +146,26 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
         state, method, schedule, rows=rows // arguments.gradient_accumulation_steps, seed=0
     )
     return step.lower(tuple(jax.tree.leaves(state)), batch)
+
+
+def _host_batch(run: RunConfig, length: int) -> dict[str, np.ndarray]:
+    """Return a batch as the method of the run reads it; every value is 1."""
+    arguments, form = run.trainer, METHODS[run.method]
+    assert arguments is not None, "a plan of training has a trainer"
+    rows = arguments.total_batch_size
+    if form.samples:
+        whole = ("input_ids", "segment_ids", "position_ids", "targets")
+        tokens = {
+            name: np.ones((rows, length), np.int32 if name in whole else np.float32)
+            for name in token_arrays(arguments)
+        }
+        return tokens | {name: np.ones(rows, np.float32) for name in ROW_ARRAYS}
+    sides = ("",) if form.sides == 1 else ("chosen_", "rejected_")
+    return {
+        f"{side}{name}": np.ones((rows, length), np.int32)
+        for side in sides
+        for name in ("input_ids", "segment_ids")
+    }
 
 
 def _state(parts: Any, tx: Any) -> Any:

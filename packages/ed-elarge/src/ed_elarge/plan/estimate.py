@@ -118,10 +118,23 @@ def of_training(
     own: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
 ) -> TrainingPlan:
     """Return memory and time of training."""
-    step = training.step(own, model, mesh)
+    step = step_of(own, model, mesh, hardware)
     memory = MemoryParts(step.parts, hardware.device.usable)
     time = timing.of_training(own, model, mesh, hardware, step)
     return TrainingPlan(own, mesh, step, memory, time)
+
+
+def step_of(
+    own: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
+) -> training.PlannedStep:
+    """Return the memory of a train step, and what stays allocated if an engine samples its rows."""
+    step = training.step(own, model, mesh)
+    if own.engine is None:
+        return step
+    engine = serving.engine(own.engine, model, mesh, hardware.device).memory.parts
+    kept = {name: engine[name] for name in ("KV pages", "sampler state")}
+    kept["reference"] = step.parts["parameters"] if own.has_copy else 0
+    return replace(step, parts={**step.parts, **kept})
 
 
 def of_serving(own: Serving, model: ModelShapes, mesh: PlanMesh, hardware: Hardware) -> ServingPlan:
@@ -158,7 +171,7 @@ def limits(plan: TrainingPlan, model: ModelShapes, hardware: Hardware) -> Limits
     ways = mesh.ways(mesh.axis.batch_axis)
 
     def fits(changed: Training) -> bool:
-        step = training.step(changed, model, mesh)
+        step = step_of(changed, model, mesh, hardware)
         return MemoryParts(step.parts, hardware.device.usable).fits
 
     def with_rows(n: int) -> Training:

@@ -20,6 +20,8 @@ _COLORS = (
     "#97bbf5",
     "#9c6b4e",
     "#9498a0",
+    "#5b7f2b",
+    "#b5487a",
 )
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem;

@@ -51,6 +51,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             if device.reached
             else None,
             "moment": plan.training.step.moment,
+            "samples": plan.training.settings.form.samples,
             "exact_bytes": plan.training.step.arguments,
             "estimated_bytes": plan.training.step.temporary,
             "largest_microbatch": most.rows,
@@ -185,6 +186,12 @@ def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
             f"likely {part['likely_step_seconds'] * 1e3:,.1f} ms, if the step comes as near to its "
             "bound as MaxText's published runs on this device"
         )
+    if part.get("samples"):
+        out += [
+            "the time includes neither the sampling nor the scoring of completions",
+            "the pages stay allocated while the model is trained: esurge.num_pages or "
+            "esurge.max_num_seqs limits them",
+        ]
     return out
 
 

@@ -2,67 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import ConfigError
 from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.groups import GRPOArguments
 
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan.mesh import execution_fields
 
-#: Method whose steps a plan knows -> sequences of the model for each row of a batch.
-METHODS: dict[str, int] = {"sft": 1, "dpo": 2, "cpo": 2, "orpo": 2}
-
 
 @dataclass(frozen=True)
-class Training:
-    """Settings of a train step.
+class StepForm:
+    """How the train step of a method uses the model.
 
     Attributes:
-        arguments: options of the trainer.
-        rows: rows of an optimizer step.
-        accumulation: microbatches of an optimizer step.
-        length: tokens of a sequence.
-        dtype, param_dtype: dtypes of the computation and of the stored parameters.
-        remat: policy of `gradient_checkpointing`; empty = all values are kept.
-        targets: names that the policy keeps or excludes.
-        chunk: tokens whose logits exist at the same time on a device.
-        lora: adapters; None = all parameters are trained.
-        scan: whether layers run in a loop.
-        sides: sequences of the model for each row.
-        has_reference: whether the step runs a reference.
+        sides: sequences of the model for each row of a batch.
+        samples: whether an engine samples the rows from the trained weights.
+        chunk: tokens whose logits exist at the same time, unless `lmhead_chunksize` is set.
     """
 
-    arguments: TrainingArguments
-    rows: int
-    accumulation: int
-    length: int
-    dtype: str
-    param_dtype: str
-    remat: str
-    targets: tuple[str, ...]
-    chunk: int
-    lora: LoraSection | None
-    scan: bool
     sides: int = 1
-    has_reference: bool = False
+    samples: bool = False
+    chunk: int = 1024
 
-    @property
-    def microbatch(self) -> int:
-        """Rows of a microbatch over all devices."""
-        return self.rows // self.accumulation
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of a microbatch over all devices."""
-        return self.microbatch * self.sides
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether the reference is a second model; adapters have their base as the reference."""
-        return self.has_reference and self.lora is None
+_PAIRS = StepForm(sides=2)
+_SAMPLES = StepForm(samples=True, chunk=256)
+#: Methods whose train steps a plan knows. The chunks are `ed_layers.losses.DEFAULT_CHUNK` and
+#: `ed_trainers.losses.policy.DEFAULT_CHUNK`.
+METHODS: dict[str, StepForm] = {
+    "sft": StepForm(),
+    **dict.fromkeys(("dpo", "cpo", "orpo"), _PAIRS),
+    **dict.fromkeys(("grpo", "gspo", "rlvr"), _SAMPLES),
+}
+#: Arrays of a batch with one value for each token.
+TOKEN_ARRAYS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
+#: Arrays of sampled rows with one value for each row.
+ROW_ARRAYS = ("advantages", "rewards", "scored", "present", "tokens")
 
 
 @dataclass(frozen=True)
@@ -83,9 +62,64 @@ class Serving:
     kv_group: int | None
 
 
-#: Tokens whose logits exist at the same time, unless `lmhead_chunksize` is set
-#: (`ed_layers.losses.DEFAULT_CHUNK`).
-DEFAULT_CHUNK = 1024
+@dataclass(frozen=True)
+class Training:
+    """Settings of a train step.
+
+    Attributes:
+        arguments: options of the trainer.
+        rows: rows of an optimizer step.
+        accumulation: microbatches of an optimizer step.
+        length: tokens of a sequence.
+        dtype, param_dtype: dtypes of the computation and of the stored parameters.
+        remat: policy of `gradient_checkpointing`; empty = all values are kept.
+        targets: names that the policy keeps or excludes.
+        chunk: tokens whose logits exist at the same time on a device.
+        lora: adapters; None = all parameters are trained.
+        scan: whether layers run in a loop.
+        form: how the step uses the model.
+        has_reference: whether training needs a reference.
+        token_arrays: arrays of a batch with one value for each token.
+        forwards: forward passes without gradient for each row, in the step or before it.
+        engine: settings of the engine that samples; None = no samples.
+    """
+
+    arguments: TrainingArguments
+    rows: int
+    accumulation: int
+    length: int
+    dtype: str
+    param_dtype: str
+    remat: str
+    targets: tuple[str, ...]
+    chunk: int
+    lora: LoraSection | None
+    scan: bool
+    form: StepForm = StepForm()
+    has_reference: bool = False
+    token_arrays: tuple[str, ...] = TOKEN_ARRAYS
+    forwards: float = 0.0
+    engine: Serving | None = None
+
+    @property
+    def microbatch(self) -> int:
+        """Rows of a microbatch over all devices."""
+        return self.rows // self.accumulation
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a microbatch over all devices."""
+        return self.microbatch * self.form.sides
+
+    @property
+    def refers(self) -> bool:
+        """Whether the step runs the reference; sampled rows contain its log-probabilities."""
+        return self.has_reference and not self.form.samples
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the reference is a second model; adapters have their base as the reference."""
+        return self.has_reference and self.lora is None
 
 
 def training(run: RunConfig) -> Training:
@@ -108,7 +142,10 @@ def training(run: RunConfig) -> Training:
         raise ConfigError("elarge plan knows new adapters: replace lora.name_or_path by lora.rank")
     if arguments.trainable_rules:
         raise ConfigError("elarge plan does not know trainable_rules: omit them, or use lora")
+    form = METHODS[run.method]
     length, _ = run.sequence_length
+    if isinstance(arguments, GRPOArguments):
+        length = arguments.row_length
     if length is None:
         raise ConfigError("the length of a sequence is unknown: set trainer.max_length")
     fields = execution_fields(run)
@@ -125,12 +162,41 @@ def training(run: RunConfig) -> Training:
         param_dtype=run.loader.param_dtype,
         remat=fields["gradient_checkpointing"],
         targets=tuple(targets),
-        chunk=chunk or DEFAULT_CHUNK,
+        chunk=chunk or form.chunk,
         lora=run.adapters,
         scan=fields["scan_layers"],
-        sides=METHODS[run.method],
+        form=form,
         has_reference=reads and not ahead,
+        token_arrays=token_arrays(arguments),
+        forwards=_forwards(arguments, reads and not ahead),
+        engine=_sampling(run, length) if form.samples else None,
     )
+
+
+def token_arrays(arguments: TrainingArguments) -> tuple[str, ...]:
+    """Return the names of the arrays of a batch with one value for each token."""
+    if not isinstance(arguments, GRPOArguments):
+        return TOKEN_ARRAYS
+    more = {
+        "old_logps": arguments.keeps_old,
+        "reference_logps": arguments.has_reference,
+        "correction": arguments.corrects,
+    }
+    return (*TOKEN_ARRAYS, *(name for name, exists in more.items() if exists))
+
+
+def _forwards(arguments: TrainingArguments, refers: bool) -> float:
+    if not isinstance(arguments, GRPOArguments):
+        return float(refers)
+    return (arguments.keeps_old + refers) / arguments.num_iterations
+
+
+def _sampling(run: RunConfig, length: int) -> Serving:
+    """Return the settings of the engine of rollouts, whose context has `length` by default."""
+    own = serving(run)
+    if "max_model_len" in own.options.model_fields_set:
+        return own
+    return replace(own, options=own.options.replace(max_model_len=length))
 
 
 def serving(run: RunConfig) -> Serving:

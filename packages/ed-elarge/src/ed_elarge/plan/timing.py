@@ -73,8 +73,8 @@ def of_training(
 ) -> Time:
     """Return the bound of an optimizer step; `memory`: the memory of the step."""
     device, count = hardware.device, mesh.count
-    tokens = settings.rows * settings.sides * settings.length
-    learned = (4 if settings.lora is not None else 6) + 2 * settings.has_reference
+    tokens = settings.rows * settings.form.sides * settings.length
+    learned = (4 if settings.lora is not None else 6) + 2 * settings.forwards
     attention = sum(
         12 * shapes.heads * shapes.head_dim * _span(cache.window, settings.length)
         for cache in shapes.caches

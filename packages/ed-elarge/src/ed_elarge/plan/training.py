@@ -14,11 +14,14 @@ from ed_elarge.plan.activations import LayerValues
 from ed_elarge.plan.buffers import ACCELERATOR, Buffers
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.optimizer import Moments
-from ed_elarge.plan.settings import Training
+from ed_elarge.plan.settings import ROW_ARRAYS, Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 
 #: Parts that are arguments of the step and exist between steps.
-ARGUMENTS = ("parameters", "adapters", "reference", "masters", "moments", "ema", "batch")
+ARGUMENTS = (
+    *("parameters", "adapters", "reference", "masters", "moments", "ema", "batch"),
+    *("KV pages", "sampler state"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def step(
     of_adapters = Moments(settings.arguments, "float32", mesh)
     parts: dict[str, int] = dict.fromkeys(ARGUMENTS, 0)
     parts["parameters"] = sum(_bytes(t, settings.param_dtype) * mesh.shard(t) for t in base)
-    parts["reference"] = parts["parameters"] if settings.has_copy else 0
+    parts["reference"] = parts["parameters"] if settings.has_copy and settings.refers else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
     for tensor in trained:
         for name, size in (of_adapters if added else moments).of(tensor).items():
@@ -87,7 +90,7 @@ def step(
         stream=stream,
         trained=settings.lora is None,
         several=tokens > chunk,
-        referred=settings.has_reference,
+        referred=settings.refers,
         gathered=_gathers_head(shapes, mesh),
     )
     inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
@@ -107,9 +110,11 @@ def _bytes(tensor: PlanTensor, dtype: str) -> int:
 
 
 def _batch(settings: Training, mesh: PlanMesh) -> int:
-    """Return the bytes of tokens, segments, positions, targets and weights of all microbatches."""
+    """Return the bytes of the arrays of all microbatches; every value has four bytes."""
     shape = (settings.sequences, settings.length)
-    return 5 * 4 * settings.accumulation * mesh.activation(("batch", "sequence"), shape)
+    tokens = len(settings.token_arrays) * mesh.activation(("batch", "sequence"), shape)
+    rows = len(ROW_ARRAYS) * mesh.activation(("batch",), shape[:1]) * settings.form.samples
+    return 4 * settings.accumulation * (tokens + rows)
 
 
 def _table(shapes: ModelShapes, mesh: PlanMesh) -> int:

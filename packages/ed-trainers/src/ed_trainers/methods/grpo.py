@@ -60,7 +60,7 @@ def rows(
     scores: Scores | None = None,
 ) -> PhaseRows:
     """Return the rows of `group_rows`, with `correction` [n, s] for the engine's sampling."""
-    asks = keeps_old(run) or run.arguments.has_reference
+    asks = run.arguments.keeps_old or run.arguments.has_reference
     made, figures = group_rows(
         run,
         completions,
@@ -79,15 +79,6 @@ def rows(
     return made, {**figures, **more}
 
 
-def keeps_old(run: MethodRun[GRPOArguments]) -> bool:
-    """Whether the log-probabilities before the steps are computed.
-
-    The correction compares them with the log-probabilities of the engine. Without a correction, one
-    step per generation does not need them: the step computes the same values.
-    """
-    return run.arguments.updates_per_generation > 1 or run.arguments.corrects
-
-
 def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return `old_logps` and `reference_logps` [n, s] of rows, as far as the loss reads them.
 
@@ -95,7 +86,7 @@ def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dic
     `sampled_logps`.
     """
     out = {}
-    if keeps_old(run):
+    if run.arguments.keeps_old:
         _, own = policy_of(run, models.learner, batch, truncated=run.arguments.corrects)
         out["old_logps"] = own.logps
         if own.sampled_logps is not None:

@@ -121,6 +121,15 @@ class GRPOArguments(
         """Whether the log-probabilities of engine and trainer are compared."""
         return self.importance_sampling_correction != "none"
 
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the log-probabilities before the steps of a generation are computed.
+
+        The correction compares them with the log-probabilities of the engine. Without a correction,
+        one step per generation does not need them: the step computes the same values.
+        """
+        return self.updates_per_generation > 1 or self.corrects
+
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         out = super().idle()
