@@ -37,7 +37,7 @@ mixture:
   pack_tokens: true
   pack_seq_length: 64
 trainer: {trainer_type: sft, total_batch_size: 8, max_training_steps: STEPS, log_steps: 1,
-  save_steps: 200, memory_save_steps: 5, learning_rate: 2.0e-6, save_directory: runs/elastic}
+  save_steps: 200, memory_save_steps: 5, learning_rate: 1.0e-5, save_directory: runs/elastic}
 actions: [train]
 """
 
@@ -131,8 +131,8 @@ def check_same(found: dict[int, float], expected: dict[int, float]) -> float:
 def test_run_continues_with_three_processes_and_takes_the_fourth_back(
     tmp_path: Path, record_property
 ) -> None:
-    expected = uninterrupted(tmp_path / "alone", 1500)
-    launch = ElasticLaunch(tmp_path / "elastic", 1500, rejoin=3)
+    expected = uninterrupted(tmp_path / "alone", 600)
+    launch = ElasticLaunch(tmp_path / "elastic", 600, rejoin=1)
     launch.reach(40)
     copies = launch.copies()
     # A lost host: its program, its process and its memory.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import orbax.checkpoint as ocp
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from ed_layers.quantization.model import dequantize, is_quantized
 from ed_models.adapters.lora import has_lora, merge_lora
@@ -60,6 +61,10 @@ class TrainerOutput:
     save_directory: Path
     stopped_by: str | None = None
     best_checkpoint_path: Path | None = None
+
+
+#: Milliseconds in which all processes must have created their model.
+_MEETING = 1_800_000
 
 
 class Trainer:
@@ -133,6 +138,9 @@ class Trainer:
         self.arguments = arguments
         self._state = model if isinstance(model, EasyDeLState) else None
         self._model = model.model if isinstance(model, EasyDeLState) else model
+        # On CPUs, the first collective waits only 30 seconds for a process that still compiles:
+        # jax keeps the programs of process 0 alone.
+        ocp.multihost.get_barrier_sync_fn()(key="trainer", timeout_ms=_MEETING)
         place_model(self._model)
         if self._state is not None and arguments.trainable_rules:
             raise ConfigError(
