@@ -37,6 +37,8 @@ from ed_infra.compilation.private_files import make_private
 #: Seconds between two looks, between two signs of life, and without a sign of life after which a
 #: process is killed.
 _LOOK, _BEAT, SILENCE = 0.05, 1.0, 15.0
+#: Seconds after which a request to stop is sent to a process that has not written a copy.
+_PATIENCE = 60.0
 #: Seconds in which a process must save after the launcher is gone.
 _GRACE = 300.0
 #: Age in seconds at which the copies of other launches are removed.
@@ -95,6 +97,8 @@ class _Member:
         self._child: int | None = None
         self._beats = -1  # where the process writes its signs of life
         self._heard = self._told = 0.0
+        self._begun = 0.0  # time of the clock, as of files
+        self._asked: float | None = None  # when the process was asked to stop
         self._buffer = b""
         self._open = True  # whether the launcher is there
         self._ends = False
@@ -118,7 +122,7 @@ class _Member:
                 self._look(now)
             if not self._open and self._child is not None and limit == float("inf"):
                 limit = now + _GRACE
-                self._signal(signal.SIGTERM)
+                self._asked = now
             if now > limit:
                 self._signal(signal.SIGKILL)
             if self._child is None and (self._ends or not self._open):
@@ -143,7 +147,7 @@ class _Member:
         if "begin" in request and self._child is None:
             return self._begin(request["begin"])
         if "stop" in request:
-            self._signal(signal.SIGTERM)
+            self._asked = time.monotonic()
         if "kill" in request:
             self._signal(signal.SIGKILL)
         if "end" in request:
@@ -162,6 +166,7 @@ class _Member:
         if child:
             os.close(beating)
             self._child, self._beats, self._heard = child, beats, time.monotonic()
+            self._begun, self._asked = time.time(), None
             return None
         _end_with_parent()
         os.close(beats)
@@ -182,6 +187,14 @@ class _Member:
             code = os.waitstatus_to_exitcode(status)
             self._report(ended=[code, max(steps, default=-1), _free_port()])
             return
+        if self._asked is not None:
+            # Before a run trains, jax ignores the signal. A new copy shows that the run trains.
+            trains = False
+            with suppress(FileNotFoundError):  # a newer copy has replaced the file
+                trains = any(p.stat().st_mtime > self._begun for p in self._copies.glob("*.copy"))
+            if trains or now - self._asked > _PATIENCE:
+                self._asked = None if trains else now
+                self._signal(signal.SIGTERM)
         if select.select([self._beats], [], [], 0)[0] and os.read(self._beats, 1 << 12):
             self._heard = now
         if now - self._heard > SILENCE:
