@@ -48,6 +48,11 @@ def test_lent_engine_options_depend_on_benchmarks(engines: None) -> None:
     assert options(benchmarks=True) == (8192, True, False)
     set_by_hand = EngineConfig(max_model_len=50, compile_runner=True)
     assert options(set_by_hand, length=32, benchmarks=True) == (50, True, True)
+    seqs = [
+        LentEngine.of(object(), None, config, length=8, completions=12).engine.config.max_num_seqs  # type: ignore[arg-type]
+        for config in (EngineConfig(), EngineConfig(max_num_seqs=64))
+    ]
+    assert seqs == [12, 64]  # an option that is set stays
     with pytest.raises(ConfigError, match="need up to 65 tokens"):
         options(length=65, benchmarks=True)
 

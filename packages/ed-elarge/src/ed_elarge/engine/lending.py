@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ed_esurge import EngineConfig, eSurge
 from ed_esurge.core.commands import DropWeights
@@ -15,6 +14,7 @@ from ed_trainers.options.online import OnlineArguments
 from ed_trainers.roles.value_head import without_value_head
 from ed_trainers.rollout import Weights
 
+from ed_elarge.engine.options import of_rollouts
 from ed_elarge.model import eLargeModel
 
 
@@ -36,6 +36,7 @@ class LentEngine:
         config: EngineConfig,
         *,
         length: int | None = None,
+        completions: int | None = None,
         benchmarks: bool = False,
     ) -> LentEngine:
         """Create the engine of a run.
@@ -43,20 +44,19 @@ class LentEngine:
         Args:
             model: The trained model; the engine keeps none of its arrays.
             tokenizer: The tokenizer, which defines the end tokens.
-            config: Options of the engine. For rollouts, unset options get these values: programs
-                compile at first use, the engine prints nothing, and the context has `length`.
+            config: Options of the engine; for rollouts those of `options.of_rollouts`.
             length: Tokens of a row of rollouts; None without rollouts.
-            benchmarks: Whether benchmarks use the engine; their prompts may exceed a row.
+            completions: See `options.of_rollouts`.
+            benchmarks: See `options.of_rollouts`.
 
         Raises:
             ConfigError: The context is too short for a row.
         """
-        left: dict[str, Any] = {}
         if length is not None:
-            left = {"compile_runner": False, "silent_mode": True}
-            left |= {} if benchmarks else {"max_model_len": length}
-        left = {k: v for k, v in left.items() if k not in config.model_fields_set}
-        engine = eSurge(without_value_head(model), tokenizer, config.replace(**left))
+            config = of_rollouts(
+                config, length=length, completions=completions, benchmarks=benchmarks
+            )
+        engine = eSurge(without_value_head(model), tokenizer, config)
         if length is not None and engine.max_model_len < length:
             raise ConfigError(
                 f"prompts and completions need up to {length} tokens (max_prompt_length + "
@@ -89,13 +89,15 @@ def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
         ConfigError: See `LentEngine.of`.
     """
     arguments = elm.build_training_arguments()
+    sampled = arguments if isinstance(arguments, OnlineArguments) else None
     return elm.once(
         "lent_engine",
         lambda: LentEngine.of(
             model,
             elm.part("tokenizer"),
             elm.config.esurge,
-            length=arguments.row_length if isinstance(arguments, OnlineArguments) else None,
+            length=sampled.row_length if sampled else None,
+            completions=sampled.completions_per_generation if sampled else None,
             benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),
         ),
     )

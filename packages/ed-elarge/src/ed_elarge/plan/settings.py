@@ -11,6 +11,7 @@ from ed_trainers.options.groups import GRPOArguments
 
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
+from ed_elarge.engine.options import of_rollouts
 from ed_elarge.plan.mesh import execution_fields
 
 
@@ -169,7 +170,7 @@ def training(run: RunConfig) -> Training:
         has_reference=reads and not ahead,
         token_arrays=token_arrays(arguments),
         forwards=_forwards(arguments, reads and not ahead),
-        engine=_sampling(run, length) if form.samples else None,
+        engine=_sampling(run, arguments) if isinstance(arguments, GRPOArguments) else None,
     )
 
 
@@ -191,12 +192,16 @@ def _forwards(arguments: TrainingArguments, refers: bool) -> float:
     return (arguments.keeps_old + refers) / arguments.num_iterations
 
 
-def _sampling(run: RunConfig, length: int) -> Serving:
-    """Return the settings of the engine of rollouts, whose context has `length` by default."""
+def _sampling(run: RunConfig, arguments: GRPOArguments) -> Serving:
+    """Return the settings of the engine of rollouts."""
     own = serving(run)
-    if "max_model_len" in own.options.model_fields_set:
-        return own
-    return replace(own, options=own.options.replace(max_model_len=length))
+    options = of_rollouts(
+        own.options,
+        length=arguments.row_length,
+        completions=arguments.completions_per_generation,
+        benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),
+    )
+    return replace(own, options=options)
 
 
 def serving(run: RunConfig) -> Serving:

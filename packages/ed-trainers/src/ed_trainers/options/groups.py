@@ -221,6 +221,11 @@ class GFPOArguments(GRPOArguments):
         """See `OnlineArguments`."""
         return self.num_remains_in_group or self.num_return_sequences
 
+    @property
+    def completions_per_generation(self) -> int:
+        """See `OnlineArguments`; those that the filter removes are included."""
+        return self.loader_batch_size * self.num_return_sequences
+
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         out = super().idle()

@@ -57,6 +57,11 @@ class OnlineArguments(TrainingArguments):
         return self.total_batch_size * self.steps_per_generation // self.rows_per_prompt
 
     @property
+    def completions_per_generation(self) -> int:
+        """Number of completions that a generation samples."""
+        return self.loader_batch_size * self.rows_per_prompt * self.completions_per_row
+
+    @property
     def updates_per_generation(self) -> int:
         """Number of optimizer steps between two generations."""
         return self.steps_per_generation * self.num_iterations
