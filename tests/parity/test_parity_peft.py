@@ -94,11 +94,25 @@ def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path)
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
 
 
+def saved_peft_model(subject: Any, settings: Any, folder: Path) -> Any:
+    """Return PEFT's model with a random adapter, which is also saved."""
+    import torch
+
+    theirs = peft.get_peft_model(base_of(subject), settings).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if "magnitude" in name:
+                value.mul_(1 + 0.3 * torch.rand_like(value))
+            elif "lora_" in name:
+                value.normal_(0, 0.1)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
 @pytest.mark.daily("gpt2")
 @pytest.mark.parametrize("family", CASES)
 def test_peft_adapter_produces_same_logits_when_loaded(family: str, tmp_path: Path) -> None:
-    import torch
-
     subject, (spec, targets) = subject_of(family), CASES[family]
     settings = peft.LoraConfig(
         r=spec.rank,
@@ -109,17 +123,44 @@ def test_peft_adapter_produces_same_logits_when_loaded(family: str, tmp_path: Pa
         task_type="CAUSAL_LM",
         fan_in_fan_out=family == "gpt2",
     )
-    theirs = peft.get_peft_model(base_of(subject), settings).eval()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, value in theirs.named_parameters():
-            if "lora_" in name and "magnitude" not in name:
-                value.normal_(0, 0.1)
-    theirs.save_pretrained(tmp_path)
+    theirs = saved_peft_model(subject, settings, tmp_path)
     model = load_adapter(subject.model, tmp_path)
     np.testing.assert_allclose(
         our_logits(model, subject.ids), logits_of(theirs, subject.ids), atol=BOUND
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "targets"), [("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn", "c_fc"])]
+)
+def test_served_dora_adapter_produces_the_log_probabilities_of_peft(
+    family: str, targets: list[str], tmp_path: Path
+) -> None:
+    from ed_esurge import SamplingParams, eSurge
+
+    subject = subject_of(family)
+    settings = peft.LoraConfig(
+        r=4,
+        target_modules=targets,
+        use_dora=True,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+    )
+    theirs = saved_peft_model(subject, settings, tmp_path)
+    options = {"compile_runner": False, "silent_mode": True, "max_num_seqs": 2}
+    engine = eSurge(subject.model, max_loras=1, max_lora_rank=4, **options)
+    engine.load_lora_adapter("dora", tmp_path)
+    ids = subject.ids[:1]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    got = engine.generate([ids[0].tolist()] * 2, params, lora_name=["dora", None])
+    for output, logits in zip(got, (logits_of(theirs, ids), subject.logits[:1]), strict=True):
+        expected = jax.nn.log_softmax(logits[0].astype(np.float64), axis=-1)
+        assert output.prompt_logprobs is not None
+        for position, token in enumerate(ids[0][1:]):
+            ours = output.prompt_logprobs[position + 1]
+            assert ours is not None
+            assert abs(ours[int(token)].logprob - float(expected[position, token])) <= 1e-5
 
 
 def test_adapter_for_another_model_is_rejected_with_all_mismatches(tmp_path: Path) -> None:

@@ -106,6 +106,29 @@ def test_request_without_adapter_equals_the_base_model_bitwise(engine, merged, p
 
 
 @pytest.mark.nightly
+def test_dora_adapter_equals_its_merged_model_until_the_weights_change(
+    llama, make_llama, merged, prompts
+):
+    spec = LoraSpec(rank=2, targets=("q_proj", "down_proj"), dora=True)
+    model = adapted(llama, "dora", spec)
+    for _, layer in lora_layers(model):
+        layer.lora_magnitude.set_value(layer.lora_magnitude.get_value() * 1.3)
+    expected = eSurge(model.unwrap_lora_to_layers(), compile_runner=False, **OPTIONS)
+    engine = eSurge(llama, max_loras=2, max_lora_rank=4, compile_runner=False, **OPTIONS)
+    engine.load_lora_adapter("one", adapted(llama, "one"))
+    engine.load_lora_adapter("dora", model)
+    names = ("dora", None, "one")
+    got = engine.generate([prompts[3]] * 3, GREEDY, lora_name=names)
+    same(got[:1], expected.generate(prompts[3], GREEDY))
+    same(got[1:2], merged[None].generate(prompts[3], GREEDY), bound=0)
+    same(got[2:], merged["one"].generate(prompts[3], GREEDY))
+    with pytest.raises(ConfigError, match="'dora' uses DoRA, which depends on the weights"):
+        engine.update_model_weights(make_llama(seed=5))
+    engine.unload_lora_adapter("dora")
+    engine.update_model_weights(make_llama(seed=5))
+
+
+@pytest.mark.nightly
 def test_loading_and_unloading_adapters_compiles_nothing(llama, engine, folders, prompts, merged):
     traces = engine.stats()["num_compiled"]
     expected = {name: merged[name].generate(prompts[3], GREEDY) for name in ("one", "two", "three")}
@@ -201,8 +224,12 @@ def test_unsupported_adapters_raise_config_error(llama, make_llama, engine, tmp_
         **OPTIONS,
     )
     refused(LoraSpec(rank=3, targets="q_proj"), "layers.0.self_attn.q_proj: rank 3 is above 2")
-    refused(LoraSpec(rank=2, targets="q_proj", dora=True), "q_proj: DoRA", "merge it")
-    refused(LoraSpec(rank=2, targets=("up_proj", "embed")), "a layer that serves no", "embedding")
+    refused(
+        LoraSpec(rank=2, targets=("up_proj", "embed")),
+        "a layer that serves no",
+        "embedding",
+        "merge it",
+    )
     with pytest.raises(ConfigError, match="has no active adapter: select one"):
         loading.load_lora_adapter("x", llama)
     broken = adapted(llama, "x", LoraSpec(rank=2, targets="q_proj"))

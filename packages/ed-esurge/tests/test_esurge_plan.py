@@ -55,7 +55,7 @@ class RemoteRunner:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self.num_traces = 0
+        self.num_traces = self.num_pending = 0
         self.sent: list[bytes] = []
         self.send(pickle.dumps(OPTIONS))
 

@@ -164,6 +164,22 @@ def test_each_token_has_the_adapter_of_its_slot(shape, ids):
         np.testing.assert_allclose(got[at], alone[at] + change, atol=2e-5)
 
 
+def test_gain_of_a_slot_scales_the_outputs_of_its_tokens_without_the_bias():
+    linear, served = linear_and_slots()
+    rng = np.random.default_rng(1)
+    gain = jnp.asarray(rng.normal(size=(1, F)), jnp.float32)
+    leaf = served.lora_gain
+    leaf.set_value(written(leaf.get_value(), jnp.asarray(2), gain))
+    x = jnp.asarray(rng.normal(size=(1, 3, D)), jnp.float32)
+    plain = linear(x)
+    ids = jnp.asarray([[0, 2, 1]])
+    y = served(x, Ctx(jnp.zeros((1, 1)), {}, adapter_ids=ids))
+    bias = linear.bias.get_value()
+    expected = plain.at[0, 1].set((plain[0, 1] - bias) * gain[0] + bias)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    np.testing.assert_array_equal(y[0, ::2], plain[0, ::2])
+
+
 def test_a_layer_with_slots_needs_its_tokens():
     _, served = linear_and_slots()
     with pytest.raises(AssertionError, match="without_tokens"):

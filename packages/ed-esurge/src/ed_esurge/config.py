@@ -167,6 +167,12 @@ class EngineConfig(Options):
     compile_runner: bool = True
     """Compile every shape before the engine is ready. False: compile each shape at its first
     use."""
+    compile_in_background: bool = False
+    """Compile one generic shape before the engine is ready, and the others in a thread while the
+    engine serves. Until then, steps compute more padding. The last bits of results depend on the
+    shapes of the steps, and with this option also on time. `esurge serve` and `esurge chat` set
+    this option by default. Engines with `batch_invariant`, an encoder, a draft model, replicas or
+    several processes compile everything first."""
     use_aot_forward: bool = True
     """Call executables that are compiled ahead of time. False: call through `jax.jit`, which
     compiles an unexpected shape instead of failing."""

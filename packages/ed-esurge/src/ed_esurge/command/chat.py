@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(values: argparse.Namespace) -> int:
     """Answer messages until the input ends."""
     values.max_num_seqs = values.max_num_seqs or "1"
+    if values.compile_in_background is None:
+        values.compile_in_background = True
     params = SamplingParams(
         temperature=values.temperature,
         top_p=values.top_p,

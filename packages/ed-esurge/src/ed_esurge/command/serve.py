@@ -173,6 +173,8 @@ def run(values: argparse.Namespace) -> int:
         raise ConfigError(
             "--served-model-name requires one model: with --also, each model has its own name"
         )
+    if values.compile_in_background is None:
+        values.compile_in_background = True
     on_demand = model_directory(values)
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)

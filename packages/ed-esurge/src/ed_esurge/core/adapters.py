@@ -18,6 +18,7 @@ class LoadedAdapter:
         place: index of the adapter on the device, 1 to `max_loras`.
         rank: maximum rank over the layers.
         source: description of the origin, for users; None = from memory.
+        dora: whether the adapter uses DoRA, which depends on the weights of the model.
     """
 
     name: str
@@ -25,6 +26,7 @@ class LoadedAdapter:
     place: int
     rank: int
     source: str | None = None
+    dora: bool = False
 
 
 class AdapterTable:
@@ -70,7 +72,15 @@ class AdapterTable:
         if name in self._loaded:
             raise ConfigError(f"a LoRA adapter {name!r} is loaded: unload it first")
 
-    def add(self, name: str, rank: int, source: str | None, used: Container[int]) -> LoadedAdapter:
+    def add(
+        self,
+        name: str,
+        rank: int,
+        source: str | None,
+        used: Container[int],
+        *,
+        dora: bool = False,
+    ) -> LoadedAdapter:
         """Assign a place to a new adapter.
 
         Args:
@@ -78,6 +88,7 @@ class AdapterTable:
             rank: maximum rank over the layers.
             source: description of the origin, for users.
             used: numbers of the adapters that unfinished requests use.
+            dora: whether the adapter uses DoRA.
 
         Raises:
             ConfigError: the name is in use, or no place is free.
@@ -94,7 +105,7 @@ class AdapterTable:
                 f"max_loras {self.places} adapters are loaded ({', '.join(self._loaded)}){still}: "
                 "unload one, or build the engine with more"
             )
-        loaded = LoadedAdapter(name, self._numbers, place, rank, source)
+        loaded = LoadedAdapter(name, self._numbers, place, rank, source, dora)
         self._loaded[name], self._held[place] = loaded, loaded.number
         return loaded
 

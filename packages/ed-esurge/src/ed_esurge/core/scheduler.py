@@ -100,7 +100,7 @@ class Scheduler:
                     f"fewer than max_model_len {limits.max_model_len}: give at least {needed} "
                     "pages or lower max_model_len"
                 )
-        self.limits = limits
+        self.limits = self._limits_now = limits
         self.pages = PageTables(
             groups, page_size, at_once, prefix_caching=prefix_caching, host_places=host_places
         )
@@ -113,6 +113,14 @@ class Scheduler:
         self.num_preemptions = 0
         self._usual_output = 0.0
         """Moving average of the output length of finished requests, in tokens."""
+
+    def narrow(self, limits: StepLimits | None) -> None:
+        """Plan smaller steps for a time.
+
+        Args:
+            limits: limits with a smaller token budget or other shapes; None = `self.limits`.
+        """
+        self._limits_now = self.limits if limits is None else limits
 
     # ---- the queue
 
@@ -148,7 +156,7 @@ class Scheduler:
         rows: dict[str, PlanRow] = {}
         started: list[NewSequence] = []
         preempted: list[str] = []
-        budget, chunk = self.limits.token_budget, self.limits.chunk
+        budget, chunk = self._limits_now.token_budget, self._limits_now.chunk
         if self.encoder is not None:
             self.encoder.begin_step()
         decoding: list[tuple[Request, int]] = []
@@ -201,9 +209,9 @@ class Scheduler:
         if not rows:
             return None
         if self.proposer is not None and not self.waiting:
-            total = self.limits.token_budget - budget
-            if self.limits.shapes and total > len(rows):
-                budget = min(budget, room(self.limits.shapes, total, len(rows)))
+            total = self._limits_now.token_budget - budget
+            if self._limits_now.shapes and total > len(rows):
+                budget = min(budget, room(self._limits_now.shapes, total, len(rows)))
             self._speculate(self.proposer, rows, budget)
         self._step += 1
         moves = self.pages.take_moves()
@@ -301,7 +309,7 @@ class Scheduler:
         The result is `count` if another request can be admitted after this one. Otherwise the
         prompt is split if several steps need less padding.
         """
-        limits = self.limits
+        limits = self._limits_now
         new = request.status is Status.WAITING
         follows = len(self.waiting) > new and len(self.running) + new < limits.max_num_seqs
         if follows or not limits.shapes:

@@ -161,8 +161,8 @@ class EngineControl:
 
         Raises:
             ConfigError: the name is in use, `max_loras` adapters are loaded, or the adapter cannot
-                be served together with others: its rank exceeds `max_lora_rank`, it uses DoRA, or
-                it changes layers outside of `lora_targets` (the message lists the layers).
+                be served together with others: its rank exceeds `max_lora_rank`, or it changes
+                layers outside of `lora_targets` (the message lists the layers).
             CheckpointError: the directory cannot be read, or contains an adapter of another model.
         """
         self.execute(loading(self.loop, name, source))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from ed_models.adapters.values import uses_dora
 from tqdm import tqdm
 
 from ed_esurge.core.adapters import AdapterTable
@@ -32,6 +34,7 @@ from ed_esurge.engine.ledger import Ledger
 from ed_esurge.engine.transport import Transport
 from ed_esurge.model import platform_of
 from ed_esurge.outputs import STEP_SIZES, RequestOutput
+from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.runner.result import NotFinite, StepParts, StepResult
 from ed_esurge.tokenizer import Tokenizer
@@ -86,6 +89,7 @@ class EngineLoop:
         self._steps = self._traced_early = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._step_tokens = 0
+        self._narrowed = False
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.ledger
@@ -131,6 +135,12 @@ class EngineLoop:
                     )
                 self._resume()
             case UpdateWeights(weights, copy):
+                for adapter in self.adapters:
+                    if adapter.dora:
+                        raise ConfigError(
+                            f"the LoRA adapter {adapter.name!r} uses DoRA, which depends on the "
+                            "weights: unload it, update the weights, and load it again"
+                        )
                 self._settle()
                 self.runner.weights.replace(weights, copy=copy)
             case DropWeights():
@@ -169,7 +179,7 @@ class EngineLoop:
     def _load_adapter(self, load: LoadAdapter) -> None:
         rank = max(layer.spec.rank for layer in load.adapter.values())
         used = {request.adapter for request in self.scheduler.requests.values()}
-        loaded = self.adapters.add(load.name, rank, load.source, used)
+        loaded = self.adapters.add(load.name, rank, load.source, used, dora=uses_dora(load.adapter))
         try:
             self.runner.load_adapter(loaded.number, loaded.place, load.adapter)
         except BaseException:
@@ -222,6 +232,9 @@ class EngineLoop:
             EasyDeLError: the weights were dropped, or are not finite.
         """
         self._refusals.clear()
+        if self._narrowed and not self.runner.num_pending:
+            self._narrowed = False
+            self.scheduler.narrow(None)
         if not self.paused:
             result = self._pending or self._start(self.scheduler.schedule())
             self._pending = None
@@ -339,6 +352,30 @@ class EngineLoop:
             self.scheduler.proposer.compile_all(progress)
         self._traced_early = self.runner.num_traces
 
+    def compile_first(self, progress: tqdm[NoReturn]) -> None:
+        """Compile one generic shape, and the other shapes in a background thread. Until then, steps
+        have at most the tokens of the generic shape.
+
+        Engines with an encoder or proposals, and models that need whole prompts, compile all.
+        """
+        scheduler, runner = self.scheduler, self.runner
+        whole = scheduler.limits.whole_prompts
+        if (
+            not isinstance(runner, ModelRunner)
+            or scheduler.proposer is not None
+            or scheduler.encoder is not None
+            or whole
+        ):
+            self.compile_all(progress)
+            return
+        shape = runner.compile_first(progress)
+        self._traced_early = runner.num_traces
+        if runner.num_pending:
+            limits = scheduler.limits
+            shapes = ((shape.tokens, shape.seqs),) if limits.shapes else ()
+            scheduler.narrow(replace(limits, token_budget=shape.tokens, shapes=shapes))
+            self._narrowed = True
+
     # ---- numbers
 
     def replica_stats(self) -> list[dict[str, float]]:
@@ -372,6 +409,7 @@ class EngineLoop:
                 for bound, count in zip((*STEP_SIZES, "inf"), self._step_sizes, strict=True)
             },
             "num_compiled": self.runner.num_traces,
+            "programs_pending": self.runner.num_pending,
             "recompiles": self.runner.num_traces - self._traced_early,
             **offload,
             **(scheduler.proposer.stats() if scheduler.proposer is not None else {}),

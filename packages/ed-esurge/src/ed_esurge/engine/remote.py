@@ -59,7 +59,7 @@ class RemoteRunner:
     """
 
     host = None
-    num_traces = 0
+    num_traces = num_pending = 0
 
     def __init__(self, local: Runner) -> None:
         self._local = local
@@ -108,4 +108,7 @@ class RemoteRunner:
         pass
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        pass
+
+    def stop_compiling(self) -> None:
         pass

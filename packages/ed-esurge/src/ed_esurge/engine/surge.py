@@ -125,7 +125,11 @@ class eSurge(EngineControl):
         self._boxes: dict[str, deque[RequestOutput]] = {}
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
-                self.loop.compile_all(bar)
+                early = config.compile_in_background and self.role == "alone"
+                if early and isinstance(self.loop, EngineLoop):
+                    self.loop.compile_first(bar)
+                else:
+                    self.loop.compile_all(bar)
         self._disk: DiskPages | None = None
         if config.prefix_cache_directory is not None:
             most = int(config.prefix_cache_directory_size * 2**30)
@@ -464,6 +468,8 @@ class eSurge(EngineControl):
     def terminate(self) -> None:
         """Abort all requests and free the pages. The engine cannot be used afterwards."""
         self.store_pages()
+        for loop in self._loops:
+            loop.runner.stop_compiling()
         with self._lock:
             for name in self.loop.open_requests:
                 self._execute(Abort(name))

@@ -79,6 +79,16 @@ class Buckets:
         """All shapes, ascending."""
         return tuple(sorted({*self.decode, *self.prefill}))
 
+    @property
+    def generic(self) -> StepShape:
+        """The cheapest shape with a row for every sequence that also fits prompts.
+
+        Steps of all kinds fit this shape if their tokens do, so an engine can serve with this shape
+        alone.
+        """
+        most = self.prefill[-1].seqs
+        return next(shape for shape in self.prefill if shape.seqs == most)
+
     def pick(self, tokens: int, seqs: int, *, prefill: bool = False) -> StepShape:
         """Return the cheapest shape that fits a step.
 

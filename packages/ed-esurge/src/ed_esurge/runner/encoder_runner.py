@@ -82,7 +82,7 @@ class EncoderRunner:
         self.model = self.weights.model
         self.vocab_size = vocab_size_of(model)
         self.allocated = True
-        self.num_traces = 0
+        self.num_traces = self.num_pending = 0
         self._classifies = classifies(model)
         settings = embedding_settings_of(model)
         self._excludes_prompts = settings is not None and not settings.include_prompt
@@ -109,6 +109,9 @@ class EncoderRunner:
     def free(self) -> None:
         """Do nothing: an encoder has no memory of sequences."""
         self.allocated = False
+
+    def stop_compiling(self) -> None:
+        """See `Runner`: all functions are compiled before the engine is ready."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile the function for all shapes and update the progress bar."""

@@ -8,7 +8,7 @@ step of most models. Legend: T flat tokens, n rows, m slots, v vocabulary, w wor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from typing import Any, NoReturn, cast
@@ -22,7 +22,9 @@ from ed_models.adapters.slots import slot_values
 from flax import nnx
 from tqdm import tqdm
 
+from ed_esurge.model import platform_of
 from ed_esurge.runner import filters
+from ed_esurge.runner.background import BackgroundCompilation
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides, words
@@ -42,6 +44,8 @@ ProgramKey = StepShape | tuple[str, int]
 PUT: ProgramKey = ("put", 0)
 PLACE: ProgramKey = ("place", 0)
 FILTER: ProgramKey = ("filter", filters.ROWS)
+#: Options of XLA for functions that are replaced soon: half the time of the default level.
+FIRST_OPTIONS = {"xla_backend_optimization_level": 0}
 #: Number of arrays [n, v] of the sampler at the same time.
 SAMPLER_ARRAYS = 6
 
@@ -72,11 +76,14 @@ class Functions:
         ahead_of_time: bool,
     ) -> None:
         self.num_traces = 0
-        """Number of traces, which is constant after all functions are compiled."""
+        """Number of traces outside the background thread, which is constant after the engine is
+        ready."""
         self._weights, self._memory, self._builder = weights, memory, builder
         self._guides, self._buckets = guides, buckets
         self.max_logprobs, self._ahead_of_time = max_logprobs, ahead_of_time
         self._made: dict[ProgramKey, Callable[..., Any]] = {}
+        self.background: BackgroundCompilation[ProgramKey] | None = None
+        self._arrays: tuple[Any, Any, Any] | None = None
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self._logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
         # Functions of an earlier process are loaded while memory is allocated.
@@ -85,7 +92,9 @@ class Functions:
 
     def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
         if name not in self._made:
-            self._made[name] = self._loaded(name) or self._make(name)
+            coming = self.background.take(name) if self.background is not None else None
+            if name not in self._made:  # the thread may have compiled the function just now
+                self._made[name] = coming or self._loaded(name) or self._make(name)
         return self._made[name]
 
     def missing(self) -> list[ProgramKey]:
@@ -112,15 +121,79 @@ class Functions:
         if self._loading is not None:  # each function is loaded before its first use
             progress.update(len(names))
             return
+        self._made |= (made := self._compile(names, progress))
+        if self._kept:
+            self._kept.write(made)
+
+    def compile_first(self, progress: tqdm[NoReturn]) -> None:
+        """Compile the functions of the generic shape, and the others in a background thread.
+
+        Functions of an earlier process are loaded instead. An engine whose results must not depend
+        on time (`batch_invariant`) compiles all functions.
+        """
+        if self._loading is not None or not self._ahead_of_time or self._buckets.invariant:
+            self.compile_all(progress)
+            return
+        generic = self._buckets.generic
+        first: list[ProgramKey] = [generic, ("sample", generic.seqs)]
+        names = self._by_need()
+        options = FIRST_OPTIONS if platform_of(self._weights.model) == "cpu" else None
+        progress.reset(len(first))
+        for name, function in self._compile(first, progress, options).items():
+            self._made[name] = function  # until the background has compiled a faster one
+        context = compiled_afresh if self._kept else nullcontext
+        self.background = BackgroundCompilation(names, self._compile_one, context)
+
+    def _by_need(self) -> list[ProgramKey]:
+        """Return all functions: the small ones that the generic shape may need, the shape of one
+        sequence, and the other shapes."""
+        generic, names = self._buckets.generic, self.missing()
+        small: list[ProgramKey] = [(kind, generic.seqs) for kind in ("take", "merge")]
+        small += [(kind, generic.tokens) for kind in ("score", "pool")]
+        first, *others = self._buckets.shapes
+        order = [PUT, PLACE, *small, first, ("sample", first.seqs), FILTER]
+        for shape in others:
+            order += [shape, ("sample", shape.seqs)]
+        known = set(names)
+        return [*dict.fromkeys(name for name in (*order, *names) if name in known)]
+
+    def usable(self, shape: StepShape) -> bool:
+        """Whether a step of this shape needs no function that is still being compiled."""
+        coming = self.background
+        if coming is None or not coming or shape == self._buckets.generic:
+            return True
+        return not any(name in coming for name in (shape, ("sample", shape.seqs)))
+
+    def _compile(
+        self,
+        names: list[ProgramKey],
+        progress: tqdm[NoReturn],
+        options: Mapping[str, Any] | None = None,
+    ) -> dict[ProgramKey, Callable[..., Any]]:
+        """Return newly compiled functions.
+
+        Args:
+            options: options of the compiler.
+        """
         # XLA releases the GIL while it compiles. Tracing does not benefit from threads.
-        count, kept = max(1, min(4, os.cpu_count() or 1)), self._kept
-        with compiled_afresh() if kept else nullcontext(), ThreadPoolExecutor(count) as threads:
-            pending = {threads.submit(self._lower(name).compile): name for name in names}
+        count = max(1, min(4, os.cpu_count() or 1))
+        made: dict[ProgramKey, Callable[..., Any]] = {}
+        afresh = compiled_afresh() if self._kept else nullcontext()
+        with afresh, ThreadPoolExecutor(count) as threads:
+            pending = {
+                threads.submit(self._lower(name).compile, compiler_options=options): name
+                for name in names
+            }
             for future in as_completed(pending):
-                self._made[pending[future]] = future.result()
+                made[pending[future]] = future.result()
                 progress.update()
-        if kept:
-            kept.write({name: self._made[name] for name in names})
+        return made
+
+    def _compile_one(self, name: ProgramKey) -> Callable[..., Any]:
+        function = self._made[name] = self._lower(name).compile()
+        if self._kept:
+            self._kept.write({name: function})
+        return function
 
     def filtered(
         self,
@@ -169,7 +242,8 @@ class Functions:
         """Wrap a function so that `num_traces` counts its traces."""
 
         def counted(*args: Any) -> Any:
-            self.num_traces += 1
+            if self.background is None or not self.background.here:
+                self.num_traces += 1
             return function(*args)
 
         return counted
@@ -211,9 +285,9 @@ class Functions:
 
     def _jitted(self, name: ProgramKey) -> Any:
         """Return the function with a name."""
-        everywhere, memory = self._memory.everywhere, self._memory
+        everywhere = self._memory.everywhere
         # Outputs that become inputs keep their sharding, so that the next step is not retraced.
-        cache, state = jax.tree.map(lambda x: x.sharding, (memory.cache, memory.state))
+        cache, state = jax.tree.map(lambda x: x.sharding, self._abstract_arrays()[:2])
         if isinstance(name, StepShape):
             return jax.jit(
                 self.traced(self._make_step(name)),
@@ -241,7 +315,7 @@ class Functions:
         return jax.jit(self.traced(function), out_shardings=everywhere)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
-        fields = self._builder.fields(shape)
+        fields, generic = self._builder.fields(shape), self._buckets.generic
 
         def step(
             leaves: list[jax.Array],
@@ -252,8 +326,12 @@ class Functions:
         ):
             inputs = fields.unpack(buffer)
             token_ids = inputs.token_ids
+            slots = inputs.ragged.state_slots
             if shape.decodes:
-                token_ids = read_last(last, token_ids[0], inputs.ragged.state_slots)[None]
+                token_ids = read_last(last, token_ids[0], slots)[None]
+            elif shape == generic:  # computes decode steps until their shapes are compiled
+                of_token = slots.at[inputs.ragged.seq_of_token].get(mode="clip")
+                token_ids = read_last(last, token_ids[0], of_token)[None]
             more: dict[str, Any] = {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
@@ -291,8 +369,7 @@ class Functions:
     def _arguments(self, name: ProgramKey) -> tuple[Any, ...]:
         """Return the abstract arguments of a function."""
         weights, memory = self._weights, self._memory
-        assert memory.state is not None, "functions are compiled with memory"
-        cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
+        cache, state, sums = self._abstract_arrays()
         if name == PUT:
             line = np.zeros(self._guides.vocab_size)
             mu = np.float32(0)
@@ -312,6 +389,14 @@ class Functions:
         if kind == "score":
             return weights.like, hidden, of_token
         return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
+
+    def _abstract_arrays(self) -> tuple[Any, Any, Any]:
+        """Return the abstract pages, state and sums. The memory may be freed later."""
+        if self._arrays is None:
+            memory = self._memory
+            assert memory.state is not None, "functions are compiled with memory"
+            self._arrays = abstract((memory.cache, memory.state, memory.sums))
+        return self._arrays
 
     def _arguments_of_sampling(self, kind: str, rows: int, state: SamplerState) -> tuple[Any, ...]:
         everywhere = self._memory.placement

@@ -7,7 +7,7 @@ from typing import NoReturn, cast
 import jax
 import numpy as np
 from ed_models.adapters.slots import slot_values
-from ed_models.adapters.values import Adapter
+from ed_models.adapters.values import Adapter, uses_dora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
@@ -17,7 +17,7 @@ from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder
-from ed_esurge.runner.buckets import Buckets
+from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.encoder import ItemEncoder, SlotEncoder
 from ed_esurge.runner.functions import PLACE, PUT, Functions
 from ed_esurge.runner.guides import Guides
@@ -172,6 +172,23 @@ class ModelRunner:
         if self._encoder is not None:
             self._encoder.compile()
 
+    def compile_first(self, progress: tqdm[NoReturn]) -> StepShape:
+        """Compile the generic shape and return the shape. A thread compiles the other functions."""
+        if self.host is not None:
+            self.host.compile()
+        self.functions.compile_first(progress)
+        return self.buckets.generic
+
+    @property
+    def num_pending(self) -> int:
+        """See `Runner`."""
+        return len(self.functions.background or ())
+
+    def stop_compiling(self) -> None:
+        """See `Runner`."""
+        if self.functions.background is not None:
+            self.functions.background.stop()
+
     # ---- grammars
 
     def hold(self, params: SamplingParams | PoolingParams) -> Grammar | None:
@@ -207,6 +224,8 @@ class ModelRunner:
         lines = plan.total if self.buckets.invariant else plan.lines
         featured = self._encoder is not None and any(row.features for row in plan.rows)
         shape = self.buckets.pick(plan.total, lines, prefill=scored or pooled or featured)
+        if not functions.usable(shape):
+            shape = self.buckets.generic
         buffer, places = self._builder.build(plan, shape)
         allowed = slots.guides.allowed(plan, places, shape.seqs)
         assert memory.state is not None, "allocated with the pages"
@@ -254,7 +273,9 @@ class ModelRunner:
         Raises:
             ConfigError: the adapter does not match the slots. Nothing was written.
         """
-        values = jax.tree.leaves(slot_values(cast(nnx.Module, self.model), adapter))
+        weights = self.weights
+        model = weights.merged(weights.leaves) if uses_dora(adapter) else self.model
+        values = jax.tree.leaves(slot_values(cast(nnx.Module, model), adapter))
         write = self.functions[PLACE]
         self.weights.put(write(self.weights.places, np.int32(place), values))
         self._slots.adapter_places[number] = place

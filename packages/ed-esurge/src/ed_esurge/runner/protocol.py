@@ -98,6 +98,15 @@ class Runner(Protocol):
         """Number of traces, which is constant after all functions are compiled."""
         ...
 
+    @property
+    def num_pending(self) -> int:
+        """Number of functions that a background thread has not compiled yet."""
+        ...
+
+    def stop_compiling(self) -> None:
+        """Stop the background thread."""
+        ...
+
     def memory_bytes(self) -> int:
         """Return the bytes of weights, adapter slots, pages and states over all devices."""
         ...

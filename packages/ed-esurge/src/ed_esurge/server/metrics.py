@@ -364,8 +364,9 @@ class EngineCollector(Collector):
 
     The statistics of a replica are a mapping with `num_requests_running`, `num_requests_waiting`,
     `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens),
-    `num_preemptions` and `recompiles` (after the warmup). Speculative decoding adds
-    `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and `spec_decode_num_accepted_tokens`.
+    `num_preemptions`, `recompiles` (after the warmup) and `programs_pending`. Speculative decoding
+    adds `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and
+    `spec_decode_num_accepted_tokens`.
     Pages in host memory add `external_prefix_cache_queries`, `external_prefix_cache_hits` (tokens),
     `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage` (0 … 1).
     Missing statistics are not exported. The label `engine` is the index of the replica.
@@ -377,6 +378,7 @@ class EngineCollector(Collector):
         "vllm:num_requests_waiting": "Requests waiting for pages.",
         "vllm:kv_cache_usage_perc": "Fraction of the pages in use, 0 to 1.",
         "vllm:kv_offload_cpu_cache_usage_perc": "Fraction of the host pages in use, 0 to 1.",
+        "esurge:programs_pending": "Programs that are compiled in the background.",
     }
     _COUNTERS: ClassVar[dict[str, str]] = {
         "vllm:prefix_cache_queries": "Prompt tokens looked up.",

@@ -18,7 +18,6 @@ logger = get_logger(__name__)
 IMPORTED = time.time()
 #: Threads of XLA in a process with several simulated CPU devices.
 THREADS = "64"
-_lock = threading.Lock()
 
 
 def keep_compiled_programs() -> None:
@@ -61,23 +60,50 @@ def engines_folder() -> Path | None:
 
 @contextmanager
 def compiled_afresh() -> Iterator[None]:
-    """Disable jax's persistent cache inside the block.
+    """Disable jax's persistent cache in this process inside the block. Threads may share the time.
 
     A program that jax loads from its cache on a CPU contains no code that can be serialized.
     """
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
+    _afresh.enter()
+    try:
+        yield
+    finally:
+        _afresh.leave()
 
-    name = "jax_enable_compilation_cache"
-    with _lock:
-        before = jax.config.values[name]
-        jax.config.update(name, False)
+
+class _Afresh:
+    """Counts the open blocks of `compiled_afresh`: the first disables the cache, the last restores
+    the setting."""
+
+    NAME = "jax_enable_compilation_cache"
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._before = threading.Lock(), 0, True
+
+    def enter(self) -> None:
+        import jax
+
+        with self._lock:
+            if self._blocks == 0:
+                self._before = jax.config.values[self.NAME]
+                self._set(False)
+            self._blocks += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._set(self._before)
+
+    def _set(self, value: bool) -> None:
+        import jax
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update(self.NAME, value)
         compilation_cache.reset_cache()  # jax reads the setting once
-        try:
-            yield
-        finally:
-            jax.config.update(name, before)
-            compilation_cache.reset_cache()
+
+
+_afresh = _Afresh()
 
 
 def _home() -> Path:

@@ -1,6 +1,7 @@
 """Many adapters on one layer; each token of a batch uses one adapter or none.
 
-An adapter is stored in a slot of `lora_a` [n, i, r] and `lora_b` [n, r, o]. The layer multiplies by
+An adapter is stored in a slot of `lora_a` [n, i, r], `lora_b` [n, r, o] and `lora_gain` [n, 1, o]:
+the factor of each output, which is 1 without DoRA. The layer multiplies by
 all slots together, and sets the part of the other slots to zero between the two products. For a few
 slots this is the fastest method. Minimum time relative to the matrix alone, on a CPU with two
 cores, 5 slots of rank 16 on a 1024 x 1024 matrix, for 1, 8, 32 and 512 tokens: 1.1, 1.2, 1.2, 2.4.
@@ -48,6 +49,8 @@ class LoRASlots(Linear):
         b = jnp.zeros((slots, rank, outputs), self.dtype)
         self.lora_a = SlotParam(a, axes=(None, axes[0], None))
         self.lora_b = SlotParam(b, axes=(None, None, axes[1]))
+        gain = jnp.ones((slots, 1, outputs), self.dtype)
+        self.lora_gain = SlotParam(gain, axes=(None, None, axes[1]))
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
         """Project [..., in] to [..., out], with the adapter of each token."""
@@ -61,9 +64,15 @@ class LoRASlots(Linear):
         x, a = x.astype(self.dtype), self.lora_a.get_value()
         inner = jnp.einsum("...i,nir->...nr", x, a, precision=self.precision)
         slots = jnp.arange(1, a.shape[0] + 1)[:, None]
-        inner = jnp.where(by_row(ctx.adapter_ids, x)[..., None, None] == slots, inner, 0)
+        ids = by_row(ctx.adapter_ids, x)
+        inner = jnp.where(ids[..., None, None] == slots, inner, 0)
         b = self.lora_b.get_value()
-        return y + jnp.einsum("...nr,nro->...o", inner, b, precision=self.precision)
+        change = jnp.einsum("...nr,nro->...o", inner, b, precision=self.precision)
+        # The gain minus one adds exact zeros without DoRA. As in PEFT, a bias has no gain.
+        more = self.lora_gain.get_value()[:, 0] - 1
+        more = jnp.concatenate([jnp.zeros_like(more[:1]), more])[ids]
+        plain = y - self.bias.get_value().astype(y.dtype) if self.use_bias else y
+        return y + change + more * (plain + change)
 
 
 def by_row(ids: Int[Array, "b s"], x: Float[Array, "*rows i"]) -> Int[Array, "*rows"]:

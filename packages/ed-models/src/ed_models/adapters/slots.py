@@ -7,13 +7,15 @@ lists them in `without_tokens`), experts, embeddings and the head have no slots.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
+from ed_layers.lora.layers import LowRank
 from ed_layers.lora.slots import LoRASlots, SlotParam
 from ed_layers.projections.linear import Linear
 from ed_layers.transform import Replace, transform
@@ -64,16 +66,17 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
     """Return the contents of one slot: the structure of the model's `SlotParam`s for one adapter.
 
     Args:
-        model: a model from `with_slots`; its arrays may be abstract.
+        model: a model from `with_slots`; its arrays may be abstract, unless the contents of an
+            adapter with DoRA are read: they depend on the weights.
         adapter: adapter values by canonical name.
 
     Returns:
-        float32 arrays [*layers, i, r] and [*layers, r, o], with the scale multiplied into B; zeros
-        for layers that the adapter does not change.
+        float32 arrays [*layers, i, r], [*layers, r, o] and [*layers, 1, o], with the scale
+        multiplied into B. Layers that the adapter does not change have zeros, zeros and ones.
 
     Raises:
-        ConfigError: the adapter uses DoRA, exceeds the rank of the slots, contains numbers that are
-            not finite, has modules that are trained in full, or changes layers without slots; the
+        ConfigError: the adapter exceeds the rank of the slots, contains numbers that are not
+            finite, has modules that are trained in full, or changes layers without slots; the
             message lists all problems.
     """
     wrong: list[str] = []
@@ -82,8 +85,6 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
         parent, _, matrix = name.rpartition(".")
         if not isinstance(layer, LayerAdapter):
             wrong.append(f"{parent}: a module that is trained in full (modules_to_save)")
-        elif layer.spec.dora:
-            wrong.append(f"{parent}: DoRA")
         elif matrix == "embedding":
             wrong.append(f"{parent}: an embedding")
         elif layer.a.ndim != 2:
@@ -104,19 +105,51 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
 
     def values(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
         *leading, _, rows, columns = variable.get_value().shape
-        out = np.zeros((*leading, rows, columns), np.float32)
-        is_a = path[-1] == "lora_a"
+        field = path[-1]
+        out = np.full((*leading, rows, columns), field == "lora_gain", np.float32)
         for i, name in enumerate(parameter_names.canonical(path[:-1])):
             layer = layers.get(f"{name}.kernel")
-            if layer is not None:
-                value = layer.a if is_a else layer.b * layer.spec.scale
+            if field == "lora_gain":
+                if name in gains:
+                    (out[i] if leading else out)[0] = gains[name]
+            elif layer is not None:
+                value = layer.a if field == "lora_a" else layer.b * layer.spec.scale
                 place = out[i] if leading else out
                 place[: value.shape[0], : value.shape[1]] = value
         return variable.replace(out)
 
     layers = layers_of(adapter)
+    gains = dict(_gains(model, layers))
     flat = nnx.to_flat_state(nnx.state(model, SlotParam))
     return nnx.from_flat_state([(path, values(path, variable)) for path, variable in flat])
+
+
+def _gains(
+    model: nnx.Module, layers: Mapping[str, LayerAdapter]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the factor of the outputs of each layer with DoRA: the trained norm of each column,
+    divided by the norm of the column with the adapter. Abstract weights yield nothing."""
+    for path, node in nnx.iter_modules(model):
+        if not isinstance(node, LoRASlots):
+            continue
+        kernel = node.kernel.get_value()
+        path = parameter_names.normalize(path)
+        for i, name in enumerate(parameter_names.canonical(path)):
+            layer = layers.get(f"{name}.kernel")
+            if layer is None or layer.magnitude is None or _is_abstract(kernel):
+                continue
+            own = kernel
+            if parameter_names.is_stacked(path):
+                own = jax.tree.map(lambda leaf, i=i: leaf[i], kernel)
+            a, b = jnp.asarray(layer.a), jnp.asarray(layer.b)
+            weight = LowRank(own, a, b, scale=layer.spec.scale)
+            length = jnp.linalg.norm(weight.dense(), axis=0)
+            yield name, np.asarray(layer.magnitude / np.asarray(length), np.float32)
+
+
+def _is_abstract(tree: object) -> bool:
+    """Whether arrays have only shapes and dtypes."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def _places(model: nnx.Module) -> Iterator[tuple[str, int]]:

@@ -58,6 +58,11 @@ def saved_of(adapter: Adapter) -> dict[str, np.ndarray]:
     return {name: x for name, x in adapter.items() if not isinstance(x, LayerAdapter)}
 
 
+def uses_dora(adapter: Adapter) -> bool:
+    """Return whether a layer of an adapter has column norms, so that it depends on the weights."""
+    return any(layer.magnitude is not None for layer in layers_of(adapter).values())
+
+
 def put_adapter(model: M, adapter: Adapter) -> M:
     """Return a copy of a model with an active adapter.
 

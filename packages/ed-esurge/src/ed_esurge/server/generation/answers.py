@@ -204,6 +204,8 @@ class HealthState(AnswerBody):
     reason: str | None = None
     degraded: dict[str, str] | None = None
     """Impaired parts of the server, with the reason; absent if all parts work."""
+    programs_pending: int | None = None
+    """Number of programs that are compiled in the background; absent if none is."""
 
 
 class Load(AnswerBody):

@@ -56,6 +56,10 @@ async def ready(server: ServedModels, request: Request) -> JSONResponse:
         return _down("a model sleeps: POST /wake_up", "sleeping")
     if _healthy(server) and server.batch_trouble is not None:
         return JSONResponse({"status": "ok", "degraded": {"batches": server.batch_trouble}})
+    numbers = [stats for model in server.models for stats in model.engine.replica_stats()]
+    pending = int(sum(stats.get("programs_pending", 0) for stats in numbers))
+    if _healthy(server) and pending:
+        return JSONResponse({"status": "ok", "programs_pending": pending})
     return await live(server, request)
 
 

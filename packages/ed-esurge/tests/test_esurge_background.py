@@ -1,0 +1,121 @@
+"""An engine serves with one generic shape while a thread compiles the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from ed_esurge import SamplingParams, eSurge
+from ed_esurge.core.plan import StepPlan
+from ed_esurge.runner.background import BackgroundCompilation
+from ed_esurge.runner.functions import Functions
+
+PROMPTS = [[5, 6, 7], [9], [*range(3, 43)]]
+OPTIONS = {
+    "max_num_seqs": 2,
+    "max_num_seq_buckets": [2],
+    "max_num_batched_tokens": 32,
+    "min_input_pad": 8,
+    "page_size": 8,
+    "max_model_len": 64,
+    "silent_mode": True,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+BIASED = GREEDY.replace(logit_bias={7: 3.0}, prompt_logprobs=1)
+
+
+def answers(engine, params=GREEDY):
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, params)]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that lets the thread compile."""
+    event, compile_one = threading.Event(), Functions._compile_one
+
+    def gated(functions, name):
+        event.wait(120)
+        return compile_one(functions, name)
+
+    monkeypatch.setattr(Functions, "_compile_one", gated)
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    """The numbers of tokens of the planned steps."""
+    counts: list[int] = []
+    init = StepPlan.__init__
+
+    def counted(plan, *args, **fields):
+        init(plan, *args, **fields)
+        counts.append(plan.total)
+
+    monkeypatch.setattr(StepPlan, "__init__", counted)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def expected(make_llama):
+    engine = eSurge(make_llama(num_hidden_layers=1), compile_runner=False, **OPTIONS)
+    return answers(engine)
+
+
+def test_generic_shape_computes_the_same_tokens_before_other_shapes_are_compiled(
+    make_llama, expected, gate, widths
+):
+    engine = eSurge(make_llama(num_hidden_layers=1), compile_in_background=True, **OPTIONS)
+    before = engine.stats()
+    assert before["programs_pending"] > 0
+    widths.clear()
+    assert answers(engine) == expected
+    assert max(widths) == 8, "prompts are split into steps of the generic shape"
+    after = engine.stats()
+    assert (after["num_compiled"], after["recompiles"]) == (before["num_compiled"], 0)
+    gate.set()
+    engine.terminate()  # ends the thread
+
+
+@pytest.mark.nightly
+def test_compiled_shapes_replace_the_generic_shape_without_compilation_by_requests(
+    make_llama, expected, gate, widths
+):
+    engine = eSurge(make_llama(num_hidden_layers=1), compile_in_background=True, **OPTIONS)
+    gate.set()
+    biased = answers(engine, BIASED)  # waits for small programs
+    until = time.monotonic() + 300
+    while engine.stats()["programs_pending"] and time.monotonic() < until:
+        assert answers(engine) == expected
+    widths.clear()
+    engine.reset_prefix_cache()
+    assert answers(engine) == expected
+    assert max(widths) > 8, "steps have all tokens again"
+    assert answers(engine, BIASED) == biased
+    assert engine.stats()["recompiles"] == 0
+    functions = engine.loop.runner.functions
+    assert functions.missing() == []
+
+
+def test_thread_that_fails_or_stops_leaves_programs_to_the_caller():
+    first, release = threading.Event(), threading.Event()
+
+    def compile_one(name):
+        first.set()
+        release.wait(60)
+        if name == "broken":
+            raise RuntimeError("no memory")
+        return len
+
+    thread = BackgroundCompilation(["good", "broken", "late"], compile_one, threading.Lock)
+    assert first.wait(60)
+    assert ("late" in thread, "other" in thread, len(thread)) == (True, False, 3)
+    waiting: list[object] = []
+    taker = threading.Thread(target=lambda: waiting.append(thread.take("broken")))
+    taker.start()
+    release.set()
+    taker.join(60)
+    thread.stop()
+    assert waiting == [None]
+    assert (thread.take("other"), len(thread)) == (None, 0)
