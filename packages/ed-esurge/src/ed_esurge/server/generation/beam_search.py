@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
@@ -29,23 +28,39 @@ _BEFORE = 8
 Generate = Callable[[CheckedPrompt, SamplingParams, str], AsyncGenerator[RequestOutput]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Beam:
-    """A completion in progress or complete.
+    """A completion in progress or complete: a token after the tokens of another beam.
+
+    Beams of a common origin share its tokens, so a step creates a small object for each candidate.
 
     Attributes:
+        parent: the beam without the last token; None for the empty beam.
+        token: the last token; -1 in the empty beam.
+        position: log-probabilities of the candidates for the last token.
         total: sum of the log-probabilities.
-        positions: log-probabilities of each token.
+        length: number of tokens.
+        ended: whether the last token ends the sequence.
     """
 
-    tokens: tuple[int, ...] = ()
+    parent: Beam | None = None
+    token: int = -1
+    position: PositionLogprobs = field(default_factory=dict)
     total: float = 0.0
-    positions: tuple[PositionLogprobs, ...] = ()
+    length: int = 0
     ended: bool = False
+
+    def steps(self) -> list[Beam]:
+        """Return the beams that end with each token, in order."""
+        found, beam = list[Beam](), self
+        while beam.parent is not None:
+            found.append(beam)
+            beam = beam.parent
+        return found[::-1]
 
     def score(self, prompt: int, length_penalty: float) -> float:
         """Return the score. The end-of-sequence token does not count for the length."""
-        length = prompt + len(self.tokens) - self.ended
+        length = prompt + self.length - self.ended
         return self.total / max(length, 1) ** length_penalty
 
 
@@ -92,7 +107,7 @@ async def beam_search(
 
     async def extended(beam: Beam, name: str) -> list[Beam]:
         nonlocal metrics, count
-        tokens = [*prompt.token_ids, *beam.tokens]
+        tokens = [*prompt.token_ids, *(one.token for one in beam.steps())]
         own = replace(prompt, token_ids=tokens, max_tokens=1)
         async with aclosing(generate(own, step, name)) as outputs:
             async for output in outputs:
@@ -104,9 +119,11 @@ async def beam_search(
                         count += 1
                         return [
                             Beam(
-                                (*beam.tokens, token),
+                                beam,
+                                token,
+                                out.logprobs[0],
                                 beam.total + found.logprob,
-                                (*beam.positions, out.logprobs[0]),
+                                beam.length + 1,
                                 token in eos and not params.ignore_eos,
                             )
                             for token, found in out.logprobs[0].items()
@@ -130,14 +147,16 @@ async def beam_search(
     start = len(decode(before))
     outputs = []
     for index, beam in enumerate(best([*complete, *beams])):
-        shown = list(beam.tokens[:-1] if beam.ended else beam.tokens)
+        steps = beam.steps()
+        tokens = [one.token for one in steps]
+        shown = tokens[:-1] if beam.ended else tokens
         wanted = params.logprobs
         outputs.append(
             CompletionOutput(
                 index,
                 decode([*before, *shown])[start:],
-                list(beam.tokens),
-                None if wanted is None else [_first(p, t, wanted) for p, t in _pairs(beam)],
+                tokens,
+                None if wanted is None else [_first(one, wanted) for one in steps],
                 beam.total,
                 "stop" if beam.ended else "length",
             )
@@ -147,11 +166,7 @@ async def beam_search(
     return RequestOutput(label, prompt.token_ids, outputs, True, metrics, delta=True)
 
 
-def _pairs(beam: Beam) -> Any:
-    return zip(beam.positions, beam.tokens, strict=True)
-
-
-def _first(position: PositionLogprobs, token: int, count: int) -> PositionLogprobs:
-    """Return the entries of a token and of the `count` most probable tokens."""
-    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)[:count]
-    return {token: position[token], **dict(ranked)}
+def _first(beam: Beam, count: int) -> PositionLogprobs:
+    """Return the entries of the last token and of the `count` most probable tokens."""
+    ranked = sorted(beam.position.items(), key=lambda item: -item[1].logprob)[:count]
+    return {beam.token: beam.position[beam.token], **dict(ranked)}
