@@ -172,7 +172,7 @@ class EngineConfig(Options):
     engine serves. Until then, steps compute more padding. The last bits of results depend on the
     shapes of the steps, and with this option also on time. `esurge serve` and `esurge chat` set
     this option by default. Engines with `batch_invariant`, an encoder, a draft model, replicas or
-    several processes compile everything first."""
+    several processes, and models for speech, compile everything first."""
     use_aot_forward: bool = True
     """Call executables that are compiled ahead of time. False: call through `jax.jit`, which
     compiles an unexpected shape instead of failing."""

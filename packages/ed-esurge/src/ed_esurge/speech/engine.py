@@ -36,7 +36,7 @@ SPEECH_TASKS = (TaskType.SPEECH_SEQUENCE_TO_SEQUENCE, TaskType.CTC)
 
 
 #: Options of the engine that have an effect on a model for speech.
-_OPTIONS = frozenset({"compile_runner", "silent_mode"})
+_OPTIONS = frozenset({"compile_in_background", "compile_runner", "silent_mode"})
 
 
 def unused_options(options: EngineConfig) -> list[str]:
