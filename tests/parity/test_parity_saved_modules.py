@@ -71,7 +71,7 @@ def subject_of(name: str) -> Subject:
     return subject
 
 
-@pytest.mark.daily(BERT)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_saved_modules_are_interchangeable_with_peft(name: str, tmp_path: Path) -> None:
     subject = subject_of(name)

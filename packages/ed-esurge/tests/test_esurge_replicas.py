@@ -334,6 +334,7 @@ def test_replicas_of_other_meshes_produce_the_same_tokens(
     assert engine.stats()["num_compiled"] == compiled
 
 
+@pytest.mark.nightly
 def test_replica_axis_can_be_named_or_disabled(make_llama, prompts):
     options = {**OPTIONS, "compile_runner": False}
     whole = eSurge(make_llama(mesh=(2, 1, 1, 1, 1)), data_parallelism_axis=None, **options)

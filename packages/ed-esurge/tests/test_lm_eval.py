@@ -128,6 +128,7 @@ def test_greedy_continuation_is_recognized(model, adapter, engine):
     assert total == pytest.approx(score(model, prompt, tokens)[0], abs=4e-5)
 
 
+@pytest.mark.nightly
 def test_long_context_is_truncated_on_the_left(model, adapter):
     context, continuation = list(range(65, 91)) * 8, [70, 71, 72]
     ((total, _),) = adapter._loglikelihood_tokens([(None, context, continuation)])

@@ -340,6 +340,7 @@ def llava_engine(llava):
     return engine_of(parser.parse_args([str(llava), *flags.split()]))
 
 
+@pytest.mark.nightly
 def test_reply_to_two_images_equals_generate_of_the_model(llava, llava_engine):
     from ed_models.auto import AutoEasyDeLModelForImageTextToText
     from transformers import LlavaProcessor

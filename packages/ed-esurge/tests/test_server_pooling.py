@@ -154,6 +154,7 @@ def test_base64_has_the_numbers_of_the_requested_type_and_order(root):
 
 
 @pytest.mark.parametrize("path", ["/pooling", "/classify", "/v1/embeddings"])
+@pytest.mark.nightly
 def test_conversation_has_the_answer_of_its_template(root, path):
     model = "classifier" if path == "/classify" else "embedder"
     template = byte_tokenizer().apply_chat_template

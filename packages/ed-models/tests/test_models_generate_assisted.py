@@ -97,6 +97,7 @@ def test_ends_where_plain_decoding_ends(model, assistant, prompt):
         np.testing.assert_array_equal(again.sequences, plain.sequences)
 
 
+@pytest.mark.nightly
 def test_perfect_assistant_minimizes_decoding_steps(model, prompt):
     out = model.generate(**prompt, assistant_model=model, num_assistant_tokens=4)
     assert out.steps == -(-(NEW - 1) // 5)

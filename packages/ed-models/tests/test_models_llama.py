@@ -67,7 +67,7 @@ def test_dense_cache_equals_no_cache(either, plain, steps):
     np.testing.assert_allclose(np.concatenate(outs, axis=1), plain, atol=1e-5)
 
 
-@pytest.mark.daily("stacked")
+@pytest.mark.nightly
 def test_ragged_pages_equal_no_cache(either, plain):
     """Chunked prefill and decode of four rows in one flat batch, on scattered pages."""
     page, rows, width = 4, 4, 8

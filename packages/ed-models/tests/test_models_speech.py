@@ -105,7 +105,7 @@ def test_whisper_segments_equal_transformers(
     assert found.duration == pytest.approx(seconds, abs=1e-4)
 
 
-@pytest.mark.daily("English*")
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize(("language", "task"), [("de", "translate"), ("English", "transcribe")])
 def test_whisper_obeys_language_and_task(

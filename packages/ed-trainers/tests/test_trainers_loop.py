@@ -176,6 +176,7 @@ def test_a_run_can_be_made_longer(toy, tmp_path, capsys):
     assert [r["step"] for r in exact(tmp_path) if "loss" in r] == list(range(1, 10))
 
 
+@pytest.mark.nightly
 def test_resume_goes_on_on_another_mesh(toy, tmp_path):
     trainer(toy, tmp_path / "one").train()
     trainer(
