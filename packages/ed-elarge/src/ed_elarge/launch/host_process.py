@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,13 @@ class HostProcess:
 
     host: str
     words: tuple[str, ...]
+
+
+def free_port(address: str = "") -> int:
+    """Return a port that no program uses on an address of this machine; empty: all addresses."""
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return int(listener.getsockname()[1])
 
 
 def run_all(planned: Sequence[HostProcess]) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import socket
 
 from ed_infra.errors import ConfigError
 
-from ed_elarge.launch.host_process import HostProcess, run_all
+from ed_elarge.launch.host_process import HostProcess, free_port, run_all
 from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
 
 _HOST = "127.0.0.1"
@@ -20,7 +19,7 @@ def processes(job: LaunchedRun) -> list[HostProcess]:
         ConfigError: The options are those of another launcher.
     """
     _check(job)
-    coordinator = f"{_HOST}:{_free_port()}"
+    coordinator = f"{_HOST}:{free_port(_HOST)}"
     return [
         HostProcess(str(number), ("bash", "-c", shell))
         for number in range(job.processes)
@@ -62,9 +61,3 @@ def _check(job: LaunchedRun) -> None:
         )
     if len(job.points) > 1:
         raise ConfigError("--sweep needs a queue: use --on slurm, or start one run after another")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((_HOST, 0))
-        return int(listener.getsockname()[1])

@@ -34,6 +34,8 @@ from typing import Any
 
 from ed_infra.compilation.private_files import make_private
 
+from ed_elarge.launch.host_process import free_port
+
 #: Seconds between two looks, between two signs of life, and without a sign of life after which a
 #: process is killed.
 _LOOK, _BEAT, SILENCE = 0.05, 1.0, 15.0
@@ -104,7 +106,7 @@ class _Member:
         self._ends = False
 
     def serve(self) -> int:
-        self._report(joined=[socket.gethostname(), _free_port()])
+        self._report(joined=[socket.gethostname(), free_port()])
         limit = float("inf")
         before = time.monotonic()
         while True:
@@ -185,7 +187,7 @@ class _Member:
             self._child = None
             steps = [int(p.stem) for p in self._copies.glob("*.copy") if p.stem.isdecimal()]
             code = os.waitstatus_to_exitcode(status)
-            self._report(ended=[code, max(steps, default=-1), _free_port()])
+            self._report(ended=[code, max(steps, default=-1), free_port()])
             return
         if self._asked is not None:
             # Before a run trains, jax ignores the signal. A new copy shows that the run trains.
@@ -223,9 +225,3 @@ def _end_with_parent() -> None:
     """Let this process end when the member ends; Linux only."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
