@@ -192,6 +192,10 @@ class EngineConfig(Options):
     `max_num_seqs`."""
     max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
     """Maximum value of `logprobs` and `prompt_logprobs` in a request."""
+    enable_prompt_embeds: bool = False
+    """Accept prompts of embeddings instead of token ids: the field `prompt_embeds` of
+    `/v1/completions`, and `eSurge.embedded_prompt`. Any values reach the model, so enable the
+    option only for trusted clients."""
     batch_invariant: bool = False
     """Compute every token in the same program, in a separate row. Tokens and log-probabilities of a
     request are then bitwise equal for every batch, prefix cache state, preemption, chunk size and

@@ -172,7 +172,7 @@ class Scheduler:
             count = missing if missing == 1 else min(missing, chunk or missing)
             if count > budget:
                 count = budget
-            if missing > 1 and self.encoder is not None:
+            if self.encoder is not None and request.num_computed < len(request.prompt):
                 count = self.encoder.admit(request, count)
             if count <= 0:
                 continue

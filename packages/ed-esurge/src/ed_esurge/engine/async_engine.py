@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
@@ -20,6 +21,7 @@ from ed_models.adapters.values import Adapter
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.protocol import LanguageModel
 from flax import nnx
+from jaxtyping import Float
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
@@ -27,6 +29,7 @@ from ed_esurge.core.commands import (
     Abort,
     Add,
     Command,
+    EncoderInput,
     ResetPrefixCache,
     Sleep,
     UnloadAdapter,
@@ -134,6 +137,12 @@ class AsyncEngine:
     @property
     def model_name(self) -> str:
         return self.engine.model_name
+
+    def embedded_prompt(
+        self, embeds: Float[np.ndarray, "n d"]
+    ) -> tuple[list[int], tuple[EncoderInput, ...]]:
+        """See `eSurge.embedded_prompt`."""
+        return self.engine.embedded_prompt(embeds)
 
     @property
     def certificate(self) -> Mapping[str, Any] | None:

@@ -17,7 +17,13 @@ from ed_esurge.runner.encoder_runner import EncoderRunner
 from ed_esurge.runner.protocol import Runner
 
 #: Options for models with keys and values, or with sampling.
-_UNSUPPORTED = ("speculative_config", "kv_offloading_size", "batch_invariant", "max_loras")
+_UNSUPPORTED = (
+    "speculative_config",
+    "kv_offloading_size",
+    "batch_invariant",
+    "max_loras",
+    "enable_prompt_embeds",
+)
 
 
 @dataclass(frozen=True)

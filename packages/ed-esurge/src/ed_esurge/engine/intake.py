@@ -20,6 +20,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add, EncoderInput, runs_of
 from ed_esurge.core.decoder_start import DecoderStart
+from ed_esurge.embedded_prompts import EmbeddedPrompts, check_params_of_embeds
 from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
@@ -334,6 +335,8 @@ class Intake:
         checked = self.check_prompt(prompt, 0 if sampling is None else sampling.max_tokens)
         ids, max_tokens = checked.token_ids, checked.max_tokens
         self._check_encoder_inputs(encoder_inputs, checked)
+        if encoder_inputs and sampling is not None and isinstance(self.items, EmbeddedPrompts):
+            check_params_of_embeds(sampling)
         if self._decoder is not None:
             if sampling is None or sampling.prompt_logprobs is not None:
                 raise ConfigError(
@@ -394,7 +397,7 @@ class Intake:
         if checked.removed:
             raise ContextLengthError(
                 f"the prompt is {checked.removed} tokens too long, and prompts with encoder inputs "
-                "(images) are not truncated: send fewer inputs or less text",
+                "(images, embeddings) are not truncated: send fewer inputs or less text",
                 len(checked) + checked.removed,
                 checked.max_tokens,
                 self.max_model_len,
@@ -431,7 +434,7 @@ class Intake:
                         f"position {first}, which attend to each other, but a step computes at "
                         f"most {longest}: raise max_num_batched_tokens, or separate the inputs"
                     )
-        if free >= len(checked.token_ids):
+        if free >= len(checked.token_ids) and not isinstance(self.items, EmbeddedPrompts):
             raise ConfigError(
                 f"the placeholder tokens of encoder inputs end at position {free}, but the prompt "
                 f"has {len(checked.token_ids)} tokens: a prompt must end with another token"

@@ -19,6 +19,7 @@ from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Scheduler, StepLimits
+from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.encoder_items import EncoderItems, items_of
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
@@ -145,6 +146,8 @@ class Setup:
             _check_encoder_decoder(config)
             encoder = (longest, max(budget, longest))
         items = items_of(model, longest)
+        if config.enable_prompt_embeds:
+            items = EmbeddedPrompts(model, longest, budget)
         if together is not None and items is not None:
             _check_together(together, config, limits, items.longest)
         if items is not None:

@@ -8,15 +8,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
+import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_layers import native
 from ed_models.protocol import LanguageModel
+from jaxtyping import Float
 from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause
 from ed_esurge.core.encoder_cache import EncoderCache
+from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.disk_pages import DiskPages
@@ -194,6 +197,25 @@ class eSurge(EngineControl):
             TokenIdError: a token id is outside the vocabulary.
         """
         return self._intake.check_prompt(prompt, max_tokens)
+
+    def embedded_prompt(
+        self, embeds: Float[np.ndarray, "n d"]
+    ) -> tuple[list[int], tuple[EncoderInput, ...]]:
+        """Return the token ids and the `encoder_inputs` of a prompt of embeddings. Thread-safe.
+
+        Args:
+            embeds: see `EmbeddedPrompts.prompt`.
+
+        Raises:
+            ConfigError: see `EmbeddedPrompts.prompt`; or `enable_prompt_embeds` is off.
+        """
+        items = self.loop.runner.items
+        if not isinstance(items, EmbeddedPrompts):
+            raise ConfigError(
+                "this engine does not accept prompts of embeddings: start the engine with "
+                "enable_prompt_embeds (--enable-prompt-embeds), or send text or token ids"
+            )
+        return items.prompt(embeds)
 
     def execute(self, command: Command) -> None:
         """Execute a command before the next step; see `ed_esurge.core.commands`."""

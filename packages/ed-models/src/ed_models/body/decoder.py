@@ -174,8 +174,11 @@ class Decoder(EasyDeLBaseModule):
 
 
 class ScaledDecoder(Decoder):
-    """A body that multiplies the embeddings by the square root of the hidden size (Gemma)."""
+    """A body that multiplies the embeddings of tokens by the square root of the hidden size
+    (Gemma). `inputs_embeds` are not multiplied, as in transformers 5."""
 
     def embed(self, input_ids, inputs_embeds):
         x = super().embed(input_ids, inputs_embeds)
+        if inputs_embeds is not None:
+            return x
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

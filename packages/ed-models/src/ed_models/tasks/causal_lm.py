@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
+from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import BaseModelOutput, CausalLMOutput
 from ed_layers import native
@@ -24,7 +25,6 @@ from jaxtyping import Array, Float, Int
 from ed_models.tasks.head_model import Body, HeadModel
 
 if TYPE_CHECKING:
-    from ed_infra.inputs import Features
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.ragged import RaggedBatch
 
@@ -176,6 +176,11 @@ class CausalLM(VocabularyHead):
             **more,
         )
         return self.output(body, logits_at)
+
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Return `inputs_embeds` [b, s, d], which `features` put in the place of tokens."""
+        embeds = inputs["inputs_embeds"]
+        return Encoded(embeds, jnp.ones(embeds.shape[:2], jnp.int32))
 
     def compute_loss(
         self,

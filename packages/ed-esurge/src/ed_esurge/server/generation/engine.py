@@ -47,6 +47,9 @@ class ServedEngine(Protocol):
     model accepts, and `processor`, the processor of its checkpoint. Its `generate` accepts the
     keyword argument `encoder_inputs`.
 
+    An engine with the option `enable_prompt_embeds` also has `embedded_prompt`, which returns the
+    token ids and the `encoder_inputs` of a prompt of embeddings.
+
     The engine of a model that generates no tokens also has `task`, the `TaskType` of the model. The
     engine of a classifier also has `labels`, a `LabelSet`, and its `embed` returns the logits. The
     engine of an embedding model also has `embedding_settings`, an `EmbeddingSettings`.

@@ -45,7 +45,7 @@ class PromptTask:
     Attributes:
         prompt: the checked prompt.
         echo: text of the prompt, for answers that repeat the prompt.
-        encoder_inputs: images of the prompt.
+        encoder_inputs: images or embeddings of the prompt.
     """
 
     prompt: CheckedPrompt

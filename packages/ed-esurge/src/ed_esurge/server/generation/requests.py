@@ -51,9 +51,6 @@ class OtherSamplers(RequestBody):
         None
     )
     vllm_xargs: Annotated[None, unsupported("vllm_xargs; send the fields of this API", {})] = None
-    prompt_embeds: Annotated[
-        None, unsupported("embeddings as a prompt; send text or token ids", [])
-    ] = None
     guided_whitespace_pattern: Annotated[None, unsupported("send guided_grammar")] = None
     tfs_z: Annotated[None, unsupported("tail-free sampling; send min_p", 1, 1.0)] = None
     top_a: Annotated[None, unsupported("top-a; send min_p", 0, 0.0)] = None
@@ -70,6 +67,9 @@ class OtherSamplers(RequestBody):
 class OtherTemplates(RequestBody):
     """Fields of vLLM's chat requests about the chat template."""
 
+    prompt_embeds: Annotated[
+        None, unsupported("embeddings in a conversation; use /v1/completions", [])
+    ] = None
     mm_processor_kwargs: Annotated[None, unsupported("options of the processor", {})] = None
     echo: Annotated[None, unsupported("echo of a conversation; use /v1/completions", False)] = None
     add_special_tokens: Annotated[None, unsupported("the chat template adds them", False)] = None
@@ -86,7 +86,9 @@ MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
 
 
 def as_prompts(value: object) -> list[str | list[int]]:
-    """Convert the four forms of `prompt` to a list of texts and token lists."""
+    """Convert the four forms of `prompt` to a list of texts and token lists; None to []."""
+    if value is None:
+        return []
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -100,6 +102,11 @@ def as_prompts(value: object) -> list[str | list[int]]:
         if not (isinstance(item, str) or tokens):
             raise InvalidField(f"item {place} is neither text nor a non-empty list of token ids")
     return value
+
+
+def as_list(value: object) -> object:
+    """Convert one text to a list of texts."""
+    return [value] if isinstance(value, str) else value
 
 
 def _bias(value: object) -> object:
@@ -230,7 +237,13 @@ class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is converted to a list."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)] = Field(
+        default_factory=list
+    )
+    prompt_embeds: Annotated[list[str], BeforeValidator(as_list), few(MAX_PROMPTS)] = Field(
+        default_factory=list
+    )
+    """Prompts of embeddings, before those of `prompt`: safetensors files in base64 (extension)."""
     max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
@@ -250,6 +263,12 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
+        if not self.prompt and not self.prompt_embeds:
+            raise InvalidField("is missing: send text, token ids, or prompt_embeds", "prompt")
+        if self.prompt_embeds:
+            for name in ("echo", "truncate_prompt_tokens", "use_beam_search", "prompt_logprobs"):
+                if getattr(self, name) not in (None, False):
+                    raise InvalidField("needs token ids: omit it, or omit prompt_embeds", name)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidField("0 generates no token and requires echo: true", "max_tokens")
         if self.use_beam_search and self.best_of not in (None, self.n):

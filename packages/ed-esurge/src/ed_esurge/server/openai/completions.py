@@ -22,6 +22,8 @@ from ed_esurge.server.generation.pipeline import (
     finish_reason,
     openai_usage,
 )
+from ed_esurge.server.generation.prompt_embeds import embedded
+from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import CompletionRequest
 from ed_esurge.server.generation.structured import compile_one
 from ed_esurge.server.http.streaming import encode
@@ -38,7 +40,8 @@ async def complete(model: ServedModel, body: CompletionRequest, request: Request
     Raises:
         APIError: a prompt is too long, or an option does not fit the model.
     """
-    model.check_generations(len(body.prompt) * (body.best_of or body.n))
+    prompts = len(body.prompt_embeds) + len(body.prompt)
+    model.check_generations(prompts * (body.best_of or body.n))
     tasks = await _tasks(model, body)
     generation = RunningGeneration(model, body, request, tasks, "cmpl", numbered=True)
     completions = _Completions(body, generation)
@@ -61,9 +64,14 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
     first: SamplingParams | None = None
     params: dict[int, SamplingParams] = {}
     tasks = []
-    for prompt in body.prompt:
-        whole = next(encoded) if isinstance(prompt, str) else prompt
-        checked = prompts.check(whole, wanted, param="prompt", last=body.truncate_prompt_tokens)
+    embeds = await embedded(model.engine, body.prompt_embeds) if body.prompt_embeds else []
+    for prompt in (*embeds, *body.prompt):
+        if isinstance(prompt, EncodedPrompt):
+            whole, param, items = prompt.tokens, "prompt_embeds", prompt.encoder_inputs
+        else:
+            whole = next(encoded) if isinstance(prompt, str) else prompt
+            param, items = "prompt", ()
+        checked = prompts.check(whole, wanted, param=param, last=body.truncate_prompt_tokens)
         tokens, limit = checked.token_ids, checked.max_tokens
         if wanted is None:
             limit = min(limit, DEFAULT_MAX_TOKENS)
@@ -83,8 +91,13 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
         if body.echo:
             unchanged = isinstance(prompt, str) and tokens == whole
             echo = str(prompt) if unchanged else await prompts.decode(tokens)
-        tasks.append(PromptTask(checked, params[limit], echo))
+        tasks.append(PromptTask(checked, params[limit], echo, items))
     return tasks
+
+
+def _shown(task: PromptTask) -> list[int] | None:
+    """Return the token ids of a prompt for the client; None for embeddings."""
+    return None if task.encoder_inputs else task.tokens
 
 
 class _Completions:
@@ -157,7 +170,7 @@ class _Completions:
                 self.generation.model.texts, output.prompt_logprobs, body.prompt_logprobs
             )
         if body.return_token_ids:
-            choice["prompt_token_ids"] = task.tokens
+            choice["prompt_token_ids"] = _shown(task)
             choice["token_ids"] = [] if scores_only else completion.token_ids
         return choice
 
@@ -220,7 +233,7 @@ class _Completions:
         if not self.body.return_token_ids:
             return ""
         ids = f',"token_ids":{encode([] if self._scores_only else out.token_ids)}'
-        return f'{ids},"prompt_token_ids":{encode(task.tokens)}' if first else ids
+        return f'{ids},"prompt_token_ids":{encode(_shown(task))}' if first else ids
 
 
 ENDPOINTS = (
