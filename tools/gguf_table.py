@@ -22,6 +22,8 @@ from tools.workspace import ROOT
 PAGE = ROOT / "docs/gguf.md"
 #: Differences from llama.cpp, which `tools.gguf_results` measures.
 RESULTS = ROOT / "docs/gguf.json"
+#: Differences and equal tokens of quantized files, which `tools.gguf_formats` measures.
+FORMATS = ROOT / "docs/gguf_formats.json"
 BEGIN, END = "<!-- tools/gguf_table.py -->\n", "<!-- end -->\n"
 
 
@@ -45,7 +47,24 @@ def tables(results: Mapping[str, float] | None = None) -> str:
         bits = 8 * blocks[name].bytes / blocks[name].elements
         option = f"`--dtype {written[name]}`" if name in written else ""
         lines.append(row(f"`{name}`", f"{bits:.4g}", "yes", option))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *table_of_formats()]) + "\n"
+
+
+def table_of_formats() -> list[str]:
+    """Return the lines of the table of formats and families; empty without results."""
+    if not FORMATS.is_file():
+        return []
+    measured = json.loads(FORMATS.read_text(encoding="utf-8"))
+    families = sorted({family for found in measured.values() for family in found})
+    lines = ["", *heading("format", *(f"`{family}`" for family in families))]
+    for name, found in measured.items():
+        cells = []
+        for family in families:
+            error, tokens = found.get(family, (None, 0))
+            shown = "" if error is None else f"{error:.0e}".replace("e-0", "e-")
+            cells.append(shown if error is None or tokens >= 64 else f"{shown}, {tokens} tokens")
+        lines.append(row(f"`{name}`", *cells))
+    return lines
 
 
 def page(text: str) -> str:

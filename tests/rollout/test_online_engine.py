@@ -14,6 +14,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_infra.testing import tiny_llama
+from ed_layers.native import library
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.figures.metrics import read_rows
@@ -111,6 +112,20 @@ def test_engine_and_trainer_compute_same_sampling_logprobs(tmp_path, sampling):
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["sampling/importance_sampling_ratio/min"] > 1 - 1e-3
         assert row["sampling/importance_sampling_ratio/max"] < 1 + 1e-3
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(library.level() is None, reason="the native library is not built")
+@pytest.mark.proves("batch_invariant")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dims", [ONE, (1, 4, 1, 2, 1)], ids=str)
+def test_ratios_are_exactly_one_with_batch_invariant(tmp_path, dims, temperature):
+    fields = config(batch_invariant=True, sharding_axis_dims=dims)
+    model = LlamaForCausalLM.create(fields, seed=0)
+    for row in train(tmp_path, model, beta=0.0, temperature=temperature)[2]:
+        assert row["sampling/sampling_logp_difference/max"] == 0
+        assert row["sampling/importance_sampling_ratio/min"] == 1
+        assert row["sampling/importance_sampling_ratio/max"] == 1
 
 
 @pytest.mark.nightly

@@ -1,11 +1,11 @@
-"""Compare the bits of log-probabilities of one model under different conditions.
+"""Compare the bits of the log-probabilities of one model in every way that computes them.
 
     python -m tools.bench.bits [MODEL_TYPE ...] [--dtypes float32 bfloat16]
 
-Each family has a tiny model of the conformance suite with random weights. The engine runs with
-`batch_invariant`, and its reference is each request alone, with whole prompts and a cold cache. The
-other columns compare a whole forward pass (of a trainer, compiled) and `generate` with themselves
-in another batch, and with the engine. A cell is `equal`, the largest difference of a
+Each family has a tiny model of the conformance suite with random weights and `batch_invariant`. The
+reference is the engine with each request alone, whole prompts and a cold cache. The cells compare
+the reference with the engine under other conditions, with a whole forward pass (of a trainer) and
+with `generate`, on one device and on meshes. A cell is `equal`, the largest difference of a
 log-probability, or the reason why the condition is refused.
 """
 
@@ -26,12 +26,15 @@ from flax import nnx
 from tests.conformance.cases import subjects
 from tools.bench.measure import command_line
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "gpt_oss")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2")
+FAMILIES += ("mixtral", "qwen3_moe", "gpt_oss")
+#: Families whose bits are equal under every condition.
+EQUAL = FAMILIES
+DTYPES = ("float32", "bfloat16")
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "page_size": 8,
     "max_model_len": 64,
-    "batch_invariant": True,
     "silent_mode": True,
     "compile_runner": False,
 }
@@ -41,37 +44,51 @@ LOGGED: dict[str, Any] = {
     "ignore_eos": True,
     "detokenize": False,
 }
+COLD: dict[str, Any] = {"enable_prefix_caching": False}
 #: Condition of the engine -> changed options.
 ENGINE: dict[str, dict[str, Any]] = {
     "batch, warm prefix": {},
     "chunks": {"long_prefill_token_threshold": 3},
-    "preempted": {"num_pages": 8, "enable_prefix_caching": False},
+    "preempted": {"num_pages": 8, **COLD},
     "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
+ONE_DEVICE = (1, 1, 1, 1, 1)
 #: Mesh -> devices along (dp, fsdp, ep, tp, sp).
 MESHES = {"dp": (2, 1, 1, 1, 1), "fsdp": (1, 2, 1, 1, 1), "tp": (1, 1, 1, 2, 1)}
-LENGTH, NEW = 24, 10
+NEW = 10
+#: The log-probability of each token of a row after the first, float32.
 Bits = list[np.ndarray]
 
 
-def create(model_type: str, dtype: str, dims: Sequence[int] = (1, 1, 1, 1, 1)) -> Any:
+def create(model_type: str, dtype: str, dims: Sequence[int] = ONE_DEVICE, **fields: Any) -> Any:
     """Create the tiny model of a family on a mesh; equal seeds create equal weights."""
     subject = next(s for s in subjects(model_type) if s.task == TaskType.CAUSAL_LM)
-    config = registry.get_config(model_type)(**subject.fields, sharding_axis_dims=dims)
+    fields = {**subject.fields, "sharding_axis_dims": dims, "batch_invariant": True, **fields}
+    config = registry.get_config(model_type)(**fields)
     kind = jnp.dtype(dtype)
     return subject.module_class.create(config, seed=0, dtype=kind, param_dtype=kind)
 
 
 def prompts() -> list[list[int]]:
+    """Return prompts of different lengths with a common beginning."""
     rng = np.random.default_rng(0)
     common = rng.integers(3, 150, 9).tolist()
     return [[*common, *rng.integers(3, 150, 3 + 2 * i).tolist()] for i in range(4)]
 
 
-def of_engine(model: Any, asked: Sequence[list[int]], *, alone: bool = False, **more: Any) -> Bits:
-    """Return the log-probabilities of prompt and sampled tokens of each request."""
+def of_engine(
+    model: Any,
+    asked: Sequence[list[int]],
+    *,
+    alone: bool = False,
+    greedy: bool = False,
+    new: int = NEW,
+    **more: Any,
+) -> tuple[list[list[int]], Bits]:
+    """Return rows of prompts and sampled tokens, and their log-probabilities."""
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=NEW, **LOGGED) for i in range(len(asked))
+        SamplingParams(temperature=0.0 if greedy else 1.0, seed=i, max_tokens=new, **LOGGED)
+        for i in range(len(asked))
     ]
     engine = eSurge(model, **OPTIONS | more)
     try:
@@ -82,100 +99,108 @@ def of_engine(model: Any, asked: Sequence[list[int]], *, alone: bool = False, **
             outputs = engine.generate([*asked], params)
     finally:
         engine.terminate()
-    found = []
+    rows, bits = [], []
     for output in outputs:
-        tokens = output.outputs[0].token_ids
-        known = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
-        ids = [*output.prompt_token_ids[1:], *tokens]
-        pairs = zip(ids, known, strict=True)
-        found.append(np.array([(t, entry[t].logprob) for t, entry in pairs if entry], np.float64))
-    return found
+        done = output.outputs[0]
+        row = [*output.prompt_token_ids, *done.token_ids]
+        known = [*(output.prompt_logprobs or [])[1:], *(done.logprobs or [])]
+        bits.append(
+            np.array([e[t].logprob for t, e in zip(row[1:], known, strict=True)], np.float32)
+        )
+        rows.append(row)
+    return rows, bits
 
 
-def of_forward(model: Any, rows: Sequence[np.ndarray], together: int) -> Bits:
-    """Return the log-probabilities of a whole forward pass of rows of equal length."""
+def of_forward(model: Any, rows: Sequence[list[int]], together: int) -> Bits:
+    """Return the log-probabilities of a whole forward pass over padded rows."""
     graphdef, state = nnx.split(model)
+    width = max(map(len, rows))
 
     @jax.jit
-    def scored(state: Any, ids: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, state)(input_ids=ids).logits.astype(jnp.float32)
-        logprobs = jax.nn.log_softmax(logits[:, :-1])
-        return jnp.take_along_axis(logprobs, ids[:, 1:, None], -1)[..., 0]
+    def scored(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        from ed_layers.losses import token_logprobs
 
-    found: Bits = []
+        model = nnx.merge(graphdef, state)
+        hidden = model(input_ids=ids, attention_mask=mask, logits_at="none").last_hidden_state
+        flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+        found, _ = token_logprobs(flat, model.head(), ids[:, 1:].reshape(-1))
+        return found.reshape(ids.shape[0], -1)
+
+    bits: Bits = []
     for at in range(0, len(rows), together):
-        ids = np.stack(rows[at : at + together]).astype(np.int32)
-        values = np.asarray(scored(state, ids))
-        found += [
-            np.stack([i[1:], v], -1).astype(np.float64) for i, v in zip(ids, values, strict=True)
-        ]
-    return found
+        part = rows[at : at + together]
+        ids = np.array([[*row, *[0] * (width - len(row))] for row in part], np.int32)
+        mask = np.array([np.arange(width) < len(row) for row in part], np.int32)
+        values = np.asarray(scored(state, ids, mask))
+        bits += [v[: len(row) - 1] for row, v in zip(part, values, strict=True)]
+    return bits
 
 
-def of_generate(model: Any, rows: Sequence[np.ndarray], together: int) -> Bits:
-    """Return tokens and log-probabilities of `generate` for rows of equal length."""
-    found: Bits = []
-    for at in range(0, len(rows), together):
-        ids = np.stack(rows[at : at + together]).astype(np.int32)
+def of_generate(model: Any, asked: Sequence[list[int]], together: int) -> tuple[Any, Bits]:
+    """Return rows of prompts of one length and greedy tokens, and the tokens' log-probabilities."""
+    rows, bits = [], []
+    for at in range(0, len(asked), together):
         made = model.generate(
-            ids, max_new_tokens=NEW, do_sample=False, output_logprobs=True, eos_token_id=None
+            np.array(asked[at : at + together], np.int32),
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logprobs=True,
+            eos_token_id=None,
         )
-        sequences, logprobs = np.asarray(made.sequences), np.asarray(made.logprobs)
-        for row, values in zip(sequences[:, ids.shape[1] :], logprobs, strict=True):
-            found.append(np.stack([row, values], -1).astype(np.float64))
-    return found
+        rows += np.asarray(made.sequences).tolist()
+        bits += [*np.asarray(made.logprobs, np.float32)]
+    return rows, bits
 
 
-def compared(one: Bits, other: Bits) -> str:
+def compared(one: tuple[Any, Bits], other: tuple[Any, Bits]) -> str:
     """Return `equal`, the largest difference of log-probabilities, or that tokens differ."""
-    if any(not np.array_equal(a[:, 0], b[:, 0]) for a, b in zip(one, other, strict=True)):
+    if one[0] != other[0]:
         return "other tokens"
-    worst = max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+    worst = max(float(np.abs(a - b).max()) for a, b in zip(one[1], other[1], strict=True))
     return "equal" if worst == 0 else f"{worst:.0e}"
 
 
-def tried(compute: Callable[[], Bits], reference: Bits) -> str:
-    try:
-        return compared(compute(), reference)
-    except EasyDeLError as error:
-        return f"refused: {str(error)[:40]}"
-
-
-def conditions(model_type: str, dtype: str) -> dict[str, str]:
+def cells_of(model_type: str, dtype: str) -> dict[str, str]:
     """Return the cells of one row."""
+    cells: dict[str, str] = {}
+
+    def compare(name: str, compute: Callable[[], tuple[Any, Bits]], other: Any) -> None:
+        try:
+            cells[name] = compared(compute(), other)
+        except EasyDeLError as error:
+            cells[name] = f"refused: {str(error)[:60]}"
+
     model, asked = create(model_type, dtype), prompts()
-    rng = np.random.default_rng(1)
-    rows = [rng.integers(3, 150, LENGTH) for _ in range(4)]
-    forward = of_forward(model, rows, 1)
-    cells = {
-        "trainer: batch of 4": compared(of_forward(model, rows, 4), forward),
-        "generate: batch of 4": compared(of_generate(model, rows, 4), of_generate(model, rows, 1)),
-    }
-    try:
-        alone = of_engine(model, asked, alone=True, enable_prefix_caching=False)
-    except EasyDeLError as error:
-        return {"engine": f"refused: {str(error)[:40]}", **cells}
+    alone = of_engine(model, asked, alone=True, **COLD)
     for name, changes in ENGINE.items():
-        cells[name] = tried(lambda changes=changes: of_engine(model, asked, **changes), alone)
-    for name, dims in MESHES.items():
-        cells[name] = tried(
-            lambda dims=dims: of_engine(create(model_type, dtype, dims), asked, **OPTIONS), alone
+        compare(name, lambda changes=changes: of_engine(model, asked, **changes), alone)
+    rows = alone[0]
+    for together in (1, 4):
+        compare(f"forward {together}", lambda n=together: (rows, of_forward(model, rows, n)), alone)
+    equal_length = [prompt[:12] for prompt in asked]
+    greedy = of_engine(model, equal_length, alone=True, greedy=True, **COLD)
+    greedy = greedy[0], [bits[-NEW:] for bits in greedy[1]]
+    for together in (1, 4):
+        compare(
+            f"generate {together}", lambda n=together: of_generate(model, equal_length, n), greedy
         )
-    whole = [a[:, 0].astype(np.int64) for a in alone]
-    lines = [np.array([p[0], *ids]) for p, ids in zip(asked, whole, strict=True)]
-    of_trainer = [of_forward(model, [line], 1)[0] for line in lines]
-    cells["trainer against engine"] = compared(of_trainer, alone)
+    for name, dims in MESHES.items():
+        there = create(model_type, dtype, dims)
+        compare(f"engine {name}", lambda there=there: of_engine(there, asked), alone)
+        compare(f"forward {name}", lambda there=there: (rows, of_forward(there, rows, 4)), alone)
+        compare(f"generate {name}", lambda there=there: of_generate(there, equal_length, 4), greedy)
     return cells
 
 
 def main() -> None:
     parser = command_line("bits", __doc__)
     parser.add_argument("families", nargs="*", default=FAMILIES)
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="*", default=DTYPES)
     args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2)
     for model_type in args.families:
         for dtype in args.dtypes:
-            cells = conditions(model_type, dtype)
+            cells = cells_of(model_type, dtype)
             print(f"{model_type} {dtype}: {cells}", flush=True)
 
 

@@ -8,7 +8,7 @@ python      CPU time of a step with a device that returns immediately
 generate    decoded tokens per second, relative to the model's own `generate`
 prefixes    prompts of 448 tokens that share all but 16, alone and after one another
 speculation n-gram proposals, on greedy output that repeats itself
-invariant   `batch_invariant`, against the same requests without the option
+invariant   `batch_invariant` of the model and of the engine, against the same requests without
 overlap     `async_scheduling` and `overlap_execution`, against the same requests without both
 """
 
@@ -38,18 +38,18 @@ HEADERS = {
     "generate": ["model", "sequences", "engine, tokens/s", "generate, tokens/s", "ratio"],
     "prefixes": ["prompts", "cold, ms", "warm, ms", "speed-up"],
     "speculation": ["sequences", "without, tokens/s", "with, tokens/s", "speed-up", "accepted"],
-    "invariant": ["sequences", "without, tokens/s", "with, tokens/s", "cost"],
+    "invariant": ["option of", "sequences", "without, tokens/s", "with, tokens/s", "cost"],
     "overlap": ["model", "sequences", "options", "tokens/s", "relative to neither"],
 }
 
 
-def build(name: str, layers: int | None) -> tuple[LanguageModel, Any]:
+def build(name: str, layers: int | None, **fields: Any) -> tuple[LanguageModel, Any]:
     """Return a model with random weights and its tokenizer."""
     shape, vocab = STREAMED[name]
     if layers is not None:
         shape = {**shape, "num_hidden_layers": layers}
     layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": False}
-    config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None)
+    config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None, **fields)
     return LlamaForCausalLM.create(config, seed=0), tokenizer(vocab)
 
 
@@ -210,17 +210,22 @@ def _check_same(one: Sequence[RequestOutput], other: Sequence[RequestOutput]) ->
 
 
 def invariant(options: argparse.Namespace) -> list[list[str]]:
-    """Compare one fixed shape for every step with the usual shapes."""
+    """Compare sums in one order, and one fixed shape for every step, with neither."""
     model, pieces = build("135M", options.layers)
+    ordered, _ = build("135M", options.layers, batch_invariant=True)
     rows = []
-    for seqs in (1, 8):
-        usual = engine(model, pieces, 8)
-        bitwise = engine(model, pieces, 8, batch_invariant=True)
-        asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
-        runs = {"without": answer(usual, asked, params), "with": answer(bitwise, asked, params)}
-        rows.append([str(seqs), *_rates(runs, seqs, options)])
-        for made in (usual, bitwise):
-            made.terminate()
+    for owner in ("model", "engine"):
+        for seqs in (1, 8):
+            usual = engine(model, pieces, 8)
+            if owner == "model":
+                bitwise = engine(ordered, pieces, 8)
+            else:
+                bitwise = engine(model, pieces, 8, batch_invariant=True)
+            asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
+            runs = {"without": answer(usual, asked, params), "with": answer(bitwise, asked, params)}
+            rows.append([owner, str(seqs), *_rates(runs, seqs, options)])
+            for made in (usual, bitwise):
+                made.terminate()
     return rows
 
 

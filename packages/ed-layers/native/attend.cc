@@ -45,11 +45,11 @@ ffi::Error attention(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Tabl
                      Table q_index, Table k_segments, Table k_index, Ints limits,
                      Distances distances, Ints seed, ffi::Result<Numbers> out,
                      ffi::Result<OfHeads> lse, float scale, float soft_cap, bool causal,
-                     float dropout, int64_t drop_below) {
+                     float dropout, int64_t drop_below, bool fixed) {
   ed::Checks checks("attention");
   ed::Attend p{};
   if (!read(checks, p, q, k, v, *out, {q_segments, q_index, k_segments, k_index},
-            {limits, scale, soft_cap, causal}) ||
+            {limits, scale, soft_cap, causal, fixed}) ||
       !read_extras(checks, p, distances, seed, dropout, drop_below) ||
       !checks.shape("lse", *lse, {p.batch, p.queries, p.heads}))
     return checks.error();
@@ -85,7 +85,7 @@ ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v,
   ed::Checks checks("attention backward");
   ed::Attend p{};
   if (!read(checks, p, q, k, v, d_out, {q_segments, q_index, k_segments, k_index},
-            {limits, scale, soft_cap, causal}) ||
+            {limits, scale, soft_cap, causal, false}) ||
       !read_extras(checks, p, distances, seed, dropout, drop_below))
     return checks.error();
   auto of_distances = distances.dimensions();
@@ -155,7 +155,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention, attention,
                                   .Attr<float>("soft_cap")
                                   .Attr<bool>("causal")
                                   .Attr<float>("dropout")
-                                  .Attr<int64_t>("drop_below"));
+                                  .Attr<int64_t>("drop_below")
+                                  .Attr<bool>("fixed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_back, attention_back,
                               ffi::Ffi::Bind()

@@ -41,6 +41,9 @@ struct Attend {
   const int32_t *q_segments, *q_index, *k_segments, *k_index;
   bool causal;
   int32_t window, chunk;  // 0 = none
+  // Whether the sums of a query have one order in every call that reads equal keys: the other
+  // queries, the pages and the window then change no bit.
+  bool fixed;
 
   float scale, soft_cap;  // soft_cap 0 = none
   const float* sinks;     // [heads] or null

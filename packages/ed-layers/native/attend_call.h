@@ -16,7 +16,7 @@ using OfHeads = ffi::Buffer<ffi::F32, 3>;  // [batch, queries, heads]
 struct Scored {
   Ints limits;
   float scale, soft_cap;
-  bool causal;
+  bool causal, fixed;
 };
 
 // The segments and the order of queries and keys: [batch, queries] and [batch, slots].
@@ -46,7 +46,8 @@ inline bool read_queries(Checks& checks, Attend& p, Numbers q, Numbers out, size
 inline bool read_scored(Checks& checks, Attend& p, const Scored& scored) {
   if (!checks.shape("limits", scored.limits, {2})) return false;
   p.window = scored.limits.typed_data()[0], p.chunk = scored.limits.typed_data()[1];
-  p.scale = scored.scale, p.soft_cap = scored.soft_cap, p.causal = scored.causal;
+  p.scale = scored.scale, p.soft_cap = scored.soft_cap;
+  p.causal = scored.causal, p.fixed = scored.fixed;
   return true;
 }
 

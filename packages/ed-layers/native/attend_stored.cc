@@ -61,12 +61,12 @@ ffi::Error attention_cached(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers 
                             Numbers v_scale, Ints layer, Table q_segments, Table q_index,
                             Table k_segments, Table k_index, Ints limits, Floats sinks,
                             ed::Distances distances, ffi::Result<Numbers> out, float scale,
-                            float soft_cap, bool causal) {
+                            float soft_cap, bool causal, bool fixed) {
   ed::Checks checks("attention over a cache");
   ed::Attend p{};
   Layered shape(k, 4);
   if (!ed::read_queries(checks, p, q, *out, 4) ||
-      !ed::read_scored(checks, p, {limits, scale, soft_cap, causal}) ||
+      !ed::read_scored(checks, p, {limits, scale, soft_cap, causal, fixed}) ||
       !ed::read_sinks(checks, p, sinks) || !ed::read_distances(checks, p, distances) ||
       !checks.that(shape.known, "keys must have 4 axes, or 5 with layers"))
     return checks.error();
@@ -142,12 +142,12 @@ bool read_sequences(ed::Checks& checks, ed::Attend& p, const Sequences& of, int6
 ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_pages, Numbers scales,
                            Ints layer, Ints first_query, Ints lengths, Ints used, Table pages,
                            Ints limits, Floats sinks, ffi::Result<Numbers> out, float scale,
-                           float soft_cap) {
+                           float soft_cap, bool fixed) {
   ed::Checks checks("attention over pages");
   ed::Attend p{};
   Layered shape(pool_of_pages, 5), of(scales, 5);
   if (!ed::read_queries(checks, p, q, *out, 3) ||
-      !ed::read_scored(checks, p, {limits, scale, soft_cap, true}) ||
+      !ed::read_scored(checks, p, {limits, scale, soft_cap, true, fixed}) ||
       !ed::read_sinks(checks, p, sinks) ||
       !checks.that(shape.known, "the pool of pages must have 5 axes, or 6 with layers"))
     return checks.error();
@@ -210,7 +210,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_cached, attention_cached,
                                   .Ret<Numbers>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
-                                  .Attr<bool>("causal"));
+                                  .Attr<bool>("causal")
+                                  .Attr<bool>("fixed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_paged, attention_paged,
                               ffi::Ffi::Bind()
@@ -227,6 +228,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_paged, attention_paged,
                                   .Arg<Floats>()
                                   .Ret<Numbers>()
                                   .Attr<float>("scale")
-                                  .Attr<float>("soft_cap"));
+                                  .Attr<float>("soft_cap")
+                                  .Attr<bool>("fixed"));
 
 #pragma GCC visibility pop

@@ -39,20 +39,22 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
     }
     largest[r] = kNothing, sum[r] = 0;
   }
-  int64_t begin = 0;
+  int64_t begin = 0, unread = 0;
   if (p.lengths) {  // places in order: what lies behind or before all queries is not looked at
     slots = least(slots, place + count);
     if (p.window > 0) begin = most(0, place - p.window + 1);
     if (p.chunk > 0) begin = most(begin, place / p.chunk * p.chunk);
+    unread = begin;  // pages before may be free
+    if (p.fixed) begin = begin / kKeys * kKeys;
   }
   for (int64_t at = begin; at < slots; at += kKeys) {
     int64_t n = least(kKeys, slots - at);
     keys.read(p.k_segments, p.k_index, row * p.slots + at, at, n);
     Seen what = seen(p, queries, keys);
     if (what == Seen::kNone) continue;
-    k.read(p, p.keys, row, group, at, n);
+    k.read(p, p.keys, row, group, at, n, unread - at);
     std::memset(scores.data, 0, rows * kKeys * sizeof(float));
-    if (rows <= kFewQueries) {
+    if (rows <= kFewQueries && !p.fixed) {
       for (int64_t j = n; j < (n + 7) / 8 * 8; ++j) k.rows[j] = k.rows[n - 1];  // of no account
       for (int64_t j = 0; j < n; j += 8)
         for (int64_t r = 0; r < rows; ++r) {
@@ -114,7 +116,7 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
         for (int64_t j = 0; j < kKeys; j += kLanes) store(own + j, load(own + j) * load(factors + j));
       }
     }
-    v.read(p, p.values, row, group, at, n);
+    v.read(p, p.values, row, group, at, n, unread - at);
     accumulate(scores.data, kKeys, 1, rows, v.rows, n, out_width, out.data, out_width);
   }
   for (int64_t r = 0; r < rows; ++r) {

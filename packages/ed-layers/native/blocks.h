@@ -90,10 +90,11 @@ inline void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t ro
 struct Block {
   explicit Block(int64_t dim) : dim(dim), width(whole_vectors(dim)), copies(kKeys * width) {}
 
-  // Slots [first, first + count) of a row and head.
+  // Slots [first, first + count) of a row and head. Slot `first + skipped` takes the place of the
+  // slots before: no query sees these.
   void read(const Attend& p, const Slots& from, int64_t row, int64_t head, int64_t first,
-            int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
+            int64_t count, int64_t skipped = 0) {
+    for (int64_t i = most(0, skipped); i < count; ++i) {
       int64_t slot = first + i, at_row = row;
       if (p.pages) at_row = p.pages[row * p.pages_of_row + slot / p.page_size], slot %= p.page_size;
       int64_t at = at_row * from.row + head * from.head + slot * from.slot;
@@ -124,6 +125,7 @@ struct Block {
       }
       for (int64_t c = dim; c < width; ++c) to[c] = 0;
     }
+    for (int64_t i = 0; i < skipped; ++i) rows[i] = rows[skipped];
   }
 
   // Tokens of q, or of what lies like it, for one head.

@@ -94,7 +94,8 @@ void add_mask(HandlerCall& call, int64_t b, int64_t s, int64_t t) {
   call.arguments.push_back(whole({int32_t(draw(0, 1) * draw(1, 80)), int32_t(draw(0, 1) * 9)}));
 }
 
-void add_scoring(HandlerCall& call, bool causal) {
+void add_scoring(HandlerCall& call, bool causal, bool forward = true) {
+  if (forward) call.attributes.emplace_back("fixed", bool(draw(0, 1)));
   if (causal) call.attributes.emplace_back("causal", bool(draw(0, 1)));
   call.attributes.emplace_back("scale", 0.3f);
   call.attributes.emplace_back("soft_cap", draw(0, 1) ? 4.0f : 0.0f);
@@ -126,7 +127,7 @@ HandlerCall attention() {
   } else {
     call.results = {Array(dtype, of_out), Array(ffi::F32, of_lse)};
   }
-  add_scoring(call, true);
+  add_scoring(call, true, !back);
   return call;
 }
 

@@ -122,6 +122,7 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
 
 
 SCORING = {"scale": np.float32(0.5), "soft_cap": np.float32(0)}
+FORWARD = {**SCORING, "fixed": False}
 
 
 def mask(b: int, s: int, t: int) -> tuple[Buffer, ...]:
@@ -157,7 +158,7 @@ def attention(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         seed(rng),
     )
     results = (Buffer("out", (b, s, h, d)), Buffer("lse", (b, s, h)))
-    attributes = {**SCORING, **DROPOUT, "causal": bool(rng.integers(2))}
+    attributes = {**FORWARD, **DROPOUT, "causal": bool(rng.integers(2))}
     return Call("ed_attention", arguments, results, attributes)
 
 
@@ -212,7 +213,7 @@ def attention_cached(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
         sinks_of(rng, h),
         distances(rng, h),
     )
-    attributes = {**SCORING, "causal": bool(rng.integers(2))}
+    attributes = {**FORWARD, "causal": bool(rng.integers(2))}
     return Call("ed_attention_cached", arguments, (Buffer("out", (b, s, h, d)),), attributes)
 
 
@@ -247,7 +248,7 @@ def attention_paged(rng: np.random.Generator, size: Callable[[int], int]) -> Cal
         sinks_of(rng, h),
     )
     out = Buffer("out", (tokens, h, k), free_axes=frozenset() if codes else frozenset({2}))
-    return Call("ed_attention_paged", arguments, (out,), SCORING)
+    return Call("ed_attention_paged", arguments, (out,), FORWARD)
 
 
 def put(rng: np.random.Generator, size: Callable[[int], int]) -> Call:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ed_infra.config import EasyDeLBaseConfig
 from ed_layers.fused_projections import project, project_gated
 from ed_layers.native import library, products
 from ed_layers.packing import pack
@@ -87,7 +88,7 @@ def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> 
     for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
         np.testing.assert_array_equal(one, other)
     # Without the library, both compute by XLA.
-    with library.allowed(False):
+    with library.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
         for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
@@ -117,5 +118,5 @@ def test_library_refuses_panels_of_other_layouts() -> None:
 
 def test_model_without_library_is_not_packed() -> None:
     model = Pair()
-    with library.allowed(False):
+    with library.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
         assert pack(model) is model

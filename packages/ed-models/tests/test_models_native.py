@@ -47,5 +47,5 @@ def test_native_kernels_option_disables_native_kernels(dtype, monkeypatch) -> No
     assert "ed_layers_" not in programs[1]
     size = np.abs(results[1]).max()
     np.testing.assert_allclose(*results, atol=size * (1e-5 if dtype == "float32" else 3e-2))
-    with native.allowed(False):
+    with native.chosen_by(config):
         assert "turned off by native_kernels" in native.describe()

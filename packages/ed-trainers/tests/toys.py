@@ -20,6 +20,8 @@ VOCAB, HIDDEN = 32, 16
 class ToyConfig:
     """The parts of a config that trainers read; hashable, as sealed configs are."""
 
+    batch_invariant = False
+
     def __init__(self, dims=(1, 1, 1, 1, 1)):
         self.mesh = create_mesh(dims)
         self.partition_manager = PartitionManager()

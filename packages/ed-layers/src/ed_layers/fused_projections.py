@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
+from ed_layers.native.library import KernelChoice
 from ed_layers.projections.linear import Linear, Weight, dot
 
 
@@ -30,7 +31,8 @@ def project(
     weights = weights_of(layers, x)
     if weights is None:
         return [layer(x, ctx) for layer in layers]
-    found: Any = multiply(None, layers[0].precision, x.astype(layers[0].dtype), weights)
+    static = (None, layers[0].precision, KernelChoice.present())
+    found: Any = multiply(static, x.astype(layers[0].dtype), weights)
     return [with_bias(layer, y) for layer, y in zip(layers, found, strict=True)]
 
 
@@ -45,7 +47,8 @@ def project_gated(
     weights = weights_of((gate, up), x)
     if weights is None or act not in native.products.ACTS or gate.use_bias or up.use_bias:
         return None
-    found: Any = multiply(act, gate.precision, x.astype(gate.dtype), weights)
+    static = (act, gate.precision, KernelChoice.present())
+    found: Any = multiply(static, x.astype(gate.dtype), weights)
     return found[0]
 
 
@@ -85,17 +88,20 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+#: Activation of a gated layer or None, the precision, and the choice of kernels.
+ProductKind = tuple[str | None, PrecisionLike, KernelChoice]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(
-    act: str | None,
-    precision: PrecisionLike,
-    x: Float[Array, "*rows i"],
-    weights: tuple[Weight, ...],
+    static: ProductKind, x: Float[Array, "*rows i"], weights: tuple[Weight, ...]
 ) -> list[jax.Array]:
     """Return the product with each matrix; with an activation, the product of a gated layer."""
-    return jax.lax.platform_dependent(
-        x, weights, cpu=partial(by_library, act), default=partial(one_by_one, act, precision)
-    )
+    act, precision, choice = static
+    with choice.again():
+        return jax.lax.platform_dependent(
+            x, weights, cpu=partial(by_library, act), default=partial(one_by_one, act, precision)
+        )
 
 
 def by_library(act: str | None, x: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array]:
@@ -126,19 +132,14 @@ def one_by_one(
     return found if act is None else [activation(act)(found[0]) * found[1]]
 
 
-def multiply_forward(
-    act: str | None, precision: PrecisionLike, x: jax.Array, weights: tuple[Weight, ...]
-):
-    return multiply(act, precision, x, weights), (x, weights)
+def multiply_forward(static: ProductKind, x: jax.Array, weights: tuple[Weight, ...]):
+    return multiply(static, x, weights), (x, weights)
 
 
 def multiply_backward(
-    act: str | None,
-    precision: PrecisionLike,
-    saved: tuple[jax.Array, tuple[Weight, ...]],
-    d_found: list[jax.Array],
+    static: ProductKind, saved: tuple[jax.Array, tuple[Weight, ...]], d_found: list[jax.Array]
 ):
-    x, weights = saved
+    (act, precision, _), (x, weights) = static, saved
     if not isinstance(weights[0], jax.Array):  # codes and panels have no gradient
         _, pull = jax.vjp(lambda x: one_by_one(act, precision, x, weights), x)
         return *pull(d_found), None

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.projections.head import Head
 from ed_layers.projections.linear import Product, Transposed, Weight
 from ed_layers.projections.matmul import gradient_of_matrix, matmul
+from ed_layers.sums import logsumexp
 
 # Tokens whose logits exist at the same time. 1024 x 128k float32 logits are 512 MiB.
 DEFAULT_CHUNK = 1024
@@ -196,8 +197,10 @@ def logits_and_pullback(
 
 def logits_and_logz(hidden: jax.Array, head: Head | Weight) -> tuple[jax.Array, jax.Array]:
     """Return the float32 logits [c, v] and their log-sum-exp [c]."""
-    logits = Head.of(head)(hidden)
-    return logits, jax.nn.logsumexp(logits, axis=-1)
+    head = Head.of(head)
+    logits = head(hidden)
+    with head.kernels():
+        return logits, logsumexp(logits)
 
 
 def target_logit(logits: jax.Array, targets: jax.Array) -> jax.Array:

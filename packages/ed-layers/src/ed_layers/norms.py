@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.depth.remat import recomputed
+from ed_layers.sums import mean
 
 
 class RMSNorm(nnx.Module):
@@ -54,7 +55,7 @@ class RMSNorm(nnx.Module):
 
         def normed(x: Float[Array, "*rows d"], weight: Float[Array, " d"] | None):
             x = x.astype(jnp.float32)
-            x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+            x = x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
             if weight is None:
                 return x.astype(dtype)
             weight = weight.astype(scale_dtype)
@@ -106,8 +107,8 @@ class LayerNorm(nnx.Module):
             x: Float[Array, "*rows d"], weight: jax.Array | None, bias: jax.Array | None
         ) -> Float[Array, "*rows d"]:
             x = x.astype(jnp.float32)
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-            x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+            x = x - mean(x)
+            x = x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
             if weight is not None:
                 x = x * (weight.astype(jnp.float32) + offset)
             if bias is not None:
@@ -152,7 +153,6 @@ class GatedRMSNorm(nnx.Module):
         x = x.astype(jnp.float32)
         x = x * gate if self.gate_first else x
         parts = x.reshape(*x.shape[:-1], self.groups, -1)
-        mean = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
-        x = (parts * jax.lax.rsqrt(mean + self.eps)).reshape(x.shape)
+        x = (parts * jax.lax.rsqrt(mean(jnp.square(parts)) + self.eps)).reshape(x.shape)
         x = x * self.weight.get_value().astype(jnp.float32)
         return (x if self.gate_first else x * gate).astype(self.dtype)

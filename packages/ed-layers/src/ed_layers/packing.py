@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ed_infra.rules import Rules
 from flax import nnx
 
-from ed_layers.native.library import in_use
+from ed_layers.native.library import on_whole_arrays
 from ed_layers.projections.linear import Linear
 from ed_layers.projections.panels import Panels
 from ed_layers.quantization.model import QuantParam
@@ -33,7 +33,7 @@ def pack(model: M) -> M:
     Args:
         model: a model for inference with unrolled layers. A packed model has no checkpoint format.
     """
-    if not in_use() or not any(isinstance(m, Linear) for _, m in nnx.iter_modules(model)):
+    if not on_whole_arrays() or not any(isinstance(m, Linear) for _, m in nnx.iter_modules(model)):
         return model
     return transform(model, Rules([("", _packed)], kind="packing rule"), of=Linear)
 

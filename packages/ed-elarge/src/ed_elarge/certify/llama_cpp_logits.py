@@ -24,6 +24,8 @@ import numpy as np
 #: Variable of the environment that names an interpreter with `llama_cpp`.
 VARIABLE = "EASYDEL_LLAMA_CPP_PYTHON"
 _SECONDS = 300
+#: Bytes of a file below which one thread computes.
+SMALL_FILE = 1 << 26
 
 
 def interpreter() -> str | None:
@@ -74,12 +76,14 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp does not load {path}")
         self.vocab = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
         self.length = length
+        # The threads of a small model wait for each other longer than they compute.
+        self.threads = 1 if os.path.getsize(path) < SMALL_FILE else 2
 
     def context(self) -> Any:
         parameters = self.api.llama_context_default_params()
         parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = self.length
         parameters.type_k = parameters.type_v = 0  # GGML_TYPE_F32
-        parameters.n_threads = parameters.n_threads_batch = 2
+        parameters.n_threads = parameters.n_threads_batch = self.threads
         parameters.swa_full = True
         if hasattr(parameters, "flash_attn_type"):
             parameters.flash_attn_type = 0

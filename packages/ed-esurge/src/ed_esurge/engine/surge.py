@@ -144,7 +144,7 @@ class eSurge(EngineControl):
     def describe(self) -> str:
         """Return a one-line summary of the engine's sizes."""
         runner, limits = self.loop.runner, self.loop.scheduler.limits
-        with native.allowed(runner.model.config.native_kernels):
+        with native.chosen_by(runner.model.config):
             kernels = native.describe()
         replicas = len(self.replica_stats())
         each = f"{replicas} replicas, each with " if replicas > 1 else ""

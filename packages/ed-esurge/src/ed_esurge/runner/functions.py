@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.compilation.cache import compiled_afresh
 from ed_infra.inputs import Features
+from ed_layers import native
 from ed_models.adapters.slots import slot_values
 from flax import nnx
 from tqdm import tqdm
@@ -239,12 +240,13 @@ class Functions:
         return kept + max(int(analysis.temp_size_in_bytes), sampler)
 
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that `num_traces` counts its traces."""
+        """Wrap a function so that `num_traces` counts its traces, with the kernels of the model."""
 
         def counted(*args: Any) -> Any:
             if self.background is None or not self.background.here:
                 self.num_traces += 1
-            return function(*args)
+            with native.chosen_by(self._weights.model.config):
+                return function(*args)
 
         return counted
 

@@ -74,7 +74,7 @@ class Programs(Generic[NameT]):
         home = engines_folder()
         if home is None:
             return None
-        with native.allowed(model.config.native_kernels):
+        with native.chosen_by(model.config):
             kernels_in_use = native.describe()  # XLA requires them when a program is loaded
         try:
             name = fingerprint(

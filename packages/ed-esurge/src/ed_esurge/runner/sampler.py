@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from ed_layers.sums import logsumexp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
@@ -185,7 +186,7 @@ def sample(
             return jnp.where(rows.processed[:, None] > 0, processed, logits)
 
         view = jax.lax.cond(jnp.any(rows.processed > 0), shown, lambda: logits)
-        return logprobs_of(view, jax.nn.logsumexp(view, axis=-1), tokens, count)
+        return logprobs_of(view, logsumexp(view), tokens, count)
 
     def unmeasured() -> tuple[jax.Array, ...]:
         return (

@@ -38,7 +38,7 @@ class _Structure(NamedTuple):
 
 
 def _packed(model: LanguageModel) -> LanguageModel:
-    with native.allowed(model.config.native_kernels):
+    with native.chosen_by(model.config):
         return cast(LanguageModel, pack(cast(nnx.Module, model)))
 
 

@@ -90,6 +90,11 @@ class ExecutionFields:
         "use the C++ kernels on CPUs if they are built; False = plain XLA (for a whole process: "
         "ED_LAYERS_NATIVE=0)",
     )
+    batch_invariant: bool = option(
+        False,
+        "compute every sum in one order, so that equal tokens and weights give the same bits in "
+        "every batch and on every mesh; needs the C++ kernels of CPUs",
+    )
     easy_method: Literal["train", "serve", "convert"] = option(
         "train", "workflow of the model; serve and convert store no values for gradients"
     )

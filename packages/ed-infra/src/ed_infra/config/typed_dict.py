@@ -29,6 +29,7 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     backend: str | None
     platform: str | None
     native_kernels: bool
+    batch_invariant: bool
     easy_method: Literal["train", "serve", "convert"]
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None

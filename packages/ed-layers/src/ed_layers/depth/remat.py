@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from ed_infra.errors import ConfigError, unknown_name
 
+from ed_layers.native.library import KernelChoice
+
 RematPolicy = Callable[..., Any]
 
 POLICIES = jax.checkpoint_policies
@@ -79,7 +81,7 @@ def recomputed(function: Callable[..., jax.Array], *arguments: object) -> jax.Ar
         function: a function of arrays that closes over no array.
         arguments: trees of floating-point arrays.
     """
-    return call_and_forget(function, *arguments)
+    return call_and_forget(KernelChoice.present().kept(function), *arguments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

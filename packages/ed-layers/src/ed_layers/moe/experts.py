@@ -27,6 +27,7 @@ from ed_layers.moe.blocks import (
 )
 from ed_layers.moe.groups import over_groups
 from ed_layers.moe.mesh import ExpertMesh
+from ed_layers.native.library import KernelChoice
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import ExpertLinear
 
@@ -140,7 +141,8 @@ class Experts(nnx.Module):
             out = over_groups(self.network, self.precision, flat, chosen, weights, params, share)
         else:
             plan = blocks_of(chosen, experts)
-            out = over_blocks(self.network, self.precision, flat, weights, params, plan)
+            network = KernelChoice.present().kept(self.network)
+            out = over_blocks(network, self.precision, flat, weights, params, plan)
         return jnp.asarray(out, x.dtype).reshape(x.shape)
 
 

@@ -19,6 +19,7 @@ from ed_layers.context import Ctx
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
+from ed_layers.projections.linear import dot
 from ed_layers.updated import Updated
 
 #: Metrics [e] that layers report as the input of `balance`; they are not logged.
@@ -123,7 +124,7 @@ class Router(nnx.Module):
     def logits(self, x: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """Float32."""
         kernel = self.kernel.get_value().astype(jnp.float32)
-        logits = jnp.matmul(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+        logits = dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
         if hasattr(self, "bias"):
             logits = logits + self.bias.get_value().astype(jnp.float32)
         return logits

@@ -70,6 +70,8 @@ class ExpertMesh:
             mode: `ed_layers.context.Ctx.mode`.
         """
         mesh, specs = config.mesh, whole_groups(config, params, axes)
+        if config.batch_invariant:  # a sum over devices would have another order
+            specs = {name: PartitionSpec(*(None,) * len(spec)) for name, spec in specs.items()}
         by = [split(entry) for entry in (*specs["up_proj.kernel"], None, None, None)]
         experts, features = by[0], by[2]
         own = axes_of(

@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from ed_layers.native import products as products
     from ed_layers.native import rotary as rotary
     from ed_layers.native import row_writes as row_writes
-    from ed_layers.native.library import allowed as allowed
+    from ed_layers.native.library import chosen_by as chosen_by
     from ed_layers.native.library import describe as describe
+    from ed_layers.native.library import require_fixed_order as require_fixed_order
     from ed_layers.native.products import product as product
     from ed_layers.native.products import product_of_codes as product_of_codes
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "allowed": "ed_layers.native.library",
+        "chosen_by": "ed_layers.native.library",
         "describe": "ed_layers.native.library",
+        "require_fixed_order": "ed_layers.native.library",
         "product": "ed_layers.native.products",
         "product_of_codes": "ed_layers.native.products",
         "products": "ed_layers.native.products:*",

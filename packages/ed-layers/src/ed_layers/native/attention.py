@@ -17,6 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from ed_layers import fixed_order
 from ed_layers.native.library import TARGETS
 
 #: Segments and order of queries and keys: int32 [b, s], [b, s], [b, t], [b, t].
@@ -31,12 +32,14 @@ class AttentionRule(NamedTuple):
         soft_cap: 0 = none.
         causal: whether a query sees no later keys.
         dropout: probability that a weight is dropped.
+        fixed: whether sums have one order, see `ed_layers.fixed_order`.
     """
 
     scale: float
     soft_cap: float
     causal: bool
     dropout: float = 0.0
+    fixed: bool = False
 
     def attributes(self) -> dict[str, object]:
         """Return the attributes of a call; the library accepts neither float64 nor int32."""
@@ -77,7 +80,8 @@ def forward(rule, q, k, v, distances, mask, limits, seed):
     shape = (*q.shape[:3], v.shape[-1])
     results = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = jax.ffi.ffi_call(TARGETS["ed_attention"], results, vmap_method="sequential")
-    out, lse = call(q, k, v, *mask, limits, distances, seed, **rule.attributes())
+    arguments = (q, k, v, *mask, limits, distances, seed)
+    out, lse = call(*arguments, **rule.attributes(), fixed=rule.fixed)
     return out, lse
 
 
@@ -130,7 +134,7 @@ def attention_to_slots(
     """
     result = jax.ShapeDtypeStruct((*q.shape[:3], values.shape[-1]), q.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_attention_cached"], result, vmap_method="sequential")
-    scoring = _numbers(scale, soft_cap)
+    scoring = {**_numbers(scale, soft_cap), "fixed": fixed_order.active()}
     extras = (limits, sinks, distances)
     return call(q, keys, values, *scales, layer, *mask, *extras, **scoring, causal=causal)
 
@@ -161,7 +165,7 @@ def attention_to_pages(
     """
     result = jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_attention_paged"], result, vmap_method="sequential")
-    scoring = _numbers(scale, soft_cap)
+    scoring = {**_numbers(scale, soft_cap), "fixed": fixed_order.active()}
     return call(q, pool, pool_scale, layer, *batch, limits, sinks, **scoring)
 
 

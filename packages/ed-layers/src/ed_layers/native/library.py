@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 
+from ed_layers import fixed_order
 from ed_layers.native.build import LIBRARY
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 logger = get_logger(__name__)
 
@@ -24,14 +29,14 @@ VARIABLE = "ED_LAYERS_NATIVE"
 #: Functions that XLA calls. A cached program contains the names, so the names contain the version
 #: of the interface.
 TARGETS = {
-    "ed_product": "ed_layers_product_6",
-    "ed_product_of_codes": "ed_layers_codes_6",
-    "ed_attention": "ed_layers_attention_6",
-    "ed_attention_back": "ed_layers_attention_back_6",
-    "ed_attention_cached": "ed_layers_attention_cached_6",
-    "ed_attention_paged": "ed_layers_attention_paged_6",
-    "ed_put": "ed_layers_put_6",
-    "ed_rotary": "ed_layers_rotary_6",
+    "ed_product": "ed_layers_product_7",
+    "ed_product_of_codes": "ed_layers_codes_7",
+    "ed_attention": "ed_layers_attention_7",
+    "ed_attention_back": "ed_layers_attention_back_7",
+    "ed_attention_cached": "ed_layers_attention_cached_7",
+    "ed_attention_paged": "ed_layers_attention_paged_7",
+    "ed_put": "ed_layers_put_7",
+    "ed_rotary": "ed_layers_rotary_7",
 }
 
 
@@ -39,23 +44,69 @@ _ALLOWED = ContextVar("native kernels are allowed", default=True)
 
 
 @contextmanager
-def allowed(choice: bool) -> Iterator[None]:
-    """Trace the block without kernels, for a configuration with `native_kernels: false`."""
-    token = _ALLOWED.set(choice and _ALLOWED.get())
+def chosen_by(config: EasyDeLBaseConfig) -> Iterator[None]:
+    """Trace the block with the kernels of a configuration: none with `native_kernels: false`, and
+    kernels for every size with `batch_invariant: true`."""
+    token = _ALLOWED.set(config.native_kernels and _ALLOWED.get())
     try:
-        yield
+        with fixed_order.chosen_by(config):
+            yield
     finally:
         _ALLOWED.reset(token)
 
 
+class KernelChoice(NamedTuple):
+    """The choice of `chosen_by`, a static argument of functions with a gradient.
+
+    jax may trace the forward pass of such a function after the block of `chosen_by`.
+    """
+
+    allowed: bool
+    ordered: EasyDeLBaseConfig | None
+
+    @classmethod
+    def present(cls) -> KernelChoice:
+        """Return the present choice."""
+        return cls(_ALLOWED.get(), fixed_order.present())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Trace the block with this choice."""
+        token = _ALLOWED.set(self.allowed)
+        try:
+            with fixed_order.again(self.ordered):
+                yield
+        finally:
+            _ALLOWED.reset(token)
+
+    def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is always traced with this choice."""
+
+        def chosen(*arguments: Any) -> Any:
+            with self.again():
+                return function(*arguments)
+
+        return chosen
+
+
 def in_use() -> bool:
     """Return whether kernels may be used: the library is loaded and enabled, and the process has
-    one CPU device."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "0" or not _ALLOWED.get() or jax.default_backend() != "cpu":
+    one CPU device, or calls are divided over devices."""
+    return usable() and (fixed_order.several_devices() or on_whole_arrays())
+
+
+def on_whole_arrays() -> bool:
+    """Return whether kernels may be used, and every device has whole arrays: the partitioner cannot
+    split a call of a library."""
+    one = jax.device_count() == 1 or os.environ.get(VARIABLE) == "1" or fixed_order.in_part()
+    return one and not fixed_order.several_devices() and usable()
+
+
+def usable() -> bool:
+    """Return whether the library is loaded and enabled."""
+    if os.environ.get(VARIABLE) == "0" or not _ALLOWED.get() or jax.default_backend() != "cpu":
         return False
-    # The partitioner cannot split a call of a library.
-    return (asked == "1" or jax.device_count() == 1) and level() is not None
+    return level() is not None
 
 
 def level() -> str | None:
@@ -98,6 +149,19 @@ def _loaded() -> Loaded:
         return Loaded(None, f"cannot be loaded ({error}); {build} compiles the library again")
     once(logger, f"native kernels: products and attention, {name}", level=logging.INFO)
     return Loaded(name)
+
+
+def require_fixed_order(config: EasyDeLBaseConfig) -> None:
+    """Raise ConfigError unless the library can compute a model's sums in one order."""
+    platform = config.mesh.devices.flat[0].platform
+    with chosen_by(config):
+        reason = f"the model is on {platform}" if platform != "cpu" else describe()
+        if platform == "cpu" and usable():
+            return
+    raise ConfigError(
+        f"batch_invariant=True of a model needs the native kernels of CPUs ({reason}). The option "
+        "of the same name of the engine needs no kernels"
+    )
 
 
 def describe() -> str:

@@ -6,6 +6,7 @@ Legend: n rows, i in features, o out features, g groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from ed_layers.native.library import TARGETS, in_use, level
+from ed_layers import fixed_order
+from ed_layers.native.library import TARGETS, in_use, level, on_whole_arrays
 
 #: Maximum number of rows for the library's products: with more rows, XLA is as fast
 #: (tools.bench.products).
@@ -41,7 +43,11 @@ CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
 def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False) -> bool:
     """Return whether `product` is available and faster than XLA, for rows of a dtype and a matrix
     w."""
-    if not (w.size >= LEAST_SIZE and dtype in NUMBERS and w.dtype in NUMBERS and in_use()):
+    if not (dtype in NUMBERS and w.dtype in NUMBERS and in_use()):
+        return False
+    if fixed_order.active():
+        return rows > 0 and w.size > 0
+    if w.size < LEAST_SIZE:
         return False
     if transposed:
         return 0 < rows <= MOST_ROWS_TRANSPOSED
@@ -52,7 +58,7 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False
 def takes_panels(rows: int, dtype: DTypeLike) -> bool:
     """Return whether the library multiplies rows of a dtype by panels. Every number of rows is
     supported, because another product would have to restore the matrix first."""
-    return rows > 0 and dtype in NUMBERS and in_use()
+    return rows > 0 and dtype in NUMBERS and on_whole_arrays()
 
 
 def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
@@ -60,12 +66,12 @@ def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = 
     codes."""
     return (
         rows > 0
-        and (whole or rows <= MOST_ROWS_OF_CODES)
-        and codes.size >= LEAST_SIZE // 2
+        and (whole or rows <= MOST_ROWS_OF_CODES or fixed_order.active())
+        and (codes.size >= LEAST_SIZE // 2 or fixed_order.active())
         and codes.ndim == 2
         and dtype in NUMBERS
         and codes.dtype in CODES
-        and in_use()
+        and on_whole_arrays()
     )
 
 
@@ -96,10 +102,28 @@ def products(
         act: a name of `ACTS`. There are then two matrices of one shape, and one result: `act(x @
             first) * (x @ second)`.
     """
-    widths = [width_of(w, transposed) for w in matrices]
-    results = results_of(x, widths, act)
+    # Each device computes whole sums: for its rows, and for its columns of each matrix.
+    of_matrix = ("heads", None) if transposed else (None, "heads")
+    return fixed_order.divided(
+        partial(_products, transposed, act),
+        (x, *matrices),
+        (("batch", None), *[of_matrix if w.ndim == 2 else (None,) * 3 for w in matrices]),
+        [(("batch", "heads"), y.shape) for y in _results(x, matrices, transposed, act)],
+    )
+
+
+def _products(
+    transposed: bool, act: str | None, x: jax.Array, *matrices: jax.Array
+) -> list[jax.Array]:
+    results = _results(x, matrices, transposed, act)
     call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
     return [*call(x, *matrices, transposed=transposed, act=number_of(act))]
+
+
+def _results(
+    x: jax.Array, matrices: Sequence[jax.Array], transposed: bool, act: str | None
+) -> list[jax.ShapeDtypeStruct]:
+    return results_of(x, [width_of(w, transposed) for w in matrices], act)
 
 
 class QuantizedMatrix(NamedTuple):

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ed_layers.native.library import TARGETS, in_use
+from ed_layers import fixed_order
+from ed_layers.native.library import TARGETS, KernelChoice, in_use
 
 
 def takes(x: jax.Array) -> bool:
@@ -21,7 +22,6 @@ def takes(x: jax.Array) -> bool:
     return x.dtype in (jnp.float32, jnp.bfloat16) and in_use()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rotate(
     interleaved: bool,
     x: Float[Array, "b s h k"],
@@ -29,22 +29,37 @@ def rotate(
     sin: Float[Array, "b s r2"],
 ) -> Float[Array, "b s h k"]:
     """Return `ed_infra.rope.rotation.rotate`; the gradient treats the tables as constants."""
-    return _turn(interleaved, x, cos, sin, back=False)
+    return _rotated((interleaved, KernelChoice.present()), x, cos, sin)
 
 
-def _turn(interleaved: bool, x, cos, sin, *, back: bool):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotated(static: tuple[bool, KernelChoice], x, cos, sin):
+    return _turn(static, x, cos, sin, back=False)
+
+
+def _turn(static: tuple[bool, KernelChoice], x, cos, sin, *, back: bool):
+    interleaved, choice = static
+    of_x, of_table = ("batch", None, "heads", None), ("batch", None, None)
+    turn = partial(_turn_part, interleaved, back)
+    with choice.again():
+        return fixed_order.divided(
+            turn, (x, cos, sin), (of_x, of_table, of_table), [(of_x, x.shape)]
+        )[0]
+
+
+def _turn_part(interleaved: bool, back: bool, x, cos, sin):
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_rotary"], result, vmap_method="sequential")
-    return call(x, cos, sin, neighbours=interleaved, back=back)
+    return [call(x, cos, sin, neighbours=interleaved, back=back)]
 
 
-def _forward(interleaved, x, cos, sin):
-    return rotate(interleaved, x, cos, sin), (cos, sin)
+def _forward(static, x, cos, sin):
+    return _rotated(static, x, cos, sin), (cos, sin)
 
 
-def _backward(interleaved, saved, cotangent):
+def _backward(static, saved, cotangent):
     # The transpose of a rotation times a factor rotates back, with the same factor.
-    return _turn(interleaved, cotangent, *saved, back=True), None, None
+    return _turn(static, cotangent, *saved, back=True), None, None
 
 
-rotate.defvjp(_forward, _backward)
+_rotated.defvjp(_forward, _backward)

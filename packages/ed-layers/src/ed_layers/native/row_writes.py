@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ed_layers.native.library import TARGETS, in_use
+from ed_layers.native.library import TARGETS, on_whole_arrays
 
 
 def takes(array: jax.Array) -> bool:
     """Return whether `put` is available and faster than a scatter by XLA."""
     small = array.dtype.itemsize <= 2 and jnp.issubdtype(array.dtype, jnp.floating)
-    return small and in_use()
+    return small and on_whole_arrays()
 
 
 def put(array: jax.Array, index: Int[Array, " n"], new: jax.Array, *, axes: int) -> jax.Array:

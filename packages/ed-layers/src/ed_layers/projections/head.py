@@ -5,21 +5,24 @@ Legend: d hidden, v vocabulary.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
+from ed_layers.native.library import chosen_by
 from ed_layers.projections.linear import Weight, dot
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["weight", "bias"],
-    meta_fields=["scale", "soft_cap", "precision"],
+    meta_fields=["scale", "soft_cap", "precision", "config"],
 )
 @dataclass(frozen=True)
 class Head:
@@ -31,6 +34,7 @@ class Head:
         scale: factor on the logits (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` (Gemma 2).
         precision: of the product; None = the backend's default.
+        config: selects the kernels of the product; None = the default kernels.
     """
 
     weight: Weight
@@ -38,6 +42,7 @@ class Head:
     scale: float = 1.0
     soft_cap: float | None = None
     precision: PrecisionLike = None
+    config: EasyDeLBaseConfig | None = None
 
     @classmethod
     def of(cls, weight: Head | Weight) -> Head:
@@ -55,7 +60,12 @@ class Head:
 
     def product(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Return `hidden @ weight` in float32, before bias, scale and cap."""
-        return dot(hidden, self.weight, precision=self.precision).astype(jnp.float32)
+        with self.kernels():
+            return dot(hidden, self.weight, precision=self.precision).astype(jnp.float32)
+
+    def kernels(self) -> AbstractContextManager[None]:
+        """Trace a block with the kernels of the configuration."""
+        return nullcontext() if self.config is None else chosen_by(self.config)
 
     def finish(self, scores: Float[Array, "*rows v"]) -> Float[Array, "*rows v"]:
         """Apply bias, scale and cap to the product."""

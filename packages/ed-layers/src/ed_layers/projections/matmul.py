@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers import native
+from ed_layers.native.library import KernelChoice
 
 
 def matmul(
@@ -41,7 +42,7 @@ def matmul(
     return jax.lax.platform_dependent(
         x,
         w,
-        cpu=partial(on_cpu, transposed),
+        cpu=partial(on_cpu, (transposed, KernelChoice.present())),
         default=partial(plain, transposed=transposed, precision=precision),
     )
 
@@ -87,24 +88,32 @@ def plain(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cpu(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return the product on a CPU: native, or of bfloat16 operands."""
+def on_cpu(static: tuple[bool, KernelChoice], x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the product on a CPU: native, or of bfloat16 operands.
+
+    Args:
+        static: whether `w` is transposed, and the choice of kernels.
+    """
+    transposed, choice = static
     rows = x.reshape(-1, x.shape[-1])
-    if goes_native(x, w, transposed):
-        y = native.products.product(rows, w, transposed=transposed)
-    else:
-        y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
+    with choice.again():
+        if goes_native(x, w, transposed):
+            y = native.products.product(rows, w, transposed=transposed)
+        else:
+            y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def on_cpu_forward(transposed: bool, x: jax.Array, w: jax.Array):
-    return on_cpu(transposed, x, w), (x, w)
+def on_cpu_forward(static: tuple[bool, KernelChoice], x: jax.Array, w: jax.Array):
+    return on_cpu(static, x, w), (x, w)
 
 
-def on_cpu_backward(transposed: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array):
-    x, w = saved
+def on_cpu_backward(
+    static: tuple[bool, KernelChoice], saved: tuple[jax.Array, jax.Array], d_y: jax.Array
+):
+    (transposed, choice), (x, w) = static, saved
     d_w = gradient_of_matrix(x, d_y, transposed=transposed)
-    return on_cpu(not transposed, d_y, w), d_w.astype(w.dtype)
+    return on_cpu((not transposed, choice), d_y, w), d_w.astype(w.dtype)
 
 
 on_cpu.defvjp(on_cpu_forward, on_cpu_backward)

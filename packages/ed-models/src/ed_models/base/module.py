@@ -7,17 +7,19 @@ for files, generation, caches, adapters and quantization.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import floating_dtype
 from ed_infra.sharding import placement
+from ed_layers import native
 from ed_layers.depth.stack import Layout, Stack, to_layout
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ed_models.base.configurations import change_configurations
 from ed_models.base.methods import ModelMethods
 from ed_models.weights.rules import Rule
 
@@ -48,6 +50,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         config.seal()
+        if config.batch_invariant:
+            native.require_fixed_order(config)
         self.config = config
         self.dtype = jnp.dtype(floating_dtype("dtype", dtype))
         self.param_dtype = jnp.dtype(floating_dtype("param_dtype", param_dtype))
@@ -137,13 +141,7 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         graphdef, state = nnx.split(self)
         model = nnx.merge(graphdef, state)
         to_layout(model, layout)
-        changed: dict[int, EasyDeLBaseConfig] = {}
-        for _, node in nnx.iter_modules(model):
-            old = getattr(node, "config", None)
-            if isinstance(old, EasyDeLBaseConfig):
-                if id(old) not in changed:
-                    changed[id(old)] = old.replace(scan_layers=layout == "stacked").seal()
-                cast(Any, node).config = changed[id(old)]
+        change_configurations(model, lambda config: config.replace(scan_layers=layout == "stacked"))
         return model
 
     @property

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding.submesh import part_on
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ed_models.base.configurations import change_configurations
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -31,13 +33,7 @@ def on_mesh(model: M, mesh: Mesh) -> M:
     """
     graphdef, state = nnx.split(model)
     copy = nnx.merge(graphdef, jax.tree.map(lambda x: _moved(x, mesh), state))
-    configs: dict[int, EasyDeLBaseConfig] = {}
-    for _, node in nnx.iter_modules(copy):
-        config = getattr(node, "config", None)
-        if isinstance(config, EasyDeLBaseConfig):
-            if id(config) not in configs:
-                configs[id(config)] = _placed(config, mesh).seal()
-            cast(Any, node).config = configs[id(config)]
+    change_configurations(copy, lambda config: _placed(config, mesh))
     return copy
 
 

@@ -149,10 +149,11 @@ class Decoder(EasyDeLBaseModule):
         )
         if features is not None:
             ctx = replace(ctx, added=features.added(x))
-        with native.allowed(self.config.native_kernels):
+        with native.chosen_by(self.config):
             x, cache, report, hidden = self.through(
                 self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
             )
+            x = self.leave(x, ctx)
         if cache is not None and ctx.ragged is None:
             cache = cast(ContiguousCache, cache).advance(s)
         if report.losses or report.metrics:
@@ -160,7 +161,7 @@ class Decoder(EasyDeLBaseModule):
 
             report = balance(report, self.config)
         return BaseModelOutput(
-            last_hidden_state=named(self.leave(x, ctx), "model_output"),
+            last_hidden_state=named(x, "model_output"),
             past_key_values=cache,
             hidden_states=hidden,
             losses=report.losses,

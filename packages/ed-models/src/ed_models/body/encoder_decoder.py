@@ -265,7 +265,7 @@ class EncoderDecoder(EasyDeLBaseModule):
             return Encoded(x, jnp.ones(x.shape[:2], jnp.int32))
         if key is not None:
             key = jax.random.fold_in(key, zlib.crc32(b"encoder"))
-        with native.allowed(self.config.native_kernels):
+        with native.chosen_by(self.config):
             x, masks = self.encoder_inputs(inputs, key)
             b, t, _ = x.shape
             config = self.encoder_config
@@ -313,7 +313,7 @@ class EncoderDecoder(EasyDeLBaseModule):
             self.decoder_config, (b, s), cache=past_key_values, ropes=self.ropes, **inputs
         )
         ctx = replace(ctx, encoded=encoded)
-        with native.allowed(self.config.native_kernels):
+        with native.chosen_by(self.config):
             x, cache, report, hidden = self.decoder(x, ctx, cache, keep_hidden=output_hidden_states)
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)

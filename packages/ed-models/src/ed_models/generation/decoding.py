@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from ed_layers import native
 from ed_layers.cache.protocol import ContiguousCache
+from ed_layers.sums import logsumexp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -119,8 +121,8 @@ def measured(
 
 def logprob_of(scores: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
     """Return the log-probabilities of tokens."""
-    logprobs = jax.nn.log_softmax(scores.astype(jnp.float32))
-    return jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    scores = scores.astype(jnp.float32)
+    return jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - logsumexp(scores)
 
 
 def empty(kept: Kept, steps: int) -> Kept:
@@ -173,7 +175,10 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
                 of = process(logits, choice.without_draw(), rows).spread()
             kept = measured(outputs, logits, scores)
             if "logprobs" in outputs:
-                kept["logprobs"] = jnp.where(done, 0.0, logprob_of(of, token))
+                if "raw_logprobs" not in outputs:  # as in the engine
+                    of = of - jnp.max(of, axis=-1, keepdims=True)
+                with native.chosen_by(model.config):
+                    kept["logprobs"] = jnp.where(done, 0.0, logprob_of(of, token))
             rows = rows.push(token)
             return rows, done | rows.ended(), kept
 

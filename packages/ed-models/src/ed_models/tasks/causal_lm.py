@@ -15,7 +15,6 @@ from ed_infra.enums import TaskType
 from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import BaseModelOutput, CausalLMOutput
-from ed_layers import native
 from ed_layers.context import named
 from ed_layers.parts import Parts
 from ed_layers.projections.head import Head
@@ -58,18 +57,17 @@ class VocabularyHead(HeadModel[Body]):
 
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Return the logits of the next token, float32."""
-        with native.allowed(self.config.native_kernels):
-            scores = self.head()(hidden)
-        return named(scores, "lm_head_output")
+        return named(self.head()(hidden), "lm_head_output")
 
     def head(self) -> Head:
         """Return the head as one value, the argument of losses and scoring."""
         if self.is_tied:
             table = self.model.embed_tokens.table
             weight = Transposed(table) if isinstance(table, jax.Array) else table.T
-            return Head(weight, precision=self.precision)
+            return Head(weight, precision=self.precision, config=self.config)
         bias = self.lm_head.bias.get_value() if self.head_bias else None
-        return Head(self.lm_head.weight, bias, precision=self.precision)
+        weight = self.lm_head.weight
+        return Head(weight, bias, precision=self.precision, config=self.config)
 
     def lm_head_weight(self) -> Weight:
         """Return the matrix of the head, [d, v]."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_layers.losses import split, target_logit
 from ed_layers.projections.head import Head
+from ed_layers.sums import logsumexp
 from ed_models.protocol import LanguageModel
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -112,7 +113,10 @@ def token_policy(
         @jax.checkpoint
         def of_chunk(carry: None, part: tuple[jax.Array, jax.Array]):
             logits = head(part[0]) / temperature
-            logp = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            # The engine subtracts the maximum first, too: the bits are then equal.
+            logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+            with head.kernels():
+                logp = logits - logsumexp(logits)[:, None]
             fixed = jax.lax.stop_gradient(logp)
             entropy = -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
             chosen = target_logit(logp, part[1])

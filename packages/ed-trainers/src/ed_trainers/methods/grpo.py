@@ -18,12 +18,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.errors import EasyDeLError
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
-from ed_trainers.losses.policy import Policy, clip_metrics, old_logps, row_metrics
+from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import (
@@ -76,6 +77,7 @@ def rows(
     sampled = completions.at_tokens(completions.logprobs, made["weights"].shape[1])
     own = made.pop("sampled_logps", made["old_logps"])
     made["correction"], more = correction(run.arguments, own, sampled, made["weights"])
+    require_equal_bits(run, more)
     return made, {**figures, **more}
 
 
@@ -307,6 +309,21 @@ def correction(
             "sampling/importance_sampling_ratio/max": float(seen.max()),
         }
     return np.where(here, factors, 1).astype(np.float32), figures
+
+
+def require_equal_bits(run: MethodRun[GRPOArguments], figures: dict[str, float]) -> None:
+    """Raise EasyDeLError if the engine and a learner with `batch_invariant` differ in a bit.
+
+    Filters of the sampling are computed in another order, so their rounding is allowed.
+    """
+    options, worst = run.arguments, figures.get("sampling/sampling_logp_difference/max", 0.0)
+    filtered = Truncation(options.top_k, options.top_p, options.min_p).active
+    if run.learner.config.batch_invariant and not filtered and worst > 0:
+        raise EasyDeLError(
+            f"the engine's log-probabilities differ by {worst:.1e} from the trainer's, although "
+            "batch_invariant is true: the ratios of the first update are not 1. Rollout and "
+            "trainer must run on CPUs with the same native kernels; or set batch_invariant to false"
+        )
 
 
 def nanmean(values: np.ndarray) -> np.ndarray:

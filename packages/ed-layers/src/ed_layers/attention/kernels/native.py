@@ -5,18 +5,22 @@ Legend: b batch, s query length, h heads, d head dim of values, T flat tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ed_layers import dropout
+from ed_layers import dropout, fixed_order
 from ed_layers.attention.kernel import Cached, Call, Kernel, Paged, Projected, reasons
 from ed_layers.attention.kernels.paged import NAMES
 from ed_layers.attention.kernels.softmax import share_beside
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Numbers
-from ed_layers.devices import mesh_of
+from ed_layers.devices import AxisNames, axes_of, mesh_of, over_devices
 from ed_layers.native import attention as native
 from ed_layers.native.library import in_use
 
@@ -27,15 +31,17 @@ LACKS_CACHE = LACKS | {"dropout"}
 LACKS_PAGES = LACKS_CACHE | {"relative"}
 
 
-def refusals(call: Call) -> list[str]:
+def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
     """Return the reasons why the library does not support a call, besides `LACKS`."""
     dtype, softmax = call.q.dtype, jnp.dtype(call.scoring.softmax_dtype)
     mesh = mesh_of(call.config)
+    several = mesh is not None and mesh.size > 1
     return reasons(
         {
             f"{dtype} (it has float32 and bfloat16)": dtype not in NUMBERS,
             f"a softmax in {softmax} (it has float32)": softmax != jnp.float32,
-            "a mesh of several devices": mesh is not None and mesh.size > 1,
+            "a mesh of several devices": several and not fixed_order.active(),
+            "a quantized cache on several devices": several and isinstance(stored, Codes),
         }
     )
 
@@ -48,7 +54,8 @@ def refusals_of_projected(call: Projected) -> list[str]:
 
 def refusals_of_cache(call: Cached) -> list[str]:
     """Return the reasons for a contiguous cache."""
-    return refusals(call) + refusals_of_storage(call.stored.keys, call.stored.values)
+    stored = call.stored
+    return refusals(call, stored.keys) + refusals_of_storage(stored.keys, stored.values)
 
 
 def refusals_of_pages(call: Paged) -> list[str]:
@@ -56,7 +63,7 @@ def refusals_of_pages(call: Paged) -> list[str]:
     pool = call.pages.pool
     padded = isinstance(pool, Codes) and {call.q.shape[-1], call.value_dim} != {pool.shape[-1]}
     unfit = reasons({"quantized pages wider than a key or a value": padded})
-    return refusals(call) + refusals_of_storage(pool) + unfit
+    return refusals(call, pool) + refusals_of_storage(pool) + unfit
 
 
 def refusals_of_storage(*stored: Numbers) -> list[str]:
@@ -69,32 +76,49 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
     causal = call.mask_info.causal
-    rule = native.AttentionRule(scoring.scale, scoring.soft_cap or 0.0, causal, scoring.dropout)
-    arrays = (call.q, call.k, call.v, distances_of(scoring))
-    rest = (mask_of(call.mask_info), limits_of(scoring), seed_of(scoring))
-    out, lse = native.attention(rule, *arrays, *rest)  # type: ignore[misc]
-    if scoring.sinks is not None:
-        out = (out * share_beside(scoring.sinks, lse)[..., None]).astype(out.dtype)
-    return out
+    fixed = fixed_order.active()
+    cap, rate = scoring.soft_cap or 0.0, scoring.dropout
+    rule = native.AttentionRule(scoring.scale, cap, causal, rate, fixed)
+    limits, seed = limits_of(scoring), seed_of(scoring)
+
+    def of_device(q, k, v, mask, heads):
+        distances, sinks = heads
+        out, lse = native.attention(rule, q, k, v, distances, mask, limits, seed)
+        if sinks is not None:
+            out = (out * share_beside(sinks, lse)[..., None]).astype(out.dtype)
+        return out
+
+    heads = (distances_of(scoring), scoring.sinks)
+    return over_devices(
+        of_device, call.config, call.q, call.k, call.v, mask_of(call.mask_info), heads
+    )
 
 
 def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
     """Compute attention to the slots of a contiguous cache."""
     stored, scoring = call.stored, call.scoring
     (keys, key_scale), (values, value_scale) = (arrays(x) for x in (stored.keys, stored.values))
-    return native.attention_to_slots(
+    kernel = partial(
+        native.attention_to_slots,
+        scale=scoring.scale,
+        soft_cap=scoring.soft_cap or 0.0,
+        causal=stored.mask_info.causal,
+    )
+    batch, heads = row_axes(call), head_axes(call, stored.keys.shape[-3])
+    of_q, of_rows = P(batch, None, heads), P(batch)
+    of_cache = P(*(None,) * (keys.ndim - 4), batch, heads)
+    mask = tuple(mask_of(stored.mask_info))
+    specs = (of_q, of_cache, of_cache, P(), P(), of_rows, P(), P(heads), P(heads))
+    return on_mesh(kernel, call, specs, of_q)(
         call.q,
         keys,
         values,
         (key_scale, value_scale),
         layer_of(stored.at),
-        mask_of(stored.mask_info),
+        mask,
         limits_of(scoring),
         sinks_of(scoring),
         distances_of(scoring),
-        scale=scoring.scale,
-        soft_cap=scoring.soft_cap or 0.0,
-        causal=stored.mask_info.causal,
     )
 
 
@@ -104,18 +128,48 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
     pool, pool_scale = arrays(call.pages.pool)
     table = ragged.page_table[call.pages.group]
     batch = (ragged.cu_q_lens, ragged.kv_lens, ragged.num_seqs.reshape(1), table)
-    return native.attention_to_pages(
-        call.q,
-        pool,
-        pool_scale,
-        layer_of(call.pages.at),
-        [x.astype(jnp.int32) for x in batch],
-        limits_of(scoring),
-        sinks_of(scoring),
+    kernel = partial(
+        native.attention_to_pages,
         value_dim=call.value_dim,
         scale=scoring.scale,
         soft_cap=scoring.soft_cap or 0.0,
     )
+    heads = head_axes(call, pool.shape[-3])
+    of_q, of_pool = P(None, heads), P(*(None,) * (pool.ndim - 3), heads)
+    specs = (of_q, of_pool, P(), P(), P(), P(), P(heads))
+    return on_mesh(kernel, call, specs, of_q)(
+        call.q,
+        pool,
+        pool_scale,
+        layer_of(call.pages.at),
+        tuple(x.astype(jnp.int32) for x in batch),
+        limits_of(scoring),
+        sinks_of(scoring),
+    )
+
+
+def on_mesh(
+    kernel: Callable[..., jax.Array], call: Call, arguments: tuple[P, ...], result: P
+) -> Callable[..., jax.Array]:
+    """Return a kernel that each device of a mesh runs on its rows and heads."""
+    mesh = mesh_of(call.config)
+    if mesh is None or mesh.size == 1:
+        return kernel
+    return jax.shard_map(kernel, mesh=mesh, in_specs=arguments, out_specs=result, check_vma=False)
+
+
+def row_axes(call: Call) -> AxisNames | None:
+    """Return the mesh axes that split the rows of a batch."""
+    if call.config is None:
+        return None
+    return axes_of(call.config, ("batch",), call.q.shape[:1], "decode")[0]
+
+
+def head_axes(call: Call, groups: int) -> AxisNames | None:
+    """Return the mesh axes that split the heads of queries, and also those of keys."""
+    if call.config is None:
+        return None
+    return axes_of(call.config, (None, "heads"), (1, groups), "decode")[1]
 
 
 def mask_of(info: MaskInfo) -> native.Mask:

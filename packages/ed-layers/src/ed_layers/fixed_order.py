@@ -1,0 +1,104 @@
+"""Sums in one order: the same inputs produce the same bits in every program and on every mesh.
+
+`batch_invariant` of a configuration selects this order. The native library computes products and
+attention: a sum has one order, whatever the other rows are. On several devices each sum is computed
+whole on one device, so that no order of a reduction over devices matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
+
+#: Logical axis of each dimension of an array; None = the dimension is not split.
+Axes = Sequence[str | None]
+
+_CONFIG: ContextVar[EasyDeLBaseConfig | None] = ContextVar("sums have one order", default=None)
+
+
+@contextmanager
+def chosen_by(config: EasyDeLBaseConfig) -> Iterator[None]:
+    """Trace the block with sums in one order if the configuration selects this order."""
+    with again(config if config.batch_invariant else None):
+        yield
+
+
+@contextmanager
+def again(config: EasyDeLBaseConfig | None) -> Iterator[None]:
+    """Trace the block with the order that `present` returned."""
+    token = _CONFIG.set(config)
+    try:
+        yield
+    finally:
+        _CONFIG.reset(token)
+
+
+def present() -> EasyDeLBaseConfig | None:
+    """Return the configuration that selects sums in one order; None without one."""
+    return _CONFIG.get()
+
+
+def active() -> bool:
+    """Return whether sums have one order."""
+    return _CONFIG.get() is not None
+
+
+def several_devices() -> bool:
+    """Return whether sums have one order on a mesh of several devices, outside a `shard_map`."""
+    config = _CONFIG.get()
+    if config is None or config.mesh.size == 1:
+        return False
+    return not jax.sharding.get_abstract_mesh().manual_axes
+
+
+def in_part() -> bool:
+    """Return whether sums have one order, and the code runs on one device: a mesh of one device, or
+    a part of a `shard_map`."""
+    return active() and not several_devices()
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Return an array whose last axis is not split over devices, so that its sum has one order."""
+    config = _CONFIG.get()
+    if config is None or not several_devices():
+        return x
+    spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1), None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(config.mesh, spec))
+
+
+def divided(
+    function: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    axes: Sequence[Axes],
+    results: Sequence[tuple[Axes, tuple[int, ...]]],
+) -> Any:
+    """Return `function(*arrays)`, computed by each device on its part of the arrays.
+
+    Args:
+        function: a function of arrays whose results are a list.
+        arrays, axes: the arguments and their logical axes, as `batch` and `heads`.
+        results: logical axes and shapes of the results.
+    """
+    config = _CONFIG.get()
+    if config is None or not several_devices():
+        return function(*arrays)
+
+    def spec(names: Axes, shape: tuple[int, ...]) -> PartitionSpec:
+        return config.partition_manager.resolve(tuple(names), "train", shape, config.mesh)
+
+    run = jax.shard_map(
+        function,
+        mesh=config.mesh,
+        in_specs=tuple(spec(names, x.shape) for names, x in zip(axes, arrays, strict=True)),
+        out_specs=[spec(names, shape) for names, shape in results],
+        check_vma=False,
+    )
+    return run(*arrays)

@@ -1,0 +1,39 @@
+"""Sums over the last axis, in one order if `batch_invariant` selects that order.
+
+Legend: d summed numbers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ed_layers import fixed_order
+from ed_layers.projections.matmul import matmul
+
+
+def total(x: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
+    """Return the sum over the last axis, float32."""
+    x = x.astype(jnp.float32)
+    if not fixed_order.active():
+        return jnp.sum(x, axis=-1, keepdims=True)
+    x = fixed_order.whole(x)
+    return matmul(x, jnp.ones((1, x.shape[-1]), jnp.float32), transposed=True)
+
+
+def mean(x: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
+    """Return the mean over the last axis, float32."""
+    if not fixed_order.active():
+        return jnp.mean(x.astype(jnp.float32), axis=-1, keepdims=True)
+    return total(x) / x.shape[-1]
+
+
+def logsumexp(x: Float[Array, "*rows d"]) -> Float[Array, "*rows"]:
+    """Return `log(sum(exp(x)))` over the last axis, float32."""
+    if not fixed_order.active():
+        return jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)
+    x = fixed_order.whole(x.astype(jnp.float32))
+    top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    return (top + jnp.log(total(jnp.exp(x - top))))[..., 0]

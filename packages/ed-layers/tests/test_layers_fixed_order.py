@@ -1,0 +1,102 @@
+"""Sums in one order: equal rows have equal bits in every batch, chunk and part of a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.masks import MaskInfo
+from ed_layers import fixed_order, sums
+from ed_layers.attention.kernel import Paged, Projected
+from ed_layers.attention.kernels import native
+from ed_layers.attention.scoring import Scoring
+from ed_layers.cache.protocol import Pages
+from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.native import library
+from ed_layers.projections.matmul import matmul
+from jax.sharding import NamedSharding, PartitionSpec
+
+pytestmark = pytest.mark.skipif(
+    library.level() is None, reason="not built: python -m ed_layers.native build"
+)
+ONE = EasyDeLBaseConfig(batch_invariant=True, sharding_axis_dims=(1, 1, 1, 1, 1))
+MESH = EasyDeLBaseConfig(batch_invariant=True, sharding_axis_dims=(2, 2, 1, 2, 1))
+
+
+def drawn(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spec", [("fsdp", "tp"), ("tp", "fsdp"), (None, None)])
+def test_product_on_a_mesh_has_the_bits_of_each_row_alone(spec, dtype: str) -> None:
+    x, w = drawn(8, 40, dtype=dtype), drawn(40, 24, seed=1, dtype=dtype)
+    with library.chosen_by(ONE):
+        alone = [np.asarray(jax.jit(matmul)(x[i : i + 1], w), np.float32)[0] for i in range(8)]
+        together = np.asarray(jax.jit(matmul)(x, w), np.float32)
+    np.testing.assert_array_equal(together, alone)
+
+    def on_mesh(x: jax.Array, w: jax.Array) -> jax.Array:
+        with library.chosen_by(MESH):
+            return matmul(x, w)
+
+    placed = (
+        jax.device_put(x, NamedSharding(MESH.mesh, PartitionSpec(("dp", "fsdp")))),
+        jax.device_put(w, NamedSharding(MESH.mesh, PartitionSpec(*spec))),
+    )
+    compiled = jax.jit(on_mesh).lower(*placed).compile()
+    np.testing.assert_array_equal(np.asarray(compiled(*placed), np.float32), alone)
+    assert "all-reduce" not in compiled.as_text()
+
+
+def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
+    x = drawn(5, 300)
+    with library.chosen_by(ONE):
+        for reduce in (sums.total, sums.mean, sums.logsumexp):
+            together = np.asarray(jax.jit(lambda x, reduce=reduce: reduce(x))(x))
+            alone = np.asarray(jax.jit(lambda x, reduce=reduce: reduce(x))(x[3:4]))
+            np.testing.assert_array_equal(together[3:4], alone)
+        np.testing.assert_allclose(sums.logsumexp(x), jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+        gradient = jax.grad(lambda x: sums.logsumexp(x).sum())(x)
+    np.testing.assert_allclose(gradient, jax.nn.softmax(x), atol=1e-6)
+    assert not fixed_order.active()
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_over_pages_in_chunks_has_the_bits_of_a_whole_prompt(window) -> None:
+    heads, groups, length, size = 4, 2, 150, 8
+    q, k, v = (drawn(1, length, n, 8, seed=n) for n in (heads, groups, 3))
+    v = drawn(1, length, groups, 8, seed=9)
+    scoring = Scoring(scale=0.3, window=window)
+    at = jnp.arange(length, dtype=jnp.int32)[None]
+    info = MaskInfo(jnp.ones_like(at), jnp.ones_like(at), at, at)
+    pages = -(-length // size)
+    stored = jnp.pad(jnp.stack([k[0], v[0]], axis=2), ((0, pages * size - length), *[(0, 0)] * 3))
+    pool = stored.reshape(pages, size, groups, 2, 8)[None]
+
+    def chunk(first: int, last: int) -> jax.Array:
+        ragged = RaggedBatch(
+            cu_q_lens=jnp.array([0, last - first], jnp.int32),
+            kv_lens=jnp.array([last], jnp.int32),
+            seq_of_token=jnp.zeros((last - first,), jnp.int32),
+            slots={},
+            page_table={"full": jnp.arange(pages, dtype=jnp.int32)[None]},
+            state_slots=jnp.zeros((1,), jnp.int32),
+            num_seqs=jnp.int32(1),
+        )
+        call = Paged(
+            name="ragged_page_attention_v3",
+            q=q[0, first:last],
+            scoring=scoring,
+            pages=Pages(pool, (jnp.int32(0),), "full"),
+            ragged=ragged,
+        )
+        return native.page_attention(call)
+
+    with library.chosen_by(ONE):
+        call = Projected(name="flash_attn2", q=q, k=k, v=v, mask_info=info, scoring=scoring)
+        whole = np.asarray(native.prompt_attention(call))[0]
+        for first, last in [(0, 150), (0, 1), (149, 150), (100, 103), (64, 140)]:
+            np.testing.assert_array_equal(np.asarray(chunk(first, last)), whole[first:last])

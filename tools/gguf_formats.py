@@ -1,0 +1,123 @@
+"""Compare quantized GGUF files with llama.cpp, for the table of formats in docs/gguf.md.
+
+    EASYDEL_LLAMA_CPP_PYTHON=/path/to/python uv run python -m tools.gguf_formats [MODEL_TYPE ...]
+
+Each family has a small model with random weights. llama.cpp quantizes the model, and decodes the
+quantized file to float32. This project reads the quantized file, and llama.cpp computes the decoded
+one, so both compute in float32 from the same codes. (From the quantized file itself, llama.cpp
+rounds activations.)
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter, llama_cpp_logits
+from ed_models.checkpoints import hub
+from ed_models.conformance import ONE, Cases, Subject, forward
+
+from tests.gguf_cases import gguf_subjects
+from tools.gguf_table import FORMATS
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "olmo2")
+#: Format -> number of llama.cpp's file type. The others need a matrix of importance, or are rarely
+#: used for whole files.
+FILE_TYPES = {
+    "F16": 1,
+    "BF16": 32,
+    "Q8_0": 7,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 12,
+    "Q4_K": 15,
+    "Q5_K": 17,
+    "Q6_K": 18,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "TQ1_0": 36,
+    "TQ2_0": 37,
+}
+FLOAT32 = 0
+NEW_TOKENS = 64
+#: A row of a matrix has whole blocks of every format.
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+QUANTIZE = """
+import sys, llama_cpp
+parameters = llama_cpp.llama_model_quantize_default_params()
+parameters.ftype, parameters.pure, parameters.allow_requantize = int(sys.argv[3]), True, True
+source, target = sys.argv[1].encode(), sys.argv[2].encode()
+sys.exit(llama_cpp.llama_model_quantize(source, target, parameters))
+"""
+
+
+def quantize(source: Path, target: Path, file_type: int) -> None:
+    """Write a GGUF file in another format by llama.cpp."""
+    python = interpreter()
+    if python is None:
+        raise RuntimeError(f"llama-cpp-python is not installed: install it, or set {VARIABLE}")
+    command = [python, "-I", "-c", QUANTIZE, str(source), str(target), str(file_type)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp does not quantize {source.name}: {done.stderr[-300:]}")
+
+
+def wide_subject(model_type: str) -> Subject:
+    """Return the first configuration of a family with rows of whole blocks."""
+    first = next(iter(gguf_subjects(model_type)))
+    changes = {name: value for name, value in SIZES.items() if name in first.fields}
+    cases = Cases({"wide": {**first.fields, **changes}}, tiny=False)
+    return type(first)(model_type, "wide", first.module_class, cases)
+
+
+def compare(subject: Subject, wide: Path, name: str) -> tuple[float, int]:
+    """Return the largest difference of a logit, relative to the largest logit, and the number of
+    equal greedy tokens before the first other one."""
+    quantized, decoded = wide.with_name("quantized.gguf"), wide.with_name("decoded.gguf")
+    quantize(wide, quantized, FILE_TYPES[name])
+    quantize(quantized, decoded, FLOAT32)
+    found, tokens = llama_cpp_logits(decoded, subject.ids, NEW_TOKENS)
+    own = hub.from_pretrained(quantized, task=subject.task, sharding_axis_dims=ONE)
+    logits = np.asarray(subject.output(forward(own, **subject.whole())))
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    made = own.generate(subject.ids, **options, eos_token_id=None)
+    equal = np.asarray(made.sequences)[:, subject.ids.shape[1] :] == tokens
+    before = int(np.cumprod(equal, axis=1).sum(axis=1).min())
+    return float(np.abs(found - logits).max() / np.abs(logits).max()), before
+
+
+def main() -> None:
+    """Measure, print and store the differences."""
+    results = json.loads(FORMATS.read_text(encoding="utf-8")) if FORMATS.is_file() else {}
+    for model_type in sys.argv[1:] or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            subject = wide_subject(model_type)
+            wide = subject.model.save_gguf(Path(folder) / "wide.gguf", dtype="f32")
+            for name in FILE_TYPES:
+                try:
+                    error, tokens = compare(subject, wide, name)
+                except RuntimeError as failed:
+                    print(f"{model_type} {name}: {failed}", flush=True)
+                    continue
+                print(f"{model_type} {name}: {error:.1e}, {tokens} tokens", flush=True)
+                results.setdefault(name, {})[model_type] = [float(f"{error:.1e}"), tokens]
+                text = json.dumps(dict(sorted(results.items())), indent=2)
+                FORMATS.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
