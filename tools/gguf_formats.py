@@ -55,6 +55,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
+    "query_pre_attn_scalar": 64,
 }
 QUANTIZE = """
 import sys, llama_cpp

@@ -8,12 +8,17 @@ from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.registry import built_in
 
 from tests.conformance.cases import subjects
-from tools import attention_table, conformance_results, gguf_table, model_table
+from tools import attention_table, bits_table, conformance_results, gguf_table, model_table
 
 
 def test_attention_page_is_up_to_date() -> None:
     text = attention_table.PAGE.read_text(encoding="utf-8")
     assert text == attention_table.page(text), "run: uv run python -m tools.attention_table"
+
+
+def test_table_of_equal_bits_matches_the_results() -> None:
+    text = bits_table.PAGE.read_text(encoding="utf-8")
+    assert text == bits_table.page(text), "run: uv run python -m tools.bits_table"
 
 
 def test_gguf_table_matches_the_architectures() -> None:

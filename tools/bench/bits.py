@@ -1,16 +1,19 @@
 """Compare the bits of the log-probabilities of one model in every way that computes them.
 
-    python -m tools.bench.bits [MODEL_TYPE ...] [--dtypes float32 bfloat16]
+    python -m tools.bench.bits [MODEL_TYPE ...] [--dtypes float32 bfloat16] [--missing]
 
 Each family has a tiny model of the conformance suite with random weights and `batch_invariant`. The
 reference is the engine with each request alone, whole prompts and a cold cache. The cells compare
 the reference with the engine under other conditions, with a whole forward pass (of a trainer) and
 with `generate`, on one device and on meshes. A cell is `equal`, the largest difference of a
-log-probability, or the reason why the condition is refused.
+log-probability, or the reason why the condition is refused. docs/bits.json stores the cells of each
+family; `tools.bits_table` writes the table of docs/native.md.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,17 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_infra import registry
+from ed_infra.config.subclass import known_names
 from ed_infra.enums import TaskType
 from ed_infra.errors import EasyDeLError
 from flax import nnx
 
 from tests.conformance.cases import subjects
 from tools.bench.measure import command_line
+from tools.bits_table import REFUSED, read, store
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2")
-FAMILIES += ("mixtral", "qwen3_moe", "gpt_oss")
-#: Families whose bits are equal under every condition.
-EQUAL = FAMILIES
 DTYPES = ("float32", "bfloat16")
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -54,7 +55,7 @@ ENGINE: dict[str, dict[str, Any]] = {
 }
 ONE_DEVICE = (1, 1, 1, 1, 1)
 #: Mesh -> devices along (dp, fsdp, ep, tp, sp).
-MESHES = {"dp": (2, 1, 1, 1, 1), "fsdp": (1, 2, 1, 1, 1), "tp": (1, 1, 1, 2, 1)}
+DIMS = {"dp": (2, 1, 1, 1, 1), "fsdp": (1, 2, 1, 1, 1), "tp": (1, 1, 1, 2, 1)}
 NEW = 10
 #: The log-probability of each token of a row after the first, float32.
 Bits = list[np.ndarray]
@@ -63,8 +64,10 @@ Bits = list[np.ndarray]
 def create(model_type: str, dtype: str, dims: Sequence[int] = ONE_DEVICE, **fields: Any) -> Any:
     """Create the tiny model of a family on a mesh; equal seeds create equal weights."""
     subject = next(s for s in subjects(model_type) if s.task == TaskType.CAUSAL_LM)
-    fields = {**subject.fields, "sharding_axis_dims": dims, "batch_invariant": True, **fields}
-    config = registry.get_config(model_type)(**fields)
+    config_class = registry.get_config(model_type)
+    own = {name: v for name, v in subject.fields.items() if name in known_names(config_class)}
+    own |= {"sharding_axis_dims": dims, "batch_invariant": True, **fields}
+    config = config_class(**own)
     kind = jnp.dtype(dtype)
     return subject.module_class.create(config, seed=0, dtype=kind, param_dtype=kind)
 
@@ -161,7 +164,7 @@ def compared(one: tuple[Any, Bits], other: tuple[Any, Bits]) -> str:
 
 
 def cells_of(model_type: str, dtype: str) -> dict[str, str]:
-    """Return the cells of one row."""
+    """Return the cells of one row; `refused` alone if the family has no fixed order."""
     cells: dict[str, str] = {}
 
     def compare(name: str, compute: Callable[[], tuple[Any, Bits]], other: Any) -> None:
@@ -171,7 +174,10 @@ def cells_of(model_type: str, dtype: str) -> dict[str, str]:
             cells[name] = f"refused: {str(error)[:60]}"
 
     model, asked = create(model_type, dtype), prompts()
-    alone = of_engine(model, asked, alone=True, **COLD)
+    try:
+        alone = of_engine(model, asked, alone=True, **COLD)
+    except EasyDeLError as error:
+        return {REFUSED: places(error)}
     for name, changes in ENGINE.items():
         compare(name, lambda changes=changes: of_engine(model, asked, **changes), alone)
     rows = alone[0]
@@ -184,7 +190,7 @@ def cells_of(model_type: str, dtype: str) -> dict[str, str]:
         compare(
             f"generate {together}", lambda n=together: of_generate(model, equal_length, n), greedy
         )
-    for name, dims in MESHES.items():
+    for name, dims in DIMS.items():
         there = create(model_type, dtype, dims)
         compare(f"engine {name}", lambda there=there: of_engine(there, asked), alone)
         compare(f"forward {name}", lambda there=there: (rows, of_forward(there, rows, 4)), alone)
@@ -192,16 +198,30 @@ def cells_of(model_type: str, dtype: str) -> dict[str, str]:
     return cells
 
 
+def places(error: EasyDeLError) -> str:
+    """Return the places of sums without a fixed order, from the error that refuses a model."""
+    found = re.search(r"not compute them: (.*?)\. Set ", str(error))
+    return found[1] if found else str(error).split("; ")[0]
+
+
 def main() -> None:
+    known = dict.fromkeys(s.model_type for s in subjects() if s.task == TaskType.CAUSAL_LM)
     parser = command_line("bits", __doc__)
-    parser.add_argument("families", nargs="*", default=FAMILIES)
+    parser.add_argument("families", nargs="*", default=[*known])
     parser.add_argument("--dtypes", nargs="*", default=DTYPES)
+    parser.add_argument("--missing", action="store_true", help="skip stored rows")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
-    for model_type in args.families:
-        for dtype in args.dtypes:
+    for dtype in args.dtypes:
+        for model_type in args.families:
+            if args.missing and dtype in read().get(model_type, {}):
+                continue
+            began = time.monotonic()
             cells = cells_of(model_type, dtype)
-            print(f"{model_type} {dtype}: {cells}", flush=True)
+            store(model_type, dtype, cells)
+            other = {name: cell for name, cell in cells.items() if cell != "equal"}
+            seconds = time.monotonic() - began
+            print(f"{model_type} {dtype}: {other or 'equal'} ({seconds:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

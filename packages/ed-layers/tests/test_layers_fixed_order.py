@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers import fixed_order, sums
 from ed_layers.attention.kernel import Paged, Projected
@@ -16,6 +17,7 @@ from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.native import library
 from ed_layers.projections.matmul import matmul
+from ed_layers.unordered_sums import require_ordered
 from jax.sharding import NamedSharding, PartitionSpec
 
 pytestmark = pytest.mark.skipif(
@@ -62,6 +64,25 @@ def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
         gradient = jax.grad(lambda x: sums.logsumexp(x).sum())(x)
     np.testing.assert_allclose(gradient, jax.nn.softmax(x), atol=1e-6)
     assert not fixed_order.active()
+
+
+def test_sum_that_xla_orders_is_refused_with_its_place() -> None:
+    x, w = drawn(4, 40), drawn(40, 24)
+
+    def ordered() -> jax.Array:
+        pair = jnp.sum(x.reshape(-1, 2), axis=-1)  # two numbers have one sum
+        unused = jnp.sum(x)
+        del unused
+        return sums.softmax(matmul(x, w)) + pair[0]
+
+    with library.chosen_by(ONE):
+        require_ordered(ordered)
+        with pytest.raises(ConfigError, match=r"dot_general of .*by_rows.* in test_layers_fixed"):
+            require_ordered(lambda: by_rows(x, w))
+
+
+def by_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda row: jnp.dot(row, w), x)
 
 
 @pytest.mark.parametrize("window", [None, 70])

@@ -37,3 +37,23 @@ def logsumexp(x: Float[Array, "*rows d"]) -> Float[Array, "*rows"]:
     top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, 0)
     return (top + jnp.log(total(jnp.exp(x - top))))[..., 0]
+
+
+def softmax(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+    """Return the softmax over the last axis, float32."""
+    x = x.astype(jnp.float32)
+    if not fixed_order.active():
+        return jax.nn.softmax(x)
+    powers = jnp.exp(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
+    return powers / total(powers)
+
+
+def weighted(x: Float[Array, "n k d"], weights: Float[Array, "n k"]) -> Float[Array, "n d"]:
+    """Return the weighted sums over the middle axis, float32."""
+    x = x.astype(jnp.float32)
+    if not fixed_order.active():
+        return jnp.einsum("nkd,nk->nd", x, weights)
+    found = x[:, 0] * weights[:, :1]
+    for i in range(1, x.shape[1]):
+        found = found + x[:, i] * weights[:, i : i + 1]
+    return found

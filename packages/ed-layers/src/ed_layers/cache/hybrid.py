@@ -59,6 +59,7 @@ class HybridCache:
         batch_size: int,
         capacity: int,
         cross_capacity: int | None = None,
+        rings: bool = True,
         **storage: Unpack[StorageOptions],
     ) -> HybridCache:
         """Allocate an empty contiguous cache for each group.
@@ -67,6 +68,8 @@ class HybridCache:
             specs: the memory of each layer: one spec, or a tuple of specs of different groups.
             batch_size, capacity: number of rows, and maximum number of tokens of a row.
             cross_capacity: positions of an encoder, for specs of the group "cross".
+            rings: whether layers with a window store only the tokens of the window; False = all
+                tokens, in their order.
             storage: see `Storage`.
 
         Raises:
@@ -76,7 +79,8 @@ class HybridCache:
         def make(group: str, specs: Sequence[LayerCacheSpec]) -> LayerCache:
             window, size = specs[0].window, capacity
             # A window that is longer than every row drops no token.
-            kind = DenseCache if window is None or window >= capacity else WindowCache
+            ring = rings and window is not None and window < capacity
+            kind = WindowCache if ring else DenseCache
             if group == "cross":
                 if cross_capacity is None:
                     raise ConfigError(

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers.native.library import KernelChoice
 from ed_layers.projections.linear import dot
+from ed_layers.sums import weighted
 
 
 @runtime_checkable
@@ -136,10 +138,11 @@ def blocks_of(chosen: Int[Array, "n k"], experts: int) -> ExpertBlocks:
     return ExpertBlocks(choice // k, choice, real, place, chosen < experts, expert, ends[-1])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def over_blocks(
     network: Network,
     precision: PrecisionLike,
+    choice: KernelChoice,
     x: Float[Array, "n d"],
     weights: Float[Array, "n k"],
     params: ExpertParams,
@@ -153,15 +156,17 @@ def over_blocks(
         y = network(block_of(rows, i, plan), product_of(own, precision))
         return put_block(out, y, i, plan)
 
-    out = jax.lax.fori_loop(0, plan.used, step, jnp.zeros(rows.shape, x.dtype))
-    return jnp.einsum("nkd,nk->nd", out[plan.place].astype(jnp.float32), weights)
+    with choice.again():
+        out = jax.lax.fori_loop(0, plan.used, step, jnp.zeros(rows.shape, x.dtype))
+        return weighted(out[plan.place], weights)
 
 
-def _forward(network, precision, x, weights, params, plan):
-    return over_blocks(network, precision, x, weights, params, plan), (x, weights, params, plan)
+def _forward(network, precision, choice, x, weights, params, plan):
+    out = over_blocks(network, precision, choice, x, weights, params, plan)
+    return out, (x, weights, params, plan)
 
 
-def _backward(network, precision, kept, g):
+def _backward(network, precision, choice, kept, g):
     """Recompute each block and add its gradients to the gradients of its expert."""
     x, weights, params, plan = kept
     learned, frozen = apart(params)
@@ -188,7 +193,8 @@ def _backward(network, precision, kept, g):
 
     dparams = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), learned)
     start = jnp.zeros_like(rows), jnp.zeros(shares.shape, jnp.float32), dparams
-    dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
+    with choice.again():
+        dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
     dx = jnp.where(plan.chosen[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
     dweights = jnp.where(plan.chosen, dshares[plan.place], 0.0)
     dparams = jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, learned)

@@ -141,8 +141,8 @@ class Experts(nnx.Module):
             out = over_groups(self.network, self.precision, flat, chosen, weights, params, share)
         else:
             plan = blocks_of(chosen, experts)
-            network = KernelChoice.present().kept(self.network)
-            out = over_blocks(network, self.precision, flat, weights, params, plan)
+            choice = KernelChoice.present()
+            out = over_blocks(self.network, self.precision, choice, flat, weights, params, plan)
         return jnp.asarray(out, x.dtype).reshape(x.shape)
 
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from ed_infra.errors import ConfigError
 from ed_infra.outputs import LayerReport, Metric
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers import sums
 from ed_layers.context import Ctx
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
@@ -98,6 +100,12 @@ class Router(nnx.Module):
         self.groups, self.groups_chosen, self.group_score = groups, groups_chosen, group_score
         self.z_loss: float = config.router_z_loss_coef
         self.capacity_factor: float | None = config.expert_capacity_factor
+        if config.batch_invariant and self.capacity_factor is not None:
+            raise ConfigError(
+                f"expert_capacity_factor={self.capacity_factor} drops tokens by the other rows of "
+                "a batch, but batch_invariant=True; set one of them to its default",
+                field="expert_capacity_factor",
+            )
         self.balanced = getattr(config, "output_router_logits", False)
 
     def __call__(
@@ -134,15 +142,15 @@ class Router(nnx.Module):
     ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"]]:
         """Return the best experts of each token, and the weights of their outputs."""
         softmax = self.score == "softmax"
-        scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
+        scores = sums.softmax(logits) if softmax else jax.nn.sigmoid(logits)
         chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
         if self.normalize and softmax:
             # Normalizing a softmax over a subset equals the softmax over that subset.
-            weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+            weights = sums.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
         else:
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.normalize and not softmax:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (sums.total(weights) + 1e-20)
         return chosen, weights * self.scale
 
     def ranks(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
@@ -152,7 +160,7 @@ class Router(nnx.Module):
         if self.groups == 1:
             return scores
         grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
-        of_group = jnp.sum(jax.lax.top_k(grouped, self.group_score)[0], axis=-1)
+        of_group = sums.total(jax.lax.top_k(grouped, self.group_score)[0])[..., 0]
         best = jax.lax.top_k(of_group, self.groups_chosen)[1]
         kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
         return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
@@ -250,7 +258,8 @@ class SparseMLP(nnx.Module):
         b, s, k = chosen.shape
         pairs = (x[:, :, None] * weights[..., None].astype(x.dtype)).reshape(b, s * k, -1)
         out = self.experts(pairs, chosen.reshape(b, -1, 1), jnp.ones((b, s * k, 1)), ctx)
-        return jnp.sum(out.reshape(b, s, k, -1), axis=2)
+        each = out.reshape(b * s, k, -1)
+        return sums.weighted(each, jnp.ones((b * s, k))).astype(out.dtype).reshape(x.shape)
 
     def shared(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Return the output of the shared experts."""

@@ -48,6 +48,7 @@ def contiguous(
         batch_size=batch_size,
         capacity=max_length,
         cross_capacity=encoder_length,
+        rings=not model.config.batch_invariant,  # a sum over a ring begins at another token
         **_options(model, dtype),
     ).simplest()
     assert not isinstance(cache, PagedCache)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import floating_dtype
+from ed_infra.errors import ConfigError
 from ed_infra.sharding import placement
 from ed_layers import native
 from ed_layers.depth.stack import Layout, Stack, to_layout
@@ -39,6 +40,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
     config_class: ClassVar[type[EasyDeLBaseConfig]]
     # Names and layouts of the parameters in Hugging Face checkpoints (ed_models.weights.rules).
     WEIGHTS: ClassVar[Sequence[Rule]]
+    # Whether `batch_invariant` is supported; sums without a fixed order are then found in a call.
+    can_be_batch_invariant: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -51,6 +54,11 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
     ):
         config.seal()
         if config.batch_invariant:
+            if not self.can_be_batch_invariant:
+                raise ConfigError(
+                    f"batch_invariant=True: {type(self).__name__} is not a causal language model "
+                    "with one decoder; set batch_invariant to false"
+                )
             native.require_fixed_order(config)
         self.config = config
         self.dtype = jnp.dtype(floating_dtype("dtype", dtype))

@@ -20,6 +20,7 @@ from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx, named
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.embed import Embed
+from ed_layers.unordered_sums import require_ordered
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -41,6 +42,7 @@ class Decoder(EasyDeLBaseModule):
 
     layer_class: ClassVar[MakePart]
     WEIGHTS = STANDARD
+    can_be_batch_invariant = True
 
     def __init__(
         self,
@@ -149,11 +151,16 @@ class Decoder(EasyDeLBaseModule):
         )
         if features is not None:
             ctx = replace(ctx, added=features.added(x))
+
+        def run():
+            x_in = self.enter(x, ctx)
+            found = self.through(x_in, ctx, cache, input_ids, keep_hidden=output_hidden_states)
+            return self.leave(found[0], ctx), *found[1:]
+
         with native.chosen_by(self.config):
-            x, cache, report, hidden = self.through(
-                self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
-            )
-            x = self.leave(x, ctx)
+            if self.config.batch_invariant:
+                require_ordered(lambda: run()[0])
+            x, cache, report, hidden = run()
         if cache is not None and ctx.ragged is None:
             cache = cast(ContiguousCache, cache).advance(s)
         if report.losses or report.metrics:

@@ -19,6 +19,7 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
+from ed_layers import sums
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.moe.experts import Experts
@@ -63,7 +64,8 @@ class DbrxRouter(Router):
     def choose(self, logits):
         chosen, weights = super().choose(logits)
         if self.order is not None:
-            weights = weights / jnp.linalg.norm(weights, self.order, axis=-1, keepdims=True)
+            powers = sums.total(jnp.abs(weights) ** self.order)
+            weights = weights / powers ** (1 / self.order)
         return chosen, weights
 
 

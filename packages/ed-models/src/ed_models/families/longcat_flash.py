@@ -20,6 +20,7 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
+from ed_layers import sums
 from ed_layers.attention.blocks.latent_attention import LatentAttention
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
@@ -52,7 +53,7 @@ class LongcatFlashExperts(Experts):
 
     def __call__(self, x, chosen, weights, ctx: Ctx):
         kept = (chosen >= self.real) & (chosen < self.all)
-        share = jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
+        share = sums.total(jnp.where(kept, weights, 0))
         return super().__call__(x, chosen, weights, ctx) + x * share.astype(x.dtype)
 
 

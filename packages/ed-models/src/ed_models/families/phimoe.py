@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
+from ed_layers import sums
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.moe.experts import Experts
@@ -60,7 +60,7 @@ class PhimoeRouter(Router):
             best = jnp.max(left, axis=-1, keepdims=True)
             one = jnp.argmax(left, axis=-1, keepdims=True)
             far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > self.near
-            shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left))
+            shares = sums.softmax(jnp.where(far, -jnp.inf, left))
             chosen.append(one)
             weights.append(jnp.take_along_axis(shares, one, axis=-1))
             left = jnp.where(jnp.arange(logits.shape[-1]) == one, -jnp.inf, left)

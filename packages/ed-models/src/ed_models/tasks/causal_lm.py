@@ -123,6 +123,7 @@ class CausalLM(VocabularyHead):
     """A decoder body under `model`, and a head. Subclasses set `body_class`."""
 
     DERIVED = _DERIVED
+    can_be_batch_invariant = True
 
     def __call__(
         self,
