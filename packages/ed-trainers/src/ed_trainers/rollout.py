@@ -12,8 +12,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from ed_infra.errors import EasyDeLError
+from ed_layers.updated import Updated
 from ed_models.protocol import LanguageModel
 from flax import nnx
+
+
+def changing_variables(other: nnx.State) -> nnx.State:
+    """Return the variables with their own update rule, among those without a gradient."""
+    kept = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(other)
+        if isinstance(variable, Updated) or not isinstance(variable, nnx.Variable)
+    ]
+    return nnx.from_flat_state(kept)
 
 
 class Weights:
@@ -56,6 +67,14 @@ class Weights:
         return nnx.merge_state(*self._states)
 
     @property
+    def trained(self) -> nnx.State:
+        """The variables of `state` that training changes."""
+        if self._states is None:
+            return self.state
+        graphstate, other = self._states
+        return nnx.merge_state(graphstate, changing_variables(other))
+
+    @property
     def model(self) -> LanguageModel:
         """A module that shares the arrays.
 
@@ -77,14 +96,45 @@ class Sampled:
         token_ids: the sampled tokens; includes the end token if it was sampled.
         logprobs: log-probability of each token in the distribution from which it was sampled, with
             temperature, filters and all other settings of the sampling.
-        weights_version: the `version` of the weights.
+        weights_version: the `version` of the weights; of the first token, if the weights changed
+            while the continuation was sampled.
         ended: whether an end token was sampled; False if the maximum length truncated it.
+        versions: pairs of a version and the number of consecutive sampled tokens that have it;
+            empty: all tokens have `weights_version`.
+        given: pairs of the first token and the number of tokens that an environment wrote, in
+            order. The model is not trained on them, and their log-probabilities are 0.
+        rewards: the value of each reward function, NaN for None, and the reward of an environment;
+            None: not scored yet.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     weights_version: int
     ended: bool = True
+    versions: Sequence[tuple[int, int]] = ()
+    given: Sequence[tuple[int, int]] = ()
+    rewards: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """The samples of one generation.
+
+    Attributes:
+        number: number of the generation, from 0.
+        prompts: token ids of each prompt.
+        copies: number of samples of each prompt.
+        params: settings of the sampling; see `Rollout.generate`.
+        seeds: one per sample, ordered by prompt.
+        rows: for each prompt the fields of its row of data, and `prompt`, the prompt as written.
+    """
+
+    number: int
+    prompts: Sequence[Sequence[int]]
+    copies: int
+    params: Mapping[str, Any]
+    seeds: Sequence[int]
+    rows: Sequence[Mapping[str, Any]]
 
 
 @runtime_checkable
@@ -114,6 +164,53 @@ class Rollout(Protocol):
         Returns:
             One continuation per prompt, in the order of the prompts.
         """
+        ...
+
+
+@runtime_checkable
+class AheadRollout(Rollout, Protocol):
+    """A rollout that samples later generations while the trainer trains.
+
+    Before each generation the trainer calls `publish`, then `issue` for every generation of the run
+    that lies at most `max_staleness` ahead, then `take`.
+    """
+
+    @property
+    def max_staleness(self) -> int:
+        """Number of generations that may be issued ahead."""
+        ...
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the rewards of the samples that are no reward functions."""
+        ...
+
+    def publish(self, weights: Weights) -> None:
+        """Copy the weights; all later tokens are sampled with them."""
+        ...
+
+    def issue(self, request: SampleRequest) -> None:
+        """Begin to sample a generation; without effect for an issued generation."""
+        ...
+
+    def take(self, number: int, version: int) -> tuple[list[Sampled], dict[str, float]]:
+        """Wait for a generation, and record that the step `version` consumes it.
+
+        Returns:
+            The samples in the order of the request, and figures for the log.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values, for a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the samples of a checkpoint still exist."""
+        ...
+
+    def close(self) -> None:
+        """End all processes of the rollout."""
         ...
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.rules import Rules
-from ed_layers.updated import Updated
 from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
@@ -28,6 +27,7 @@ from ed_trainers.optimizers import (
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import DECAYING
 from ed_trainers.placement import replicated, shardings_like
+from ed_trainers.rollout import changing_variables
 from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
 from ed_trainers.stored.saved import load, model_facts, save, saved_facts
 
@@ -322,12 +322,7 @@ def changing(state: EasyDeLState) -> EasyDeLState:
     """
     if not isinstance(state.graphother, nnx.State):
         return state
-    other = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(state.graphother)
-        if isinstance(variable, Updated) or not isinstance(variable, nnx.Variable)
-    ]
-    return state.replace(graphother=nnx.from_flat_state(other))
+    return state.replace(graphother=changing_variables(state.graphother))
 
 
 def _scalar_like(tree: object, value: int | jax.Array) -> jax.Array:

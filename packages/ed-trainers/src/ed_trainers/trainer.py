@@ -27,7 +27,7 @@ from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, probes_of
 from ed_trainers.report import write_report
 from ed_trainers.rewards import RewardFunction
-from ed_trainers.rollout import Rollout, Weights
+from ed_trainers.rollout import AheadRollout, Rollout, Weights
 from ed_trainers.running.evaluation import Evaluator
 from ed_trainers.running.loop import Job, TrainingLoop
 from ed_trainers.state import EasyDeLState
@@ -286,6 +286,8 @@ class Trainer:
             if state is not None:
                 self.adopt(state)
             self._loop = None
+            if isinstance(self.rollout, AheadRollout):
+                self.rollout.close()
         directory = Path(self.arguments.save_directory)
         if jax.process_index() == 0 and (directory / RECORD).is_file():
             _report(directory)

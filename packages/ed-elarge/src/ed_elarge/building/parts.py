@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
+    from ed_elarge.asynchronous.rollout import AsynchronousRollout
     from ed_elarge.engine.rollout import EngineRollout
 
 
@@ -506,8 +507,13 @@ def trainer(elm: eLargeModel) -> Trainer:
     )
 
 
-def rollout(elm: eLargeModel) -> EngineRollout:
-    """Create the rollout of an online method with an engine of the section `esurge`."""
+def rollout(elm: eLargeModel) -> EngineRollout | AsynchronousRollout:
+    """Create the rollout of an online method: with an engine of the section `esurge`, or with the
+    processes of the section `asynchronous`."""
+    if elm.config.asynchronous is not None:
+        from ed_elarge.asynchronous.rollout import AsynchronousRollout
+
+        return AsynchronousRollout(elm)
     from ed_elarge.engine.lending import engine_of_run
     from ed_elarge.engine.rollout import EngineRollout
 

@@ -178,3 +178,18 @@ def member(
         return run_file(path, settings=changes[1::2])
 
     raise typer.Exit(run_member(folder, [file, *words], run))
+
+
+def join(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the trainer.")],
+    role: Annotated[str, typer.Option("--as", help="engine, or environment.")] = "engine",
+) -> None:
+    """Join an asynchronous run as an engine or as a process of environments.
+
+    The variable ESURGE_CLUSTER_SECRET must have the same value as for the trainer.
+    """
+    from ed_elarge.asynchronous.joining import ENGINE, ENVIRONMENT, join
+
+    if role not in (ENGINE, ENVIRONMENT):
+        raise typer.BadParameter(f"--as {role}: use {ENGINE} or {ENVIRONMENT}")
+    raise typer.Exit(guarded(lambda: join(address, role)))

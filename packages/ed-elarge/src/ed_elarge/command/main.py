@@ -76,6 +76,7 @@ _COMMANDS = {
     "data": runs.data,
     "plan": plans.plan,
     "launch": launches.launch,
+    "join": launches.join,
     "init": files.init,
     "explain": files.explain,
     "schema": files.schema,

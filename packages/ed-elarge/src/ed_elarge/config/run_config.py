@@ -28,6 +28,7 @@ from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
 from ed_elarge.config.sections import (
     WITHOUT_TEXT,
+    AsynchronousSection,
     BaseConfigSection,
     EvalSection,
     LoaderSection,
@@ -92,6 +93,7 @@ class RunConfig:
     mixture: Mixture | None
     trainer: TrainingArguments | None
     esurge: EngineConfig
+    asynchronous: AsynchronousSection | None
     eval: EvalSection
 
     def __init__(

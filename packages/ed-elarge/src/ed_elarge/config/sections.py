@@ -325,6 +325,24 @@ class BaseConfigSection(SetsConfig):
         return fields
 
 
+class AsynchronousSection(Options):
+    """Online training with engines and rewards in processes of their own."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 1
+    """Number of generations by which sampling may be ahead of training: a token is sampled with the
+    weights before at most this number of generations. 0: the results of training in one process."""
+    engines: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Engine processes on the host of the trainer. 0: only engines that join from other hosts."""
+    environment: Name | None = None
+    """Class of the environment that replies to the messages of the model, `path/file.py:Class` or
+    `module:Class`; see `ed_trainers.environments`. None: a sample is one message."""
+    environment_processes: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Processes on the host of the trainer with the environments and the reward functions."""
+    listen: Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")] = "127.0.0.1:0"
+    """Address for the processes, `HOST:PORT`; port 0: a free port. Other hosts join with `elarge
+    join HOST:PORT --as engine` and the same ESURGE_CLUSTER_SECRET."""
+
+
 class EvalSection(Options):
     """Options of lm-evaluation-harness, under its own names, and tasks on local files."""
 

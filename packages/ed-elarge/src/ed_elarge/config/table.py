@@ -34,6 +34,7 @@ from ed_elarge.config.checks import machine, model_fields, training, unused
 from ed_elarge.config.other_files import place
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import (
+    AsynchronousSection,
     BaseConfigSection,
     EvalSection,
     LoaderSection,
@@ -190,6 +191,12 @@ SECTIONS: dict[str, Section] = {
             "engine": "ed_elarge.building.engines:engine",
             "rollout": "ed_elarge.building.parts:rollout",
         },
+    ),
+    "asynchronous": Section(
+        AsynchronousSection,
+        has_default=False,
+        checks=(training.asynchronous,),
+        machine_checks=(machine.environment,),
     ),
     "eval": Section(
         EvalSection,

@@ -12,26 +12,17 @@ from __future__ import annotations
 import numpy as np
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.batches import HostBatch
 from ed_trainers.contract import MethodRun
 from ed_trainers.methods import grpo
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, Scorer, online_method
+from ed_trainers.online.phase import HELD_OUT, PhaseRows, Scorer, online_method
 from ed_trainers.options.groups import GFPOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
 # Keeps the relative efficiency finite if all rewards are 0.
 _SMALL = 1e-8
-
-
-def complete(
-    run: MethodRun[GFPOArguments], batch: HostBatch, weights: Weights, number: int
-) -> Completions:
-    """Return `num_return_sequences` completions of each prompt."""
-    copies = run.arguments.num_return_sequences
-    return run.part(Phase).sample(batch, weights, number=number, copies=copies)
 
 
 def rows(
@@ -79,7 +70,6 @@ def best(arguments: GFPOArguments, rewards: np.ndarray, lengths: np.ndarray) -> 
 GFPO = online_method(
     rows=rows,
     loss=grpo.loss,
-    complete=complete,
     token_arrays=grpo.TOKEN_ARRAYS,
     parts=(Scorer, Reference, grpo.EqualRewards),
     progress_columns=grpo.COLUMNS,

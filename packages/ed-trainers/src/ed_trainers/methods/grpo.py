@@ -299,6 +299,7 @@ def correction(
         factors = np.where(ratios > cap, 0, ratios)
     distance = np.abs(own - sampled)[here]
     seen = factors[:, 0] if of_sequences else factors[here]
+    above = ratios[:, 0] if of_sequences else ratios[here]
     figures = {}
     if distance.size:
         figures = {
@@ -307,6 +308,7 @@ def correction(
             "sampling/importance_sampling_ratio/min": float(seen.min()),
             "sampling/importance_sampling_ratio/mean": float(seen.mean()),
             "sampling/importance_sampling_ratio/max": float(seen.max()),
+            "sampling/importance_sampling_ratio/above_cap": float((above > cap).mean()),
         }
     return np.where(here, factors, 1).astype(np.float32), figures
 

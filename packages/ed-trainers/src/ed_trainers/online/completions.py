@@ -55,6 +55,9 @@ class Completions:
             training; None if the batch of prompts cannot encode answers.
         encode: returns the tokens of another prompt for the row of a completion, encoded like the
             prompts; None if the batch of prompts cannot encode prompts.
+        rewards: values of reward functions and of an environment, float32 [n, k], NaN for None;
+            None: not scored.
+        given: the tokens of an environment, see `Sampled.given`; empty: none.
     """
 
     prompts: list[PromptContent]
@@ -67,6 +70,8 @@ class Completions:
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
     documents: Callable[[], list[list[int]]] | None = None
     encode: Callable[[int, PromptContent], list[int]] | None = None
+    rewards: np.ndarray | None = None
+    given: list[Sequence[tuple[int, int]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -89,6 +94,8 @@ class Completions:
             images={name: x[list(numbers)] for name, x in self.images.items()},
             documents=None if whole is None else lambda: some(whole()),
             encode=None if encode is None else lambda row, ask: encode(numbers[row], ask),
+            rewards=None if self.rewards is None else self.rewards[list(numbers)],
+            given=some(self.given) if self.given else [],
         )
 
     def rows(self, length: int) -> Prepared:
@@ -99,7 +106,7 @@ class Completions:
 
         Returns:
             `input_ids`, `segment_ids`, `position_ids`, `targets` int32 [n, s] and `weights` float32
-            [n, s]: 1 where the next token belongs to the completion. With images also their arrays,
+            [n, s]: 1 where the next token was sampled. With images also their arrays,
             and `token_type_ids` int32 [n, s]: 0 for the tokens of prompts.
         """
         shape = (len(self), length)
@@ -112,6 +119,9 @@ class Completions:
             rows["input_ids"][row, :end] = [*prompt, *answer]
             rows["segment_ids"][row, :end] = 1
             rows["labels"][row, len(prompt) : end] = answer
+            for first, count in self.given[row] if self.given else ():
+                begin = len(prompt) + first
+                rows["labels"][row, begin : begin + count] = -100
         if self.images:
             prompts = np.asarray([len(prompt) for prompt in self.prompt_ids])[:, None]
             rows["token_type_ids"] = (np.arange(length) >= prompts).astype(np.int32)
@@ -177,6 +187,16 @@ def images_of(batch: PromptRows) -> Mapping[str, np.ndarray]:
     return getattr(batch, "images", {})
 
 
+def rows_of(batch: PromptRows, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+    """Return the fields of each prompt, and `prompt`, the prompt as written."""
+    written: Sequence[PromptContent] = getattr(batch, "prompts", prompt_ids)
+    fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
+    return [
+        {**{name: values[row] for name, values in fields.items()}, "prompt": prompt}
+        for row, prompt in enumerate(written)
+    ]
+
+
 def completions_of(
     batch: PromptRows,
     prompt_ids: list[list[int]],
@@ -198,7 +218,7 @@ def completions_of(
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
     decode = getattr(tokenizer, "decode", None)
     completions = [
-        _as_written(written[i // copies], list(one.token_ids), decode)
+        as_written(written[i // copies], list(one.token_ids), decode)
         for i, one in enumerate(sampled)
     ]
 
@@ -224,13 +244,26 @@ def completions_of(
         images={name: np.repeat(x, copies, axis=0) for name, x in images.items()},
         documents=documents if encode is not None and decode is not None else None,
         encode=None if asked is None else lambda row, prompt: asked(row // copies, prompt),
+        rewards=_rewards_of(sampled),
+        given=[one.given for one in sampled],
     )
 
 
-def _as_written(
+def _rewards_of(sampled: Sequence[Sampled]) -> np.ndarray | None:
+    found = [one.rewards for one in sampled if one.rewards is not None]
+    return np.asarray(found, np.float32) if found and len(found) == len(sampled) else None
+
+
+def as_written(
     prompt: PromptContent, ids: list[int], decode: Callable[..., object] | None
 ) -> PromptContent:
-    """Return a completion in the kind of its prompt."""
+    """Return a completion in the kind of its prompt.
+
+    Args:
+        prompt: the prompt as written.
+        ids: the sampled tokens.
+        decode: method of the tokenizer; None returns the tokens.
+    """
     if decode is None or (isinstance(prompt, list) and not _is_chat(prompt)):
         return ids
     text = str(decode(ids, skip_special_tokens=True))

@@ -30,7 +30,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ed_trainers.batches import Dataset, Feed, HostBatch
+from ed_trainers.batches import BatchLoader, Dataset, Feed, HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.losses.scoring import token_scores
@@ -40,6 +40,7 @@ from ed_trainers.online.completions import (
     PromptRows,
     completions_of,
     images_of,
+    rows_of,
 )
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.base import TrainingArguments
@@ -49,7 +50,7 @@ from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import TOKENS, pad_rows
 from ed_trainers.rewards import Rewards
 from ed_trainers.roles.extension import Extension, PolicyWeights
-from ed_trainers.rollout import Rollout, Weights
+from ed_trainers.rollout import AheadRollout, Rollout, SampleRequest, Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored.npz import read_npz
 
@@ -62,7 +63,7 @@ Question = Callable[[MethodRun[A], Models, Batch], dict[str, jax.Array]]
 
 #: Number of the generations of held-out prompts; the seeds of their samples depend on it.
 HELD_OUT = 2**31
-_ROLLOUT = "rollout"
+_ROLLOUT, _LEDGER = "rollout", "ledger"
 
 
 def online_method(
@@ -147,6 +148,12 @@ class Phase(Generic[A]):
         self.run, self.options, self.chunk = run, run.arguments, run.arguments.lmhead_chunksize
         self._rows, self._complete, self._axes = rows, complete, axes
         self._programs: dict[Question[A], Callable[..., dict[str, jax.Array]]] = {}
+        self._figures: dict[str, float] = {}  # of the rollout
+        if complete is not None and isinstance(run.rollout, AheadRollout):
+            raise ConfigError(
+                f"{run.name} decides for each generation how prompts are completed, so it cannot "
+                "issue prompts ahead: omit the section asynchronous"
+            )
 
     def generate(self, batch: HostBatch, weights: Weights, number: int) -> Generation:
         """Complete a loader's batch of prompts, and make rows of the completions.
@@ -165,6 +172,7 @@ class Phase(Generic[A]):
             "rollout_tokens": tokens,
             "rollout_seconds": seconds,
             "rollout_tokens_per_second": tokens / max(seconds, 1e-9),
+            **self._figures,
         }
         return Generation(number, rows, {**completions.figures(), **figures, **of_rollout})
 
@@ -200,11 +208,12 @@ class Phase(Generic[A]):
         Raises:
             ConfigError: the batch holds no prompts, or there is no rollout.
         """
-        run, options = self.run, self.options
-        if not isinstance(batch, PromptRows):
+        run = self.run
+        rollout = rollout or run.rollout
+        if rollout is None:
             raise ConfigError(
-                f"{run.name} requires batches of prompts, not {type(batch).__name__}: pass a "
-                "loader of ed_data.build_prompts"
+                f"{run.name} needs a rollout that completes prompts: pass rollout=, such as "
+                "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
         rollout = rollout or run.rollout
         if rollout is None:
@@ -212,8 +221,52 @@ class Phase(Generic[A]):
                 f"{run.name} needs a rollout that completes prompts: pass rollout=, such as "
                 "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
+        request = self.request(batch, number, copies)
+        if isinstance(rollout, AheadRollout) and number != HELD_OUT:
+            sampled, self._figures = rollout.take(number, weights.version)
+        else:
+            ids = [prompt for prompt in request.prompts for _ in range(request.copies)]
+            more: dict[str, Any] = {}
+            if images := images_of(batch):
+                repeated = {
+                    name: np.repeat(x, request.copies, axis=0) for name, x in images.items()
+                }
+                more["images"] = repeated
+            lent = self.policy(weights)
+            sampled = rollout.generate(ids, request.params, lent, seeds=request.seeds, **more)
+        if len(sampled) != len(request.seeds):
+            raise ConfigError(
+                f"the rollout returned {len(sampled)} completions of {len(request.seeds)} prompts: "
+                "it must return one for each prompt, in their order"
+            )
+        prompts = [list(prompt) for prompt in request.prompts]
+        return completions_of(batch, prompts, sampled, request.copies, run.tokenizer)
+
+    def policy(self, weights: Weights) -> Weights:
+        """Return the weights of the model alone, without those of an extension."""
+        extension = self.run.record.extension
+        return weights if extension is None else PolicyWeights(weights, extension)
+
+    def request(self, batch: HostBatch, number: int, copies: int | None = None) -> SampleRequest:
+        """Return the prompts and seeds of a generation.
+
+        Args:
+            batch: prompts.
+            number: number of the generation.
+            copies: see `sample`.
+
+        Raises:
+            ConfigError: the batch holds no prompts, a prompt is empty, or truncation would remove
+                tokens of images.
+        """
+        run, options = self.run, self.options
+        if not isinstance(batch, PromptRows):
+            raise ConfigError(
+                f"{run.name} requires batches of prompts, not {type(batch).__name__}: pass a "
+                "loader of ed_data.build_prompts"
+            )
         if copies is None:
-            copies = options.rows_per_prompt * options.completions_per_row
+            copies = options.completions_per_generation // options.loader_batch_size
         kept = [list(ids)[-options.max_prompt_length :] for ids in batch.input_ids]
         for row, prompt in enumerate(kept):
             if not prompt:
@@ -229,7 +282,6 @@ class Phase(Generic[A]):
                 "raise max_prompt_length, or set mixture.tokenization.max_length to drop long "
                 "prompts"
             )
-        ids = [prompt for prompt in kept for _ in range(copies)]
         params = {
             "max_tokens": options.max_completion_length,
             "temperature": options.temperature,
@@ -238,19 +290,8 @@ class Phase(Generic[A]):
             "min_p": options.min_p,
         }
         draws = np.random.SeedSequence((run.arguments.seed, number))
-        seeds = draws.generate_state(len(ids), np.uint32).tolist()
-        extension = run.record.extension
-        lent = weights if extension is None else PolicyWeights(weights, extension)
-        more: dict[str, Any] = {}
-        if images:
-            more["images"] = {name: np.repeat(x, copies, axis=0) for name, x in images.items()}
-        sampled = rollout.generate(ids, params, lent, seeds=seeds, **more)
-        if len(sampled) != len(ids):
-            raise ConfigError(
-                f"the rollout returned {len(sampled)} completions of {len(ids)} prompts: it must "
-                "return one for each prompt, in their order"
-            )
-        return completions_of(batch, kept, sampled, copies, run.tokenizer)
+        seeds = draws.generate_state(len(kept) * copies, np.uint32).tolist()
+        return SampleRequest(number, kept, copies, params, seeds, rows_of(batch, kept))
 
     def rollout_of(self, make: Callable[[Models], object]) -> Rollout:
         """Return a rollout by `generate` of another model than the learner.
@@ -410,6 +451,8 @@ class Scorer:
         functions = run.reward_functions or options.reward_functions
         self._functions = Rewards(functions, run.reward_folders)
         names = self._functions.names
+        if isinstance(run.rollout, AheadRollout):
+            names = (*names, *run.rollout.reward_names)
         self._has_model = REWARD.name in models
         if self._has_model:
             if "pixel_values" in run.learner.input_names:
@@ -442,7 +485,8 @@ class Scorer:
             rows: `completions.rows(...)`; the rows of the reward model have the same length.
             weights: the learner's weights, for `Phase.ask`.
         """
-        parts = [call_once(self._functions, completions)]
+        functions = completions.rewards
+        parts = [call_once(self._functions, completions) if functions is None else functions]
         if self._has_model:
             asked = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
             asked["last"] = last_tokens(asked["segment_ids"])
@@ -498,6 +542,13 @@ class RolloutFeed(Feed):
         self._phase, self._options, self._run = phase, phase.options, phase.run
         self._now: Generation | None = None
         self._continues = False  # whether the next step uses the present generation
+        rollout = self._run.rollout
+        self._ahead = rollout if isinstance(rollout, AheadRollout) else None
+        if self._ahead is not None and not isinstance(dataset, BatchLoader):
+            raise ConfigError(
+                "prompts are issued before their step: asynchronous training needs a loader with "
+                "batch_at(step), such as those of ed_data.build_prompts"
+            )
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -515,13 +566,25 @@ class RolloutFeed(Feed):
         number, within = divmod(step, options.updates_per_generation)
         if self._now is None or self._now.number != number:
             self._now = None  # free the memory before the next generation
-            prompts = super().batch(number)
-            made = self._phase.generate(prompts, self._run.weights(), number)
+            weights = self._run.weights()
+            if self._ahead is not None:
+                self._issue(self._ahead, number, weights)
+            made = self._phase.generate(super().batch(number), weights, number)
             self._now = self.checked(made)
         self._continues = within + 1 < options.updates_per_generation
         self.figures = self._now.figures
         begin = within % options.steps_per_generation * size
         return {name: array[begin : begin + size] for name, array in self._now.rows.items()}
+
+    def _issue(self, rollout: AheadRollout, number: int, weights: Weights) -> None:
+        """Publish the weights, and issue all generations that may be sampled now."""
+        rollout.publish(self._phase.policy(weights))
+        total = self._run.arguments.max_training_steps
+        if total is None:
+            total = (self.steps_per_epoch or 0) * self._run.arguments.num_train_epochs
+        end = -(-total // self._options.updates_per_generation)
+        for later in range(number, min(number + rollout.max_staleness + 1, end)):
+            rollout.issue(self._phase.request(super().batch(later), later))
 
     def checked(self, generation: Generation) -> Generation:
         """Return a generation with shuffled rows, if it has the right number of rows."""
@@ -545,6 +608,8 @@ class RolloutFeed(Feed):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the prompts and, within a generation, its rows."""
         state = super().state_dict()
+        if self._ahead is not None:
+            state[_LEDGER] = self._ahead.state_dict()
         if self._continues and self._now is not None:
             file = io.BytesIO()
             np.savez_compressed(file, **self._now.rows)  # type: ignore[arg-type]
@@ -558,12 +623,18 @@ class RolloutFeed(Feed):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a saved position; see `Feed.load_state_dict`."""
         saved, self._now = state.get(_ROLLOUT), None
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get(_LEDGER, {}))
         if saved is not None:
             rows = io.BytesIO(base64.b64decode(saved["rows"]))
             arrays = read_npz(rows, "the generation of the checkpoint")
             self._now = Generation(int(saved["number"]), arrays, dict(saved["figures"]))
-        super().load_state_dict({name: x for name, x in state.items() if name != _ROLLOUT})
+        super().load_state_dict(_of_prompts(state))
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """See `Feed.difference`."""
-        return super().difference({name: x for name, x in state.items() if name != _ROLLOUT})
+        return super().difference(_of_prompts(state))
+
+
+def _of_prompts(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in state.items() if name not in (_ROLLOUT, _LEDGER)}

@@ -51,6 +51,11 @@ class PolicyWeights(Weights):
         """See `Weights.state`."""
         return nnx.state(cast(nnx.Module, self.model))
 
+    @property
+    def trained(self) -> nnx.State:
+        """See `Weights.trained`."""
+        return self.state
+
     def end(self) -> None:
         """See `Weights.end`."""
         self._whole.end()

@@ -26,6 +26,7 @@ from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
+from ed_trainers.online.sample_ledger import LEDGER
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches, pad_rows
 from ed_trainers.probes import Probe
@@ -89,7 +90,7 @@ class TrainingLoop:
         directory = Path(self.arguments.save_directory)
         first = jax.process_index() == 0
         if not self.arguments.resume_if_possible and first:
-            moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL))
+            moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL, LEDGER))
             if moved is not None:
                 print(f"the earlier run in {directory} was moved to {moved}", flush=True)
         self._mirror: Mirror | None = None

@@ -126,6 +126,19 @@ def save_directory(run: RunConfig) -> Iterator[Problem]:
             yield Problem(("trainer", "save_directory"), message)
 
 
+def environment(run: RunConfig) -> Iterator[Problem]:
+    """Check that the class of the environment exists."""
+    name = None if run.asynchronous is None else run.asynchronous.environment
+    if name is None:
+        return
+    spec = user_code.find(name, (run.folder,)) if ":" in name else None
+    missing = f"{name!r} is no class: write path/file.py:Class or module:Class"
+    if ":" in name:
+        missing = user_code.why_not_found(name, (run.folder,))
+    messages = [missing] if spec is None else _without_attribute(spec, name)
+    yield from (Problem(("asynchronous", "environment"), message) for message in messages)
+
+
 def reward_functions(run: RunConfig) -> Iterator[Problem]:
     """Check the reward functions and the judge: rules, entry points, and modules of functions."""
     trainer = run.trainer

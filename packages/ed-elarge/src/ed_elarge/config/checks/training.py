@@ -14,7 +14,7 @@ from ed_data.checks import unsupported, without_recordings, without_tokens
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_trainers.arguments import ROLES
-from ed_trainers.options.online import RewardedArguments
+from ed_trainers.options.online import OnlineArguments, RewardedArguments
 
 from ed_elarge import heldout_tasks
 from ed_elarge.config import local_tasks
@@ -107,6 +107,32 @@ def sequence_length(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def asynchronous(run: RunConfig) -> Iterator[Problem]:
+    """Check that the method can train on samples of other processes."""
+    section, trainer = run.asynchronous, run.trainer
+    if section is None or trainer is None or run.is_broken("trainer"):
+        return
+    if not isinstance(trainer, OnlineArguments):
+        yield Problem(("asynchronous",), f"{run.method} samples no completions: omit it", True)
+        return
+    if section.environment is not None and run.has_held_out:
+        message = (
+            "held-out prompts are completed without an environment: omit mixture.eval_fraction and "
+            "mixture.eval_informs"
+        )
+        yield Problem(("asynchronous", "environment"), message)
+    if run.has_images:
+        message = "images are not sent to other processes: omit the section"
+        yield Problem(("asynchronous",), message, True)
+    if section.max_staleness > 0 and not getattr(trainer, "corrects", False):
+        yield Problem(
+            ("asynchronous", "max_staleness"),
+            f"{section.max_staleness} trains on samples of earlier weights, and {run.method} does "
+            "not correct them: set it to 0, or use grpo, gspo, gfpo or rlvr with "
+            "importance_sampling_correction",
+        )
+
+
 def fixed_reference(run: RunConfig) -> Iterator[Problem]:
     """Reject a synchronized reference that is the frozen base of the adapters."""
     if run.adapters is not None and getattr(run.trainer, "sync_ref_model", False):
@@ -143,6 +169,8 @@ def rewards(run: RunConfig) -> Iterator[Problem]:
     if not isinstance(trainer, RewardedArguments) or not run.will("train"):
         return
     judged = getattr(trainer, "judge", None) is not None
+    section = run.asynchronous
+    judged = judged or (section is not None and section.environment is not None)
     if not (trainer.reward_functions or judged or "reward_model" in run.written):
         message = (
             f'{run.method} needs a reward: set reward_functions, such as ["rewards.py:score"], '

@@ -1,0 +1,1 @@
+"""Online training with engines and environments in processes of their own."""

@@ -1,0 +1,167 @@
+"""Authenticated connections between the trainer and its engines and environments.
+
+A connection is a TCP stream of frames: 8 bytes of length, then a message of
+`ed_esurge.engine.channel`, whose content is encoded by `ed_esurge.engine.wire`. Both ends first
+send a random value, and the key of each direction depends on both values and on the secret
+`ESURGE_CLUSTER_SECRET`. Then both ends send a first message, so a program without the secret is
+rejected before it can send anything large. No message can create objects or run code.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+from ed_esurge.engine.channel import SECRET, Channel, ForgedMessageError
+from ed_esurge.engine.wire import decode, encode
+from ed_infra.errors import ConfigError, EasyDeLError
+
+#: Environment variable with the address of the trainer, for its own processes.
+ADDRESS = "EASYDEL_TRAINER_ADDRESS"
+_NONCE = 32
+#: Maximum bytes of a message before and after both ends are authenticated.
+_SMALL, _LARGE = 2**12, 2**38
+#: Seconds for the first messages, and of silence after which the kernel probes a connection.
+_GREETING, _PROBE = 30.0, 10
+
+
+class ConnectionLost(EasyDeLError):
+    """The other end of a connection is gone."""
+
+
+class Connection:
+    """One end of a connection. `send` may be called by several threads, `receive` by one.
+
+    Args:
+        stream: a connected socket.
+        accepted: whether this end accepted the connection; the other end opened it.
+
+    Raises:
+        ForgedMessageError: the other end has another secret.
+        ConnectionLost: the other end is gone.
+    """
+
+    def __init__(self, stream: socket.socket, *, accepted: bool):
+        self._stream, self._lock, self._limit = stream, threading.Lock(), _SMALL
+        stream.settimeout(_GREETING)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", _PROBE),
+            ("TCP_KEEPINTVL", _PROBE),
+            ("TCP_KEEPCNT", 3),
+        ):
+            if hasattr(socket, name):
+                stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        own = os.urandom(_NONCE)
+        self._write(own)
+        other = self._read()
+        both = own + other if accepted else other + own
+        secret = hmac.digest(secret_of_run(), both, "sha256")
+        keys = [hmac.digest(secret, name, "sha256") for name in (b"to worker", b"to trainer")]
+        sends, receives = keys if accepted else reversed(keys)
+        self._out = Channel(sends, 0, self._write_or_read, _no_gather)
+        self._in = Channel(receives, 1, self._write_or_read, _no_gather)
+        self.send("easydel")
+        self.receive()
+        self._limit = _LARGE
+        stream.settimeout(None)
+
+    @classmethod
+    def open(cls, address: str) -> Connection:
+        """Connect to a trainer.
+
+        Args:
+            address: `HOST:PORT`.
+        """
+        host, _, port = address.rpartition(":")
+        try:
+            stream = socket.create_connection((host, int(port)), _GREETING)
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"there is no trainer at {address}: {error}") from error
+        return cls(stream, accepted=False)
+
+    def send(self, value: object) -> None:
+        """Send a value that `ed_esurge.engine.wire` can encode.
+
+        Raises:
+            ConnectionLost: the other end is gone.
+        """
+        self.send_encoded(encode(value))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send a value that is already encoded."""
+        with self._lock:
+            self._out.broadcast(data)
+
+    def receive(self) -> Any:
+        """Wait for the next value.
+
+        Raises:
+            ConnectionLost: the other end is gone.
+            ForgedMessageError: the message was not sent by the other end.
+        """
+        return decode(self._in.broadcast())
+
+    def close(self) -> None:
+        """Close the connection; a waiting `receive` raises `ConnectionLost`."""
+        with suppress(OSError):  # the other end closed it
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._stream.close()
+
+    def _write_or_read(self, data: bytes | None) -> bytes:
+        if data is None:
+            return self._read()
+        self._write(data)
+        return data
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._stream.sendall(len(data).to_bytes(8, "big"))
+            self._stream.sendall(data)
+        except OSError as error:
+            raise ConnectionLost(f"a connection ended: {error}") from error
+
+    def _read(self) -> bytes:
+        size = int.from_bytes(self._exactly(8), "big")
+        if size > self._limit:
+            raise ForgedMessageError(
+                f"a message of {size} bytes exceeds the limit of {self._limit}: another program "
+                "uses the port"
+            )
+        return bytes(self._exactly(size))
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                more = self._stream.recv(min(size - len(data), 2**20))
+            except OSError as error:
+                raise ConnectionLost(f"a connection ended: {error}") from error
+            if not more:
+                raise ConnectionLost("the other end closed the connection")
+            data += more
+        return data
+
+
+def _no_gather(data: bytes) -> list[bytes]:
+    raise AssertionError("a connection has two ends, which send in turn")
+
+
+def secret_of_run() -> bytes:
+    """Return the secret that all processes of a run share.
+
+    Raises:
+        ConfigError: the environment variable is not set.
+    """
+    secret = os.environ.get(SECRET, "")
+    if not secret:
+        raise ConfigError(
+            f"{SECRET} is not set: set it to the same random value in the trainer and in every "
+            "process that joins the run"
+        )
+    return secret.encode()

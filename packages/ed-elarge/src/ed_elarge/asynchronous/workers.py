@@ -1,0 +1,212 @@
+"""The worker processes of a run: started here, or joined from other hosts."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ed_esurge.engine.channel import SECRET
+from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.logging import get_logger
+
+from ed_elarge.asynchronous.connection import Connection
+from ed_elarge.exits import BAD_INPUT
+
+logger = get_logger(__name__)
+
+#: Consecutive ends of the processes of a role without any result after which the run fails.
+_RESTARTS = 10
+#: Seconds in which the processes must end after the connection is closed.
+_END = 5.0
+#: Maximum number of lines of a log in a message.
+_SHOWN = 8
+
+
+class Worker:
+    """One connected worker.
+
+    Attributes:
+        role: the kind of the process.
+        load: number of its unfinished tasks.
+    """
+
+    def __init__(self, connection: Connection, role: str):
+        self.role, self.load = role, 0
+        self._connection = connection
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Queue an encoded message; the end of the connection is reported elsewhere."""
+        self._out.put(data)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._out.put(None)
+        self._connection.close()
+
+    def _send(self) -> None:
+        try:
+            while (data := self._out.get()) is not None:
+                self._connection.send_encoded(data)
+        except EasyDeLError:
+            return
+
+
+@dataclass
+class _Child:
+    """A process that this process started, and its log."""
+
+    role: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+class Workers:
+    """Starts the processes of this host, and accepts others.
+
+    The callbacks run in threads of the connections.
+
+    Args:
+        counts: number of processes of each role on this host.
+        address: `HOST:PORT` on which the trainer listens; port 0: a free port.
+        run: the message that describes the run to a worker.
+        logs: folder of the logs of the processes.
+        on_ready: called when a worker can take tasks.
+        on_message: called for each message of a worker.
+        on_lost: called when a worker is gone.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        address: str,
+        run: Mapping[str, Any],
+        logs: Path,
+        *,
+        on_ready: Callable[[Worker], None],
+        on_message: Callable[[Worker, Mapping[str, Any]], None],
+        on_lost: Callable[[Worker], None],
+    ):
+        self._run, self._logs = dict(run), logs
+        self._on_ready, self._on_message, self._on_lost = on_ready, on_message, on_lost
+        #: Consecutive ends without a result, by role.
+        self.in_vain = dict.fromkeys(counts, 0)
+        self._workers: set[Worker] = set()
+        self._closed = False
+        os.environ.setdefault(SECRET, secrets.token_hex(32))
+        host, _, port = address.rpartition(":")
+        try:
+            self._listener = socket.create_server((host, int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"asynchronous.listen: the address {address} cannot be used ({error})"
+            ) from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+        logs.mkdir(parents=True, exist_ok=True)
+        self._children = [
+            self._start(role, logs / f"{role}-{number}.log")
+            for role, count in counts.items()
+            for number in range(count)
+        ]
+
+    @property
+    def processes(self) -> dict[str, list[int]]:
+        """Ids of the processes of this host by role."""
+        found: dict[str, list[int]] = {}
+        for child in self._children:
+            found.setdefault(child.role, []).append(child.process.pid)
+        return found
+
+    def look(self) -> None:
+        """Restart the processes of this host that ended.
+
+        Raises:
+            ConfigError: the input of a process is invalid, or processes of a role end again and
+                again.
+        """
+        for child in self._children:
+            code = child.process.poll()
+            if code is None:
+                continue
+            self.in_vain[child.role] += 1
+            if code == BAD_INPUT or self.in_vain[child.role] > _RESTARTS:
+                lines = child.log.read_text(errors="replace").splitlines()[-_SHOWN:]
+                raise ConfigError(
+                    f"a process of the role {child.role} ended with code {code}; the end of "
+                    f"{child.log}: " + " | ".join(lines)
+                )
+            logger.warning("a process of the role %s ended (%s): restarting it", child.role, code)
+            child.process = self._start(child.role, child.log).process
+
+    def close(self) -> None:
+        """End all connections and all processes of this host."""
+        self._closed = True
+        self._listener.close()
+        for worker in list(self._workers):
+            worker.close()
+        limit = time.monotonic() + _END
+        for child in self._children:
+            try:
+                child.process.wait(max(limit - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    def _start(self, role: str, log: Path) -> _Child:
+        words = [sys.executable, "-m", "ed_elarge", "join", self.address, "--as", role]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the trainer only
+            )
+        return _Child(role, log, process)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
+
+    def _serve(self, stream: socket.socket) -> None:
+        """Follow one connection to its end."""
+        try:
+            connection = Connection(stream, accepted=True)
+            hello = connection.receive()
+            connection.send(self._run)
+            if hello.get("role") not in self.in_vain or connection.receive().get("do") != "ready":
+                raise EasyDeLError(f"a worker has the unknown role {hello.get('role')!r}")
+        except EasyDeLError as error:
+            logger.warning("a worker was rejected: %s", error)
+            stream.close()
+            return
+        worker = Worker(connection, str(hello["role"]))
+        self._workers.add(worker)
+        try:
+            if not self._closed:
+                self._on_ready(worker)
+            while True:
+                self._on_message(worker, connection.receive())
+        except EasyDeLError:
+            pass  # the connection ended
+        finally:
+            self._workers.discard(worker)
+            worker.close()
+            if not self._closed:
+                self._on_lost(worker)

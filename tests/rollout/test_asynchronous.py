@@ -1,0 +1,102 @@
+"""Asynchronous runs: equal to one process without staleness, and exact after any kill."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from ed_trainers.online.sample_ledger import SampleLedger
+
+from tests.rollout.asynchronous_runs import RUN, check_ledger, finish, run_with_kills, steps, write
+
+#: Number of kills of each kill test; 100 in the full form, for two tests.
+KILLS = int(os.environ.get("EASYDEL_ASYNCHRONOUS_KILLS", "6"))
+
+
+@pytest.mark.nightly
+def test_run_without_staleness_equals_run_in_one_process(tmp_path):
+    alone = finish(write(tmp_path / "alone"))
+    apart = finish(write(tmp_path / "apart", "asynchronous: {max_staleness: 0}\n"))
+    assert [row["loss"] for row in apart] == [row["loss"] for row in alone]
+    assert apart == alone
+    check_ledger(tmp_path / "apart")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_run_with_kills_uses_each_prompt_once_and_its_ledger_replays_it(tmp_path, staleness):
+    """The ledger alone, without engines and checkpoints, reproduces all figures bit for bit."""
+    section = f"asynchronous: {{max_staleness: {staleness}, engines: 2}}\n"
+    folder = write(tmp_path / "killed", section)
+    counts = run_with_kills(folder, KILLS, seed=staleness)
+    print(f"kills: {counts}")
+    lengths = check_ledger(folder)
+    section = (
+        f"asynchronous: {{max_staleness: {staleness}, engines: 0, environment_processes: 0}}\n"
+    )
+    again = write(tmp_path / "again", section)
+    (again / "run").mkdir()
+    shutil.copy(folder / "run" / "samples.ledger", again / "run")
+    shutil.copytree(folder / "run" / "tokenizer", again / "run" / "tokenizer")
+    assert finish(again) == steps(folder)
+    if staleness == 0:
+        alone = finish(write(tmp_path / "alone"))
+        np.testing.assert_allclose(
+            [row["loss"] for row in steps(folder)], [row["loss"] for row in alone], atol=1e-6
+        )
+        expected = [row["completions/mean_length"] for row in alone]
+        np.testing.assert_allclose(np.reshape(lengths, (len(alone), -1)).mean(1), expected)
+
+
+@pytest.mark.nightly
+def test_other_prompts_or_a_truncated_ledger_are_refused(tmp_path):
+    folder = write(tmp_path, "asynchronous: {max_staleness: 1}\n")
+    finish(folder)
+    ledger = folder / "run" / "samples.ledger"
+    data = ledger.read_bytes()
+    ledger.write_bytes(data[: len(data) // 2])
+    with pytest.raises(AssertionError, match="the checkpoint needs"):
+        finish(folder)
+
+
+#: Replies twice, then ends with a reward for the number of its replies.
+ECHO = """
+from ed_trainers.environments import EnvironmentReply, Sandbox
+
+
+class Echo:
+    def reset(self, messages, row):
+        assert messages == [{"role": "user", "content": messages[0]["content"]}]
+        self.count = 0
+
+    def step(self, messages):
+        assert messages[-1]["role"] == "assistant" and len(messages) == 2 * self.count + 2
+        self.count += 1
+        if self.count == 3:
+            return EnvironmentReply(reward=0.5, done=True)
+        result = Sandbox(seconds=20).python("print(6 * 7)")
+        return EnvironmentReply([{"role": "tool", "content": result.output}], reward=0.25)
+"""
+
+
+@pytest.mark.nightly
+def test_environment_replies_in_samples_and_its_words_have_no_log_probabilities(tmp_path):
+    text = RUN.replace("max_completion_length: 24", "max_completion_length: 40\n  min_p: 0.02")
+    section = "asynchronous: {max_staleness: 1, environment: 'echo.py:Echo'}\n"
+    folder = write(
+        tmp_path, section, text.replace("max_training_steps: 8", "max_training_steps: 2")
+    )
+    (folder / "echo.py").write_text(ECHO)
+    rows = finish(folder)
+    check_ledger(folder, generations=2)
+    ledger = SampleLedger(folder / "run" / "samples.ledger", {})
+    samples = [ledger.sample((0, place)) for place in range(16)]
+    ledger.close()
+    assert any(len(one.given) == 2 and one.ended for one in samples)
+    for one in samples:
+        given = [at for first, count in one.given for at in range(first, first + count)]
+        assert all(one.logprobs[at] == 0 for at in given)
+        assert sum(p != 0 for p in one.logprobs) <= len(one.token_ids) - len(given)
+        whole = len(one.given) == 2 and one.ended
+        assert one.rewards[-1] == (1.0 if whole else 0.25 * (len(one.given) + 1))
+    assert "rewards/environment/mean" in rows[0]
