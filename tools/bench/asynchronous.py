@@ -3,10 +3,11 @@
     uv run python -m tools.bench.asynchronous
     uv run python -m tools.bench.asynchronous --steps 40 --staleness 0 1 2
 
-GRPO trains a small Llama on two tasks whose samples have long-tailed lengths: the end token ends
-most samples early, and few reach the limit. Each run starts `elarge` with the same seed, once
-without the section `asynchronous`, and once for each staleness. The first steps compile and are
-not counted. Learning curves are the mean rewards of five parts of a run.
+GRPO trains a small Llama on two tasks whose samples have long-tailed lengths: nine of 280 tokens
+end a sample, so most samples are short, and the longest of a step has three times the mean length.
+Each run starts `elarge` with the same seed, once without the section `asynchronous`, and once for
+each staleness. The first steps compile and are not counted. Learning curves are the mean rewards of
+five parts of a run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ model:
 sharding: {{axis_dims: [1, 1, 1, 1, 1]}}
 mixture:
   informs: [{{data_files: {root}/examples/data/answers.jsonl, content_field: prompt}}]
+esurge: {{extra_eos_token_ids: [200, 201, 202, 203, 204, 205, 206, 207]}}
 trainer:
   trainer_type: grpo
   reward_functions: [{{regex: {{pattern: "{pattern}"}}}}]
