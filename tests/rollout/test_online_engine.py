@@ -18,7 +18,8 @@ from ed_layers.native import library
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.figures.metrics import read_rows
-from ed_trainers.online.phase import Phase, Scorer
+from ed_trainers.online.phase import Phase
+from ed_trainers.online.scorer import Scorer
 
 PROMPT, NEW = 8, 6
 ONE = (1, 1, 1, 1, 1)

@@ -13,7 +13,8 @@ from ed_infra.enums import TaskType
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.online.phase import Phase, Scorer
+from ed_trainers.online.phase import Phase
+from ed_trainers.online.scorer import Scorer
 from ed_trainers.rollout import Sampled
 
 from tests.parity.chat_families import ANSWER, FAMILIES, USER

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from ed_data import train_bpe
-from ed_elarge.building.end_tokens import stop_after_answers
+from ed_elarge.engine.end_tokens import stop_after_answers
 from ed_models.families.llama import LlamaConfig
 
 CHATML = (

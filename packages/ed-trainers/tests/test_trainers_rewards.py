@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Scores
+from ed_trainers.online.scorer import Scores
 from ed_trainers.rewards import RewardError, Rewards
 from ed_trainers.rewards.rules import RULES, last_number, stated_answer, value_of
 from online_runs import words

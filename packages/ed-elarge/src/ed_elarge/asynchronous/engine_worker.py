@@ -23,8 +23,8 @@ from ed_trainers.stored.arrays import flat_arrays, from_flat
 from flax import nnx
 
 from ed_elarge.asynchronous.connection import Connection, ConnectionLost
-from ed_elarge.building.end_tokens import stop_after_answers
-from ed_elarge.building.parts import GENERATING
+from ed_elarge.config.checks.training import GENERATING
+from ed_elarge.engine.end_tokens import stop_after_answers
 from ed_elarge.engine.options import of_rollouts
 from ed_elarge.model import eLargeModel
 

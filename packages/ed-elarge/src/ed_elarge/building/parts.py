@@ -473,7 +473,7 @@ def trainer(elm: eLargeModel) -> Trainer:
     from ed_trainers.methods import trainer_class
     from ed_trainers.options.online import RewardedArguments
 
-    from ed_elarge.building.end_tokens import stop_after_answers
+    from ed_elarge.engine.end_tokens import stop_after_answers
 
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()

@@ -16,7 +16,8 @@ from ed_trainers.contract import MethodRun
 from ed_trainers.methods import grpo
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import HELD_OUT, PhaseRows, Scorer, online_method
+from ed_trainers.online.phase import HELD_OUT, PhaseRows, online_method
+from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.groups import GFPOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer

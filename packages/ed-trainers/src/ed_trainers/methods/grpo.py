@@ -27,16 +27,8 @@ from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import (
-    HELD_OUT,
-    Phase,
-    PhaseRows,
-    Question,
-    Scorer,
-    Scores,
-    online_method,
-    policy_of,
-)
+from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, Question, online_method, policy_of
+from ed_trainers.online.scorer import Scorer, Scores
 from ed_trainers.options.groups import GroupArguments, GRPOArguments
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.rollout import Weights

@@ -30,7 +30,8 @@ from ed_trainers.losses.ppo import (
 )
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, PhaseRows, Scorer, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, online_method, policy_of
+from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.roles.value_head import VALUE_HEAD, value_head
 from ed_trainers.rollout import Weights

@@ -18,7 +18,8 @@ from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.grpo import COLUMNS, EqualRewards, group_rows, nanmean, nanstd
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import PhaseRows, Scorer, online_method, policy_of
+from ed_trainers.online.phase import PhaseRows, online_method, policy_of
+from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.groups import RLOOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer

@@ -28,8 +28,9 @@ from ed_trainers.losses.scoring import forward
 from ed_trainers.methods import grpo
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import PhaseRows, Scorer, online_method, policy_of
+from ed_trainers.online.phase import PhaseRows, online_method, policy_of
 from ed_trainers.online.reprompts import reprompted
+from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.sdpo import SDPOArguments
 from ed_trainers.roles.frozen import Following
 from ed_trainers.rollout import Weights

@@ -3,10 +3,9 @@
 A phase starts every `updates_per_generation` steps. `Phase.generate` completes prompts with the
 present weights, and the method's function `rows` turns the completions into the arrays of the loss:
 scores, advantages, and log-probabilities of models before the steps change them. Then the steps are
-trained on these rows like on any batch. `Scorer` computes the rewards. `RolloutFeed` yields the
-rows step by step.
+trained on these rows like on any batch. `RolloutFeed` yields the rows step by step.
 
-Legend: n rows of a generation, k rewards of a completion, s positions.
+Legend: n rows of a generation, s positions.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from ed_infra import distributed
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import CausalLMOutput
@@ -33,8 +30,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ed_trainers.batches import BatchLoader, Dataset, Feed, HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.policy import Policy, Truncation, token_policy
-from ed_trainers.losses.scoring import token_scores
-from ed_trainers.losses.segments import last_tokens
 from ed_trainers.online.completions import (
     Completions,
     PromptRows,
@@ -44,11 +39,9 @@ from ed_trainers.online.completions import (
 )
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.online import OnlineArguments, RewardedArguments
+from ed_trainers.options.online import OnlineArguments
 from ed_trainers.options.preference import AnswerArguments
-from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import TOKENS, pad_rows
-from ed_trainers.rewards import Rewards
 from ed_trainers.roles.extension import Extension, PolicyWeights
 from ed_trainers.rollout import AheadRollout, Rollout, SampleRequest, Weights
 from ed_trainers.state import EasyDeLState
@@ -401,127 +394,6 @@ def policy_of(
         chunk=phase.chunk,
         truncation=truncation if truncated and truncation.active else None,
     )
-
-
-class Scores(NamedTuple):
-    """The rewards of completions, float32.
-
-    Attributes:
-        each: [n, k]; NaN where a function does not apply.
-        total: [n], weighted; NaN where no function applies.
-        names: names of the k rewards.
-        per_prompt: number of completions of a prompt, if some of them were removed.
-    """
-
-    each: np.ndarray
-    total: np.ndarray
-    names: tuple[str, ...]
-    per_prompt: int | None = None
-
-    def figures(self) -> dict[str, float]:
-        """Return the mean and the standard deviation of each reward, with TRL's names."""
-        out = {}
-        for name, own in zip(self.names, self.each.T, strict=True):
-            here = own[np.isfinite(own)]
-            out[f"rewards/{name}/mean"] = float(here.mean()) if here.size else np.nan
-            out[f"rewards/{name}/std"] = float(here.std(ddof=1)) if here.size > 1 else np.nan
-        here = self.total[np.isfinite(self.total)]
-        out["reward_std"] = float(here.std(ddof=1)) if here.size > 1 else np.nan
-        return out
-
-
-class Scorer:
-    """The rewards of a run: functions and a reward model; an object of `Method.parts`.
-
-    The reward model is the frozen model `"reward"`, a `SequenceClassifier` with one label, whose
-    score of the last token counts. The reward model reads the token ids of the learner.
-
-    Args:
-        run: the run of the method, with options of `RewardedArguments`.
-        models: the frozen models by role; unchanged.
-
-    Raises:
-        ConfigError: there are no rewards, or the number of weights differs from their number.
-    """
-
-    def __init__(self, run: MethodRun[A], models: dict[str, LanguageModel]):
-        options = run.arguments
-        assert isinstance(options, RewardedArguments), "the options of a method with rewards"
-        self._run = run
-        functions = run.reward_functions or options.reward_functions
-        self._functions = Rewards(functions, run.reward_folders)
-        names = self._functions.names
-        if isinstance(run.rollout, AheadRollout):
-            names = (*names, *run.rollout.reward_names)
-        self._has_model = REWARD.name in models
-        if self._has_model:
-            if "pixel_values" in run.learner.input_names:
-                raise ConfigError(
-                    "a reward model reads texts, and the trained model reads images: set "
-                    "reward_functions instead of the section reward_model"
-                )
-            names = (*names, REWARD.section)
-            _check_vocabulary(run.learner, models[REWARD.name])
-        if not names:
-            raise ConfigError(
-                f"{run.name} needs rewards: set reward_functions, or pass "
-                "the frozen model 'reward' (the section reward_model)"
-            )
-        weights = options.reward_weights or (1.0,) * len(names)
-        if len(weights) != len(names):
-            raise ConfigError(
-                f"{len(weights)} reward_weights for {len(names)} rewards ({', '.join(names)}): "
-                "set one weight per reward"
-            )
-        self._names, self._weights = names, np.asarray(weights, np.float32)
-
-    def score(
-        self, completions: Completions, rows: Mapping[str, np.ndarray], weights: Weights
-    ) -> Scores:
-        """Return the rewards of completions.
-
-        Args:
-            completions: n completions.
-            rows: `completions.rows(...)`; the rows of the reward model have the same length.
-            weights: the learner's weights, for `Phase.ask`.
-        """
-        functions = completions.rewards
-        parts = [call_once(self._functions, completions) if functions is None else functions]
-        if self._has_model:
-            asked = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
-            asked["last"] = last_tokens(asked["segment_ids"])
-            axes = dict.fromkeys(asked, TOKENS)
-            found = self._run.part(Phase).ask(_reward_of, asked, weights, axes)
-            parts.append(found[REWARD.name][:, None])
-        each = np.concatenate(parts, axis=1)
-        total = np.nansum(each * self._weights, axis=1)
-        total = np.where(np.isnan(each).all(axis=1), np.nan, total).astype(np.float32)
-        return Scores(each, total, self._names)
-
-
-def call_once(rewards: Rewards, completions: Completions) -> np.ndarray:
-    """Return the values of reward functions, float32 [n, k], called on the first process only.
-
-    A function may call a server or be random, and all processes need the same values.
-    """
-    return distributed.from_main(lambda: rewards(completions))
-
-
-def _reward_of(run: MethodRun, models: Models, rows: Batch) -> dict[str, jax.Array]:
-    """Return the reward model's score of the last token of each row."""
-    del run
-    _, scores = token_scores(models[REWARD.name], rows, None, labels=1)
-    return {REWARD.name: jnp.sum(scores[..., 0] * rows["last"], axis=-1)}
-
-
-def _check_vocabulary(learner: LanguageModel, model: LanguageModel) -> None:
-    sizes = [getattr(each.config, "vocab_size", None) for each in (learner, model)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"the reward model has {sizes[1]} tokens, the learner {sizes[0]}: it reads the "
-            "learner's token ids, so use a reward model with the same tokenizer, or score the text "
-            "in a reward function"
-        )
 
 
 class RolloutFeed(Feed):
