@@ -81,8 +81,10 @@ class Echo:
 
 @pytest.mark.nightly
 def test_environment_replies_in_samples_and_its_words_have_no_log_probabilities(tmp_path):
-    text = RUN.replace("max_completion_length: 24", "max_completion_length: 40\n  min_p: 0.02")
-    section = "asynchronous: {max_staleness: 1, environment: 'echo.py:Echo'}\n"
+    text = RUN.replace("max_completion_length: 24", "max_completion_length: 40")
+    # Every fourth token ends a message, so that samples have several of them.
+    section = f"esurge: {{extra_eos_token_ids: {list(range(3, 300, 4))}}}\n"
+    section += "asynchronous: {max_staleness: 1, environment: 'echo.py:Echo'}\n"
     folder = write(
         tmp_path, section, text.replace("max_training_steps: 8", "max_training_steps: 2")
     )
@@ -98,5 +100,7 @@ def test_environment_replies_in_samples_and_its_words_have_no_log_probabilities(
         assert all(one.logprobs[at] == 0 for at in given)
         assert sum(p != 0 for p in one.logprobs) <= len(one.token_ids) - len(given)
         whole = len(one.given) == 2 and one.ended
-        assert one.rewards[-1] == (1.0 if whole else 0.25 * (len(one.given) + 1))
+        assert one.rewards is not None and one.rewards[-1] == (
+            1.0 if whole else 0.25 * (len(one.given) + 1)
+        )
     assert "rewards/environment/mean" in rows[0]

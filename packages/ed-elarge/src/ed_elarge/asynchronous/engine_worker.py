@@ -89,11 +89,12 @@ class EngineWorker:
         """Sample until the trainer closes the connection."""
         threading.Thread(target=self._receive, daemon=True).start()
         while True:
-            messages = [] if self._open else [self._messages.get()]
+            received = [] if self._open else [self._messages.get()]
             while not self._messages.empty():
-                messages.append(self._messages.get())
-            if None in messages:
-                return
+                received.append(self._messages.get())
+            messages = [message for message in received if message is not None]
+            if len(messages) < len(received):
+                return  # the trainer closed the connection
             newest = max((n for n, m in enumerate(messages) if m["do"] == "weights"), default=-1)
             for number, message in enumerate(messages):
                 if message["do"] == "add":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from ed_infra.errors import ConfigError
@@ -136,8 +135,14 @@ class EnvironmentWorker:
         return self._tokenizer.encode(text.removeprefix(end), add_special_tokens=False)
 
 
-class _Group(SimpleNamespace):
+@dataclass
+class _Group:
     """The samples of one prompt; see `ed_trainers.rewards.Completed`."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    fields: dict[str, list[Any]]
 
     def __len__(self) -> int:
         return len(self.completion_ids)

@@ -31,7 +31,7 @@ from ed_trainers.rollout import Sampled, SampleRequest, Weights
 from ed_trainers.stored.arrays import flat_arrays
 
 from ed_elarge.asynchronous.joining import ENGINE, ENVIRONMENT
-from ed_elarge.asynchronous.workers import Worker, Workers
+from ed_elarge.asynchronous.workers import ConnectedWorker, RunWorkers
 from ed_elarge.model import eLargeModel
 
 #: Seconds between two looks at the processes, and between two messages about a missing engine.
@@ -62,16 +62,16 @@ class AsynchronousRollout:
         self._scores = isinstance(arguments, RewardedArguments) and bool(arguments.reward_functions)
         self._changed = threading.Condition(threading.RLock())
         self._ledger: SampleLedger | None = None
-        self._workers: Workers | None = None
+        self._workers: RunWorkers | None = None
         self._requests: dict[int, SampleRequest] = {}
         # The worker of each task, by kind and key: `sample`, the tokens of a message; `turn`, the
         # reply of an environment; `score`, the rewards of the samples of a prompt.
-        self._tasks: dict[str, dict[SampleKey, Worker | None]] = {
+        self._tasks: dict[str, dict[SampleKey, ConnectedWorker | None]] = {
             "sample": {},
             "turn": {},
             "score": {},
         }
-        self._ready: list[Worker] = []
+        self._ready: list[ConnectedWorker] = []
         self._weights = b""
         self._failure: EasyDeLError | None = None
 
@@ -203,7 +203,7 @@ class AsynchronousRollout:
                 ENGINE: self._options.engines,
                 ENVIRONMENT: self._options.environment_processes if serves else 0,
             }
-            self._workers = Workers(
+            self._workers = RunWorkers(
                 counts,
                 self._options.listen,
                 {
@@ -218,17 +218,17 @@ class AsynchronousRollout:
             )
         return self._ledger
 
-    def _of(self, role: str) -> list[Worker]:
+    def _of(self, role: str) -> list[ConnectedWorker]:
         return [worker for worker in self._ready if worker.role == role]
 
-    def _on_ready(self, worker: Worker) -> None:
+    def _on_ready(self, worker: ConnectedWorker) -> None:
         with self._changed:
             self._ready.append(worker)
             if worker.role == ENGINE and self._weights:
                 worker.send(self._weights)
             self._dispatch()
 
-    def _on_lost(self, worker: Worker) -> None:
+    def _on_lost(self, worker: ConnectedWorker) -> None:
         with self._changed:
             if worker in self._ready:
                 self._ready.remove(worker)
@@ -236,7 +236,7 @@ class AsynchronousRollout:
                 tasks |= {key: None for key, owner in tasks.items() if owner is worker}
             self._dispatch()
 
-    def _on_message(self, worker: Worker, message: Mapping[str, Any]) -> None:
+    def _on_message(self, worker: ConnectedWorker, message: Mapping[str, Any]) -> None:
         number, place = map(int, message["name"].split("/"))
         key, kind = (number, place), message["task"]
         with self._changed:
@@ -314,7 +314,7 @@ class AsynchronousRollout:
         """Give the tasks without a worker to the workers with the fewest tasks."""
         engines, environments = self._of(ENGINE), self._of(ENVIRONMENT)
         if engines and self._weights:
-            shares: dict[Worker, list[dict[str, Any]]] = {}
+            shares: dict[ConnectedWorker, list[dict[str, Any]]] = {}
             for group in self._waiting_groups():
                 worker = min(engines, key=lambda each: each.load)
                 shares.setdefault(worker, []).extend(map(self._sample_task, group))

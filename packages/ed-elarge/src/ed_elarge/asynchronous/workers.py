@@ -32,7 +32,7 @@ _END = 5.0
 _SHOWN = 8
 
 
-class Worker:
+class ConnectedWorker:
     """One connected worker.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Child:
     process: subprocess.Popen[bytes]
 
 
-class Workers:
+class RunWorkers:
     """Starts the processes of this host, and accepts others.
 
     The callbacks run in threads of the connections.
@@ -94,15 +94,15 @@ class Workers:
         run: Mapping[str, Any],
         logs: Path,
         *,
-        on_ready: Callable[[Worker], None],
-        on_message: Callable[[Worker, Mapping[str, Any]], None],
-        on_lost: Callable[[Worker], None],
+        on_ready: Callable[[ConnectedWorker], None],
+        on_message: Callable[[ConnectedWorker, Mapping[str, Any]], None],
+        on_lost: Callable[[ConnectedWorker], None],
     ):
         self._run, self._logs = dict(run), logs
         self._on_ready, self._on_message, self._on_lost = on_ready, on_message, on_lost
         #: Consecutive ends without a result, by role.
         self.in_vain = dict.fromkeys(counts, 0)
-        self._workers: set[Worker] = set()
+        self._workers: set[ConnectedWorker] = set()
         self._closed = False
         os.environ.setdefault(SECRET, secrets.token_hex(32))
         host, _, port = address.rpartition(":")
@@ -196,7 +196,7 @@ class Workers:
             logger.warning("a worker was rejected: %s", error)
             stream.close()
             return
-        worker = Worker(connection, str(hello["role"]))
+        worker = ConnectedWorker(connection, str(hello["role"]))
         self._workers.add(worker)
         try:
             if not self._closed:

@@ -17,7 +17,7 @@ from ed_trainers.rewards import user_code
 
 __all__ = ["Environment", "EnvironmentReply", "Sandbox", "SandboxResult", "environment_class"]
 
-Message = Mapping[str, Any]
+_Message = Mapping[str, Any]
 
 
 class EnvironmentReply(NamedTuple):
@@ -31,7 +31,7 @@ class EnvironmentReply(NamedTuple):
         done: whether the sample ends.
     """
 
-    messages: Sequence[Message] = ()
+    messages: Sequence[_Message] = ()
     reward: float = 0.0
     done: bool = False
 
@@ -44,7 +44,7 @@ class Environment(Protocol):
     of the model. The replies to the recorded messages are not used, so they may differ.
     """
 
-    def reset(self, messages: Sequence[Message], row: Mapping[str, Any]) -> None:
+    def reset(self, messages: Sequence[_Message], row: Mapping[str, Any]) -> None:
         """Begin a sample.
 
         Args:
@@ -53,7 +53,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, messages: Sequence[Message]) -> EnvironmentReply:
+    def step(self, messages: Sequence[_Message]) -> EnvironmentReply:
         """Return the reaction to the newest message of the model.
 
         Args:

@@ -215,6 +215,7 @@ class Phase(Generic[A]):
                 "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
         request = self.request(batch, number, copies)
+        assert isinstance(batch, PromptRows), "checked by request"
         if isinstance(rollout, AheadRollout) and number != HELD_OUT:
             sampled, self._figures = rollout.take(number, weights.version)
         else:
