@@ -288,7 +288,6 @@ def test_large_files_and_infinite_samples_are_errors(monkeypatch: pytest.MonkeyP
         (CTC, {"tokenization": {"language": "de"}}, "language='de' has no effect"),
         (CTC, {"pack_tokens": True, "pack_seq_length": 24}, "rows are not packed"),
         (CTC, {"inform": {"audio_field": "sound"}}, "no field 'sound' with a recording"),
-        (SPEECH_SEQ2SEQ, {"tokenization": {"language": "xx"}}, "language='xx' is not a language"),
     ],
 )
 def test_options_that_do_not_fit_the_data_are_errors(

@@ -105,6 +105,7 @@ VALID: dict[str, str] = {
         "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
         "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
         "trainer.temperature trainer.alpha lora.alpha "
+        "trainer.mlm_probability trainer.noise_density "
         "model.config.layerdrop mixture.informs.max_duration_in_seconds "
         "mixture.eval_informs.max_duration_in_seconds "
         "actions.serve.limits.body_timeout actions.serve.limits.request_timeout "
@@ -136,6 +137,8 @@ VALID: dict[str, str] = {
     "null": (
         "mixture.informs.max_duration_in_seconds mixture.eval_informs.max_duration_in_seconds "
         "mixture.tokenization.task trainer.max_length actions.transcribe.language "
+        "mixture.tokenization.language trainer.generation_max_length "
+        "model.config.text_config model.config.vision_config "
         "trainer.num_remains_in_group "
         "model.task trainer.reward_weights trainer.generation_prompts.content "
         "trainer.generation_interval model.tokenizer model.tokenizer.chat_template lora.alpha "
@@ -182,7 +185,8 @@ VALID: dict[str, str] = {
         "mixture.tokenization.output_field trainer.save_directory"
     ),
     "true": (
-        "trainer.filter_by_efficiency base_config.values.scan_layers esurge.async_scheduling "
+        "trainer.filter_by_efficiency trainer.whole_word_mask base_config.values.scan_layers "
+        "esurge.async_scheduling "
         "esurge.compile_runner esurge.destroy_pages_on_pause "
         "esurge.enable_prefix_caching esurge.prefer_preserve_prompt esurge.use_aot_forward "
         "eval.apply_chat_template eval.predict_only eval.print_results eval.use_tqdm "
@@ -197,7 +201,7 @@ VALID: dict[str, str] = {
     ),
     "zero": (
         "trainer.beta trainer.reward_weights trainer.mixture_coef trainer.lmbda "
-        "trainer.doc_stride "
+        "trainer.doc_stride trainer.distillation_weight "
         "mixture.tokenization.assistant_only_loss actions.serve.limits.max_stored_responses "
         "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
         "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
@@ -230,7 +234,8 @@ ELSEWHERE: dict[str, str] = {
     "huge": "mixture.batch_size",
     "misspelled": "trainer.generation_prompts.role actions.generate.prompts.role",
     "null": "eval mixture.eval_fraction mixture.informs.type",
-    "text": "mixture.informs.name",
+    # A row of the data has a label that the list of names does not contain any more.
+    "text": "mixture.informs.name trainer.label_names",
     "upper": "trainer.generation_prompts.role actions.generate.prompts.role",
     "zero": "mixture.informs.type mixture.tokenization.truncation",
 }

@@ -11,7 +11,7 @@
 namespace ed {
 namespace {
 
-constexpr int64_t kPanelInputs = 128;  // inputs of a block of numbers
+constexpr int64_t kPanelInputs = 64;  // inputs of a block of numbers: two fit the first cache
 
 // Fetches the next block of a panel, in as many parts as the block is gone over.
 struct NextBlock {

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ed_data.config.base import DataOptions
 from ed_data.config.source import Inform, path_text
 from ed_data.errors import KeyPath, did_you_mean
+from ed_data.languages import language_code
 
 # The bounds are far above realistic values; they catch typing errors before memory is allocated.
 TokenCount = Annotated[int, Field(gt=0, le=2**24)]
@@ -62,7 +63,7 @@ class Tokenization(DataOptions):
     """Name of the field with tokens in saved documents."""
     batch_size: RowCount = 1000
     """Number of documents that are encoded together."""
-    language: str | None = None
+    language: Annotated[str, AfterValidator(language_code)] | None = None
     """Language of transcripts, for tokenizers with tokens of languages (Whisper): a code such as
     `de`, or an English name; default: the setting of the tokenizer."""
     task: Literal["transcribe", "translate"] | None = None

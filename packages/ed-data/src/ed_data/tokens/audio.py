@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.errors import DataError, did_you_mean
+from ed_data.errors import DataError
 from ed_data.rows.example import Example, RowAudio
 from ed_data.rows.recordings import header, samples_of
 from ed_data.schema import Task
@@ -79,7 +79,7 @@ class AudioEncoder:
     Args:
         processor: the processor of the checkpoint.
         task: `"speech_seq2seq"` or `"ctc"`.
-        language: language of the transcripts; None keeps the setting of the tokenizer.
+        language: code of the language of the transcripts; None keeps the setting of the tokenizer.
         speech_task: `"transcribe"` or `"translate"`; None keeps the setting of the tokenizer.
         start: first token that the decoder reads, for the task `"speech_seq2seq"`.
         steps: time steps of recordings, for the task `"ctc"`.
@@ -237,19 +237,8 @@ class AudioEncoder:
                 "tokens of languages and tasks; omit it",
                 path,
             )
-        from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
-
-        if language is not None:
-            known = [*LANGUAGES, *TO_LANGUAGE_CODE]
-            code = TO_LANGUAGE_CODE.get(language.lower(), language.lower())
-            if f"<|{code}|>" not in self.tokenizer.get_vocab():
-                raise DataError(
-                    f"language={language!r} is not a language of the tokenizer"
-                    f"{did_you_mean(language.lower(), known)}: use a code such as 'en', or an "
-                    "English name",
-                    path,
-                )
-            language = code
+        if language is not None and f"<|{language}|>" not in self.tokenizer.get_vocab():
+            raise DataError(f"language={language!r} is not a language of the tokenizer", path)
         setter(language=language, task=task)
         wanted = [f"<|{name}|>" for name in (language, task) if name is not None]
         prefix: Any = self.tokenizer

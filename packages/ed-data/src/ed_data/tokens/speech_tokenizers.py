@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_data.errors import DataError
+from ed_data.languages import LANGUAGES
 from ed_data.tokens.bpe import train_bpe
 
 if TYPE_CHECKING:
@@ -79,7 +80,6 @@ def train_whisper(
         WhisperProcessor,
         WhisperTokenizer,
     )
-    from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
     if positions % 50:
         raise DataError(

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Tokenization
+from ed_data.languages import LANGUAGES
 from ed_data.tokens.audio import TimeSteps
 from ed_infra.errors import ConfigError
 
@@ -81,7 +82,7 @@ def set_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     fields = config_fields(tokenizer)
     if "suppress_tokens" not in fields:
         return
-    from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
+    from transformers.models.whisper.tokenization_whisper import TASK_IDS
 
     vocab = tokenizer.get_vocab()
 

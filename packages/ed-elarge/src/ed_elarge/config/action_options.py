@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from ed_data.languages import language_code
 from ed_esurge.config import ServerLimits, UnknownFields
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_infra.chats import CheckedPrompts
 from ed_infra.options import Count, Options, Seed, Whole, choice
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
 from ed_elarge.config.sections import (
     EvalSection,
@@ -74,7 +75,7 @@ class TranscribeOptions(Options):
 
     files: Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_one_or_more)]
     """Paths of recordings: WAV, FLAC, OGG, MP3."""
-    language: Name | None = None
+    language: Annotated[str, AfterValidator(language_code)] | None = None
     """Language of the speech: a code, or an English name. None: the model detects the language.
     Whisper only."""
     task: Annotated[str, choice("task", ("transcribe", "translate"))] = "transcribe"

@@ -27,7 +27,7 @@ LEGACY_FIELDS = {
 
 #: Ends of the names of sizes, and of activations.
 _SIZES, _ACTIVATION = ("_size", "_dim"), ("_act", "_activation", "activation_function")
-_COUNTS = (*_SIZES, "_length", "_layers", "_heads")
+_COUNTS = (*_SIZES, "_length", "_layers", "_heads", "_positions")
 #: Keys with few valid texts.
 ALLOWED = {"ctc_loss_reduction": ("sum", "mean"), "feat_extract_norm": ("group", "layer")}
 
