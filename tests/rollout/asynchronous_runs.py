@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,28 @@ def run_with_kills(folder: Path, kills: int, seed: int) -> dict[str, int]:
     draw, counts = random.Random(seed), dict[str, int]()
     process = start(folder)
     while sum(counts.values()) < kills and process.poll() is None:
-        time.sleep(draw.uniform(0.2, 12.0))
-        workers = children(process.pid)
-        victims = [(process.pid, "trainer"), *workers.items()]
-        # All processes at once, as when a host or the supervisor of a container is killed.
-        chosen = victims if draw.random() < 0.1 else [draw.choice(victims)]
+        role = draw.choice(["trainer", "engine", "environment", "all"])
+        time.sleep(draw.uniform(0.2, 10.0))
+        limit = time.monotonic() + 60.0
+        while role not in ("trainer", *(workers := children(process.pid)).values()):
+            if process.poll() is not None or time.monotonic() > limit:
+                break
+            if role == "all" and set(workers.values()) == {"engine", "environment"}:
+                break
+            time.sleep(0.1)
         if process.poll() is not None:
             break
+        trainer = (process.pid, "trainer")
+        if role == "trainer":
+            chosen = [trainer]
+        elif role == "all":  # as when a host or a container is killed
+            chosen = [trainer, *workers.items()]
+        else:
+            found = [each for each in workers.items() if each[1] == role]
+            chosen = [draw.choice(found)] if found else [trainer]
         for pid, role in chosen:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a worker ends after its trainer
+                os.kill(pid, signal.SIGKILL)
             counts[role] = counts.get(role, 0) + 1
         if chosen[0][1] == "trainer":
             process.wait()

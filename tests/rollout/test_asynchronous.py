@@ -27,20 +27,21 @@ def test_run_without_staleness_equals_run_in_one_process(tmp_path):
 def test_run_with_kills_uses_each_prompt_once_and_its_ledger_replays_it(tmp_path, staleness):
     """The ledger alone, without engines and checkpoints, reproduces all figures bit for bit."""
     section = f"asynchronous: {{max_staleness: {staleness}, engines: 2}}\n"
-    folder = write(tmp_path / "killed", section)
+    text = RUN.replace("max_training_steps: 8", f"max_training_steps: {8 * KILLS}")
+    folder = write(tmp_path / "killed", section, text)
     counts = run_with_kills(folder, KILLS, seed=staleness)
     print(f"kills: {counts}")
-    lengths = check_ledger(folder)
+    lengths = check_ledger(folder, generations=8 * KILLS)
     section = (
         f"asynchronous: {{max_staleness: {staleness}, engines: 0, environment_processes: 0}}\n"
     )
-    again = write(tmp_path / "again", section)
+    again = write(tmp_path / "again", section, text)
     (again / "run").mkdir()
     shutil.copy(folder / "run" / "samples.ledger", again / "run")
     shutil.copytree(folder / "run" / "tokenizer", again / "run" / "tokenizer")
     assert finish(again) == steps(folder)
     if staleness == 0:
-        alone = finish(write(tmp_path / "alone"))
+        alone = finish(write(tmp_path / "alone", text=text))
         np.testing.assert_allclose(
             [row["loss"] for row in steps(folder)], [row["loss"] for row in alone], atol=1e-6
         )
@@ -83,7 +84,7 @@ class Echo:
 def test_environment_replies_in_samples_and_its_words_have_no_log_probabilities(tmp_path):
     text = RUN.replace("max_completion_length: 24", "max_completion_length: 40")
     # Every fourth token ends a message, so that samples have several of them.
-    section = f"esurge: {{extra_eos_token_ids: {list(range(3, 300, 4))}}}\n"
+    section = f"esurge: {{extra_eos_token_ids: {list(range(3, 270, 4))}}}\n"
     section += "asynchronous: {max_staleness: 1, environment: 'echo.py:Echo'}\n"
     folder = write(
         tmp_path, section, text.replace("max_training_steps: 8", "max_training_steps: 2")

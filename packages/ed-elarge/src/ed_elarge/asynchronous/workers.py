@@ -133,7 +133,7 @@ class RunWorkers:
         """Restart the processes of this host that ended.
 
         Raises:
-            ConfigError: the input of a process is invalid, or processes of a role end again and
+            EasyDeLError: the input of a process is invalid, or processes of a role end again and
                 again.
         """
         for child in self._children:
@@ -143,7 +143,7 @@ class RunWorkers:
             self.in_vain[child.role] += 1
             if code == BAD_INPUT or self.in_vain[child.role] > _RESTARTS:
                 lines = child.log.read_text(errors="replace").splitlines()[-_SHOWN:]
-                raise ConfigError(
+                raise EasyDeLError(
                     f"a process of the role {child.role} ended with code {code}; the end of "
                     f"{child.log}: " + " | ".join(lines)
                 )
