@@ -8,7 +8,7 @@ from typing import Any
 from ed_esurge.testing import byte_tokenizer
 from ed_models.auto import AutoEasyDeLConfig, AutoEasyDeLModelForImageTextToText
 
-from tests.image_processors import GRIDS, PATCHED, PROCESSORS
+from tests.image_processors import GRIDS, PATCHED, PROCESSORS, ROWS
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
@@ -124,6 +124,23 @@ def qwen3_vl_moe(own: Any) -> dict[str, Any]:
     return {**fields, "text_config": text, "vision_config": vision}
 
 
+PIXTRAL = {**VISION, "model_type": "pixtral"}
+
+
+def mistral3(own: Any) -> dict[str, Any]:
+    text = {"model_type": "mistral", "sliding_window": None}
+    fields = {"image_token_index": own.convert_tokens_to_ids("[IMG]"), "spatial_merge_size": 2}
+    return {**fields, "text_config": text, "vision_config": PIXTRAL, "tie_word_embeddings": False}
+
+
+def llava(own: Any) -> dict[str, Any]:
+    """Return the fields of Pixtral 12B."""
+    text = {"model_type": "mistral", "sliding_window": None}
+    fields = {"image_token_index": own.convert_tokens_to_ids("[IMG]"), "vision_feature_layer": -1}
+    fields |= {"vision_feature_select_strategy": "full"}
+    return {**fields, "text_config": text, "vision_config": PIXTRAL}
+
+
 #: Model type -> fields of the configuration, from the tokenizer.
 FAMILIES = {
     "gemma3": gemma3,
@@ -135,12 +152,14 @@ FAMILIES = {
     "llava_onevision": llava_onevision,
     "glm4v": glm4v,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "mistral3": mistral3,
+    "llava": llava,
 }
 
 
 def save_checkpoint(name: str, path: Path, seed: int = 5) -> Any:
     """Save a random model and its processor, and return the processor."""
-    processor = {**PROCESSORS, **PATCHED}[name](with_tokens)
+    processor = {**PROCESSORS, **PATCHED, **ROWS}[name](with_tokens)
     fields = FAMILIES[name](processor.tokenizer)
     text = {**TEXT, **fields.pop("text_config"), "vocab_size": len(processor.tokenizer)}
     config = AutoEasyDeLConfig.for_model(

@@ -166,6 +166,26 @@ def qwen3_vl_moe(with_tokens: Tokens) -> Any:
     return Qwen3VLProcessor(images, own, own.chat_template)
 
 
+def mistral3(with_tokens: Tokens) -> Any:
+    return rows_of_features(with_tokens, 2)
+
+
+def llava(with_tokens: Tokens) -> Any:
+    return rows_of_features(with_tokens, 1)
+
+
+def rows_of_features(with_tokens: Tokens, merge: int) -> Any:
+    """Return a processor of Pixtral, whose images have rows of features."""
+    from ed_models.checkpoints.pixtral_processor import PixtralProcessor
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    own = with_tokens("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    side = {"height": 14, "width": 14}
+    images = PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=side)
+    template = own.chat_template
+    return PixtralProcessor(images, own, 14, merge, chat_template=template)
+
+
 def patches(kind: Any) -> Any:
     """Return an image processor whose images have at most 32 features of 8 x 8 pixels."""
     return kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
@@ -189,3 +209,5 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
 }
 #: Processors whose images become packed patches.
 PATCHED: Mapping[str, Callable[[Tokens], Any]] = {"glm4v": glm4v, "qwen3_vl_moe": qwen3_vl_moe}
+#: Processors that write a token after each row of features.
+ROWS: Mapping[str, Callable[[Tokens], Any]] = {"mistral3": mistral3, "llava": llava}

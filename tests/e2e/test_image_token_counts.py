@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +13,15 @@ import numpy as np
 import pytest
 from ed_data.rows.example import RowImage
 from ed_data.tokens.images import ImageEncoder
-from ed_data.tokens.patches import PatchEncoder
+from ed_data.tokens.patches import PatchEncoder, RowEncoder
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.encoder_items import PackedImages, TiledImages, placed_items
 from ed_models.body.image_rows import feature_counts, rounded_patches
+from ed_models.body.packed_images import PatchForm
 from ed_models.body.unpadded import TileGrids
 
 from tests.image_checkpoints import with_tokens
-from tests.image_processors import PROCESSORS
+from tests.image_processors import PROCESSORS, ROWS
 
 pytest.importorskip("PIL.Image")
 
@@ -47,11 +52,8 @@ def test_placeholder_tokens_equal_features_for_images_of_any_size(
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     loader, limits = PatchEncoder(processor), processor.image_processor.size
-    vision = SimpleNamespace(in_channels=3, temporal_patch_size=2, patch_size=PATCH)
-    model: Any = SimpleNamespace(
-        config=SimpleNamespace(vision_config=vision), merge=MERGE, encoded_features=8
-    )
-    engine, rng = PackedImages(model, 2**15), np.random.default_rng(0)
+    form = PatchForm(PATCH, 3 * 2, MERGE, has_axes=True)
+    engine, rng = PackedImages(form, 8, 2**15), np.random.default_rng(0)
     compiled = {engine.count(arrays) for arrays in engine.examples()}
     numbers = 3 * 2 * PATCH**2
     for number, (height, width) in enumerate(np.exp(rng.uniform(3.0, 8.2, (count, 2))).astype(int)):
@@ -161,3 +163,90 @@ def test_images_of_a_batch_become_items_of_the_engine(name: str) -> None:
         assert not any(map(engine.check, items))
         grid = [engine.padded(item.arrays)["image_grids"] for item in items]
         assert np.array_equal(grid, batch["image_grids"][0, : len(own)])
+
+
+def reference_of(processor: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the processor of `transformers` with the parts of a processor of this project.
+
+    The module of `PixtralProcessor` imports torchvision for one function, which the module of the
+    image processor for PIL has, too.
+    """
+    name = "transformers.models.pixtral"
+    pil = importlib.import_module(f"{name}.image_processing_pil_pixtral")
+    monkeypatch.setitem(sys.modules, f"{name}.image_processing_pixtral", pil)
+    path = Path(str(pil.__file__)).parent / "processing_pixtral.py"
+    spec = importlib.util.spec_from_file_location(f"{name}.processing_reference", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module.PixtralProcessor(
+        processor.image_processor,
+        processor.tokenizer,
+        patch_size=processor.patch_size,
+        spatial_merge_size=processor.spatial_merge_size,
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_placeholder_tokens_equal_features_of_rows(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistral 3 and Pixtral 12B with the sizes of the published checkpoints."""
+    pytest.importorskip("torch")
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        get_resize_output_image_size,
+    )
+
+    processor: Any = ROWS[name](with_tokens)
+    processor.patch_size = side = {"mistral3": 14, "llava": 16}[name]
+    edge, merge = {"mistral3": 1540, "llava": 1024}[name], processor.spatial_merge_size
+    processor.image_processor.size = {"longest_edge": edge}
+    reference, loader = reference_of(processor, monkeypatch), RowEncoder(processor)
+    form = PatchForm(side, 3, merge, ends_rows=True)
+    engine, rng = PackedImages(form, 8, 2**15), np.random.default_rng(0)
+    compiled = {engine.count(arrays) for arrays in engine.examples()}
+    sizes = np.exp(rng.uniform(0.0, 8.2, (count, 2))).astype(int)
+    counted = processor._get_num_multimodal_tokens(image_sizes=sizes.tolist()).num_image_tokens
+    wanted = reference._get_num_multimodal_tokens(image_sizes=sizes[:300].tolist())
+    assert counted[:300] == wanted.num_image_tokens
+    for number, (size, tokens) in enumerate(zip(sizes, counted, strict=True)):
+        blank = np.broadcast_to(np.uint8(0), (*size, 3))
+        resized = get_resize_output_image_size(blank, edge, side * merge)
+        grid = np.array([1, *(pixels // side for pixels in resized)], np.int32)
+        features = int(feature_counts(grid, merge))
+        image = RowImage(PIXELS[: size[0], : size[1]], f"image {number}")
+        assert loader.counts(image) == (features, grid.prod())
+        assert loader.rows_and_columns(image) == tuple(grid[1:] // merge)
+        gaps = form.gaps(grid)
+        assert tokens == features + len(gaps) + 1, "an end token follows the last feature"
+        assert rounded_patches(int(grid.prod()), merge) // merge**2 in compiled
+        if number < 100:
+            text = processor.replace_image_token({"image_sizes": [resized]}, 0)
+            assert text == reference.replace_image_token({"image_sizes": [resized]}, 0)
+            ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert loader.tokens(image).ids == ids
+            places = [3 + place for place, token in enumerate(ids) if token == loader.feature]
+            pixels = np.broadcast_to(np.float32(0), (grid.prod(), form.numbers))
+            item = EncoderInput.at({"pixel_values": pixels, "image_grid_thw": grid}, places)
+            assert engine.check(item) is None and item.gaps == gaps
+            assert item.length <= engine.longest
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_processor_without_torchvision_returns_the_output_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    processor: Any = ROWS[name](with_tokens)
+    reference = reference_of(processor, monkeypatch)
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in ((30, 90), (1, 1), (70, 5))]
+    text = "a [IMG] b [IMG][IMG] c"
+    ours, theirs = (
+        made(text=text, images=images, return_tensors="np") for made in (processor, reference)
+    )
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert np.array_equal(value, theirs[key]), key

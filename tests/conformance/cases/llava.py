@@ -2,6 +2,8 @@
 
 from ed_models.conformance import Cases
 
+from tests.conformance.cases.pixtral import VISION as PIXTRAL
+
 TEXT = {
     "model_type": "llama",
     "vocab_size": 160,
@@ -47,6 +49,14 @@ CASES = Cases(
                 "vision_use_head": False,
             },
             "vision_feature_select_strategy": "full",
+            "image_token_index": 159,
+            "eos_token_id": 2,
+        },
+        "Pixtral": {
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": PIXTRAL,
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
             "image_token_index": 159,
             "eos_token_id": 2,
         },

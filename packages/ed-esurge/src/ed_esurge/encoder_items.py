@@ -7,18 +7,20 @@ Legend: p patches of an image, f numbers of a patch, m patches along the side of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import AXES, OTHER_FORMS, Inputs
+from ed_infra.inputs import AXES, GRID, GRIDS, OTHER_FORMS, SIZES, Inputs
 from ed_infra.rope.grids import grid_positions
 from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
-from ed_models.body.unpadded import GRIDS, SIZES, TileGrids, with_grids
+from ed_models.body.packed_images import PatchForm
+from ed_models.body.unpadded import TileGrids, with_grids
 from ed_models.body.vision import size_of
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.packed_image_text import PackedImageTextLM
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
 from flax import nnx
 from jaxtyping import Int
@@ -62,6 +64,10 @@ class EncoderItems(Protocol):
         """Return how an item contradicts its placeholder tokens; None = not at all."""
         ...
 
+    def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
+        """Return the offsets of other tokens between the placeholder tokens of an item."""
+        ...
+
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """Yield the items in the arrays of a row of a batch, and the numbers of their features.
 
@@ -99,12 +105,14 @@ def placed_items(
         if used == len(places):
             break
         own = places[used : used + length]
-        if len(own) < length or own[-1] - own[0] + 1 != length:
+        item = EncoderInput.at(arrays, own)
+        if item.length < length or item.gaps != items.gaps(arrays):
             raise ConfigError(
                 f"item {len(found)} of the prompt has {length} features, but {len(own)} "
-                f"placeholder tokens {token}: use the processor of the checkpoint"
+                f"placeholder tokens {token}, or other tokens between them: use the processor of "
+                "the checkpoint"
             )
-        found.append(EncoderInput.of(arrays, own[0], length))
+        found.append(item)
         used += length
     if used < len(places):
         raise ConfigError(
@@ -126,8 +134,8 @@ def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
     """
     if is_encoder_decoder(model) or not encoder_names(model):
         return None
-    if isinstance(model, PatchedImageTextLM):
-        return PackedImages(model, max_model_len)
+    if isinstance(model, PatchedImageTextLM | PackedImageTextLM) and model.patch_form is not None:
+        return PackedImages(model.patch_form, model.encoded_features, max_model_len)
     grids = getattr(model, "grids", None)
     return FixedItems(model) if grids is None else TiledImages(model, grids)
 
@@ -139,7 +147,8 @@ class FixedItems:
     has_axes = False
 
     def __init__(self, model: LanguageModel) -> None:
-        self.names = encoder_names(model)
+        # Only towers for packed patches read grids and sizes.
+        self.names = tuple(n for n in encoder_names(model) if n not in (GRID, SIZES))
         known: dict[str, np.ndarray] = {}
         if (vision := getattr(model.config, "vision_config", None)) is not None:
             size = size_of(vision.image_size)
@@ -181,6 +190,10 @@ class FixedItems:
             "placeholder tokens: repeat the placeholder token for each position"
         )
 
+    def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
+        """Return (): nothing separates the placeholder tokens of an item."""
+        return ()
+
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.parted`."""
         for number in range(len(row[self.names[0]])):
@@ -196,15 +209,12 @@ class PackedImages:
     The patches are padded to a power of two of features, so few programs are compiled.
     """
 
-    names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
-    has_axes = True
+    names: tuple[str, ...] = ("pixel_values", GRID)
 
-    def __init__(self, model: PatchedImageTextLM, max_model_len: int) -> None:
-        config: Any = model.config.vision_config
-        self.merge = model.merge
-        self._numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    def __init__(self, form: PatchForm, features: int, max_model_len: int) -> None:
+        self.merge, self._numbers, self._form = form.merge, form.numbers, form
+        self.has_axes, self.features = form.has_axes, features
         self.longest = min(max_model_len, MOST_FEATURES)
-        self.features = model.encoded_features
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
@@ -213,7 +223,7 @@ class PackedImages:
             sizes.append(2 * sizes[-1])
         grid = np.zeros(3, np.int32)
         return [
-            {"pixel_values": np.zeros((size, self._numbers), np.float32), "image_grid_thw": grid}
+            {"pixel_values": np.zeros((size, self._numbers), np.float32), GRID: grid}
             for size in sizes
         ]
 
@@ -222,8 +232,7 @@ class PackedImages:
         pixels = np.asarray(arrays["pixel_values"], np.float32)
         size = rounded_patches(len(pixels), self.merge)
         pixels = np.pad(pixels, ((0, size - len(pixels)), (0, 0)))
-        grid = np.asarray(arrays["image_grid_thw"], np.int32)
-        return {"pixel_values": pixels, "image_grid_thw": grid}
+        return {"pixel_values": pixels, GRID: np.asarray(arrays[GRID], np.int32)}
 
     def count(self, arrays: ItemArrays) -> int:
         """See `EncoderItems.count`."""
@@ -248,24 +257,28 @@ class PackedImages:
             )
         return None
 
+    def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
+        """See `EncoderItems.gaps`."""
+        return self._form.gaps(np.asarray(arrays[GRID]))
+
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.parted`."""
         first = 0
-        for grid in row["image_grid_thw"]:
+        for grid in row[GRID]:
             last = first + int(grid.prod())
             if last > first:
-                arrays = {"pixel_values": row["pixel_values"][first:last], "image_grid_thw": grid}
+                arrays = {"pixel_values": row["pixel_values"][first:last], GRID: grid}
                 yield arrays, int(feature_counts(grid, self.merge))
             first = last
 
     def positions(self, count: int, items: Sequence[EncoderInput]) -> Int[np.ndarray, "3 s"] | None:
         """See `EncoderItems.positions`."""
-        if not items:
+        if not (items and self.has_axes):
             return None
         placeholders = np.zeros((1, count), bool)
         for item in items:
             placeholders[0, item.start : item.start + item.length] = True
-        grids = np.stack([np.asarray(item.arrays["image_grid_thw"]) for item in items])
+        grids = np.stack([np.asarray(item.arrays[GRID]) for item in items])
         grids = grids // np.array([1, self.merge, self.merge])
         return grid_positions(placeholders, np.ones((1, count), np.int32), grids[None])[:, 0]
 
@@ -327,6 +340,10 @@ class TiledImages:
                 "the processor of the checkpoint"
             )
         return None
+
+    def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
+        """Return (): nothing separates the placeholder tokens of an item."""
+        return ()
 
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.parted`."""

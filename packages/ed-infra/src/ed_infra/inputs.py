@@ -31,6 +31,14 @@ from ed_infra.errors import ConfigError
 from ed_infra.sharding.axes import LogicalAxes
 
 _TOKENS: LogicalAxes = ("batch", "sequence")
+#: Name of the numbers of patches of images along time, height and width, [b, i, 3].
+GRID = "image_grid_thw"
+#: Names of the heights and widths of images, [b, i, 2], and of their rows and columns of tiles,
+#: [b, i, 2]. Models that omit padding read these arrays.
+SIZES, GRIDS = "image_sizes", "image_grids"
+#: Name of the numbers of images of each text in the output of a processor. A processor that returns
+#: the numbers splits an image into tiles only if its text has no other image (LLaVA-OneVision).
+COUNTS = "batch_num_images"
 
 #: Logical axes of the arrays that models read, by name. An array with another name has the axes
 #: that `Inputs` receives for it, or `batch` followed by unsharded axes.
@@ -51,9 +59,9 @@ AXES: Mapping[str, LogicalAxes] = {
     "encoder_outputs": ("batch", None, "embed"),
     "inputs_embeds": ("batch", "sequence", "embed"),
     "pixel_values": ("batch", None, None, None, None),
-    "image_grid_thw": ("batch", None, None),
-    "image_sizes": ("batch", None, None),
-    "image_grids": ("batch", None, None),
+    GRID: ("batch", None, None),
+    SIZES: ("batch", None, None),
+    GRIDS: ("batch", None, None),
     "pixel_attention_mask": ("batch", None, None, None),
 }
 #: A second form of arrays in `AXES`, with another number of axes: packed patches, and several

@@ -8,7 +8,7 @@ from ed_data.errors import DataError
 from ed_data.schema import Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
-from ed_data.tokens.patches import PatchEncoder
+from ed_data.tokens.patches import PatchEncoder, RowEncoder
 
 
 def medium_encoders(
@@ -42,7 +42,8 @@ def medium_encoders(
         for path, message in without_recordings(mixture):
             raise DataError(message, path)
         if processor is not None:
-            kind = PatchEncoder if PatchEncoder.fits(processor) else ImageEncoder  # type: ignore
+            kinds = (RowEncoder, PatchEncoder)
+            kind = next((kind for kind in kinds if kind.fits(processor)), ImageEncoder)  # type: ignore
             return kind(processor), None  # type: ignore[arg-type]
         for path, message in without_tokens(mixture):
             raise DataError(message, path)

@@ -48,7 +48,12 @@ class PatchEncoder(ImageEncoder):
     @cached_property
     def numbers(self) -> int:
         """Number of numbers of a patch, f."""
-        return self.processed(BLANK)["pixel_values"].shape[-1]
+        return self.packed(self.processed(BLANK))[0].shape[-1]
+
+    def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the patches [p, f] and the grid [3] of an image in the output of the processor."""
+        (grid,) = np.asarray(output[GRID])
+        return np.asarray(output["pixel_values"], np.float32), grid
 
     def counts(self, image: RowImage) -> PatchCounts:
         """Return the numbers of tokens and patches of an image, from its size.
@@ -105,9 +110,7 @@ class PatchEncoder(ImageEncoder):
         for row, of_row in images.items():
             filled = 0
             for place, image in enumerate(of_row):
-                output, counts = self.processed(image), self.counts(image)
-                made = np.asarray(output["pixel_values"], np.float32)
-                (grid,) = np.asarray(output[GRID])
+                counts, (made, grid) = self.counts(image), self.packed(self.processed(image))
                 if len(made) != counts.patches or grid.prod() != counts.patches:
                     raise DataError(
                         f"{image.where}: the processor counted {counts.patches} patches, but "
@@ -117,6 +120,57 @@ class PatchEncoder(ImageEncoder):
                 pixels[row, filled : filled + len(made)], grids[row, place] = made, grid
                 filled += len(made)
         return {"pixel_values": pixels, GRID: grids}
+
+
+class RowEncoder(PatchEncoder):
+    """Packs the patches of images for a model in which a token ends each row of features (Pixtral).
+
+    The image processor returns `pixel_values` [1, c, h, w] and `image_sizes` [1, 2]. An image has
+    one token for each square block of patches, a break token after each row, and an end token
+    instead of the last break token.
+    """
+
+    def __init__(self, processor: ModelProcessor) -> None:
+        super().__init__(processor)
+        self._side: int = self.processor.patch_size
+        self._merge: int = self.processor.spatial_merge_size
+
+    @staticmethod
+    def fits(processor: ModelProcessor) -> bool:
+        """Return whether a processor writes a token after each row of features."""
+        return isinstance(getattr(processor, "image_break_token_id", None), int)
+
+    def rows_and_columns(self, image: RowImage) -> tuple[int, int]:
+        """Return the numbers of rows and columns of features of an image, from its size."""
+        from transformers.models.pixtral.image_processing_pil_pixtral import (
+            get_resize_output_image_size,
+        )
+
+        edge, block = int(self._to_pixels.size["longest_edge"]), self._side * self._merge
+        blank = np.broadcast_to(np.uint8(0), (*size_of(image), 3))
+        height, width = get_resize_output_image_size(blank, edge, block)
+        return height // block, width // block
+
+    def counts(self, image: RowImage) -> PatchCounts:
+        """Return the numbers of features and patches of an image, from its size."""
+        rows, columns = self.rows_and_columns(image)
+        return PatchCounts(rows * columns, rows * columns * self._merge**2)
+
+    def tokens(self, image: RowImage) -> ImageTokens:
+        """Return the tokens of the rows of features of an image."""
+        rows, columns = self.rows_and_columns(image)
+        own = self.processor
+        ids = ([own.image_token_id] * columns + [own.image_break_token_id]) * rows
+        return ImageTokens([*ids[:-1], own.image_end_token_id], 1)
+
+    def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the patches and the grid; the patches of a block are neighbors."""
+        (pixels,), s, m = np.asarray(output["pixel_values"], np.float32), self._side, self._merge
+        channels, height, width = pixels.shape
+        rows, columns = height // (s * m), width // (s * m)
+        x = pixels.reshape(channels, rows, m, s, columns, m, s).transpose(1, 4, 2, 5, 0, 3, 6)
+        grid = np.array([1, rows * m, columns * m], np.int32)
+        return x.reshape(-1, channels * s * s), grid
 
 
 def _rounded(count: int) -> int:

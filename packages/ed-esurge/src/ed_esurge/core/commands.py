@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,20 @@ class EncoderInput:
         arrays: name -> array of the item, without the batch axis (`pixel_values` [c, h, w], or
             [patches, numbers] with `image_grid_thw` [3]).
         start, length: position of the first placeholder token in the prompt, and their number.
+        gaps: offsets from `start` of other tokens between the placeholder tokens, such as the
+            tokens that end the rows of an image (Pixtral).
     """
 
     key: bytes
     arrays: Mapping[str, np.ndarray]
     start: int
     length: int
+    gaps: tuple[int, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """Position after the last placeholder token."""
+        return self.start + self.length + len(self.gaps)
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], start: int, length: int) -> EncoderInput:
@@ -42,6 +50,25 @@ class EncoderInput:
         key.update(f"{length}".encode())
         return cls(key.digest(), dict(arrays), start, length)
 
+    @classmethod
+    def at(cls, arrays: Mapping[str, np.ndarray], places: Sequence[int]) -> EncoderInput:
+        """Create an item from the positions of its placeholder tokens, in ascending order."""
+        first, last = places[0], places[-1]
+        gaps = set(range(first, last + 1)).difference(places)
+        offsets = tuple(sorted(place - first for place in gaps))
+        return replace(cls.of(arrays, first, len(places)), gaps=offsets)
+
+    def spread(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the row of each token from `start` to before `stop`; -1 for a gap.
+
+        Args:
+            rows: the row of each placeholder token.
+        """
+        if not self.gaps:
+            return rows
+        gaps, remaining = {*self.gaps}, iter(rows)
+        return [-1 if at in gaps else next(remaining) for at in range(self.stop - self.start)]
+
 
 def runs_of(items: Sequence[EncoderInput]) -> list[tuple[int, int]]:
     """Return the runs of placeholder tokens: the first, and the one after the last, of items
@@ -51,7 +78,7 @@ def runs_of(items: Sequence[EncoderInput]) -> list[tuple[int, int]]:
         first = item.start
         if runs and runs[-1][1] == first:
             first, _ = runs.pop()
-        runs.append((first, item.start + item.length))
+        runs.append((first, item.stop))
     return runs
 
 

@@ -62,7 +62,7 @@ class EncoderCache:
         for item in request.encoder_inputs:
             if item.start >= start + count:
                 break
-            if item.start + item.length > start and not self._hold(request.request_id, item):
+            if item.stop > start and not self._hold(request.request_id, item):
                 return self.uncut(request, max(item.start - start, 0))
         return self.uncut(request, count)
 
@@ -86,9 +86,9 @@ class EncoderCache:
         index = [-1] * (stop - start)
         found = False
         for item in request.encoder_inputs:
-            first, last = max(item.start, start), min(item.start + item.length, stop)
+            first, last = max(item.start, start), min(item.stop, stop)
             if first < last:
-                rows = self._rows[item.key]
+                rows = item.spread(self._rows[item.key])
                 index[first - start : last - start] = rows[first - item.start : last - item.start]
                 found = True
         return index if found else ()
@@ -116,7 +116,7 @@ class EncoderCache:
         kept = {
             item.key
             for item in request.encoder_inputs
-            if computed is not None and item.start < computed < item.start + item.length
+            if computed is not None and item.start < computed < item.stop
         }
         for key in sorted(held - kept):
             held.discard(key)

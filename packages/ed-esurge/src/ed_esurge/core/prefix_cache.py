@@ -167,7 +167,7 @@ def item_keys(items: Sequence[EncoderInput], start: int, stop: int) -> bytes:
     return b"".join(
         item.key + (item.start - start).to_bytes(8, "big", signed=True)
         for item in items
-        if item.start < stop and item.start + item.length > start
+        if item.start < stop and item.stop > start
     )
 
 

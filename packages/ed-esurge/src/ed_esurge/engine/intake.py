@@ -422,9 +422,15 @@ class Intake:
                     f"encoder_inputs[{number}] has {item.length} placeholder tokens, more than the "
                     f"{self.items.longest} encoder positions of an item: send a smaller image"
                 )
-            if problem := self.items.check(item):
+            problem = self.items.check(item)
+            if problem is None and item.gaps != self.items.gaps(item.arrays):
+                problem = (
+                    f"the placeholder tokens from {item.start} to before {item.stop} have other "
+                    "tokens between them than the processor of the checkpoint writes: use its text"
+                )
+            if problem:
                 raise ConfigError(f"encoder_inputs[{number}]: {problem}")
-            free = item.start + item.length
+            free = item.stop
         longest = self._most_together
         if longest is not None:
             for first, last in runs_of(items):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.over_decoder import OverDecoder
+from ed_models.body.patch_grids import real_features
 from ed_models.body.patch_tower import PatchTower
 
 
@@ -58,7 +59,4 @@ class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
     def encode(self, patches: Float[Array, "b p f"], grids: Int[Array, "b i 3"]) -> Encoded:
         """Return the features of all images of a row, one image after another."""
         features = self.visual(patches, grids)
-        merge = self.visual.merge
-        counts = jnp.sum(jnp.prod(grids, axis=2), axis=1) // merge**2
-        real = jnp.arange(features.shape[1]) < counts[:, None]
-        return Encoded(features, real.astype(jnp.int32))
+        return Encoded(features, real_features(grids, features.shape[1], self.visual.merge))

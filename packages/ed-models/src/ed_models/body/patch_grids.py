@@ -97,6 +97,12 @@ class PatchPlaces:
         return jax.tree.map(sorted_by_window, self), order
 
 
+def real_features(grids: Int[Array, "b i 3"], count: int, merge: int) -> Int[Array, "b n"]:
+    """Return which of `count` features of each row are features of images: 1, or 0 = padding."""
+    counts = jnp.sum(jnp.prod(grids, axis=2), axis=1) // merge**2
+    return (jnp.arange(count) < counts[:, None]).astype(jnp.int32)
+
+
 def patches_of(order: Int[Array, "b n"], merge: int) -> Int[Array, "b p"]:
     """Return the numbers of the patches of blocks in an order of blocks.
 

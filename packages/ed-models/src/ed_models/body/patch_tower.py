@@ -34,16 +34,20 @@ from ed_models.body.patch_grids import PatchPlaces, patches_of
 
 
 class PatchProjection(nnx.Module):
-    """A linear map of patches: a convolution in space and time whose stride is its size."""
+    """A linear map of patches: a convolution in space, and in time if patches have several frames,
+    whose stride is its size."""
 
     def __init__(self, parts: Parts, features: int, *, bias: bool = False):
         config: Any = parts.config
         self.dtype, side = parts.dtype, config.patch_size
         if bias:
             self.bias = nnx.Param(jnp.zeros(features, parts.param_dtype), axes=("embed",))
-        shape = config.in_channels, config.temporal_patch_size, side, side, features
+        if hasattr(config, "temporal_patch_size"):
+            shape = config.in_channels, config.temporal_patch_size, side, side, features
+        else:
+            shape = config.num_channels, side, side, features
         kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
-        self.kernel = nnx.Param(kernel, axes=(None, None, None, None, "embed"))
+        self.kernel = nnx.Param(kernel, axes=(*[None] * (len(shape) - 1), "embed"))
 
     def __call__(self, patches: Float[Array, "b p f"]) -> Float[Array, "b p d"]:
         kernel = self.kernel.get_value().astype(self.dtype)

@@ -104,14 +104,21 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
         hidden = self.vision_tower(pixel_values, **others).last_hidden_state
         return self.multi_modal_projector(hidden)
 
-    def selected(self, pixel_values: Float[Array, "t c h w"]) -> Float[Array, "t n v"]:
+    def selected(
+        self, pixel_values: Float[Array, "t c h w"], **inputs: Any
+    ) -> Float[Array, "t n v"]:
         """Return the hidden states of the tower that `vision_feature_layer` names, one beside
-        another; the strategy `default` omits the class token."""
+        another; the strategy `default` omits the class token.
+
+        Args:
+            pixel_values: images or tiles.
+            inputs: further arguments of the tower.
+        """
         config: Any = self.config
-        hidden = self.vision_tower(pixel_values, output_hidden_states=True).hidden_states
-        layers = config.vision_feature_layer
+        output = self.vision_tower(pixel_values, output_hidden_states=True, **inputs)
+        layers, hidden = config.vision_feature_layer, output.hidden_states
         chosen = [hidden[k] for k in ([layers] if isinstance(layers, int) else layers)]
-        if config.vision_feature_select_strategy == "default":
+        if getattr(config, "vision_feature_select_strategy", "full") == "default":
             chosen = [x[:, 1:] for x in chosen]
         return jnp.concatenate(chosen, axis=-1)
 

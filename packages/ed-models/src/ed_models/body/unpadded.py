@@ -26,13 +26,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Encoded
+from ed_infra.inputs import COUNTS, GRIDS, SIZES, Encoded
 from jaxtyping import Array, Bool, Float, Int
-
-#: Names of the arrays of sizes of images, and of the grids that were chosen for the sizes.
-SIZES, GRIDS = "image_sizes", "image_grids"
-#: Name of the numbers of images of texts, which processors return.
-COUNTS = "batch_num_images"
 
 
 @dataclass(frozen=True)

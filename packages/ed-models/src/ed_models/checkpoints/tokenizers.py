@@ -95,7 +95,7 @@ def load_processor(
     """
     from transformers import AutoProcessor
 
-    kind = _without_videos(name, revision) or AutoProcessor
+    kind = _without_torchvision(name, revision) or AutoProcessor
     processor = _load(kind, "processor", name, revision, trust_remote_code)
     if not hasattr(processor, part):
         raise CheckpointError(
@@ -105,13 +105,14 @@ def load_processor(
     return processor
 
 
-def _without_videos(name: str, revision: str | None) -> type[Any] | None:
-    """Return the class of a processor of images, text and videos without its videos.
+def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
+    """Return the class of a processor that `transformers` would create with torchvision.
 
-    `transformers` reads videos with torchvision, and creates no processor of videos without it.
+    `transformers` reads videos with torchvision, so a processor of images, text and videos is
+    created without its videos. The processor of Pixtral is the one of this package.
 
     Returns:
-        None if torchvision is installed, or if the processor reads no videos.
+        None if torchvision is installed, or if the processor does not need it.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -125,6 +126,10 @@ def _without_videos(name: str, revision: str | None) -> type[Any] | None:
     except (OSError, ValueError):
         return None  # the error of AutoProcessor tells more
     class_name = PROCESSOR_MAPPING_NAMES.get(str(stored.get("model_type")))
+    if (stored.get("vision_config") or {}).get("model_type") == "pixtral":
+        from ed_models.checkpoints.pixtral_processor import PixtralProcessor
+
+        return PixtralProcessor
     kind: Any = getattr(transformers, class_name, None) if class_name else None
     if kind is None or "video_processor" not in kind.get_attributes():
         return None

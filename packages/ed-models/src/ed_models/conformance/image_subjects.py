@@ -61,8 +61,8 @@ class VisionSubject(Subject):
 
     def output(self, result: Any) -> Any:
         hidden, pooled = result.last_hidden_state, result.pooler_output
-        if pooled is None:
-            return hidden
+        if pooled is None:  # the tower of Pixtral has one row for all images in `transformers`
+            return hidden.reshape(B, -1, hidden.shape[-1])
         join = jnp.concatenate if isinstance(hidden, jax.Array) else require_torch().cat
         return join([hidden.reshape(hidden.shape[0], -1), pooled], 1)
 

@@ -104,7 +104,7 @@ class PatchedImageTextSubject(Subject):
             parts.append((pixels[row, : grids[row].prod(axis=1).sum()], _present(grids[row])))
             alone = {name: x[row : row + 1] for name, x in self.images.items()}
             found.append((at, {"input_ids": self.ids[row : row + 1, :length], **alone}))
-        merge = self.model.merge
+        merge = self.model.patch_form.merge
         whole = [np.concatenate(each) for each in zip(*parts, strict=True)]
         packed = padded_rows([(whole[0], whole[1])], pixels.shape[-1], merge)
         return {"input_ids": ids[None], "segment_ids": segments[None], **packed}, found

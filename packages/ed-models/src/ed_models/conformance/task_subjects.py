@@ -28,8 +28,11 @@ from ed_models.conformance.image_text import (
     ImageTextSubject,
     TileGridSubject,
 )
+from ed_models.conformance.packed_images import PackedImageTextSubject
 from ed_models.conformance.patched_images import PatchedImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
+from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.sized_image_text import SizedImageTextLM
 
 #: Fields of a tiny encoder like BERT.
 TINY_ENCODER: dict[str, Any] = {
@@ -409,10 +412,10 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
         *(VisionSubject, ImageClassifierSubject, ImageTextMatchSubject, AudioTextSubject),
     )
 }
-#: Array that the model reads -> the subject, instead of that of the task.
-FURTHER: Mapping[str, type[Subject]] = {
-    "image_grid_thw": PatchedImageTextSubject,
-    "image_sizes": TileGridSubject,
+#: Class of models -> the subject, instead of that of the task.
+FURTHER: Mapping[type[Any], type[Subject]] = {
+    PatchedImageTextLM: PatchedImageTextSubject,
+    SizedImageTextLM: TileGridSubject,
 }
 
 
@@ -434,7 +437,10 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
             )
         for task in own.tasks or registry.tasks_of(model_type)[:1]:
             module_class = registry.get_module(task, model_type)
-            others = [FURTHER[name] for name in module_class.input_names if name in FURTHER]
-            kind = others[0] if others else SUBJECTS[task]
-            found += [kind(model_type, row, module_class, own) for row in own.rows]
+            others = [kind for of, kind in FURTHER.items() if issubclass(module_class, of)]
+            for row, fields in own.rows.items():
+                kind = others[0] if others else SUBJECTS[task]
+                if fields.get("vision_config", {}).get("model_type") == "pixtral":
+                    kind = PackedImageTextSubject
+                found.append(kind(model_type, row, module_class, own))
     return found

@@ -2,6 +2,7 @@
 
 - the projector maps hidden states of one or several layers of the tower to the text's hidden size
 - each image token of the text is replaced by one projected patch
+- with the tower of Pixtral, images of any size are packed patches (Pixtral 12B)
 
 The numbers follow Hugging Face's `modeling_llava.py`.
 
@@ -20,8 +21,10 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.tiles import OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel, TwoLayerProjector
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.body.packed_image_text import PackedImageTextModel
+from ed_models.body.packed_weights import PACKED_WEIGHTS
+from ed_models.body.tiles import OTHER_NAMES, TIED, TwoLayerProjector
+from ed_models.tasks.packed_image_text import PackedImageTextLM
 
 
 @register_config("llava")
@@ -36,7 +39,7 @@ class LlavaConfig(EasyDeLBaseConfig, transformers.LlavaConfig):
     vision_config: Any = None
 
 
-class LlavaModel(TiledImageTextModel):
+class LlavaModel(PackedImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = LlavaConfig
@@ -53,11 +56,11 @@ class LlavaModel(TiledImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=LlavaConfig, model_type="llava")
-class LlavaForConditionalGeneration(ImageTextLM):
+class LlavaForConditionalGeneration(PackedImageTextLM):
     """LLaVA with a language-model head."""
 
     body_class = LlavaModel
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
-    WEIGHTS = WEIGHTS
+    WEIGHTS = PACKED_WEIGHTS

@@ -20,6 +20,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Float, Int
 
 from ed_models.body.image_rows import rows_of_images
+from ed_models.body.packed_images import PatchForm
 from ed_models.tasks.image_text import ImageTextLM
 
 _ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
@@ -60,9 +61,12 @@ class PatchedImageTextLM(ImageTextLM):
         return cast(PatchedImageBody, self.model).encoded_features
 
     @property
-    def merge(self) -> int:
-        """Patches along the side of the block that becomes one feature."""
-        return self.config.vision_config.spatial_merge_size
+    def patch_form(self) -> PatchForm:
+        """The patches that the tower reads."""
+        vision = self.config.vision_config
+        frames = vision.in_channels * vision.temporal_patch_size
+        merge: int = vision.spatial_merge_size
+        return PatchForm(vision.patch_size, frames, merge, has_axes=True)
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of `pixel_values` [b, p, f] with `image_grid_thw` [b, i, 3]."""
@@ -119,12 +123,13 @@ class PatchedImageTextLM(ImageTextLM):
 
     def feature_grids(self, grids: _ArrayT) -> _ArrayT:
         """Return the number of features of each image along time, height and width."""
-        return grids // np.asarray([1, self.merge, self.merge], np.int32)
+        merge = self.patch_form.merge
+        return grids // np.asarray([1, merge, merge], np.int32)
 
     def batched_inputs(self, input_ids: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of prompts with a row for each prompt; see `rows_of_images`."""
         placeholders = np.asarray(input_ids) == self.image_token
-        return rows_of_images(placeholders, arrays, self.merge)
+        return rows_of_images(placeholders, arrays, self.patch_form.merge)
 
 
 def segments_of(input_ids: Int[Array, "b s"], inputs: Mapping[str, Any]) -> Int[Array, "b s"]:

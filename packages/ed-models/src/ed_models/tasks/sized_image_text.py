@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
-from ed_infra.inputs import Encoded, Inputs
+from ed_infra.inputs import GRIDS, SIZES, Encoded, Inputs
 
-from ed_models.body.unpadded import GRIDS, SIZES, TileGrids, rows_of_tiles, with_grids
+from ed_models.body.unpadded import TileGrids, rows_of_tiles, with_grids
 from ed_models.tasks.image_text import ImageTextLM
 
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import httpx
 import numpy as np
+from ed_infra.inputs import COUNTS, GRID, SIZES
+from ed_models.body.packed_images import PatchForm
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.requests import ChatMessage, ImagePart
@@ -36,13 +38,6 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 FETCH_SECONDS = 10.0
 # IPv6 addresses that contain an IPv4 address (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-#: Name of the grid of an image in the output of a processor that packs patches.
-GRID = "image_grid_thw"
-#: Name of the size of an image in the output of a processor for models that omit padding.
-SIZES = "image_sizes"
-#: Name of the numbers of images of each text. A processor that returns the numbers splits an image
-#: into tiles only if its text has no other image (LLaVA-OneVision).
-COUNTS = "batch_num_images"
 
 
 class TokenNames(Protocol):
@@ -114,6 +109,8 @@ class ChatImages:
         self._accepts, self._processor = "pixel_values" in names, processor
         self._domains = frozenset(name.lower() for name in allowed_domains)
         self._token = None if processor is None else _image_token(processor)
+        ends_row = getattr(processor, "image_break_token_id", None)
+        self._of_image = {self._token, ends_row} - {None}
 
     async def sources(self, messages: Sequence[ChatMessage]) -> list[_Source]:
         """Return the encoded images of a conversation in order.
@@ -251,9 +248,10 @@ class ChatImages:
         for image in images:
             for arrays in image.tiles:
                 own = list(islice(places, image.length))
-                if len(own) != image.length or own[-1] - own[0] + 1 != image.length:
+                between = set(tokens[own[0] : own[-1] + 1]) if own else set()
+                if len(own) != image.length or not between <= self._of_image:
                     _refuse("the tokenizer does not keep the tokens of this image", image.param)
-                inputs.append(EncoderInput.of(arrays, start=own[0], length=image.length))
+                inputs.append(EncoderInput.at(arrays, own))
         return tuple(inputs)
 
     def _processed(
@@ -271,7 +269,8 @@ class ChatImages:
         except Exception as error:  # processors may raise any exception for an unusual size
             _refuse(f"the image cannot be processed: {error}", source.param)
         count = text.count(processor.tokenizer.convert_ids_to_tokens(self._token))
-        tiles = tiles_of({name: output[name] for name in self._names if name in output})
+        arrays = {name: output[name] for name in self._names if name in output}
+        tiles = tiles_of(_packed(processor, arrays))
         if not count or count % len(tiles):
             _refuse(f"the processor returned {len(tiles)} tiles of {count} features", source.param)
         return ProcessedImage(tiles, text, count // len(tiles), source.param)
@@ -291,6 +290,16 @@ def is_public(number: str) -> bool:
         inner = ipaddress.IPv4Address(int(address) % 2**32) if address in _NAT64 else None
         address = address.ipv4_mapped or address.sixtofour or inner or address
     return address.is_global and not address.is_multicast
+
+
+def _packed(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arrays of one image; as packed patches if a token ends each row of its features,
+    which is so for models with the tower of Pixtral."""
+    if getattr(processor, "image_break_token_id", None) is None:
+        return arrays
+    form = PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
+    patches, grid = form.packed(np.asarray(arrays["pixel_values"])[0], arrays[SIZES][0])
+    return {"pixel_values": patches, GRID: grid[None]}
 
 
 def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:

@@ -1,0 +1,113 @@
+"""Images of any size as packed patches, for models whose processors return padded images (Pixtral).
+
+A processor of transformers returns all images, padded to the size of the largest, and their sizes.
+Towers read the patches of the images of a row, one image after another. Square blocks of patches
+that become one feature are neighbors in this order.
+
+Legend: b rows, i images, p patches, c channels, h height, w width, s side of a patch,
+f = c * s * s, m patches along the side of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import SIZES
+from jaxtyping import Array, Float, Int
+
+from ed_models.body.image_rows import rows_of_images
+
+
+@dataclass(frozen=True)
+class PatchForm:
+    """The patches of a model, and the tokens of an image.
+
+    Attributes:
+        side: s.
+        channels: c; for several frames of a patch, their channels together.
+        merge: m.
+        ends_rows: whether a token without a feature follows each row of features.
+        has_axes: whether tokens have rotary positions along time, height and width.
+    """
+
+    side: int
+    channels: int
+    merge: int
+    ends_rows: bool = False
+    has_axes: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Number of numbers of a patch, f."""
+        return self.channels * self.side**2
+
+    def packed(
+        self, image: Float[np.ndarray, "c h w"], size: Int[np.ndarray, " 2"]
+    ) -> tuple[Float[np.ndarray, "p f"], Int[np.ndarray, " 3"]]:
+        """Return the patches of an image, and 1 and their numbers of rows and columns.
+
+        Args:
+            image: the image, padded below and at the right.
+            size: height and width without padding.
+
+        Raises:
+            ConfigError: the size is no multiple of the size of a block.
+        """
+        height, width = (int(number) for number in size)
+        s, m, block = self.side, self.merge, self.side * self.merge
+        if height % block or width % block or min(height, width) < block:
+            raise ConfigError(
+                f"an image has {height} x {width} pixels, but blocks of {block} x {block} pixels "
+                "become one feature: use the image processor of the checkpoint"
+            )
+        c, down, across = len(image), height // block, width // block
+        x = np.asarray(image, np.float32)[:, :height, :width]
+        x = x.reshape(c, down, m, s, across, m, s).transpose(1, 4, 2, 5, 0, 3, 6)
+        return x.reshape(-1, c * s * s), np.array([1, down * m, across * m], np.int32)
+
+    def rows(
+        self, placeholders: np.ndarray, arrays: Mapping[str, Any]
+    ) -> dict[str, Float[np.ndarray, "b p f"] | Int[np.ndarray, "b i 3"]]:
+        """Return the arrays of images with a row for each text; see `rows_of_images`.
+
+        Args:
+            placeholders: which tokens are features of images, [b, s].
+            arrays: arrays with a row for each text; or `pixel_values` [i, c, h, w] and
+                `image_sizes` [i, 2] of a processor. Other arrays are returned unchanged.
+        """
+        arrays = dict(arrays)
+        sizes = arrays.pop(SIZES, None)
+        if sizes is not None and "pixel_values" in arrays:
+            images = np.asarray(arrays["pixel_values"])
+            made = [self.packed(*each) for each in zip(images, np.asarray(sizes), strict=True)]
+            arrays["pixel_values"] = np.concatenate([patches for patches, _ in made])
+            arrays["image_grid_thw"] = np.stack([grid for _, grid in made])
+        return rows_of_images(placeholders, arrays, self.merge)
+
+    def gaps(self, grid: Int[np.ndarray, " 3"]) -> tuple[int, ...]:
+        """Return the offsets of the tokens between the rows of features of an image.
+
+        Args:
+            grid: number of patches along time, height and width.
+        """
+        if not self.ends_rows:
+            return ()
+        _, rows, columns = (int(number) // self.merge for number in grid)
+        return tuple(row * (columns + 1) - 1 for row in range(1, rows))
+
+
+def packed_on_device(
+    images: Float[Array, "b c h w"], side: int
+) -> tuple[Float[Array, "b p f"], Int[Array, "b 1 3"]]:
+    """Return the patches of images of one size, a row for each image, and their grids."""
+    b, c, h, w = images.shape
+    down, across = h // side, w // side
+    x = images[:, :, : down * side, : across * side]
+    x = x.reshape(b, c, down, side, across, side).transpose(0, 2, 4, 1, 3, 5)
+    grids = jnp.broadcast_to(jnp.array([1, down, across], jnp.int32), (b, 1, 3))
+    return x.reshape(b, down * across, c * side * side), grids

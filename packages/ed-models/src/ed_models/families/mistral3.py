@@ -1,0 +1,96 @@
+"""Mistral 3 (Mistral AI 2025): the vision tower of Pixtral, a projector, and Mistral.
+
+- blocks of neighboring patches become one feature
+- a token without a feature ends each row of features in the text
+
+The numbers follow Hugging Face's `modeling_mistral3.py`.
+
+Legend: b rows, p patches of a row, v and d hidden size of the tower and of the decoder, m patches
+along the side of a block, n = p / m².
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.registry import register_config, register_module
+from ed_layers.activations import activation
+from ed_layers.parts import Parts
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_models.body.packed_image_text import PackedImageTextModel
+from ed_models.body.packed_weights import PACKED_WEIGHTS
+from ed_models.body.tiles import OTHER_NAMES, TIED
+from ed_models.tasks.packed_image_text import PackedImageTextLM
+from ed_models.weights.rules import Rule, transpose
+
+
+@register_config("mistral3")
+class Mistral3Config(EasyDeLBaseConfig, transformers.Mistral3Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`.
+
+    The execution fields also apply to `text_config` and `vision_config`.
+    """
+
+    model_type = "mistral3"
+    text_config: Any = None
+    vision_config: Any = None
+
+
+class Mistral3Projector(nnx.Module):
+    """A norm, a linear layer from the patches of a block to one feature, and two linear layers."""
+
+    def __init__(self, parts: Parts):
+        config: Mistral3Config = parts.config
+        v, d = config.vision_config.hidden_size, config.text_config.hidden_size
+        self.size, self.act = config.spatial_merge_size**2, config.projector_hidden_act
+        if not isinstance(config.vision_feature_layer, int):
+            raise ConfigError(
+                f"vision_feature_layer={config.vision_feature_layer!r} is not supported: "
+                "Mistral 3 reads one layer of the tower, such as -1"
+            )
+        self.norm = parts.norm(v, eps=config.text_config.rms_norm_eps)
+        self.patch_merger = parts.linear(v * self.size, v, axes=(None, "embed"))
+        bias = config.multimodal_projector_bias
+        self.linear_1 = parts.linear(v, d, axes=(None, "embed"), bias=bias)
+        self.linear_2 = parts.linear(d, d, axes=("embed", None), bias=bias)
+
+    def __call__(self, x: Float[Array, "b p v"]) -> Float[Array, "b n d"]:
+        b, p, v = x.shape
+        # The inputs of the linear layer are the patches of each channel.
+        blocks = self.norm(x).reshape(b, p // self.size, self.size, v).swapaxes(2, 3)
+        x = self.patch_merger(blocks.reshape(b, p // self.size, v * self.size))
+        return self.linear_2(activation(self.act)(self.linear_1(x)))
+
+
+class Mistral3Model(PackedImageTextModel):
+    """Vision tower, projector and decoder."""
+
+    config_class = Mistral3Config
+
+    @staticmethod
+    def projector(parts: Parts) -> nnx.Module:
+        return Mistral3Projector(parts)
+
+
+@register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Mistral3Config, model_type="mistral3")
+class Mistral3ForConditionalGeneration(PackedImageTextLM):
+    """Mistral 3 with a language-model head."""
+
+    body_class = Mistral3Model
+    DERIVED = {}
+    TIED_WEIGHTS = TIED
+    OTHER_NAMES = OTHER_NAMES
+    WEIGHTS = (
+        Rule(
+            "model.multi_modal_projector.patch_merger.kernel",
+            "multi_modal_projector.patch_merger.merging_layer.weight",
+            transpose,
+        ),
+        *PACKED_WEIGHTS,
+    )
