@@ -30,6 +30,9 @@ class Items:
     def check(self, item):
         return None
 
+    def gaps(self, arrays):
+        return ()
+
     def positions(self, count, items):
         return None
 

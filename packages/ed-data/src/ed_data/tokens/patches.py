@@ -141,14 +141,25 @@ class RowEncoder(PatchEncoder):
         return isinstance(getattr(processor, "image_break_token_id", None), int)
 
     def rows_and_columns(self, image: RowImage) -> tuple[int, int]:
-        """Return the numbers of rows and columns of features of an image, from its size."""
+        """Return the numbers of rows and columns of features of an image, from its size.
+
+        Raises:
+            DataError: the image cannot be read, or has no feature.
+        """
         from transformers.models.pixtral.image_processing_pil_pixtral import (
             get_resize_output_image_size,
         )
 
         edge, block = int(self._to_pixels.size["longest_edge"]), self._side * self._merge
-        blank = np.broadcast_to(np.uint8(0), (*size_of(image), 3))
+        size = size_of(image)
+        blank = np.broadcast_to(np.uint8(0), (*size, 3))
         height, width = get_resize_output_image_size(blank, edge, block)
+        if not height or not width:
+            raise DataError(
+                f"{image.where}: the processor refuses an image of {size[1]} x {size[0]} pixels: "
+                f"with {edge} pixels along its longer side, the other side has none; resize the "
+                "image, or set on_error: skip"
+            )
         return height // block, width // block
 
     def counts(self, image: RowImage) -> PatchCounts:
