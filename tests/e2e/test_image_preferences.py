@@ -157,6 +157,61 @@ def loss_of_trl(folder: Path, batch: dict[str, np.ndarray]) -> tuple[float, floa
     return loss, float(np.mean(trainer._metrics["train"]["rewards/margins"]))
 
 
+def loss_of_grpo_in_trl(
+    folder: Path, rows: dict[str, np.ndarray], reference: list[Any]
+) -> tuple[float, float]:
+    """Return the loss and the mean divergence that `trl.GRPOTrainer` computes for completions.
+
+    Args:
+        folder: contains the model.
+        rows: tokens, labels, images and advantages of each completion.
+        reference: log-probabilities of the labels of each row under the reference.
+    """
+    torch = require_torch()
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    kind: Any = transformers.AutoModelForImageTextToText
+    model, pad = kind.from_pretrained(folder / "model"), torch.nn.utils.rnn.pad_sequence
+    prompts, completions, tiles, counts = [], [], [], []
+    for row, ids in enumerate(rows["input_ids"]):
+        own = torch.tensor(ids[rows["segment_ids"][row] > 0]).long()
+        prompts.append(own[: -len(reference[row])])
+        completions.append(own[-len(reference[row]) :])
+        counts.append(int((own == model.config.image_token_id).sum()) // FEATURES)
+        tiles.append(torch.tensor(rows["pixel_values"][row, : counts[-1]]))
+
+    def ones(parts: list[Any]) -> list[Any]:
+        return [torch.ones_like(part) for part in parts]
+
+    mask = pad(ones(completions), batch_first=True)
+    inputs = {
+        "prompt_ids": pad(prompts, batch_first=True, padding_side="left"),
+        "prompt_mask": pad(ones(prompts), batch_first=True, padding_side="left"),
+        "completion_ids": pad(completions, batch_first=True),
+        "completion_mask": mask,
+        "advantages": torch.tensor(rows["advantages"]).float(),
+        "ref_per_token_logps": pad([x.float() for x in reference], batch_first=True),
+        "pixel_values": torch.cat(tiles),
+        "num_tiles": counts,
+        "num_items_in_batch": mask.sum(),
+    }
+    options: dict[str, Any] = {"beta": 0.0, "num_generations": 4, "loss_type": "dapo"}
+    trainer: Any = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **fields: [0.0] * len(completions),
+        args=GRPOConfig(
+            str(folder / "grpo-trl"), report_to=[], use_cpu=True, bf16=False, **options
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "what"}] * ROWS),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    trainer.beta, trainer.current_gradient_accumulation_steps = 0.5, 1
+    loss = float(trainer._compute_loss(model.train(), inputs).detach())
+    return loss, float(np.mean(trainer._metrics["train"]["kl"]))
+
+
 @pytest.mark.nightly
 @pytest.mark.torch
 def test_dpo_with_images_has_the_loss_of_torch_and_learns_the_preference(folder: Path) -> None:
@@ -214,6 +269,8 @@ def test_grpo_with_images_has_the_loss_of_torch(folder: Path) -> None:
         total += float((0.5 * kl - rows["advantages"][row]).sum())
         count += len(a)
     assert own["loss"] == pytest.approx(total / count, rel=1e-4, abs=1e-5)
+    theirs = loss_of_grpo_in_trl(folder, given, reference)
+    assert (own["loss"], own["kl"]) == pytest.approx(theirs, abs=1e-4)
     assert own["kl"] > 1e-3
 
 
