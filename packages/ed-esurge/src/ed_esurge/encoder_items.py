@@ -7,7 +7,7 @@ Legend: p patches of an image, f numbers of a patch, m patches along the side of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import numpy as np
@@ -138,6 +138,28 @@ def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
         return PackedImages(model.patch_form, model.encoded_features, max_model_len)
     grids = getattr(model, "grids", None)
     return FixedItems(model) if grids is None else TiledImages(model, grids)
+
+
+class RecordingForm(NamedTuple):
+    """The recordings that a model reads.
+
+    Attributes:
+        token: id of the placeholder token of a feature.
+        shape: numbers of mel bins and of frames.
+        length: number of features of so many frames.
+    """
+
+    token: int
+    shape: tuple[int, int]
+    length: int
+
+    @classmethod
+    def of(cls, model: LanguageModel, items: EncoderItems | None) -> RecordingForm | None:
+        """Return the recordings of a model; None if the model reads none."""
+        if items is None or items.names != ("input_features",):
+            return None
+        bins, frames = items.examples()[0]["input_features"].shape
+        return cls(model.config.audio_token_id, (bins, frames), items.longest)
 
 
 class FixedItems:

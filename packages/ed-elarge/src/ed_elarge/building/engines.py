@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
     from ed_esurge.speech.engine import SpeechEngine
     from ed_models.tasks.causal_lm import CausalLM
-    from transformers import ProcessorMixin
+    from transformers import FeatureExtractionMixin, ProcessorMixin
 
 
 def served_task(directory: Path, default: TaskType) -> TaskType:
@@ -38,9 +38,23 @@ def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
     run, model = elm.config, elm.part("model")
     if type(model).model_task in SPEECH_TASKS:
         return _speech_engine(elm, model)
-    reads_images = "pixel_values" in model.input_names
-    processor = elm.part("processor") if reads_images else None
+    processor: Any = None
+    if "pixel_values" in model.input_names:
+        processor = elm.part("processor")
+    elif "input_features" in model.input_names and run.model is not None:
+        processor = _feature_extractor(elm)
     return eSurge(model, elm.part("tokenizer"), run.esurge, processor=processor)
+
+
+def _feature_extractor(elm: eLargeModel) -> FeatureExtractionMixin | None:
+    """Return the feature extractor of an audio-language model; None for a new model."""
+    from ed_models.checkpoints.tokenizers import load_feature_extractor
+
+    section = elm.config.model
+    if section is None or section.name_or_path is None:
+        return None
+    with elm.config.blame("model", "name_or_path"):
+        return load_feature_extractor(section.name_or_path, revision=section.extra_kwargs.revision)
 
 
 def _speech_engine(elm: eLargeModel, model: CausalLM) -> SpeechEngine:

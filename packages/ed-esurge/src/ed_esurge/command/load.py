@@ -159,13 +159,19 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     if task in SPEECH_TASKS:
         return _speech_engine(values, options, loading)
     model: Any = hub.from_pretrained(values.model, task=task, **loading)
-    reads_images = "pixel_values" in model.input_names
+    processor = None
+    if "pixel_values" in model.input_names:
+        processor = _processor_of(values)
+    elif "input_features" in model.input_names:
+        from ed_models.checkpoints.tokenizers import load_feature_extractor
+
+        processor = load_feature_extractor(values.model, revision=values.revision)
     return eSurge(
         model,
         tokenizer_of(values),
         options,
         model_name=name_of(values.model),
-        processor=_processor_of(values) if reads_images else None,
+        processor=processor,
         certificate=certificate_summary(settings),
     )
 

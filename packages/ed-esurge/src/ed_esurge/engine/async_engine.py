@@ -36,6 +36,7 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
+from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.engine.control import check_level, loading
 from ed_esurge.engine.intake import CheckedPrompt, PromptInput, RequestOptions, RequestParams
 from ed_esurge.engine.surge import eSurge
@@ -143,6 +144,11 @@ class AsyncEngine:
     ) -> tuple[list[int], tuple[EncoderInput, ...]]:
         """See `eSurge.embedded_prompt`."""
         return self.engine.embedded_prompt(embeds)
+
+    @property
+    def recording_form(self) -> RecordingForm | None:
+        """The recordings that the model reads; None if it reads none."""
+        return self.engine.recording_form
 
     @property
     def certificate(self) -> Mapping[str, Any] | None:

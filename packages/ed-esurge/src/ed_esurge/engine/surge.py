@@ -20,6 +20,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.embedded_prompts import EmbeddedPrompts
+from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.disk_pages import DiskPages
@@ -102,6 +103,7 @@ class eSurge(EngineControl):
         runner = self.loop.runner
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size
+        self.recording_form = RecordingForm.of(runner.model, runner.items)
         encoder = self.loop.scheduler.encoder
         whole = isinstance(encoder, EncoderCache) and encoder.whole
         encodes = is_encoder(runner.model)

@@ -23,6 +23,7 @@ from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.models import ServedModel, ServerState
 from ed_esurge.server.generation.prompts import PromptEncoder
+from ed_esurge.server.generation.recordings import ChatRecordings
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http import errors
@@ -344,12 +345,17 @@ def _prompts(
             "build the engine with eSurge(model, tokenizer=...)"
         )
     processor = getattr(engine, "processor", None)
-    images = ChatImages(getattr(engine, "input_names", ()), processor, media_domains)
+    form = getattr(engine, "recording_form", None)
+    if form is None:
+        names = getattr(engine, "input_names", ())
+        media: ChatImages | ChatRecordings = ChatImages(names, processor, media_domains)
+    else:
+        media = ChatRecordings(form, processor, engine.tokenizer, engine.max_model_len)
     if getattr(engine.tokenizer, "chat_template", None) is None:
         chat_template = chat_template or getattr(processor, "chat_template", None)
     return PromptEncoder(
         engine.tokenizer,
-        images=images,
+        media=media,
         config=engine.config,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,

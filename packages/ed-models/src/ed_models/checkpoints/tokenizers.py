@@ -13,7 +13,12 @@ from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.hub import resolve
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import (
+        BaseImageProcessor,
+        FeatureExtractionMixin,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 
 def load_tokenizer(
@@ -153,6 +158,20 @@ def load_image_processor(
     from transformers import AutoImageProcessor
 
     return _load(AutoImageProcessor, "image processor", name, revision, trust_remote_code)
+
+
+def load_feature_extractor(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> FeatureExtractionMixin:
+    """Load the feature extractor of a model that reads recordings; arguments as of
+    `load_processor`.
+
+    Raises:
+        CheckpointError: There is no feature extractor.
+    """
+    from transformers import AutoFeatureExtractor
+
+    return _load(AutoFeatureExtractor, "feature extractor", name, revision, trust_remote_code)
 
 
 def _load(kind: Any, what: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -47,6 +47,9 @@ class ServedEngine(Protocol):
     model accepts, and `processor`, the processor of its checkpoint. Its `generate` accepts the
     keyword argument `encoder_inputs`.
 
+    The engine of an audio-language model also has `recording_form`, the recordings that the model
+    reads, and its `processor` is the feature extractor, or has one.
+
     An engine with the option `enable_prompt_embeds` also has `embedded_prompt`, which returns the
     token ids and the `encoder_inputs` of a prompt of embeddings.
 

@@ -13,7 +13,7 @@ import binascii
 import io
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +25,7 @@ from ed_infra.inputs import COUNTS, GRID, SIZES
 from ed_models.body.packed_images import PatchForm
 
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.server.generation.requests import ChatMessage, ImagePart
+from ed_esurge.server.generation.requests import AudioPart, ChatMessage, ImagePart
 from ed_esurge.server.http.errors import APIError
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class ProcessedImage:
-    """An image in the form that the model reads.
+class ProcessedMedium:
+    """An image or a recording in the form that the model reads.
 
     Attributes:
-        tiles: the arrays of each tile of the image; one for a model without tiles.
-        text: the text of the tokens of the image.
+        tiles: the arrays of each tile of an image, or of each part of a recording.
+        text: the text of the tokens of the medium.
         length: number of features of a tile.
         param: field of the request for errors.
     """
@@ -110,7 +110,7 @@ class ChatImages:
         self._domains = frozenset(name.lower() for name in allowed_domains)
         self._token = None if processor is None else _image_token(processor)
         ends_row = getattr(processor, "image_break_token_id", None)
-        self._of_image = {self._token, ends_row} - {None}
+        self._of_image = {token for token in (self._token, ends_row) if token is not None}
 
     async def sources(self, messages: Sequence[ChatMessage]) -> list[_Source]:
         """Return the encoded images of a conversation in order.
@@ -119,13 +119,11 @@ class ChatImages:
             APIError: 400, the model does not accept images, there are too many images, or an image
                 cannot be downloaded.
         """
-        parts = [
-            (f"messages[{index}].content[{place}]", part)
-            for index, message in enumerate(messages)
-            if isinstance(message.content, list)
-            for place, part in enumerate(message.content)
-            if isinstance(part, ImagePart)
-        ]
+        parts: list[tuple[str, ImagePart]] = []
+        for where, medium in media_parts(messages):
+            if not isinstance(medium, ImagePart):
+                _refuse("this model does not accept audio: send text only", where, "invalid_audio")
+            parts.append((where, medium))
         if not parts:
             return []
         path, first = parts[0]
@@ -206,7 +204,7 @@ class ChatImages:
         ) as answer:
             yield answer
 
-    def expanded(self, text: str, sources: Sequence[_Source]) -> tuple[str, list[ProcessedImage]]:
+    def expanded(self, text: str, sources: Sequence[_Source]) -> tuple[str, list[ProcessedMedium]]:
         """Process the images, and replace the text of each image by the tokens of its features.
 
         Args:
@@ -225,14 +223,14 @@ class ChatImages:
                 "the chat template of this model does not support images in this conversation",
                 sources[0].param,
             )
-        parts, images = [first], list[ProcessedImage]()
+        parts, images = [first], list[ProcessedMedium]()
         for source, following in zip(sources, others, strict=True):
             images.append(self._processed(processor, source, alone=len(sources) == 1))
             parts += [images[-1].text, following]
         return "".join(parts), images
 
     def located(
-        self, tokens: Sequence[int], images: Sequence[ProcessedImage]
+        self, tokens: Sequence[int], images: Sequence[ProcessedMedium]
     ) -> tuple[EncoderInput, ...]:
         """Return the encoder inputs of the images in a prompt.
 
@@ -243,20 +241,12 @@ class ChatImages:
         Raises:
             APIError: 400, the tokens of an image are not those of its features.
         """
-        places = iter([place for place, token in enumerate(tokens) if token == self._token])
-        inputs = []
-        for image in images:
-            for arrays in image.tiles:
-                own = list(islice(places, image.length))
-                between = set(tokens[own[0] : own[-1] + 1]) if own else set()
-                if len(own) != image.length or not between <= self._of_image:
-                    _refuse("the tokenizer does not keep the tokens of this image", image.param)
-                inputs.append(EncoderInput.at(arrays, own))
-        return tuple(inputs)
+        assert self._token is not None, "`sources` has checked the processor"
+        return located(tokens, images, self._token, self._of_image)
 
     def _processed(
         self, processor: ImageTextProcessor, source: _Source, *, alone: bool
-    ) -> ProcessedImage:
+    ) -> ProcessedMedium:
         image = opened(source.data, source.param)
         images: list[Any] = [image]
         own = getattr(processor, "image_processor", None)
@@ -273,7 +263,41 @@ class ChatImages:
         tiles = tiles_of(_packed(processor, arrays))
         if not count or count % len(tiles):
             _refuse(f"the processor returned {len(tiles)} tiles of {count} features", source.param)
-        return ProcessedImage(tiles, text, count // len(tiles), source.param)
+        return ProcessedMedium(tiles, text, count // len(tiles), source.param)
+
+
+def media_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart | AudioPart]]:
+    """Yield the images and recordings of a conversation with their fields."""
+    for index, message in enumerate(messages):
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart | AudioPart):
+                yield f"messages[{index}].content[{place}]", part
+
+
+def located(
+    tokens: Sequence[int], media: Sequence[ProcessedMedium], token: int, allowed: Collection[int]
+) -> tuple[EncoderInput, ...]:
+    """Return the encoder inputs of images or recordings in a prompt.
+
+    Args:
+        tokens: token ids of the expanded text.
+        media: the media in order.
+        token: the placeholder token of a feature.
+        allowed: tokens from the first to the last feature of an item.
+
+    Raises:
+        APIError: 400, the tokens of a medium are not those of its features.
+    """
+    places = iter([place for place, each in enumerate(tokens) if each == token])
+    inputs = []
+    for medium in media:
+        for arrays in medium.tiles:
+            own = list(islice(places, medium.length))
+            between = set(tokens[own[0] : own[-1] + 1]) if own else set()
+            if len(own) != medium.length or not between <= {*allowed}:
+                _refuse("the tokenizer does not keep the tokens of this medium", medium.param)
+            inputs.append(EncoderInput.at(arrays, own))
+    return tuple(inputs)
 
 
 async def numbers_of(host: str, port: int) -> list[str]:
@@ -367,8 +391,8 @@ def opened(data: bytes, param: str) -> PIL.Image.Image:
     _refuse(f"the image has {size} pixels, and the limit is {MAX_IMAGE_PIXELS} pixels", param)
 
 
-def _refuse(message: str, param: str) -> NoReturn:
-    raise APIError(f"{param}: {message}", param=param, code="invalid_image")
+def _refuse(message: str, param: str, code: str = "invalid_image") -> NoReturn:
+    raise APIError(f"{param}: {message}", param=param, code=code)
 
 
 def _refuse_size(param: str) -> NoReturn:

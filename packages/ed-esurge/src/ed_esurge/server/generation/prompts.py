@@ -24,6 +24,7 @@ from ed_esurge.engine.intake import (
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.infilling import infill_tokens
+from ed_esurge.server.generation.recordings import ChatRecordings
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.generation.text_pairs import (
@@ -47,7 +48,7 @@ ENDING = 16
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """The token ids of a prompt, and the inputs of the model's encoder: images in order."""
+    """The token ids of a prompt, and the inputs of the model's encoder, such as images."""
 
     tokens: list[int]
     encoder_inputs: tuple[EncoderInput, ...] = ()
@@ -80,7 +81,7 @@ class PromptEncoder:
         config: the engine's options, which include the policy for long prompts.
         max_model_len: maximum number of tokens of a prompt and its completion together.
         vocab_size: size of the model's vocabulary.
-        images: reader of the images in conversations.
+        media: reader of the images or recordings in conversations.
         chat_template: Jinja text that replaces the template of the tokenizer.
         apart: whether the model is an encoder-decoder, see `ed_esurge.engine.intake.fit`.
         oai_like_processor: whether templates that support OpenAI's list of content parts receive
@@ -94,13 +95,13 @@ class PromptEncoder:
         config: EngineConfig,
         max_model_len: int,
         vocab_size: int,
-        images: ChatImages,
+        media: ChatImages | ChatRecordings,
         chat_template: str | None = None,
         oai_like_processor: bool = True,
         apart: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.images = images
+        self.media: Any = media
         self.config = config
         self.max_model_len, self._apart = max_model_len, apart
         self.vocab_size = vocab_size
@@ -453,8 +454,8 @@ class PromptEncoder:
             size: length of the request's body in bytes, which selects whether a thread is used.
 
         Raises:
-            APIError: 400, there is no template, it rejects the conversation, or an image is
-                invalid.
+            APIError: 400, there is no template, it rejects the conversation, or an image or a
+                recording is invalid.
         """
         render = self._rendering(
             messages,
@@ -465,15 +466,15 @@ class PromptEncoder:
             documents=documents,
             chat_template=chat_template,
         )
-        sources = await self.images.sources(messages)
+        sources = await self.media.sources(messages)
 
         def work() -> EncodedPrompt:
             template, text, marks = render()
             if not sources:
                 return EncodedPrompt(template.encode(text, marks))
-            text, images = self.images.expanded(text, sources)
+            text, media = self.media.expanded(text, sources)
             tokens = template.encode(text, marks)
-            return EncodedPrompt(tokens, self.images.located(tokens, images))
+            return EncodedPrompt(tokens, self.media.located(tokens, media))
 
         weight = size + 100 * (len(messages) + len(tools))
         return await self._aside(work, LONG_TEXT if sources else weight)

@@ -317,10 +317,31 @@ class ImagePart(History):
     image_url: ImageURL | None = None
 
 
+class InputAudio(History):
+    """A recording: the base64 text of a file, and its format."""
+
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class AudioPart(History):
+    """One recording of a message's content."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio | None = None
+
+
 ContentParts = Annotated[
-    list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]],
+    list[Annotated[TextPart | RefusalPart | ImagePart | AudioPart, Field(discriminator="type")]],
     Field(fail_fast=True),
 ]
+
+
+def _part_for_template(part: TextPart | RefusalPart | ImagePart | AudioPart) -> dict[str, str]:
+    """Return a part of a message for a chat template; the content of a medium is no text."""
+    if isinstance(part, ImagePart):
+        return {"type": "image"}
+    return {"type": "audio"} if isinstance(part, AudioPart) else {"type": "text", "text": part.text}
 
 
 class ChatMessage(History):
@@ -328,7 +349,9 @@ class ChatMessage(History):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | ContentParts | None, parts_of("text", "refusal", "image_url"), few(MAX_PARTS)
+        str | ContentParts | None,
+        parts_of("text", "refusal", "image_url", "input_audio"),
+        few(MAX_PARTS),
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
@@ -357,20 +380,15 @@ class ChatMessage(History):
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template: role and text, arguments as objects.
 
-        The content of a message with images is a list of parts.
+        The content of a message with images or recordings is a list of parts.
         """
         content: str | list[dict[str, str]] = ""
         if isinstance(self.content, str):
             content = self.content
-        elif self.content and any(isinstance(part, ImagePart) for part in self.content):
-            content = [
-                {"type": "image"}
-                if isinstance(part, ImagePart)
-                else {"type": "text", "text": part.text}
-                for part in self.content
-            ]
         elif self.content:
-            content = "".join(part.text for part in self.content if not isinstance(part, ImagePart))
+            parts = [_part_for_template(part) for part in self.content]
+            texts = [part["text"] for part in parts if part["type"] == "text"]
+            content = "".join(texts) if len(texts) == len(parts) else parts
         # `developer` is OpenAI's new name of `system`; templates only support the old name.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}

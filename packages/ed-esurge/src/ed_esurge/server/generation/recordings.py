@@ -1,0 +1,156 @@
+"""Recordings in chat requests: content parts to spectrograms and placeholder tokens.
+
+A recording is the base64 text of a WAV or MP3 file (`input_audio`, as in OpenAI's API). The limits
+of bytes and seconds are checked before the whole file is decoded. As in `transformers`, a recording
+is padded to a multiple of the length that the encoder reads, such as 30 seconds.
+
+Legend: m mel bins, f frames of the part of a recording that the encoder reads at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from ed_esurge.core.commands import EncoderInput
+from ed_esurge.encoder_items import RecordingForm
+from ed_esurge.server.generation.images import ProcessedMedium, located, media_parts
+from ed_esurge.server.generation.requests import AudioPart, ChatMessage
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.speech.audio import decoded
+from ed_esurge.speech.decoder_process import DecoderProcess
+from ed_esurge.speech.errors import AudioError
+from ed_esurge.speech.riff import WavFile
+
+#: Limits of one request: number of recordings, and bytes of each recording.
+MAX_RECORDINGS, MAX_RECORDING_BYTES = 16, 2**25
+
+
+@dataclass(frozen=True)
+class RecordingSource:
+    """The encoded bytes of a recording, and the field of the request."""
+
+    data: bytes
+    kind: Literal["wav", "mp3"]
+    param: str
+
+
+class ChatRecordings:
+    """Reads the recordings of chat requests for one model.
+
+    Args:
+        form: the recordings that the model reads.
+        extractor: feature extractor of the checkpoint, or a processor that has one; None = nothing
+            was loaded.
+        tokenizer: the tokenizer of the model.
+        max_model_len: maximum number of tokens of a sequence, which limits the seconds.
+    """
+
+    def __init__(
+        self, form: RecordingForm, extractor: Any, tokenizer: Any, max_model_len: int
+    ) -> None:
+        self._form = form
+        self._extract = getattr(extractor, "feature_extractor", extractor)
+        self._text: str = tokenizer.convert_ids_to_tokens(form.token)
+        self._most = max(1, max_model_len // form.length)
+        self._decoder = DecoderProcess()
+
+    async def sources(self, messages: Sequence[ChatMessage]) -> list[RecordingSource]:
+        """Return the encoded recordings of a conversation in order.
+
+        Raises:
+            APIError: 400, the model does not accept images, there are too many recordings, or the
+                base64 text of a recording is invalid or too long.
+        """
+        found: list[RecordingSource] = []
+        for path, part in media_parts(messages):
+            if not isinstance(part, AudioPart):
+                _refuse("this model does not accept images: send text and audio only", path)
+            param = f"{path}.input_audio"
+            if part.input_audio is None:
+                _refuse("is missing", param)
+            if self._extract is None:
+                _refuse(
+                    "this model has no feature extractor: load the engine from a checkpoint with "
+                    "preprocessor_config.json",
+                    param,
+                )
+            if len(found) == MAX_RECORDINGS:
+                _refuse(f"a request has at most {MAX_RECORDINGS} recordings", param)
+            data = _bytes_of(part.input_audio.data, f"{param}.data")
+            found.append(RecordingSource(data, part.input_audio.format, param))
+        return found
+
+    def expanded(
+        self, text: str, sources: Sequence[RecordingSource]
+    ) -> tuple[str, list[ProcessedMedium]]:
+        """Process the recordings, and replace the token of each recording by those of its features.
+
+        Args:
+            text: the rendered conversation, with one placeholder token per recording. The texts of
+                users contain no placeholder tokens, see `ChatTemplate.render`.
+            sources: at least one recording, see `sources`.
+
+        Raises:
+            APIError: 400, a recording is invalid, or the template has no placeholder for it.
+        """
+        first, *others = text.split(self._text)
+        if len(others) != len(sources):
+            _refuse(
+                "the chat template of this model does not support audio in this conversation",
+                sources[0].param,
+            )
+        parts, recordings = [first], list[ProcessedMedium]()
+        for source, following in zip(sources, others, strict=True):
+            recordings.append(self._processed(source))
+            parts += [recordings[-1].text, following]
+        return "".join(parts), recordings
+
+    def located(
+        self, tokens: Sequence[int], recordings: Sequence[ProcessedMedium]
+    ) -> tuple[EncoderInput, ...]:
+        """Return the encoder inputs of the recordings in a prompt; see `images.located`."""
+        return located(tokens, recordings, self._form.token, {self._form.token})
+
+    def _processed(self, source: RecordingSource) -> ProcessedMedium:
+        """Return the parts of a recording in the form that the model reads."""
+        bins, frames = self._form.shape
+        rate, samples = int(self._extract.sampling_rate), frames * int(self._extract.hop_length)
+        if (source.kind == "wav") != (WavFile.read(source.data) is not None):
+            _refuse(f"the data is no {source.kind} file: set the format", source.param)
+        try:
+            sound = decoded(source.data, rate, self._most * samples / rate, self._decoder)
+        except AudioError as error:
+            _refuse(str(error), source.param)
+        output = self._extract(
+            sound,
+            sampling_rate=rate,
+            padding=True,
+            truncation=False,
+            pad_to_multiple_of=samples,
+            return_tensors="np",
+        )
+        spectrum = np.asarray(output["input_features"][0], np.float32)
+        parts = spectrum.reshape(bins, -1, frames).swapaxes(0, 1)
+        items = [{"input_features": np.ascontiguousarray(part)} for part in parts]
+        text = self._text * (self._form.length * len(items))
+        return ProcessedMedium(items, text, self._form.length, source.param)
+
+
+def _bytes_of(text: str, param: str) -> bytes:
+    """Return the bytes of base64 text."""
+    if len(text) * 3 // 4 > MAX_RECORDING_BYTES:
+        _refuse(f"the recording is larger than {MAX_RECORDING_BYTES} bytes", param)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        _refuse("the data does not contain valid base64", param)
+
+
+def _refuse(message: str, param: str) -> NoReturn:
+    raise APIError(f"{param}: {message}", param=param, code="invalid_audio")

@@ -1,0 +1,182 @@
+"""Recordings in chat requests: replies equal `generate`, and invalid parts are refused."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import wave
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.encoder_items import RecordingForm
+from ed_esurge.server.generation.recordings import ChatRecordings
+from ed_esurge.server.generation.requests import ChatMessage
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.launch import background
+from ed_esurge.testing import byte_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% for part in message.content %}"
+    "{% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}<|assistant|>"
+)
+TOKENS = ["[AUDIO]", "[BEGIN_AUDIO]"]
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+AUDIO = {
+    "hidden_size": 24,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_mel_bins": 80,
+    "max_source_positions": 40,
+    "initializer_range": 0.3,
+}
+#: Samples that the encoder reads at once, and their features.
+SAMPLES, FEATURES = 80 * 160, 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Directory of a tiny random Voxtral with its feature extractor and a template."""
+    from ed_models.families.voxtral import VoxtralConfig, VoxtralForConditionalGeneration
+
+    tokens = byte_tokenizer(TEMPLATE)
+    tokens.add_special_tokens({"additional_special_tokens": TOKENS})
+    config = VoxtralConfig(
+        text_config={**TEXT, "vocab_size": len(tokens)},
+        audio_config=AUDIO,
+        audio_token_id=tokens.convert_tokens_to_ids("[AUDIO]"),
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    path = tmp_path_factory.mktemp("voxtral")
+    VoxtralForConditionalGeneration.create(config, seed=5).save_pretrained(path)
+    tokens.save_pretrained(path)
+    extractor().save_pretrained(path)
+    return path
+
+
+def extractor() -> Any:
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(feature_size=80, chunk_length=1)
+
+
+def sound(seed: int, samples: int) -> np.ndarray:
+    """16-bit samples of noise."""
+    return np.random.default_rng(seed).integers(-20000, 20000, samples).astype(np.int16)
+
+
+def wav(samples: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    with wave.open(data, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(samples.tobytes())
+    return data.getvalue()
+
+
+def part(data: bytes, kind: str = "wav") -> dict[str, Any]:
+    audio = {"data": base64.b64encode(data).decode(), "format": kind}
+    return {"type": "input_audio", "input_audio": audio}
+
+
+@pytest.mark.nightly
+def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
+    from ed_models.auto import AutoEasyDeLAnyToAnyModel
+    from transformers import AutoTokenizer
+
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    flags = "--max-model-len 128 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
+    flags += " --max-num-batched-tokens 16 --silent-mode"
+    engine = engine_of(parser.parse_args([str(checkpoint), *flags.split()]))
+    before = engine.loop.runner.num_traces
+    model: Any = AutoEasyDeLAnyToAnyModel.from_pretrained(checkpoint)
+    tokens, extract = AutoTokenizer.from_pretrained(checkpoint), extractor()
+    sounds = [sound(1, 9000), sound(2, SAMPLES + 5000), sound(3, SAMPLES)]
+    text = {"type": "text", "text": "what [AUDIO]?"}
+    replies, wanted = [], []
+    with background(engine) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        for chosen in ([], sounds[:1], sounds, sounds[::-1]):
+            content: Any = [text, *(part(wav(each)) for each in chosen)]
+            answer: Any = client.chat.completions.create(
+                model=engine.model_name,
+                messages=[{"role": "user", "content": content}],
+                max_tokens=8,
+                temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            replies.append((answer.prompt_token_ids, answer.choices[0].token_ids))
+            # The arrays and tokens of `VoxtralProcessor` of transformers.
+            start = tokens("<|user|>what ", add_special_tokens=False)["input_ids"]
+            prompt = start + tokens("[AUD", add_special_tokens=False)["input_ids"]
+            prompt += tokens("IO]?", add_special_tokens=False)["input_ids"]
+            features = []
+            for each in chosen:
+                output = extract(
+                    each.astype(np.float32) / 32768,
+                    sampling_rate=16000,
+                    padding=True,
+                    truncation=False,
+                    pad_to_multiple_of=SAMPLES,
+                    return_tensors="np",
+                )["input_features"]
+                features += list(output.reshape(80, -1, 80).transpose(1, 0, 2))
+                begin, audio = tokens.convert_tokens_to_ids(["[BEGIN_AUDIO]", "[AUDIO]"])
+                prompt += [begin, *[audio] * (FEATURES * -(-len(each) // SAMPLES))]
+            prompt += tokens("<|assistant|>", add_special_tokens=False)["input_ids"]
+            arrays = {"input_features": np.stack(features)[None]} if features else {}
+            out = model.generate(np.array([prompt]), max_new_tokens=8, eos_token_id=[], **arrays)
+            wanted.append((prompt, out.sequences[0, len(prompt) :].tolist()))
+    assert replies == wanted
+    assert len({tuple(each) for _, each in replies}) == 4, "the recordings have no effect"
+    assert engine.loop.runner.num_traces == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([part(b"no sound")], "the data is no wav file"),
+        ([part(wav(sound(1, 9000)), "mp3")], "the data is no mp3 file"),
+        ([part(wav(sound(1, 100)))], "the minimum is 0.1 seconds"),
+        ([part(wav(sound(1, 4 * SAMPLES)))], "longer than"),
+        ([{"type": "input_audio"}], "is missing"),
+        (
+            [{"type": "input_audio", "input_audio": {"data": "%", "format": "wav"}}],
+            "valid base64",
+        ),
+        ([{"type": "image_url", "image_url": {"url": "data:"}}], "does not accept images"),
+        ([part(wav(sound(1, 9000)))] * 17, "at most 16 recordings"),
+    ],
+)
+def test_invalid_recording_is_refused_with_its_field(content, message):
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: "[AUDIO]")
+    form = RecordingForm(9, (80, 80), FEATURES)
+    reader = ChatRecordings(form, extractor(), tokenizer, 3 * FEATURES)
+    chat = ChatMessage.model_validate({"role": "user", "content": content})
+
+    def read() -> None:
+        sources = asyncio.run(reader.sources([chat]))
+        reader.expanded("[AUDIO]" * len(sources), sources)
+
+    with pytest.raises(APIError, match=message) as failed:
+        read()
+    assert str(failed.value.param).startswith("messages[0].content[")
