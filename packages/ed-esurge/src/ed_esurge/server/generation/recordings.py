@@ -24,7 +24,7 @@ from ed_esurge.server.generation.requests import AudioPart, ChatMessage
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.speech.audio import decoded
 from ed_esurge.speech.decoder_process import DecoderProcess
-from ed_esurge.speech.errors import AudioError
+from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.riff import WavFile
 
 #: Limits of one request: number of recordings, and bytes of each recording.
@@ -121,10 +121,13 @@ class ChatRecordings:
         """Return the parts of a recording in the form that the model reads."""
         bins, frames = self._form.shape
         rate, samples = int(self._extract.sampling_rate), frames * int(self._extract.hop_length)
+        seconds = self._most * samples / rate
         if (source.kind == "wav") != (WavFile.read(source.data) is not None):
             _refuse(f"the data is no {source.kind} file: set the format", source.param)
         try:
-            sound = decoded(source.data, rate, self._most * samples / rate, self._decoder)
+            sound = decoded(source.data, rate, seconds, self._decoder)
+        except AudioTooLongError:
+            _refuse(f"the recording is longer than {seconds:g} seconds, the limit", source.param)
         except AudioError as error:
             _refuse(str(error), source.param)
         output = self._extract(
