@@ -53,7 +53,7 @@ function choice(node, picked) {
 }
 
 function answerOf(node) {
-  const parts = [el("div", { className: "who" }, [node.model ?? "Assistant", node.label, node.edited && "edited"].filter(Boolean).join(" · "))];
+  const parts = [el("div", { className: "who" }, [node.model ?? "Assistant", node.label, node.edited && "edited", node.stopped && "stopped"].filter(Boolean).join(" · "))];
   if (node.thoughts) {
     parts.push(el("details", { className: "thoughts", open: node.running && !node.text },
       el("summary", {}, node.running && !node.text ? "Thinking" : "Thoughts"), el("div", {}, node.thoughts)));
@@ -84,7 +84,9 @@ function actions(node) {
   }
   if (node.role === "assistant") {
     bar.append(iconButton("again", "Regenerate", () => isIdle() && answer(node.parent)));
-    if (node.finish === "length" || node.stopped) bar.append(iconButton("more", "Continue", () => answer(node.parent, node)));
+    if (node.finish === "length" || node.stopped) {
+      bar.append(el("button", { type: "button", className: "text", "aria-label": "Continue", onclick: () => answer(node.parent, node) }, "Continue"));
+    }
   }
   bar.append(iconButton("edit", "Edit", () => edit(node)));
   bar.append(iconButton("copy", "Copy", (event) => copy(node.text, event.currentTarget)));
