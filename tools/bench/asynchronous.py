@@ -25,7 +25,7 @@ from tools.bench.measure import command_line, machine
 
 ROOT = Path(__file__).parents[2]
 #: Name of a task -> its reward, a regular expression.
-TASKS = {"digit": "[0-9]", "vowel first": "^ ?[aeiou]"}
+TASKS = {"two vowels": "[aeiou].*[aeiou]", "three digits": "[0-9].*[0-9].*[0-9]"}
 WARM = 4
 RUN = """
 model:
@@ -76,7 +76,7 @@ def rows(pattern: str, steps: int, staleness: int | None) -> list[dict[str, Any]
 def main() -> None:
     """Print a table."""
     parser = command_line("asynchronous", __doc__)
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1], help="asynchronous runs")
     options = parser.parse_args()
     print(machine())
