@@ -65,7 +65,8 @@ def _properties(model: ServedModel) -> dict[str, Any]:
         "chat_template": model.prompts.template_text,
         "modalities": {
             "vision": "pixel_values" in getattr(model.engine, "input_names", ()),
-            "audio": model.task in SPEECH_TASKS,
+            "audio": model.task in SPEECH_TASKS
+            or getattr(model.engine, "recording_form", None) is not None,
         },
         "bos_token": str(getattr(tokenizer, "bos_token", None) or ""),
         "eos_token": str(getattr(tokenizer, "eos_token", None) or ""),
