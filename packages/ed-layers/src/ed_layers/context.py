@@ -40,6 +40,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.dropout import dropped
+from ed_layers.fixed_order import rounded
 
 if TYPE_CHECKING:
     from ed_infra.inputs import Encoded
@@ -132,7 +133,7 @@ class Ctx:
     def dropped(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
         """Apply dropout in training; each `site` of a layer uses a separate random key."""
         if self.key is None or not rate:
-            return x
+            return rounded(x)
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
         return dropped(x, rate, key)
 
@@ -187,4 +188,4 @@ def named(
     """
     if config is not None and config.use_sharding_constraint and name in AXES:
         x = constrain(x, AXES[name], config)
-    return checkpoint_name(x, name)
+    return checkpoint_name(rounded(x), name)

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
@@ -72,6 +73,41 @@ def whole(x: jax.Array) -> jax.Array:
         return x
     spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1), None)
     return jax.lax.with_sharding_constraint(x, NamedSharding(config.mesh, spec))
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """Return an array whose numbers are rounded to its dtype in every program.
+
+    XLA contracts a product and a following sum to one operation, and omits the rounding of 16-bit
+    numbers that it does not store. Both depend on the other operations of a program.
+    """
+    if not active() or x.dtype not in _BITS:
+        return x
+    return _rounded(x)
+
+
+#: dtype -> integers of the same size.
+_BITS = {jnp.dtype(k): n for k, n in (("float32", "uint32"), ("bfloat16", "uint16"))}
+
+
+@jax.custom_jvp
+def _rounded(x: jax.Array) -> jax.Array:
+    kind = _BITS[x.dtype]
+    bits = jax.lax.bitcast_convert_type(x, kind)
+    # The compiler cannot know that the second operand is 0 for all numbers.
+    return jax.lax.bitcast_convert_type(bits ^ (x != x).astype(kind), x.dtype)
+
+
+_rounded.defjvps(lambda tangent, _, __: tangent)
+
+
+@jax.custom_jvp
+def with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the first array with the gradient of the second, which has other roundings."""
+    return value
+
+
+with_gradient_of.defjvp(lambda arrays, tangents: (arrays[0], tangents[1]))
 
 
 def divided(

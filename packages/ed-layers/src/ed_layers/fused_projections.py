@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import rounded
 from ed_layers.native.library import KernelChoice
 from ed_layers.projections.linear import Linear, Weight, dot
 
@@ -54,7 +55,7 @@ def project_gated(
 
 def with_bias(layer: Linear, y: Float[Array, "*rows f"]) -> Float[Array, "*rows f"]:
     """Return the product plus the layer's bias, if it has a bias."""
-    return y + layer.bias.get_value().astype(layer.dtype) if layer.use_bias else y
+    return rounded(y + layer.bias.get_value().astype(layer.dtype)) if layer.use_bias else y
 
 
 def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | None:

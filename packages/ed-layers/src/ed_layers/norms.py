@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.depth.remat import recomputed
+from ed_layers.fixed_order import rounded
 from ed_layers.sums import mean
 
 
@@ -57,11 +58,11 @@ class RMSNorm(nnx.Module):
             x = x.astype(jnp.float32)
             x = x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
             if weight is None:
-                return x.astype(dtype)
+                return rounded(x.astype(dtype))
             weight = weight.astype(scale_dtype)
             if offset:
                 weight = weight + offset
-            return (x.astype(scale_dtype) * weight).astype(dtype)
+            return rounded((rounded(x.astype(scale_dtype)) * weight).astype(dtype))
 
         return normed
 
@@ -112,8 +113,8 @@ class LayerNorm(nnx.Module):
             if weight is not None:
                 x = x * (weight.astype(jnp.float32) + offset)
             if bias is not None:
-                x = x + bias.astype(jnp.float32)
-            return x.astype(dtype)
+                x = rounded(x) + bias.astype(jnp.float32)
+            return rounded(x.astype(dtype))
 
         return normed
 

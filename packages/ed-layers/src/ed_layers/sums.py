@@ -53,7 +53,5 @@ def weighted(x: Float[Array, "n k d"], weights: Float[Array, "n k"]) -> Float[Ar
     x = x.astype(jnp.float32)
     if not fixed_order.active():
         return jnp.einsum("nkd,nk->nd", x, weights)
-    found = x[:, 0] * weights[:, :1]
-    for i in range(1, x.shape[1]):
-        found = found + x[:, i] * weights[:, i : i + 1]
-    return found
+    parts = fixed_order.rounded(x * weights[..., None])
+    return sum((parts[:, i] for i in range(1, x.shape[1])), start=parts[:, 0])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers.fixed_order import rounded
 from ed_layers.native.library import KernelChoice
 from ed_layers.projections.linear import dot
 from ed_layers.sums import weighted
@@ -67,7 +68,7 @@ def product_of(params: ExpertParams, precision: PrecisionLike) -> ExpertProduct:
         if f"{name}.lora_a" in params:
             y = y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
-        return y if bias is None else y + plain(bias).astype(x.dtype)
+        return y if bias is None else rounded(y + plain(bias).astype(x.dtype))
 
     def times(x: jax.Array, name: str) -> jax.Array:
         return dot(x, params[name], precision=precision)

@@ -15,6 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
+from ed_layers.fixed_order import rounded
 from ed_layers.native.library import chosen_by
 from ed_layers.projections.linear import Weight, dot
 
@@ -75,4 +76,5 @@ class Head:
             scores = scores * self.scale
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
-        return scores
+        with self.kernels():
+            return rounded(scores)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import rounded
 from ed_layers.projections.matmul import matmul
 
 Initializer = jax.nn.initializers.Initializer
@@ -120,7 +121,7 @@ class Linear(nnx.Module):
         """Project [..., in] to [..., out]; `ctx` selects the adapter if adapters are served."""
         y = dot(x.astype(self.dtype), self.weight, precision=self.precision)
         if self.use_bias:
-            y = y + self.bias.get_value().astype(self.dtype)
+            y = rounded(y + self.bias.get_value().astype(self.dtype))
         return y
 
 

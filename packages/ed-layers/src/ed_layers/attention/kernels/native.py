@@ -86,7 +86,20 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
         out, lse = native.attention(rule, q, k, v, distances, mask, limits, seed)
         if sinks is not None:
             out = (out * share_beside(sinks, lse)[..., None]).astype(out.dtype)
+            if fixed:  # caches include the sink in the sum, which has other bits
+                exact = jax.lax.stop_gradient((q, k, v, sinks.astype(jnp.float32), distances))
+                out = fixed_order.with_gradient_of(of_slots(*exact, mask), out)
         return out
+
+    def of_slots(q, k, v, sinks, distances, mask):
+        k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+        return native.attention_to_slots(
+            *(q, k, v, (native.no_scale(), native.no_scale()), layer_of(())),
+            *(mask, limits, sinks, distances),
+            scale=scoring.scale,
+            soft_cap=cap,
+            causal=causal,
+        )
 
     heads = (distances_of(scoring), scoring.sinks)
     return over_devices(
