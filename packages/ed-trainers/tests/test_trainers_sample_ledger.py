@@ -66,7 +66,8 @@ def test_changed_byte_ends_the_ledger_before_its_record(tmp_path_factory, data):
     changed[at] ^= data.draw(st.integers(1, 255))
     (folder / "ledger").write_bytes(changed)
     ledger = SampleLedger(folder / "ledger", IDENTITY)
-    assert ledger.position == max(end for end in ends if end <= at)
+    assert ledger.position == (kept := max(end for end in ends if end <= at))
+    assert (folder / f"ledger.cut-at-{kept}").read_bytes() == bytes(changed[kept:])
     with pytest.raises(CheckpointError, match="restore a copy"):
         ledger.check_position(ends[-1])
     ledger.close()

@@ -13,7 +13,8 @@ generation and by its place in the generation.
 A record has a length, a checksum over its offset and content, and its content in msgpack. A record
 that a crash left incomplete is cut off when the ledger is opened. This loses nothing: a checkpoint
 contains the position of the ledger, all records before the position are on the disk, and the steps
-after a checkpoint are repeated.
+after a checkpoint are repeated. The bytes that are cut off are copied to
+`samples.ledger.cut-at-OFFSET`.
 """
 
 from __future__ import annotations
@@ -326,9 +327,17 @@ class SampleLedger:
             return self._end
         self.cut = size - at
         if self.cut:
+            self._keep(at)
             os.ftruncate(self._file, at)
             os.fsync(self._file)
         return at
+
+    def _keep(self, at: int) -> None:
+        """Copy the bytes from `at` on to a file of their own: they may be more than one record."""
+        with self.path.with_name(f"{self.path.name}.cut-at-{at}").open("wb") as file:
+            file.write(os.pread(self._file, self.cut, at))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _index(
         self, at: int, kind: str, number: int, content: dict[str, Any], identity: dict[str, Any]
