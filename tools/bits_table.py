@@ -73,20 +73,27 @@ def table() -> str:
     """Return the table, the refused families and those that were not run."""
     results, known = read(), {s.model_type for s in subjects() if s.task == TaskType.CAUSAL_LM}
     lines = ["", *heading("family", "dtype", *COLUMNS)]
-    refused, missing = [], []
+    refused: list[str] = []
+    missing: dict[str, list[str]] = {"float32": [], "bfloat16": []}
     for family in sorted(known):
         rows = results.get(family, {})
         reasons = {cells[REFUSED] for cells in rows.values() if REFUSED in cells}
         refused += [f"`{family}` ({reason})" for reason in sorted(reasons)[:1]]
-        for dtype in ("float32", "bfloat16"):
-            cells = rows.get(dtype, {})
-            if cells and REFUSED not in cells:
-                lines.append(
-                    row(f"`{family}`", dtype, *(shown(cells, names) for names in COLUMNS.values()))
-                )
-            elif not cells and not reasons:
-                missing.append(f"`{family}` {dtype}")
-    lines += ["", f"An error refuses: {', '.join(refused)}.", "", f"Not run: {', '.join(missing)}."]
+        for dtype in () if reasons else missing:
+            if dtype in rows:
+                cells = (shown(rows[dtype], names) for names in COLUMNS.values())
+                lines.append(row(f"`{family}`", dtype, *cells))
+            else:
+                missing[dtype].append(f"`{family}`")
+    wholly = [family for family in missing["float32"] if family in missing["bfloat16"]]
+    partly = [
+        f"{family} in {dtype}"
+        for dtype, families in missing.items()
+        for family in families
+        if family not in wholly
+    ]
+    lines += ["", f"An error refuses: {', '.join(refused)}."]
+    lines += ["", f"Not run: {', '.join(partly + wholly)}."]
     return "\n".join(lines) + "\n\n"
 
 
