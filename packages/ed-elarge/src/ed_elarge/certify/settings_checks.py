@@ -90,8 +90,10 @@ def generation_settings_are_valid(subject: CertifiedModel) -> Outcome:
         "by this number",
     )
     longest = given.get("max_new_tokens", given.get("max_length"))
+    positions = subject.settings.get("max_target_positions")  # of a decoder beside an encoder
+    shortest = SHORTEST_LIMIT if positions is None else min(positions, SHORTEST_LIMIT)
     require(
-        not isinstance(longest, int) or longest >= SHORTEST_LIMIT,
+        not isinstance(longest, int) or longest >= shortest,
         f"generation_config.json ends replies after {longest} tokens",
     )
     return passed(json.dumps({k: v for k, v in given.items() if k != "transformers_version"}))

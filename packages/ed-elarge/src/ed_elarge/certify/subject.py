@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 
 from ed_elarge.certify.encodings import Encodings
@@ -129,11 +130,16 @@ class CertifiedModel:
         return frozenset(token for token in listed if isinstance(token, int))
 
     @property
-    def is_causal(self) -> bool:
-        """Whether the model is a causal language model."""
+    def task(self) -> TaskType:
+        """The task of the model."""
         from ed_models.checkpoints.checks import task_of
 
-        return str(task_of(self.folder)) == "causal-language-model"
+        return task_of(self.folder)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is a causal language model."""
+        return self.task == TaskType.CAUSAL_LM
 
     @cached_property
     def model(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from ed_infra.enums import TaskType
 
 from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, QUESTION, TEXTS
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
@@ -155,6 +156,8 @@ def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
 
 
 def texts_are_kept(subject: CertifiedModel) -> Outcome:
+    if subject.task == TaskType.CTC:
+        raise NotApplicable("the labels of CTC are only the characters of its transcripts")
     tokenizer = subject.tokenizer
     for text in TEXTS:
         tokens = tokenizer.encode(text, add_special_tokens=False)

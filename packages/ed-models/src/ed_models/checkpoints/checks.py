@@ -6,7 +6,7 @@ The checks read only small files and open no weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,19 @@ def task_of(directory: Path) -> TaskType:
                 return tasks[0]
         for ending, task in _TASKS.items():
             if name.endswith(ending):
+                pair = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
+                if task == TaskType.BASE_MODULE and pair in _tasks_of_whole(path, pair):
+                    return pair  # CLIPModel has an encoder of images and an encoder of texts
                 return task
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
         f"'auto-bind' knows the endings {', '.join([*_TASKS, CONDITIONAL])}. Set the task"
     )
+
+
+def _tasks_of_whole(path: Path, task: TaskType) -> Sequence[TaskType]:
+    model_type = str(read_settings(path, task).get("model_type"))
+    return registry.tasks_of(model_type) if model_type in registry.model_types() else ()
 
 
 def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfig) -> None:
