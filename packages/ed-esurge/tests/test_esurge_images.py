@@ -114,6 +114,21 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(llava, engine
 
 
 @pytest.mark.nightly
+def test_metrics_count_the_cached_images(llava, engine):
+    ids, _, items = prompt(8, 2, 20)
+    before = engine.stats()
+    answers(engine, [(ids, None, items)])
+    after = engine.stats()
+    assert after["mm_cache_queries"] == before["mm_cache_queries"] + 2
+    assert after["mm_cache_hits"] == before["mm_cache_hits"]
+    assert after["encoder_cache_usage"] == 0  # no request runs
+    table = engine.loop.runner.memory.encoded
+    rows = after["encoder_cache_entries"] * LENGTH
+    assert 2 * LENGTH <= rows <= len(table)
+    assert after["encoder_cache_bytes"] == rows * table.nbytes // len(table)
+
+
+@pytest.mark.nightly
 def test_image_of_wrong_length_is_rejected(engine):
     ids, _, items = prompt(6, 2)
     wrong = EncoderInput.of(items[0].arrays, 2, LENGTH - 1)

@@ -81,6 +81,10 @@ class EmbeddedPrompts:
             f"pass [{item.length}, {self.features}], see eSurge.embedded_prompt"
         )
 
+    def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
+        """Return (): nothing separates the placeholder tokens of an item."""
+        return ()
+
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.parted`."""
         for start in range(0, len(row[EMBEDS]), self.longest):

@@ -19,7 +19,7 @@ from ed_esurge.sampling import SamplingParams
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the conversation, the engine and the model."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, answers_early=True)
     group = parser.add_argument_group("chat")
     group.add_argument("--system", help="the system prompt")
     group.add_argument("--temperature", type=float, default=0.7, help="default: %(default)s")
@@ -30,8 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(values: argparse.Namespace) -> int:
     """Answer messages until the input ends."""
     values.max_num_seqs = values.max_num_seqs or "1"
-    if values.compile_in_background is None:
-        values.compile_in_background = True
     params = SamplingParams(
         temperature=values.temperature,
         top_p=values.top_p,

@@ -36,11 +36,15 @@ _CACHE_DTYPES = {
 }
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, optional: bool = False, answers_early: bool = False
+) -> None:
     """Add the flags of the model, its loading, and the engine.
 
     Args:
         optional: whether the command works without a model.
+        answers_early: whether `compile_in_background` is on by default, because a user waits for
+            the first answer.
     """
     count: Any = {"nargs": "?"} if optional else {}
     parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id", **count)
@@ -99,6 +103,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fal
         "--config", metavar="FILE", help="YAML file of flags; the command line takes precedence"
     )
     add_options(parser, EngineConfig, "engine")
+    if answers_early:
+        parser.set_defaults(compile_in_background=True)
 
 
 def engine_of(values: argparse.Namespace) -> eSurge:

@@ -20,7 +20,7 @@ KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the server, the engine and the model."""
-    add_model_arguments(parser, optional=True)
+    add_model_arguments(parser, optional=True, answers_early=True)
     group = parser.add_argument_group("server")
     group.add_argument(
         "--also",
@@ -173,8 +173,6 @@ def run(values: argparse.Namespace) -> int:
         raise ConfigError(
             "--served-model-name requires one model: with --also, each model has its own name"
         )
-    if values.compile_in_background is None:
-        values.compile_in_background = True
     on_demand = model_directory(values)
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)

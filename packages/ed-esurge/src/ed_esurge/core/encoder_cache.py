@@ -44,6 +44,16 @@ class EncoderCache:
         idle = sum(len(self._rows[key]) for key in self._idle)
         return 1.0 - (len(self._free) + idle) / self.capacity
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that hold an output, including those of items without holders."""
+        return self.capacity - len(self._free)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items whose outputs are in the table."""
+        return len(self._rows)
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._rows
 

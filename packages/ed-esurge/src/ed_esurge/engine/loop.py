@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
+import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_models.adapters.values import uses_dora
@@ -27,6 +28,7 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
+from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler, plan_ahead
@@ -34,7 +36,6 @@ from ed_esurge.engine.ledger import Ledger
 from ed_esurge.engine.transport import Transport
 from ed_esurge.model import platform_of
 from ed_esurge.outputs import STEP_SIZES, RequestOutput
-from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.runner.result import NotFinite, StepParts, StepResult
 from ed_esurge.tokenizer import Tokenizer
@@ -356,21 +357,15 @@ class EngineLoop:
         """Compile one generic shape, and the other shapes in a background thread. Until then, steps
         have at most the tokens of the generic shape.
 
-        Engines with an encoder or proposals, and models that need whole prompts, compile all.
+        Engines with proposals, and models that need whole prompts, compile all.
         """
         scheduler, runner = self.scheduler, self.runner
-        whole = scheduler.limits.whole_prompts
-        if (
-            not isinstance(runner, ModelRunner)
-            or scheduler.proposer is not None
-            or scheduler.encoder is not None
-            or whole
-        ):
+        if scheduler.proposer is not None or scheduler.limits.whole_prompts:
             self.compile_all(progress)
             return
         shape = runner.compile_first(progress)
         self._traced_early = runner.num_traces
-        if runner.num_pending:
+        if shape is not None:
             limits = scheduler.limits
             shapes = ((shape.tokens, shape.seqs),) if limits.shapes else ()
             scheduler.narrow(replace(limits, token_budget=shape.tokens, shapes=shapes))
@@ -412,5 +407,20 @@ class EngineLoop:
             "programs_pending": self.runner.num_pending,
             "recompiles": self.runner.num_traces - self._traced_early,
             **offload,
+            **self._encoder_stats(),
             **(scheduler.proposer.stats() if scheduler.proposer is not None else {}),
+        }
+
+    def _encoder_stats(self) -> dict[str, float]:
+        """Return the metrics of the table of encoder outputs; none without a table."""
+        encoder, items = self.scheduler.encoder, self.runner.items
+        if not isinstance(encoder, EncoderCache) or items is None:
+            return {}
+        row = items.features * np.dtype(cast(Any, self.runner.model).dtype).itemsize
+        return {
+            "mm_cache_queries": encoder.queries,
+            "mm_cache_hits": encoder.hits,
+            "encoder_cache_usage": encoder.usage,
+            "encoder_cache_entries": encoder.num_items,
+            "encoder_cache_bytes": encoder.num_rows * row,
         }

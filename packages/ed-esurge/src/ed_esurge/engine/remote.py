@@ -110,5 +110,8 @@ class RemoteRunner:
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         pass
 
+    def compile_first(self, progress: tqdm[NoReturn]) -> None:
+        pass
+
     def stop_compiling(self) -> None:
         pass

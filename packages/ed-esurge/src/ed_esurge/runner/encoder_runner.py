@@ -121,6 +121,10 @@ class EncoderRunner:
                 self._call(*self._batch(seqs, length))
                 progress.update()
 
+    def compile_first(self, progress: tqdm[NoReturn]) -> None:
+        """See `Runner`. All functions are compiled."""
+        self.compile_all(progress)
+
     def hold(self, params: SamplingParams | PoolingParams) -> None:
         """Return None: an encoder samples no tokens, so requests have no grammar."""
         return None

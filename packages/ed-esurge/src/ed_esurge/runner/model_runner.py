@@ -172,12 +172,16 @@ class ModelRunner:
         if self._encoder is not None:
             self._encoder.compile()
 
-    def compile_first(self, progress: tqdm[NoReturn]) -> StepShape:
-        """Compile the generic shape and return the shape. A thread compiles the other functions."""
+    def compile_first(self, progress: tqdm[NoReturn]) -> StepShape | None:
+        """See `Runner`. The output of an encoder must not depend on time, so a runner with an
+        encoder compiles all functions."""
+        if self._encoder is not None:
+            self.compile_all(progress)
+            return None
         if self.host is not None:
             self.host.compile()
         self.functions.compile_first(progress)
-        return self.buckets.generic
+        return self.buckets.generic if self.num_pending else None
 
     @property
     def num_pending(self) -> int:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar
+from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import Leaf, NewWeights
@@ -130,6 +131,14 @@ class Runner(Protocol):
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all functions for serving and update the progress bar."""
+        ...
+
+    def compile_first(self, progress: tqdm[NoReturn]) -> StepShape | None:
+        """Compile one generic shape, and the other functions in a background thread.
+
+        Returns:
+            the shape that limits the steps until then; None if all functions are compiled.
+        """
         ...
 
     def hold(self, params: SamplingParams | PoolingParams) -> Grammar | None:

@@ -369,7 +369,9 @@ class EngineCollector(Collector):
     `spec_decode_num_accepted_tokens`.
     Pages in host memory add `external_prefix_cache_queries`, `external_prefix_cache_hits` (tokens),
     `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage` (0 … 1).
-    Missing statistics are not exported. The label `engine` is the index of the replica.
+    An encoder adds `mm_cache_queries`, `mm_cache_hits` (items), `encoder_cache_usage` (0 … 1),
+    `encoder_cache_entries` and `encoder_cache_bytes`. Missing statistics are not exported. The
+    label `engine` is the index of the replica.
     """
 
     # Name of a metric -> its text. The statistic has the same name, without prefix and `_perc`.
@@ -378,6 +380,9 @@ class EngineCollector(Collector):
         "vllm:num_requests_waiting": "Requests waiting for pages.",
         "vllm:kv_cache_usage_perc": "Fraction of the pages in use, 0 to 1.",
         "vllm:kv_offload_cpu_cache_usage_perc": "Fraction of the host pages in use, 0 to 1.",
+        "esurge:encoder_cache_usage_perc": "Fraction of the encoder's rows in use, 0 to 1.",
+        "esurge:encoder_cache_entries": "Items, such as images, whose encoder outputs are cached.",
+        "esurge:encoder_cache_bytes": "Bytes of the cached encoder outputs.",
         "esurge:programs_pending": "Programs that are compiled in the background.",
     }
     _COUNTERS: ClassVar[dict[str, str]] = {
@@ -387,6 +392,8 @@ class EngineCollector(Collector):
         "vllm:external_prefix_cache_hits": "Prompt tokens found in host memory.",
         "vllm:kv_offload_store_bytes": "Bytes of pages copied to host memory.",
         "vllm:kv_offload_load_bytes": "Bytes of pages copied from host memory.",
+        "vllm:mm_cache_queries": "Items of encoders looked up in the cache.",
+        "vllm:mm_cache_hits": "Items of encoders found in the cache.",
         "vllm:num_preemptions": "Preemptions of requests.",
         "esurge:recompiles": "Functions compiled during requests.",
         "vllm:spec_decode_num_drafts": "Drafts of tokens.",
