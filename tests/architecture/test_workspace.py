@@ -37,7 +37,16 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 #: Packages that tools only compare with. They are not in the lock, and pyright ignores them.
-OPTIONAL = {"ctranslate2", "grain", "onnx", "onnxruntime", "torch", "trl"}
+OPTIONAL = {
+    "ctranslate2",
+    "fastembed",
+    "grain",
+    "onnx",
+    "onnxruntime",
+    "sentence_transformers",
+    "torch",
+    "trl",
+}
 
 
 def test_tools_import_only_installed_or_optional_packages() -> None:
