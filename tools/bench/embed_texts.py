@@ -19,7 +19,7 @@ from __future__ import annotations
 import pydoc_data.topics
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,15 @@ def texts_of(count: int, median: float, spread: float) -> list[str]:
 def save_tokenizer(directory: Path) -> None:
     """Train a WordPiece tokenizer on the documentation, and write it next to the model."""
     from tokenizers import BertWordPieceTokenizer
-    from transformers import BertTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     trained = BertWordPieceTokenizer()
     trained.train_from_iterator(pydoc_data.topics.topics.values(), vocab_size=VOCAB)
-    tokenizer = BertTokenizerFast(tokenizer_object=trained._tokenizer)
-    tokenizer.model_max_length = LONGEST
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer,
+        model_max_length=LONGEST,
+        **{f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")},
+    )
     tokenizer.save_pretrained(directory)
 
 
@@ -114,7 +117,9 @@ def ours(directory: Path, batch: int, *, quantized: str | None = None) -> Embed:
     )
 
     def embed(texts: list[str]) -> np.ndarray:
-        return np.stack([output.pooled for output in engine.embed(texts, use_tqdm=False)])
+        return np.stack(
+            [np.asarray(output.pooled) for output in engine.embed(texts, use_tqdm=False)]
+        )
 
     return embed
 
@@ -135,11 +140,11 @@ def measure(made: dict[str, Embed], texts: list[str], tokens: int, rounds: int) 
     print(f"largest difference from {first}: {', '.join(apart[1:]) or 'no other'}\n")
     runs: dict[str, Run] = {key: partial(embed, texts) for key, embed in made.items()}
     seconds = {k: statistics.median(v) for k, v in all_turns(runs, rounds=rounds).items()}
-    rows: list[Sequence[str]] = []
+    rows: list[list[str]] = []
     for key, passed in seconds.items():
         rivals = [other for name, other in seconds.items() if name != key]
         ratio = f"{min(rivals) / passed:.2f}" if rivals else "-"
-        rows.append((key, f"{len(texts) / passed:.1f}", f"{tokens / passed:.0f}", ratio))
+        rows.append([key, f"{len(texts) / passed:.1f}", f"{tokens / passed:.0f}", ratio])
     print(table(["", "texts/s", "tokens/s", "ratio"], rows))
 
 

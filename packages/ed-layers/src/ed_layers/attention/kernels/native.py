@@ -83,7 +83,7 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
 
     def of_device(q, k, v, mask, heads):
         distances, sinks = heads
-        out, lse = native.attention(rule, q, k, v, distances, mask, limits, seed)
+        out, lse = native.attention(rule, q, k, v, distances, mask, limits, seed)  # type: ignore[misc]
         if sinks is not None:
             out = (out * share_beside(sinks, lse)[..., None]).astype(out.dtype)
             if fixed:  # caches include the sink in the sum, which has other bits
