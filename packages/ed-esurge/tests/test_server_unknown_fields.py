@@ -165,7 +165,7 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
     assert history == {
         *("ChatMessage", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
         *("AnthropicMessage", "TextBlock", "ToolUse", "ToolResult", "Thinking"),
-        *("ResponsePart", "ImagePart", "ImageURL"),
+        *("ResponsePart", "ImagePart", "ImageURL", "AudioPart", "InputAudio"),
         *("OllamaMessage", "OllamaCall", "FunctionOfCall"),
         *("MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
         *("CustomCallItem", "CustomResultItem", "McpListItem", "McpCallItem"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.lax import PrecisionLike
@@ -21,8 +21,11 @@ from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.fixed_order import rounded
-from ed_layers.native.library import KernelChoice
 from ed_layers.projections.linear import Linear, Weight, dot
+
+if TYPE_CHECKING:  # the library is loaded at the first product
+    #: Activation of a gated layer or None, the precision, and the choice of kernels.
+    ProductKind = tuple[str | None, PrecisionLike, native.KernelChoice]
 
 
 def project(
@@ -32,7 +35,7 @@ def project(
     weights = weights_of(layers, x)
     if weights is None:
         return [layer(x, ctx) for layer in layers]
-    static = (None, layers[0].precision, KernelChoice.present())
+    static = (None, layers[0].precision, native.KernelChoice.present())
     found: Any = multiply(static, x.astype(layers[0].dtype), weights)
     return [with_bias(layer, y) for layer, y in zip(layers, found, strict=True)]
 
@@ -48,7 +51,7 @@ def project_gated(
     weights = weights_of((gate, up), x)
     if weights is None or act not in native.products.ACTS or gate.use_bias or up.use_bias:
         return None
-    static = (act, gate.precision, KernelChoice.present())
+    static = (act, gate.precision, native.KernelChoice.present())
     found: Any = multiply(static, x.astype(gate.dtype), weights)
     return found[0]
 
@@ -87,10 +90,6 @@ def weights_of(layers: Sequence[Linear], x: jax.Array) -> tuple[Weight, ...] | N
     if all(native.products.takes_codes(rows, first.dtype, w.codes, whole=whole) for w in coded):
         return weights
     return None
-
-
-#: Activation of a gated layer or None, the precision, and the choice of kernels.
-ProductKind = tuple[str | None, PrecisionLike, KernelChoice]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,17 +14,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import jax
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
 from ed_layers.cache.codes import Codes, Numbers
-from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import LayerCacheSpec as LayerCacheSpec
 from ed_layers.cache.storage import At, Layout, take_layer
 from ed_layers.cache.storage import Layer as Layer
+
+if TYPE_CHECKING:
+    from ed_layers.cache.ragged import RaggedBatch
 
 #: Keys [b, s, g, k] and values [b, s, g, d] of a step; values are None if the keys contain them.
 KeysValues = tuple[jax.Array, jax.Array | None]

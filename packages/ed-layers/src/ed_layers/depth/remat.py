@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from ed_infra.errors import ConfigError, unknown_name
 
-from ed_layers.native.library import KernelChoice
+from ed_layers import native
 
 RematPolicy = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def recomputed(function: Callable[..., jax.Array], *arguments: object) -> jax.Ar
         function: a function of arrays that closes over no array.
         arguments: trees of floating-point arrays.
     """
-    return call_and_forget(KernelChoice.present().kept(function), *arguments)
+    return call_and_forget(native.KernelChoice.present().kept(function), *arguments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ed_layers.native import products as products
     from ed_layers.native import rotary as rotary
     from ed_layers.native import row_writes as row_writes
+    from ed_layers.native.library import KernelChoice as KernelChoice
     from ed_layers.native.library import chosen_by as chosen_by
     from ed_layers.native.library import describe as describe
     from ed_layers.native.library import require_fixed_order as require_fixed_order
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "KernelChoice": "ed_layers.native.library",
         "chosen_by": "ed_layers.native.library",
         "describe": "ed_layers.native.library",
         "require_fixed_order": "ed_layers.native.library",

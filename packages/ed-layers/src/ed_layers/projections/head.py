@@ -15,8 +15,8 @@ from ed_infra.config import EasyDeLBaseConfig
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
+from ed_layers import native
 from ed_layers.fixed_order import rounded
-from ed_layers.native.library import chosen_by
 from ed_layers.projections.linear import Weight, dot
 
 
@@ -66,7 +66,7 @@ class Head:
 
     def kernels(self) -> AbstractContextManager[None]:
         """Trace a block with the kernels of the configuration."""
-        return nullcontext() if self.config is None else chosen_by(self.config)
+        return nullcontext() if self.config is None else native.chosen_by(self.config)
 
     def finish(self, scores: Float[Array, "*rows v"]) -> Float[Array, "*rows v"]:
         """Apply bias, scale and cap to the product."""

@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers import native
-from ed_layers.native.library import KernelChoice
 
 
 def matmul(
@@ -42,7 +41,7 @@ def matmul(
     return jax.lax.platform_dependent(
         x,
         w,
-        cpu=partial(on_cpu, (transposed, KernelChoice.present())),
+        cpu=partial(on_cpu, (transposed, native.KernelChoice.present())),
         default=partial(plain, transposed=transposed, precision=precision),
     )
 
@@ -88,7 +87,7 @@ def plain(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cpu(static: tuple[bool, KernelChoice], x: jax.Array, w: jax.Array) -> jax.Array:
+def on_cpu(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the product on a CPU: native, or of bfloat16 operands.
 
     Args:
@@ -104,12 +103,12 @@ def on_cpu(static: tuple[bool, KernelChoice], x: jax.Array, w: jax.Array) -> jax
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def on_cpu_forward(static: tuple[bool, KernelChoice], x: jax.Array, w: jax.Array):
+def on_cpu_forward(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array):
     return on_cpu(static, x, w), (x, w)
 
 
 def on_cpu_backward(
-    static: tuple[bool, KernelChoice], saved: tuple[jax.Array, jax.Array], d_y: jax.Array
+    static: tuple[bool, native.KernelChoice], saved: tuple[jax.Array, jax.Array], d_y: jax.Array
 ):
     (transposed, choice), (x, w) = static, saved
     d_w = gradient_of_matrix(x, d_y, transposed=transposed)

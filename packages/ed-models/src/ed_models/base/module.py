@@ -20,7 +20,6 @@ from ed_layers.depth.stack import Layout, Stack, to_layout
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ed_models.base.configurations import change_configurations
 from ed_models.base.methods import ModelMethods
 from ed_models.weights.rules import Rule
 
@@ -146,6 +145,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
 
     def to_layout(self: ModelT, layout: Layout) -> ModelT:
         """Return a copy with the layer layout "stacked" (scanned) or "leaves" (unrolled)."""
+        from ed_models.base.configurations import change_configurations
+
         graphdef, state = nnx.split(self)
         model = nnx.merge(graphdef, state)
         to_layout(model, layout)

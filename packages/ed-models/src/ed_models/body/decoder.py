@@ -20,7 +20,6 @@ from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx, named
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.embed import Embed
-from ed_layers.unordered_sums import require_ordered
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -159,6 +158,8 @@ class Decoder(EasyDeLBaseModule):
 
         with native.chosen_by(self.config):
             if self.config.batch_invariant:
+                from ed_layers.unordered_sums import require_ordered
+
                 require_ordered(lambda: run()[0])
             x, cache, report, hidden = run()
         if cache is not None and ctx.ragged is None:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
-from ed_infra.inputs import Encoded, Features, Inputs
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import BaseModelOutput, CausalLMOutput
 from ed_layers.context import named
@@ -24,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.tasks.head_model import Body, HeadModel
 
 if TYPE_CHECKING:
+    from ed_infra.inputs import Encoded, Features, Inputs
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.ragged import RaggedBatch
 
@@ -178,6 +178,8 @@ class CausalLM(VocabularyHead):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return `inputs_embeds` [b, s, d], which `features` put in the place of tokens."""
+        from ed_infra.inputs import Encoded
+
         embeds = inputs["inputs_embeds"]
         return Encoded(embeds, jnp.ones(embeds.shape[:2], jnp.int32))
 

@@ -264,7 +264,12 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if not self.prompt and not self.prompt_embeds:
-            raise InvalidField("is missing: send text, token ids, or prompt_embeds", "prompt")
+            given = "prompt" in self.model_fields_set
+            raise InvalidField(
+                "is missing or empty: send text, token ids, or prompt_embeds",
+                "prompt",
+                code=None if given else "missing_required_parameter",
+            )
         if self.prompt_embeds:
             for name in ("echo", "truncate_prompt_tokens", "use_beam_search", "prompt_logprobs"):
                 if getattr(self, name) not in (None, False):

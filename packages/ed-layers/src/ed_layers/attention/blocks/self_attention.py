@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers import attention
-from ed_layers.attention.blocks.disentangled import disentangled_bias
 from ed_layers.attention.blocks.settings import (
     Disentangled,
     MaskRule,
@@ -155,6 +154,8 @@ class SelfAttention(nnx.Module):
             mask_info = bidirectional(mask_info, cache)
         bias = None
         if isinstance(self.position, Disentangled):
+            from ed_layers.attention.blocks.disentangled import disentangled_bias
+
             assert mask_info is not None
             assert k is not None
             tables, scale = self.positions_projected(ctx, self.position), scoring.scale
