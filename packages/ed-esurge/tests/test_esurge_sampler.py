@@ -256,6 +256,16 @@ def test_processed_logprobs_are_those_of_the_sampled_distribution(name, temperat
     np.testing.assert_allclose(np.exp(out.top_logprobs[1]), best, rtol=2e-5)
 
 
+def test_processed_logprobs_exclude_a_removed_token_that_is_almost_as_likely_as_the_last_kept_one():
+    logits = np.full((1, VOCAB), -30, np.float32)
+    logits[0, :4] = 1.0, 0.5, 0.100005, 0.1
+    given = rows(1, num_logprobs=0, processed=1, temperature=0.7, top_k=3)
+    out, _ = draw(logits, given)
+    odds = np.exp(logits[0, :3].astype(np.float64) / 0.7)
+    expected = np.log(odds / odds.sum())[int(out.tokens[0])]
+    assert float(out.logprob[0]) == pytest.approx(expected, abs=1e-5)
+
+
 def test_processed_logprobs_of_a_greedy_row_have_its_masks_and_temperature_one():
     logits = random_logits(2, 5)
     state = SamplerState.create(4, VOCAB)

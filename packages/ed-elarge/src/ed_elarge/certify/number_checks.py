@@ -152,12 +152,15 @@ def _passage(subject: CertifiedModel) -> np.ndarray:
 
 
 def _sampled_from(logits: np.ndarray) -> np.ndarray:
-    """Return the log-probabilities of the distribution of `SAMPLING`; -inf for excluded tokens."""
+    """Return the log-probabilities of the distribution of `SAMPLING`; -inf for excluded tokens.
+
+    Tokens with equal logits are kept or excluded together, as in the engine.
+    """
     scaled = logits / SAMPLING["temperature"]
     order = np.argsort(-scaled, kind="stable")[: SAMPLING["top_k"]]
     probs = np.exp(scaled[order] - scaled[order[0]])
     probs /= probs.sum()
-    kept = order[np.cumsum(probs) - probs < SAMPLING["top_p"]]
+    kept = scaled >= np.min(scaled[order[np.cumsum(probs) - probs < SAMPLING["top_p"]]])
     result = np.full(len(logits), -np.inf)
     result[kept] = log_softmax(scaled[kept][None])[0]
     return result

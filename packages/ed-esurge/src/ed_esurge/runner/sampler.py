@@ -262,15 +262,15 @@ def sampled_from(
     Args:
         logits: adjusted logits.
         rows: sampling options.
-        cutoff: smallest scaled logit that the row's filters keep.
+        cutoff: smallest logit that the row's filters keep.
         tokens: the sampled tokens, which are never removed.
     """
     scaled = scaled_logits(logits, rows)
     every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-    # The scaled logits are computed a second time here, and a compiler may round them differently:
-    # the token at the cutoff itself must stay.
-    least = cutoff - 1e-5 * (1 + jnp.abs(cutoff))
-    kept = (scaled >= least[:, None]) | (every == tokens[:, None])
+    # A compiler may compute the logits a second time here, and change their last bit: the token at
+    # the cutoff itself must stay.
+    least = cutoff - 2.0**-22 * jnp.abs(cutoff)
+    kept = (logits >= least[:, None]) | (every == tokens[:, None])
     return jnp.where(kept, scaled, -jnp.inf)
 
 
@@ -282,7 +282,7 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
         rows: sampling options.
 
     Returns:
-        the tokens, and the smallest scaled logit that the filters keep. The latter is -inf for a
+        the tokens, and the smallest logit that the filters keep. The latter is -inf for a
         row without filters, and may be -inf if no row requests processed log-probabilities.
     """
     vocab = logits.shape[1]
@@ -305,7 +305,8 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
         noise = token_noise(rows, ids)
         kept = few_odds >= least[:, None]
         best = first_argmax(jnp.where(kept, few + noise, -jnp.inf))
-        cutoff = jnp.min(jnp.where(kept, few, jnp.inf), axis=-1)
+        own = jnp.take_along_axis(logits, ids, axis=1)
+        cutoff = jnp.min(jnp.where(kept, own, jnp.inf), axis=-1)
         tokens = jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0]
         return tokens, cutoff
 
@@ -320,7 +321,7 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
         tokens = first_argmax(jnp.where(kept, scaled + token_noise(rows, every), -jnp.inf))
         cutoff = jax.lax.cond(
             wants_cutoff,
-            lambda: jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1),
+            lambda: jnp.min(jnp.where(kept, logits, jnp.inf), axis=-1),
             lambda: jnp.full(tokens.shape, -jnp.inf),
         )
         return tokens, cutoff
