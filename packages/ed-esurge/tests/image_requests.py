@@ -24,3 +24,18 @@ def answers(engine: eSurge, cases: Sequence[tuple[list[int], Any, Any]]) -> list
             assert out.error is None
             tokens.setdefault(out.request_id, []).extend(out.outputs[0].token_ids)
     return [tokens[str(name)] for name in range(len(cases))]
+
+
+def engine_of(model: Any, **options: Any) -> eSurge:
+    """Return an engine whose chunks split the images, and whose pages do not hold all requests."""
+    given: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_num_seq_buckets": (3,),
+        "page_size": 8,
+        "num_pages": 14,
+        "max_num_batched_tokens": 24,
+        "max_model_len": 80,
+        "compile_runner": False,
+        "silent_mode": True,
+    }
+    return eSurge(model, **{**given, **options})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ed_esurge import eSurge
 from ed_esurge.core.commands import EncoderInput
 from ed_infra.errors import ConfigError
-from image_requests import GREEDY, answers
+from image_requests import GREEDY, answers, engine_of
 
 TEXT = {
     "vocab_size": 160,
@@ -50,21 +49,6 @@ def qwen():
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
     return Qwen2VLForConditionalGeneration.create(config, seed=3)
-
-
-def engine_of(model, **options) -> eSurge:
-    """Return an engine whose chunks split the images, and whose pages do not hold all requests."""
-    given = {
-        "max_num_seqs": 3,
-        "max_num_seq_buckets": (3,),
-        "page_size": 8,
-        "num_pages": 14,
-        "max_num_batched_tokens": 24,
-        "max_model_len": 80,
-        "compile_runner": False,
-        "silent_mode": True,
-    }
-    return eSurge(model, **{**given, **options})
 
 
 @pytest.fixture(scope="module")

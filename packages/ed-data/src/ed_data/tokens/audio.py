@@ -238,7 +238,11 @@ class AudioEncoder:
                 path,
             )
         if language is not None and f"<|{language}|>" not in self.tokenizer.get_vocab():
-            raise DataError(f"language={language!r} is not a language of the tokenizer", path)
+            raise DataError(
+                f"language={language!r} is not a language of the tokenizer: use a tokenizer with "
+                f"the token <|{language}|>, or omit the language",
+                path,
+            )
         setter(language=language, task=task)
         wanted = [f"<|{name}|>" for name in (language, task) if name is not None]
         prefix: Any = self.tokenizer

@@ -13,11 +13,12 @@ import binascii
 import io
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import httpx
 import numpy as np
@@ -46,6 +47,18 @@ class TokenNames(Protocol):
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+
+class SentMedium(Protocol):
+    """A medium of a request."""
+
+    @property
+    def param(self) -> str:
+        """The field of the request."""
+        ...
+
+
+MediumT = TypeVar("MediumT", bound=SentMedium)
 
 
 class ImageTextProcessor(Protocol):
@@ -217,17 +230,8 @@ class ChatImages:
         """
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
-        first, *others = text.split(processor.image_token)
-        if len(others) != len(sources):
-            _refuse(
-                "the chat template of this model does not support images in this conversation",
-                sources[0].param,
-            )
-        parts, images = [first], list[ProcessedMedium]()
-        for source, following in zip(sources, others, strict=True):
-            images.append(self._processed(processor, source, alone=len(sources) == 1))
-            parts += [images[-1].text, following]
-        return "".join(parts), images
+        process = partial(self._processed, processor, alone=len(sources) == 1)
+        return expanded(text, processor.image_token, sources, process, "images", _refuse)
 
     def located(
         self, tokens: Sequence[int], images: Sequence[ProcessedMedium]
@@ -272,6 +276,35 @@ def media_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePar
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart | AudioPart):
                 yield f"messages[{index}].content[{place}]", part
+
+
+def expanded(
+    text: str,
+    placeholder: str,
+    sources: Sequence[MediumT],
+    process: Callable[[MediumT], ProcessedMedium],
+    name: str,
+    refuse: Callable[[str, str], NoReturn],
+) -> tuple[str, list[ProcessedMedium]]:
+    """Process media, and replace the placeholder of each by the tokens of its features.
+
+    Args:
+        text: the rendered conversation, with one placeholder per medium.
+        sources: at least one medium.
+        name: name of the media in messages.
+        refuse: raises the error of a message and a field.
+    """
+    first, *others = text.split(placeholder)
+    if len(others) != len(sources):
+        refuse(
+            f"the chat template of this model does not support {name} in this conversation",
+            sources[0].param,
+        )
+    parts, media = [first], list[ProcessedMedium]()
+    for source, following in zip(sources, others, strict=True):
+        media.append(process(source))
+        parts += [media[-1].text, following]
+    return "".join(parts), media
 
 
 def located(

@@ -19,7 +19,7 @@ import numpy as np
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.encoder_items import RecordingForm
-from ed_esurge.server.generation.images import ProcessedMedium, located, media_parts
+from ed_esurge.server.generation.images import ProcessedMedium, expanded, located, media_parts
 from ed_esurge.server.generation.requests import AudioPart, ChatMessage
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.speech.audio import decoded
@@ -99,17 +99,7 @@ class ChatRecordings:
         Raises:
             APIError: 400, a recording is invalid, or the template has no placeholder for it.
         """
-        first, *others = text.split(self._text)
-        if len(others) != len(sources):
-            _refuse(
-                "the chat template of this model does not support audio in this conversation",
-                sources[0].param,
-            )
-        parts, recordings = [first], list[ProcessedMedium]()
-        for source, following in zip(sources, others, strict=True):
-            recordings.append(self._processed(source))
-            parts += [recordings[-1].text, following]
-        return "".join(parts), recordings
+        return expanded(text, self._text, sources, self._processed, "audio", _refuse)
 
     def located(
         self, tokens: Sequence[int], recordings: Sequence[ProcessedMedium]
