@@ -4,8 +4,9 @@
     EASYDEL_LLAMA_CPP_PYTHON=PYTHON python -m tools.bench.gguf --layers 8 --batch 1 8 --rounds 5
 
 The files have SmolLM2-135M's shape and random weights; llama.cpp quantizes every matrix. This
-project reads F32, and Q8_0 as int8 codes in groups of 32. Both programs use all cores and a context
-of 32 tokens. A cell contains the minimum and, in parentheses, the median of a step in ms.
+project reads F32, and Q8_0 as codes in groups of 32: `int8` has float32 activations, and `w8a8`
+rounds activations to 8 bits, like llama.cpp. Both programs use all cores and a context of 32
+tokens. A cell contains the minimum and, in parentheses, the median of a step in ms.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from tools.bench.measure import Run, Timed, all_turns, command_line, cores, mach
 from tools.gguf_formats import FILE_TYPES, quantize
 
 CONTEXT = 32
-#: Format of the file -> quantization of this project's matrices; None = plain numbers.
-OURS: dict[str, dict[str, Any] | None] = {"F32": None, "Q8_0": {"dtype": "int8", "group_size": 32}}
+#: Contender of this project -> format of the file, and quantization of the matrices.
+OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "ours F32": ("F32", None),
+    "ours Q8_0, int8": ("Q8_0", {"dtype": "int8", "group_size": 32}),
+    "ours Q8_0, w8a8": ("Q8_0", {"dtype": "w8a8", "group_size": 32}),
+}
 #: llama.cpp: a prompt for each sequence, steps that warm up, and measured steps.
 PROGRAM = """
 import sys, time, llama_cpp as api
@@ -92,15 +97,16 @@ def main() -> None:
             files[form] = wide.with_name(f"{form}.gguf")
             if form != "F32":
                 quantize(wide, files[form], FILE_TYPES[form])
-            if form in OURS:
-                ours[form] = Ours(files[form], CAPACITY, "auto", "float32", OURS[form])
+            for title, (own, quantized) in OURS.items():
+                if own == form:
+                    ours[title] = Ours(files[form], CAPACITY, "auto", "float32", quantized)
         rows: dict[str, list[str]] = {}
         for batch in options.batch:
-            runs: dict[str, Run] = {}
-            for form, file in files.items():
-                runs[f"llama.cpp {form}"] = partial(llama_cpp_step, python, file, batch)
-                if form in ours:
-                    runs[f"ours {form}"] = ours[form].decoder(tokens[:batch])
+            runs: dict[str, Run] = {
+                f"llama.cpp {form}": partial(llama_cpp_step, python, file, batch)
+                for form, file in files.items()
+            }
+            runs |= {title: one.decoder(tokens[:batch]) for title, one in ours.items()}
             for title, seconds in all_turns(runs, rounds=options.rounds).items():
                 least, median = min(seconds) * 1e3, statistics.median(seconds) * 1e3
                 rows.setdefault(title, [title]).append(f"{least:.1f} ({median:.1f})")

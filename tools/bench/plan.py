@@ -3,33 +3,31 @@
     python -m tools.bench.plan steps       45 steps of Llama, Qwen3 and Mixtral: the CPU compiler
     python -m tools.bench.plan families    two steps of each family: the CPU compiler
     python -m tools.bench.plan meshes      20 meshes of eight devices: the CPU compiler
-    python -m tools.bench.plan slices      50 steps near the memory of TPU slices: libtpu
     python -m tools.bench.plan resident    five runs on one CPU device: resident memory
 
-The compilers run in this process and execute nothing: the devices are simulated, or are those of a
-slice that libtpu knows (`pip install libtpu`). `--json FILE` writes every figure.
+The compiler runs in this process and executes nothing, because the devices are simulated.
+`--json FILE` writes every figure. `tools.bench.plan_slices` compiles for TPU slices.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ed_elarge.plan import settings, shapes, training
-from ed_elarge.plan.buffers import ACCELERATOR, CPU, Buffers
-from ed_elarge.plan.devices import GIB, parse
+from ed_elarge.plan.buffers import CPU, Buffers
+from ed_elarge.plan.devices import GIB
 from ed_elarge.plan.mesh import mesh_of
 
 from tools.bench.measure import command_line, machine, peak_growth, table
-from tools.bench.plan_cases import BASE, STEPS, Case, families, near_the_limit, run_of
+from tools.bench.plan_cases import BASE, STEPS, Case, families, run_of
 
 DEVICES = 8
 _LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "rows": 2}
@@ -50,10 +48,7 @@ class MemoryRow:
     Attributes:
         name: the case.
         arguments, temporary: the prediction.
-        compiled_arguments, compiled_temporary: the compiler's figures; -1 = the step does not fit.
-        needed: arguments and temporary buffers by the compiler, which states them also for a step
-            that does not fit.
-        limit: memory of the device; 0 = unlimited.
+        compiled_arguments, compiled_temporary: the compiler's figures.
     """
 
     name: str
@@ -61,8 +56,6 @@ class MemoryRow:
     temporary: int
     compiled_arguments: int
     compiled_temporary: int
-    needed: int
-    limit: int = 0
 
     @property
     def predicted(self) -> int:
@@ -70,14 +63,14 @@ class MemoryRow:
         return self.arguments + self.temporary
 
     @property
+    def needed(self) -> int:
+        """Bytes by the compiler."""
+        return self.compiled_arguments + self.compiled_temporary
+
+    @property
     def error(self) -> float:
         """Relative error of the sum."""
         return self.predicted / self.needed - 1
-
-    @property
-    def agrees(self) -> bool:
-        """Whether prediction and compiler agree about whether the step fits."""
-        return (self.predicted <= self.limit) == (self.compiled_temporary >= 0)
 
 
 def predicted(case: Case, buffers: Buffers, devices: int) -> training.PlannedStep:
@@ -94,36 +87,8 @@ def on_cpu(name: str, case: Case) -> MemoryRow:
     step = predicted(case, CPU, DEVICES)
     length = {**BASE, **case}["length"]
     found = train(run_of(case), {"vocab": None, "length": length})
-    total = found["arguments"] + found["temporary"]
-    return MemoryRow(
-        name, step.arguments, step.temporary, found["arguments"], found["temporary"], total
-    )
-
-
-def on_slice(name: str, case: Case) -> MemoryRow:
-    """Compile a case for the TPU slice that it names."""
-    from ed_elarge.plan.answers import train
-
-    hardware = parse(case["topology"], None)
-    step, limit = predicted(case, ACCELERATOR, hardware.count), hardware.device.usable
-    kind, _, sizes = case["topology"].partition(":")
-    ones = ["1"] * (hardware.device.torus - len(hardware.shape))
-    request = {
-        "vocab": None,
-        "length": {**BASE, **case}["length"],
-        "topology": f"{kind}:{'x'.join([*sizes.split('x'), *ones])}",
-    }
-    try:
-        found = train(run_of(case), request)
-    except Exception as error:  # the error class of jax depends on its version
-        used = re.search(r"Used ([\d.]+)([GM]) of [\d.]+[GM] hbm", str(error))
-        if used is None:
-            raise
-        needed = int(float(used[1]) * (GIB if used[2] == "G" else 2**20))
-        return MemoryRow(name, step.arguments, step.temporary, -1, -1, needed, limit)
-    total = found["arguments"] + found["temporary"]
-    sizes_found = found["arguments"], found["temporary"]
-    return MemoryRow(name, step.arguments, step.temporary, *sizes_found, total, limit)
+    sizes = found["arguments"], found["temporary"]
+    return MemoryRow(name, step.arguments, step.temporary, *sizes)
 
 
 def meshes() -> dict[str, Case]:
@@ -140,38 +105,18 @@ def meshes() -> dict[str, Case]:
     return found
 
 
-def slices(count: int, seed: int) -> dict[str, Case]:
-    """Return steps near the memory of TPU slices."""
-
-    def share(case: Case) -> float:
-        hardware = parse(case["topology"], None)
-        step = predicted(case, ACCELERATOR, hardware.count)
-        return (step.arguments + step.temporary) / hardware.device.usable
-
-    return {
-        f"{case['topology']} {case['hidden_size']} x {case['num_hidden_layers']}, "
-        f"{case['length']} tokens, {case['remat'] or 'all kept'}": case
-        for _, case in near_the_limit(count, seed, share)
-    }
-
-
-def measured(
-    cases: Mapping[str, Case], compiled: Callable[[str, Case], MemoryRow]
-) -> Iterable[MemoryRow]:
+def measured(cases: Mapping[str, Case]) -> Iterable[MemoryRow]:
     """Yield the row of each case, and print it."""
     for name, case in cases.items():
-        row = compiled(name, case)
-        verdict = "" if not row.limit else f" {'right' if row.agrees else 'WRONG'}"
-        share = f" {row.needed / row.limit:.3f} of the memory" if row.limit else ""
-        print(f"{name:<48}{row.error:>+9.2%}{share}{verdict}", flush=True)
+        row = on_cpu(name, case)
+        print(f"{name:<48}{row.error:>+9.2%}", flush=True)
         yield row
 
 
 def summary(rows: list[MemoryRow]) -> str:
     """Return the errors of all rows as a table."""
     errors = sorted(abs(row.error) for row in rows)
-    fitting = [row for row in rows if row.compiled_arguments > 0]
-    exact = max(abs(row.arguments / row.compiled_arguments - 1) for row in fitting)
+    exact = max(abs(row.arguments / row.compiled_arguments - 1) for row in rows)
     cells = [
         str(len(rows)),
         f"{exact:.4%}",
@@ -179,11 +124,7 @@ def summary(rows: list[MemoryRow]) -> str:
         f"{errors[int(0.9 * len(errors))]:.2%}",
         f"{errors[-1]:.2%}",
     ]
-    header = ["steps", "worst of arguments", "median", "9 of 10 within", "worst"]
-    if rows[0].limit:
-        header.append("equal verdicts")
-        cells.append(f"{sum(row.agrees for row in rows)} of {len(rows)}")
-    return table(header, [cells])
+    return table(["steps", "worst of arguments", "median", "9 of 10 within", "worst"], [cells])
 
 
 def best_mesh(rows: list[MemoryRow]) -> str:
@@ -266,10 +207,8 @@ def show_resident(rows: list[tuple[str, int, int]]) -> str:
 def main() -> None:
     """Run one comparison."""
     parser = command_line("plan", __doc__)
-    kinds = ("steps", "families", "meshes", "slices", "resident", "grow")
+    kinds = ("steps", "families", "meshes", "resident", "grow")
     parser.add_argument("kind", choices=kinds)
-    parser.add_argument("--count", type=int, default=50, help="cases of slices")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the cases of slices")
     parser.add_argument("--json", type=Path, help="a file for all figures")
     parser.add_argument("--case", type=json.loads, default={}, help="of grow, as JSON")
     arguments = parser.parse_args()
@@ -278,7 +217,6 @@ def main() -> None:
         return
     os.environ.setdefault("ED_LAYERS_NATIVE", "0")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault(
         "XLA_FLAGS",
         f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
@@ -286,12 +224,8 @@ def main() -> None:
     if arguments.kind == "resident":
         print(show_resident([resident(name, case) for name, case in RESIDENT.items()]))
         return
-    if arguments.kind == "slices":
-        cases = slices(arguments.count, arguments.seed)
-        rows = [*measured(cases, on_slice)]
-    else:
-        chosen = {"steps": STEPS, "families": families(), "meshes": meshes()}[arguments.kind]
-        rows = [*measured(chosen, on_cpu)]
+    chosen = {"steps": STEPS, "families": families(), "meshes": meshes()}[arguments.kind]
+    rows = [*measured(chosen)]
     print(machine())
     print(summary(rows))
     if arguments.kind == "meshes":

@@ -6,8 +6,6 @@ keys are fields of the model.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from ed_elarge.config.normalize import normalize
@@ -184,64 +182,3 @@ def run_of(case: Case) -> RunConfig:
     if own["lora"] is not None:
         values["lora"] = {"rank": own["lora"]}
     return normalize(Document("plan.yaml", value=values))
-
-
-#: Widths of models for TPU slices: hidden, intermediate, heads, key heads, head size.
-_SHAPES = (
-    (2048, 8192, 32, 8, 64),
-    (2048, 5632, 16, 16, 128),
-    (2560, 9728, 32, 8, 128),
-    (3072, 8192, 24, 8, 128),
-    (4096, 14336, 32, 8, 128),
-    (5120, 13824, 40, 8, 128),
-)
-_SLICES = (
-    ("v5e:2x2", [1, 4, 1, 1, 1], 4),
-    ("v5e:2x2", [1, 2, 1, 2, 1], 2),
-    ("v5e:2x4", [1, 8, 1, 1, 1], 8),
-    ("v5e:4x4", [1, 16, 1, 1, 1], 16),
-    ("v5e:4x4", [1, 4, 1, 4, 1], 4),
-    ("v6e:2x2", [1, 4, 1, 1, 1], 4),
-)
-
-
-def near_the_limit(
-    count: int, seed: int, share_of: Callable[[Case], float]
-) -> Iterator[tuple[float, Case]]:
-    """Yield cases that need 85 % to 115 % of the memory of a TPU by the prediction.
-
-    Args:
-        count: number of cases.
-        seed: seed of the choice.
-        share_of: the predicted share of the memory that a case needs.
-    """
-    choose = random.Random(seed)
-    made = 0
-    while made < count:
-        d, f, h, g, k = choose.choice(_SHAPES)
-        topology, mesh, ways = choose.choice(_SLICES)
-        case: Case = {
-            "hidden_size": d,
-            "intermediate_size": f,
-            "num_attention_heads": h,
-            "num_key_value_heads": g,
-            "head_dim": k,
-            "vocab_size": choose.choice((32000, 128256)),
-            "length": choose.choice((1024, 2048, 4096, 8192)),
-            "rows": ways * choose.choice((1, 2, 4)),
-            "mesh": mesh,
-            "topology": topology,
-            "remat": choose.choice(("nothing_saveable", "nothing_saveable", "dots_saveable", "")),
-            "optimizer": choose.choice(("adamw", "adamw", "lion")),
-            "dtype": "bfloat16",
-            "param_dtype": choose.choice(("float32", "bfloat16")),
-        }
-        wanted = 0.85 + 0.3 * (made + 0.5) / count
-        layers = min(range(2, 81), key=lambda n: abs(share_of(_deep(case, n)) - wanted))
-        if abs(share_of(_deep(case, layers)) - wanted) < 0.03:
-            made += 1
-            yield wanted, _deep(case, layers)
-
-
-def _deep(case: Case, layers: int) -> Case:
-    return {**case, "num_hidden_layers": layers}
