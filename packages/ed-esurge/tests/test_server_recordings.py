@@ -15,12 +15,12 @@ import numpy as np
 import openai
 import pytest
 from ed_esurge.command.load import add_model_arguments, engine_of
-from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.server.generation.recordings import ChatRecordings
 from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
+from ed_models.tasks.audio_text import RecordingForm
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -47,25 +47,27 @@ AUDIO = {
     "max_source_positions": 40,
     "initializer_range": 0.3,
 }
-#: Samples that the encoder reads at once, and their features.
+#: Samples that the encoder reads at once, and their features (Voxtral).
 SAMPLES, FEATURES = 80 * 160, 10
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """Directory of a tiny random Voxtral with its feature extractor and a template."""
-    from ed_models.families.voxtral import VoxtralConfig, VoxtralForConditionalGeneration
+@pytest.fixture(scope="module", params=["voxtral"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    """Directory of a tiny random model with its feature extractor and a template."""
+    from ed_models.auto import AutoEasyDeLAnyToAnyModel, AutoEasyDeLConfig
 
     tokens = byte_tokenizer(TEMPLATE)
     tokens.add_special_tokens({"additional_special_tokens": TOKENS})
-    config = VoxtralConfig(
+    config = AutoEasyDeLConfig.for_model(
+        request.param,
         text_config={**TEXT, "vocab_size": len(tokens)},
         audio_config=AUDIO,
         audio_token_id=tokens.convert_tokens_to_ids("[AUDIO]"),
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
-    path = tmp_path_factory.mktemp("voxtral")
-    VoxtralForConditionalGeneration.create(config, seed=5).save_pretrained(path)
+    path = tmp_path_factory.mktemp(request.param)
+    model: Any = AutoEasyDeLAnyToAnyModel.from_config(config, "float32", "float32", seed=5)
+    model.save_pretrained(path)
     tokens.save_pretrained(path)
     extractor().save_pretrained(path)
     return path
@@ -110,7 +112,9 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
     before = engine.loop.runner.num_traces
     model: Any = AutoEasyDeLAnyToAnyModel.from_pretrained(checkpoint)
     tokens, extract = AutoTokenizer.from_pretrained(checkpoint), extractor()
-    sounds = [sound(1, 9000), sound(2, SAMPLES + 5000), sound(3, SAMPLES)]
+    whole = "feature_attention_mask" not in model.input_names
+    second = SAMPLES + 5000 if whole else 6000
+    sounds = [sound(1, 9000), sound(2, second), sound(3, SAMPLES)]
     text = {"type": "text", "text": "what [AUDIO]?"}
     replies, wanted = [], []
     with background(engine) as url:
@@ -129,7 +133,7 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
             start = tokens("<|user|>what ", add_special_tokens=False)["input_ids"]
             prompt = start + tokens("[AUD", add_special_tokens=False)["input_ids"]
             prompt += tokens("IO]?", add_special_tokens=False)["input_ids"]
-            features = []
+            features, masks = [], []
             for each in chosen:
                 output = extract(
                     each.astype(np.float32) / 32768,
@@ -141,11 +145,32 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
                 )["input_features"]
                 features += list(output.reshape(80, -1, 80).transpose(1, 0, 2))
                 begin, audio = tokens.convert_tokens_to_ids(["[BEGIN_AUDIO]", "[AUDIO]"])
-                prompt += [begin, *[audio] * (FEATURES * -(-len(each) // SAMPLES))]
+                frames = -(-len(each) // 160)
+                count = FEATURES * -(-len(each) // SAMPLES) if whole else (frames + 1) // 2 // 2
+                masks.append((np.arange(80) < frames).astype(np.int32))
+                prompt += [begin, *[audio] * count]
             prompt += tokens("<|assistant|>", add_special_tokens=False)["input_ids"]
             arrays = {"input_features": np.stack(features)[None]} if features else {}
+            if features and not whole:
+                arrays["feature_attention_mask"] = np.stack(masks)[None]
             out = model.generate(np.array([prompt]), max_new_tokens=8, eos_token_id=[], **arrays)
             wanted.append((prompt, out.sequences[0, len(prompt) :].tolist()))
+        chosen = [part(wav(each)) for each in sounds[:2]]
+        messages: Any = [{"role": "user", "content": [text, *chosen]}]
+        options: dict[str, Any] = {"model": engine.model_name, "temperature": 0}
+        chat = client.chat.completions.create(messages=messages, max_tokens=8, **options)
+        items: Any = [
+            {"role": "user", "content": [{"type": "input_text", "text": text["text"]}, *chosen]}
+        ]
+        response = client.responses.create(input=items, max_output_tokens=16, **options)
+        assert response.usage is not None
+        assert chat.usage is not None
+        assert response.usage.input_tokens == chat.usage.prompt_tokens
+        assert response.output_text.startswith(chat.choices[0].message.content or "?")
+        items[0]["content"][1] = part(b"no sound")
+        with pytest.raises(openai.BadRequestError, match="the data is no wav file") as refused:
+            client.responses.create(input=items, **options)
+        assert refused.value.param == "input[0].content[1].input_audio"
     assert replies == wanted
     assert len({tuple(each) for _, each in replies}) == 4, "the recordings have no effect"
     assert engine.loop.runner.num_traces == before

@@ -23,6 +23,7 @@ from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.storage.prepare import prepare
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
+from ed_data.tokens.chat_recordings import RecordingForm
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.images import ModelProcessor
 from ed_data.tokens.media import medium_encoders
@@ -52,12 +53,13 @@ def build_loader(
     processor: ModelProcessor | SpeechProcessor | None = None,
     decoder_start_token_id: int | None = None,
     time_steps: TimeSteps | None = None,
+    recordings: RecordingForm | None = None,
 ) -> Loader | StreamLoader:
     """Tokenize a mixture, or read its tokens from the cache, and return the loader of its batches.
 
     With `streaming: true` the loader reads only the next window in advance, and the result is a
-    `StreamLoader`. With a processor, documents are tokenized on the fly, because the images are
-    read when a batch needs them.
+    `StreamLoader`. With a processor, documents are tokenized on the fly, because images and
+    recordings are read when a batch needs them.
 
     Args:
         mixture: the sources, and how they are mixed, tokenized and packed.
@@ -78,16 +80,24 @@ def build_loader(
             `ed_data.schema.SEQ2SEQ` and `ed_data.schema.SPEECH_SEQ2SEQ`.
         time_steps: convolutions of a CTC model. A row with more labels than time steps is then
             an error.
+        recordings: the recordings that an audio-language model reads. Chats may then contain
+            recordings, and batches contain `input_features` [b, i, m, f].
 
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or options contradict each
             other.
     """
     length = _seq_length(mixture, seq_length) if schema.has_text else 1
-    limit = _document_limit(mixture, length, schema, processor is not None)
+    kind = None if processor is None else "images" if recordings is None else "recordings"
+    limit = _document_limit(mixture, length, schema, kind)
     _check_task(mixture, schema, decoder_start_token_id, time_steps)
-    images, audio = medium_encoders(
-        mixture, schema, processor, start=decoder_start_token_id, steps=time_steps
+    media, audio = medium_encoders(
+        mixture,
+        schema,
+        processor,
+        start=decoder_start_token_id,
+        steps=time_steps,
+        recordings=recordings,
     )
     for path, message in check_names(mixture, schema):  # before slow work starts
         raise DataError(message, path)
@@ -101,7 +111,7 @@ def build_loader(
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     tokenizer = load_tokenizer(mixture, tokenizer) if schema.has_text else None
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, limit, audio
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media, limit, audio
     )
     shuffle = shuffle and split == "train"
     shuffle_rows = None
@@ -127,7 +137,7 @@ def build_loader(
         attention_mask=mixture.tokenization.return_attention_mask,
         task=schema.task,
         decoder_start_token_id=decoder_start_token_id,
-        images=images,
+        media=media,
         audio=audio,
     )
     if mixture.streaming:
@@ -300,12 +310,12 @@ def _seq_length(mixture: Mixture, wanted: int | None) -> int:
 
 
 def _document_limit(
-    mixture: Mixture, seq_length: int, schema: Schema, has_images: bool
+    mixture: Mixture, seq_length: int, schema: Schema, media: str | None
 ) -> int | None:
     """Return the number of tokens at which documents are truncated; None splits them over rows."""
     options = mixture.tokenization
-    whole = len(schema.columns) > 1 or bool(schema.values) or has_images
-    kind = "images" if has_images else f"{len(schema.columns)} columns"
+    whole = len(schema.columns) > 1 or bool(schema.values) or media is not None
+    kind = media or f"{len(schema.columns)} columns"
     kind = "values" if schema.values and len(schema.columns) == 1 else kind
     if whole and options.truncation is False:
         raise DataError(

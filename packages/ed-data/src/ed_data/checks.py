@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from ed_data.config import Mixture
 from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath
+from ed_data.rows.audio import RECORDING_KEYS
 from ed_data.rows.documents import Documents, function
 from ed_data.schema import ONE_PER_ROW, PROMPT, TEXT, Schema
 from ed_data.sources.python import resolve
@@ -85,15 +86,19 @@ def without_tokens(mixture: Mixture) -> list[Remark]:
 
 
 def without_recordings(mixture: Mixture) -> list[Remark]:
-    """Return the keys of recordings, which only models of speech read."""
-    keys = ("audio_field", "max_duration_in_seconds", "min_duration_in_seconds")
+    """Return the keys of recordings, which only models that read recordings use."""
     remarks: list[Remark] = [
         ((of, i, key), f"{key} requires a model of speech: omit it, or train such a model")
         for of in ("informs", "eval_informs")
         for i, inform in enumerate(getattr(mixture, of))
-        for key in keys
-        if key in inform.model_fields_set
+        for key in sorted(RECORDING_KEYS & inform.model_fields_set)
     ]
+    return remarks + without_transcripts(mixture)
+
+
+def without_transcripts(mixture: Mixture) -> list[Remark]:
+    """Return the keys of transcripts, which only models of speech write."""
+    remarks: list[Remark] = []
     for key in ("language", "task"):
         if getattr(mixture.tokenization, key) is not None:
             why = f"{key} requires recordings, whose transcripts begin with its token: omit it"

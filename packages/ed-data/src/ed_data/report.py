@@ -23,6 +23,7 @@ from ed_data.schema import TEXT, Schema
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import StorePart
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
+from ed_data.tokens.chat_recordings import RecordingForm
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.images import ModelProcessor
 from ed_data.tokens.media import medium_encoders
@@ -184,6 +185,7 @@ def data_report(
     processor: ModelProcessor | SpeechProcessor | None = None,
     decoder_start_token_id: int | None = None,
     time_steps: TimeSteps | None = None,
+    recordings: RecordingForm | None = None,
     near: bool = False,
     samples: int = 3,
 ) -> Report:
@@ -203,6 +205,7 @@ def data_report(
         processor: see `build_loader`.
         decoder_start_token_id: see `build_loader`.
         time_steps: see `build_loader`.
+        recordings: see `build_loader`.
         near: search near-duplicates (MinHash), which is slower.
         samples: number of rows in the report.
 
@@ -216,15 +219,20 @@ def data_report(
             for inform in mixture.informs
         ]
         mixture = mixture.replace(informs=informs, streaming=False, pack_on_the_fly=True)
-    images, audio = medium_encoders(
-        mixture, schema, processor, start=decoder_start_token_id, steps=time_steps
+    media, audio = medium_encoders(
+        mixture,
+        schema,
+        processor,
+        start=decoder_start_token_id,
+        steps=time_steps,
+        recordings=recordings,
     )
     if processor is not None:
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
         mixture = mixture.replace(pack_on_the_fly=True)
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images, None, audio
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media, None, audio
     )
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
@@ -241,6 +249,7 @@ def data_report(
         processor=processor,
         decoder_start_token_id=decoder_start_token_id,
         time_steps=time_steps,
+        recordings=recordings,
     )
     assert isinstance(loader, Loader)
     lengths = [part.tokens.lengths(part.members) for part in parts]

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 #: Fields by name, as stored in the source.
 Row = dict[str, Any]
 Message = dict[str, Any]
-#: Optional fields of a row: arguments of the chat template, and the images of a chat.
+#: Optional fields of a row: arguments of the chat template, images and recordings of a chat.
 TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image"
-#: The field with the recording of a row.
-AUDIO = "audio"
-OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE)
+AUDIOS, AUDIO = "audios", "audio"
+OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE, AUDIOS, AUDIO)
 #: A text, chat messages, token ids, the steps of an answer, or the words of a text.
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].

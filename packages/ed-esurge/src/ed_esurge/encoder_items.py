@@ -7,12 +7,12 @@ Legend: p patches of an image, f numbers of a patch, m patches along the side of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import AXES, GRID, GRIDS, OTHER_FORMS, SIZES, Inputs
+from ed_infra.inputs import AXES, GRID, GRIDS, OTHER_FORMS, SIZES, SOUND, Inputs
 from ed_infra.rope.grids import grid_positions
 from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
 from ed_models.body.packed_images import PatchForm
@@ -20,6 +20,7 @@ from ed_models.body.unpadded import TileGrids, with_grids
 from ed_models.body.vision import size_of
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.audio_text import RecordingForm
 from ed_models.tasks.packed_image_text import PackedImageTextLM
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
 from flax import nnx
@@ -140,28 +141,6 @@ def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
     return FixedItems(model) if grids is None else TiledImages(model, grids)
 
 
-class RecordingForm(NamedTuple):
-    """The recordings that a model reads.
-
-    Attributes:
-        token: id of the placeholder token of a feature.
-        shape: numbers of mel bins and of frames.
-        length: number of features of so many frames.
-    """
-
-    token: int
-    shape: tuple[int, int]
-    length: int
-
-    @classmethod
-    def of(cls, model: LanguageModel, items: EncoderItems | None) -> RecordingForm | None:
-        """Return the recordings of a model; None if the model reads none."""
-        if items is None or items.names != ("input_features",):
-            return None
-        bins, frames = items.examples()[0]["input_features"].shape
-        return cls(model.config.audio_token_id, (bins, frames), items.longest)
-
-
 class FixedItems:
     """Images or tiles of images of the size of `vision_config`, or spectrograms of recordings of
     the length of `audio_config`."""
@@ -179,9 +158,11 @@ class FixedItems:
         if (audio := getattr(model.config, "audio_config", None)) is not None:
             shape = audio.num_mel_bins, 2 * audio.max_source_positions
             known["input_features"] = np.zeros(shape, np.float32)
+            known[SOUND] = np.ones(shape[1], np.int32)
         if not known.keys() >= set(self.names):
             raise ConfigError(f"the engine does not support the encoder inputs {self.names}")
         self._example = {name: known[name] for name in self.names}
+        self._form: RecordingForm | None = getattr(model, "recording_form", None)
         # Without devices: nothing is computed.
         graphdef, state = nnx.split(cast(nnx.Module, model))
         inputs = batch_of_one(self.examples()[0])
@@ -205,12 +186,20 @@ class FixedItems:
 
     def check(self, item: EncoderInput) -> str | None:
         """See `EncoderItems.check`."""
-        if item.length == self.longest:
+        length = self._length(item.arrays)
+        if item.length == length:
             return None
         return (
-            f"the encoder returns {self.longest} positions, but the item has {item.length} "
+            f"the encoder returns {length} positions, but the item has {item.length} "
             "placeholder tokens: repeat the placeholder token for each position"
         )
+
+    def _length(self, arrays: ItemArrays) -> int:
+        """Return the number of features of an item: of a recording, those of its sound."""
+        if SOUND not in arrays:
+            return self.longest
+        assert self._form is not None, "only audio-language models read masks of sound"
+        return self._form.features(int(np.sum(np.asarray(arrays[SOUND]) != 0)))
 
     def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
         """Return (): nothing separates the placeholder tokens of an item."""
@@ -219,7 +208,9 @@ class FixedItems:
     def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.parted`."""
         for number in range(len(row[self.names[0]])):
-            yield {name: row[name][number] for name in self.names}, self.longest
+            arrays = {name: row[name][number] for name in self.names}
+            if length := self._length(arrays):
+                yield arrays, length
 
     def positions(self, count: int, items: Sequence[EncoderInput]) -> None:
         """Return None."""

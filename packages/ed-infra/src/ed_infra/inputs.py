@@ -36,6 +36,8 @@ GRID = "image_grid_thw"
 #: Names of the heights and widths of images, [b, i, 2], and of their rows and columns of tiles,
 #: [b, i, 2]. Models that omit padding read these arrays.
 SIZES, GRIDS = "image_sizes", "image_grids"
+#: Name of the mask of spectrograms, [b, i, frames]: 1 for frames of sound, 0 for the padding after.
+SOUND = "feature_attention_mask"
 #: Name of the numbers of images of each text in the output of a processor. A processor that returns
 #: the numbers splits an image into tiles only if its text has no other image (LLaVA-OneVision).
 COUNTS = "batch_num_images"
@@ -63,6 +65,7 @@ AXES: Mapping[str, LogicalAxes] = {
     SIZES: ("batch", None, None),
     GRIDS: ("batch", None, None),
     "pixel_attention_mask": ("batch", None, None, None),
+    SOUND: ("batch", None, None),
 }
 #: A second form of arrays in `AXES`, with another number of axes: packed patches, and several
 #: spectrograms of a row.

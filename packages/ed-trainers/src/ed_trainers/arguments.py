@@ -142,6 +142,7 @@ _SHIPPED: dict[str, MethodEntry] = {
         other_tasks=(
             TaskType.SEQUENCE_TO_SEQUENCE,
             TaskType.IMAGE_TEXT_TO_TEXT,
+            TaskType.ANY_TO_ANY,
             TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
         ),
     ),

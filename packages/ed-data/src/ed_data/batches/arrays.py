@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.order.windows import PlannedRows
-from ed_data.rows.example import RowAudio, RowImage
+from ed_data.rows.example import RowAudio, RowMedium
 from ed_data.schema import (
     CLASSIFYING,
     NO_VALUE,
@@ -20,7 +20,7 @@ from ed_data.schema import (
 )
 from ed_data.storage.store import IntArray
 from ed_data.tokens.audio import AudioEncoder
-from ed_data.tokens.images import ImageEncoder
+from ed_data.tokens.items import MediumEncoder
 
 NumpyBatch = dict[str, NDArray[Any]]
 IGNORED = -100
@@ -43,8 +43,8 @@ class BatchLayout:
         attention_mask: add `attention_mask`, 1 for tokens.
         task: see `ed_data.schema.Schema.task`.
         decoder_start_token_id: first decoder token of each document, for the task `seq2seq_lm`.
-        images: computes pixel values; None for batches without `pixel_values`.
-        audio: computes the features of recordings; None for batches without recordings.
+        media: computes the arrays of images or recordings of documents; None for batches without.
+        audio: computes the features of recordings with transcripts; None for batches without.
     """
 
     batch_size: int
@@ -56,7 +56,7 @@ class BatchLayout:
     attention_mask: bool = False
     task: Task = "causal_lm"
     decoder_start_token_id: int | None = None
-    images: ImageEncoder | None = None
+    media: MediumEncoder | None = None
     audio: AudioEncoder | None = None
 
 
@@ -83,8 +83,9 @@ def make_batch(
         `end_positions` [b], and `token_classification` the classes of words. Pairs of texts have
         `token_type_ids` int32 [b, s]. With images, `pixel_values` [b, i, c, h, w] contains the
         images or tiles of each row, padded with zeros to the largest number of a row, which is
-        rounded up; images of different sizes are packed patches, see `PatchEncoder.arrays`. The
-        task `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
+        rounded up; images of different sizes are packed patches, see `PatchEncoder.arrays`. With
+        recordings in chats, `input_features` [b, i, m, f] contains their parts. The task
+        `speech_seq2seq` has the arrays of the decoder, and `ctc` only `labels`; both have the
         features of `AudioEncoder.arrays`. The task `image_classification` has only `pixel_values`
         and `labels`, and `image_text` no labels.
     """
@@ -97,8 +98,8 @@ def make_batch(
             longest = [max(longest)] * len(longest)
         widths = [min(-(-each // multiple) * multiple, layout.seq_length) for each in longest]
     size: tuple[int, ...] = ()
-    if layout.images is not None:
-        size = layout.images.width([*_images(rows).values()])
+    if layout.media is not None:
+        size = layout.media.width([*_media(rows).values()])
     samples = 0
     if layout.audio is not None:
         samples = layout.audio.width([*_recordings(rows).values()])
@@ -131,9 +132,9 @@ def make_batch(
     for value in layout.values:
         if value.token_types:
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)
-    if layout.images is not None:
-        batch.update(layout.images.arrays(_images(rows), layout.batch_size, size))
-        if layout.images.marks_prompts:
+    if layout.media is not None:
+        batch.update(layout.media.arrays(_media(rows), layout.batch_size, size))
+        if layout.media.marks_prompts:
             for lead in (f"{name}_" if name else "" for name in layout.columns):
                 labels, segments = batch[f"{lead}labels"], batch[f"{lead}segment_ids"]
                 batch[f"{lead}token_type_ids"] = _after_prompt(labels, segments)
@@ -223,18 +224,17 @@ def _shift_decoder(batch: NumpyBatch, layout: BatchLayout) -> None:
     batch["decoder_input_ids"] = np.where(segments > 0, shifted, layout.pad_id).astype(np.int32)
 
 
-def _images(rows: PlannedRows) -> dict[int, list[RowImage]]:
-    """Return the images of each row, in the order of its documents; these are whole."""
+def _media(rows: PlannedRows) -> dict[int, list[RowMedium]]:
+    """Return the media of each row, in the order of its documents; these are whole."""
     counts = np.zeros_like(rows.document)
     for i, tokens in enumerate(rows.tokens):
         here = rows.source == i
         counts[here] = tokens.media_counts(rows.document[here])
-    found: dict[int, list[RowImage]] = {}
+    found: dict[int, list[RowMedium]] = {}
     for piece in np.flatnonzero(counts):
         tokens, row = rows.tokens[rows.source[piece]], int(rows.row[piece])
-        for image in tokens.media(int(rows.document[piece])):
-            assert isinstance(image, RowImage)
-            found.setdefault(row, []).append(image)
+        for medium in tokens.media(int(rows.document[piece])):
+            found.setdefault(row, []).append(medium)
     return found
 
 

@@ -186,7 +186,7 @@ class PromptLoader:
 
     def _pixels(self, examples: Sequence[Example]) -> dict[str, NDArray[Any]]:
         """Return the arrays of the images of prompts, a row for each prompt."""
-        encoder = self._encoder.images
+        encoder = self._encoder.media
         if encoder is None:
             return {}
         images = [example.images for example in examples]
@@ -244,13 +244,13 @@ def build_prompts(
     for path, message in check_names(mixture, schema):
         raise DataError(message, path)
     seed = mixture.seed if mixture.seed is not None else 42 if seed is None else seed
-    images = None
+    media = None
     if processor is not None:
-        images, _ = medium_encoders(mixture, schema, processor)
+        media, _ = medium_encoders(mixture, schema, processor)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, images
+        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media
     )
     files = file_cache(mixture, mixture.cache_dir or cache_dir or default_cache_dir())
     limit = mixture.tokenization.max_length

@@ -119,7 +119,8 @@ class Inform(DataOptions):
     list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or its
     JSON text) and `chat_template_kwargs` (a mapping), which are arguments of the chat template. The
     image parts of messages (`{"type": "image"}`) refer to the images in the field `images` or
-    `image`, or in `image_field`, in order.
+    `image`, or in `image_field`, in order. The recording parts (`{"type": "audio"}`) refer to the
+    recordings in the field `audios` or `audio`, or in `audio_field`.
     """
 
     type: str | None = None
@@ -143,7 +144,7 @@ class Inform(DataOptions):
     text_field: str | None = None
     """Alias of `content_field` in rows with images or recordings."""
     audio_field: str | None = None
-    """Field with the recording of a row, for models of speech; default: `audio`."""
+    """Field with the recording of a row, or the recordings of a chat; default: `audio`."""
     max_duration_in_seconds: Annotated[float, Field(gt=0, le=2**20)] | None = None
     """Longest recording; longer ones are dropped and counted."""
     min_duration_in_seconds: Annotated[float, Field(ge=0, le=2**20)] = 0.0

@@ -1,4 +1,4 @@
-"""The recording of a row: a file, bytes or samples in a field."""
+"""The recordings of a row: files, bytes or samples, in a field or in the parts of chat messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from ed_data.config.source import Inform
 from ed_data.errors import DataError, listing
 from ed_data.rows.example import RowAudio
 from ed_data.rows.media_files import found_file
+from ed_data.rows.media_parts import MediaParts
 from ed_data.rows.recordings import header
-from ed_data.schema import AUDIO, Audio, Row
+from ed_data.schema import AUDIO, AUDIOS, Audio, Content, Row
 
 _KEY = "audio_field"
+#: Options of an inform about recordings.
+RECORDING_KEYS = frozenset((_KEY, "max_duration_in_seconds", "min_duration_in_seconds"))
+#: The recording parts of messages.
+PARTS = MediaParts(
+    AUDIO,
+    "recording",
+    ("audio", "audio_url", "input_audio"),
+    ("audio", "audio_url", "input_audio", "url", "path", "base64", "bytes"),
+    _KEY,
+)
 
 
 class AudioReader:
@@ -19,15 +30,19 @@ class AudioReader:
 
     Args:
         inform: `audio_field` names the field; the limits of durations drop rows.
+
+    Attributes:
+        field: the field with the recording of a transcript.
     """
 
     def __init__(self, inform: Inform) -> None:
         self.field = inform.audio_field or AUDIO
+        self._named = inform.audio_field is not None
         self._least = inform.min_duration_in_seconds
         self._most = inform.max_duration_in_seconds
 
-    def of_row(self, row: Row, folder: str, where: str) -> RowAudio | str:
-        """Return the recording of a row, or the reason to drop the row.
+    def of_transcript(self, row: Row, folder: str, where: str) -> RowAudio | str:
+        """Return the recording of a row with its transcript, or the reason to drop the row.
 
         Args:
             row: the row.
@@ -48,39 +63,80 @@ class AudioReader:
         value = row[self.field]
         if value is None:
             return f"{self.field!r} is null"
-        source = self._source(value, folder, where)
+        source = self._source(value, repr(self.field), folder, where)
         name = f", {source!r}" if isinstance(source, str) else ""
         audio = RowAudio(source, f"{where}{name}")
+        return self._refusal(audio) or audio
+
+    def of_chat(
+        self, row: Row, fields: dict[str, Content], folder: str, where: str
+    ) -> tuple[dict[str, Content], list[RowAudio]] | str:
+        """Return the fields with plain audio parts, and the recordings in the order of the parts;
+        or the reason to drop the row.
+
+        A part contains its recording (`{"type": "audio", "path": …}`, `{"type": "input_audio",
+        "input_audio": {"data": …}}`), or refers to the next recording in `audio_field`, by default
+        in `audios` or `audio`.
+
+        Raises:
+            DataError: a recording is missing, is left over, or cannot be found.
+        """
+        parts = PARTS.of(fields)
+        if not parts:
+            return fields, []
+        name = self.field if self._named or row.get(AUDIOS) is None else AUDIOS
+        value = row.get(name)
+        values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        listed = [self._source(item, repr(name), folder, where) for item in values]
+        sources = PARTS.sources(
+            parts,
+            listed,
+            lambda own: self._source(own, "an audio part", folder, where),
+            where,
+            name,
+            named=self._named,
+        )
+        count, recordings = len(sources), list[RowAudio]()
+        for number, source in enumerate(sources, 1):
+            audio = RowAudio(source, f"{where}, recording {number} of {count}")
+            refusal = self._refusal(audio)
+            if refusal is not None:
+                return refusal
+            recordings.append(audio)
+        return PARTS.plain(fields), recordings
+
+    def _refusal(self, audio: RowAudio) -> str | None:
+        """Return the reason to drop a row with this recording; None = the row is kept."""
         if self._most is None and not self._least:
-            return audio
+            return None
         seconds = header(audio).seconds
         if self._most is not None and seconds > self._most:
             return f"longer than max_duration_in_seconds ({self._most:g})"
         if seconds < self._least:
             return f"shorter than min_duration_in_seconds ({self._least:g})"
-        return audio
+        return None
 
-    def _source(self, value: object, folder: str, where: str) -> Audio:
+    def _source(self, value: object, name: str, folder: str, where: str) -> Audio:
         if isinstance(value, str):
             return found_file(value, folder, where, kind="recording", key=_KEY)
         if isinstance(value, bytes) and value:
             return value
         if isinstance(value, dict):
             if value.get("array") is not None:
-                return self._samples(value, where)
+                return self._samples(value, name, where)
             if value.get("bytes"):
                 return {"bytes": value["bytes"]}
             if isinstance(value.get("path"), str):
                 return found_file(value["path"], folder, where, kind="recording", key=_KEY)
         text = f"{type(value).__name__} {value!r}"
         raise DataError(
-            f"{where}: {self.field!r} must be a recording: a path, bytes, {{path, bytes}}, or "
+            f"{where}: {name} must be a recording: a path, bytes, {{path, bytes}}, or "
             f"{{array, sampling_rate}}, got {text if len(text) < 80 else text[:77] + '…'}; correct "
             "the row, or set audio_field",
             (_KEY,),
         )
 
-    def _samples(self, value: dict[str, Any], where: str) -> Audio:
+    def _samples(self, value: dict[str, Any], name: str, where: str) -> Audio:
         import numpy as np  # not needed to check a run file
 
         rate = value.get("sampling_rate")
@@ -90,13 +146,13 @@ class AudioReader:
             samples = np.empty(0)
         if not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
             raise DataError(
-                f"{where}: {self.field!r} has the sampling_rate {rate!r}; it must be the number of "
+                f"{where}: {name} has the sampling_rate {rate!r}; it must be the number of "
                 "samples of a second",
                 (_KEY,),
             )
         if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
             raise DataError(
-                f"{where}: the array of {self.field!r} has shape {list(samples.shape)} and dtype "
+                f"{where}: the array of {name} has shape {list(samples.shape)} and dtype "
                 f"{samples.dtype}; it must be one channel of floating-point samples from -1 to 1",
                 (_KEY,),
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.rows.audio import AudioReader
+from ed_data.rows.audio import RECORDING_KEYS, AudioReader
 from ed_data.rows.contents import (
     checked,
     checked_parts,
@@ -130,7 +130,7 @@ class Documents:
             self._content_is_named = True
         self._other_content = () if self._content_is_named else schema.other_content
         self._images = ImageReader(inform, required=schema.has_image)
-        self._audio = AudioReader(inform) if schema.has_audio else None
+        self._audio = AudioReader(inform)
         self._parts = {column.field: column for column in schema.columns if column.in_parts}
         self._lists = schema.lists
         # The fields that follow the content as answers.
@@ -150,7 +150,7 @@ class Documents:
             wanted += [] if self._images.field is None else [self._images.field]
             wanted += OPTIONAL_FIELDS
             wanted += self._other_content
-            wanted += [] if self._audio is None else [self._audio.field]
+            wanted += [self._audio.field]
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -310,15 +310,24 @@ class Documents:
             fields, images = self._images.of_row(row, fields, folder, where)
         if self.schema.has_image:
             fields = self._with_key(fields, images, where)
-        template = template_arguments(row, where) if is_chat else {}
-        values = self._values(row, fields, where)
-        audio: RowAudio | str | None = None
-        if self._audio is not None:
-            audio = self._audio.of_row(row, folder, where)
+        recordings: list[RowAudio] = []
+        if self.schema.has_audio:
+            audio = self._audio.of_transcript(row, folder, where)
             if isinstance(audio, str):
                 self.tally.drop(audio, record.place)
                 return None
-        return Example(fields, extra, record.place, values, tuple(images), template, audio)
+            recordings.append(audio)
+        elif is_chat:
+            found = self._audio.of_chat(row, fields, folder, where)
+            if isinstance(found, str):
+                self.tally.drop(found, record.place)
+                return None
+            fields, recordings = found
+        template = template_arguments(row, where) if is_chat else {}
+        values = self._values(row, fields, where)
+        return Example(
+            fields, extra, record.place, values, tuple(images), template, tuple(recordings)
+        )
 
     def _with_key(
         self, fields: dict[str, Content], images: list[RowImage], where: str
@@ -406,7 +415,7 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     }
     if inform.is_visual:
         facts["visual"] = [inform.image_field, inform.pixel_field, inform.text_field]
-    if schema.has_audio:
+    if schema.has_audio or RECORDING_KEYS & inform.model_fields_set:
         limits = inform.min_duration_in_seconds, inform.max_duration_in_seconds
         facts["audio"] = [inform.audio_field, *limits]
     if inform.on_error != "raise":

@@ -1,4 +1,4 @@
-"""A document: the fields of one row, named as in the schema, with its images or its recording."""
+"""A document: the fields of one row, named as in the schema, with its images and recordings."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class RowImage(NamedTuple):
 
 
 class RowAudio(NamedTuple):
-    """The recording of a row.
+    """A recording of a row.
 
     Attributes:
         source: path, bytes or samples.
-        where: inform, file and row, for messages.
+        where: inform, file, row and number of the recording, for messages.
     """
 
     source: Audio
@@ -50,7 +50,7 @@ class Example:
         values: the numbers, in the order of `Schema.values`.
         images: in the order of their placeholders in the fields.
         template: arguments of the chat template; see `ed_data.rows.template`.
-        audio: the recording of which a field is the transcript.
+        recordings: in the order of their placeholders, or the one whose transcript is a field.
     """
 
     fields: dict[str, Content]
@@ -59,7 +59,7 @@ class Example:
     values: tuple[float | tuple[float, ...], ...] = ()
     images: tuple[RowImage, ...] = ()
     template: dict[str, Any] = field(default_factory=dict)
-    audio: RowAudio | None = None
+    recordings: tuple[RowAudio, ...] = ()
 
     @property
     def content(self) -> Content:
@@ -74,15 +74,17 @@ class Example:
 
     @property
     def media(self) -> tuple[RowMedium, ...]:
-        """The images, or the recording."""
-        return self.images if self.audio is None else (self.audio,)
+        """The images and recordings."""
+        return (*self.images, *self.recordings)
 
     @property
     def digest(self) -> int:
         """A 64-bit hash of all fields, equal in every file and every run."""
         more: list[Any] = [self.template] if self.template else []
-        if self.audio is not None:
-            return _hash([self.fields, _audio_key(self.audio.source)])
+        if self.recordings:
+            keys = [_audio_key(audio.source) for audio in self.recordings]
+            keys += [image_key(image.source) for image in self.images]
+            return _hash([self.fields, keys[0] if len(keys) == 1 else keys, *more])
         if self.images:
             keys = [image_key(image.source) for image in self.images]
             return _hash([self.fields, self.values, keys[0] if len(keys) == 1 else keys, *more])

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ed_data.config import Inform
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
 from ed_data.rows.media_files import found_file
-from ed_data.schema import IMAGE, IMAGES, Content, Image, Message, Row
+from ed_data.rows.media_parts import MediaParts
+from ed_data.schema import IMAGE, IMAGES, Content, Image, Row
 
 if TYPE_CHECKING:
     import numpy as np
 
-#: Types of message parts that are images: of transformers, and of OpenAI.
-_PART_TYPES = ("image", "image_url")
-#: Keys of an image part that contain the image.
-_PART_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+#: The image parts of messages.
+PARTS = MediaParts(
+    IMAGE,
+    "image",
+    ("image", "image_url"),
+    ("image", "image_url", "url", "path", "base64", "bytes"),
+    "image_field",
+)
 
 
 class ImageReader:
@@ -72,34 +74,21 @@ class ImageReader:
             DataError: an image is missing, is left over, or cannot be found.
         """
         name = self.field or (IMAGES if row.get(IMAGES) is not None else IMAGE)
-        parts = [part for content in fields.values() for part in _image_parts(content)]
+        parts = PARTS.of(fields)
         if not parts and not self.required:
             return fields, []
         listed = self.of_field(row.get(name), folder, where)
         if not parts:
             return fields, _numbered(listed, where)
-        images: list[Image] = []
-        remaining = iter(listed)
-        for number, part in enumerate(parts, 1):
-            own = next((part[key] for key in _PART_KEYS if part.get(key) is not None), None)
-            image = next(remaining, None) if own is None else _of_part(own, folder, where)
-            if image is None:
-                raise DataError(
-                    f"{where}: image part {number} of the messages has no image: the part has none "
-                    f"of the keys {', '.join(_PART_KEYS)}, and the row has {len(listed)} images in "
-                    f"{name!r}; add the image, or remove the part",
-                    ("image_field",) if self.field else (),
-                )
-            images.append(image)
-        left = sum(1 for _ in remaining)
-        if left:
-            raise DataError(
-                f"{where}: the row has {len(listed)} images in {name!r}, but {left} of them have "
-                'no image part; add {"type": "image"} to the content of a message, or remove the '
-                "images"
-            )
-        plain = {field: _with_plain_parts(content) for field, content in fields.items()}
-        return plain, _numbered(images, where)
+        images = PARTS.sources(
+            parts,
+            listed,
+            lambda value: _encoded(value, "image part", folder, where),
+            where,
+            name,
+            named=self.field is not None,
+        )
+        return PARTS.plain(fields), _numbered(images, where)
 
 
 def _numbered(images: list[Image], where: str) -> list[RowImage]:
@@ -108,49 +97,6 @@ def _numbered(images: list[Image], where: str) -> list[RowImage]:
         RowImage(image, f"{where}, image {n} of {count}", count == 1)
         for n, image in enumerate(images, 1)
     ]
-
-
-def _image_parts(content: Content) -> Iterator[dict[str, Any]]:
-    for message in content:
-        parts = message.get("content") if isinstance(message, dict) else None
-        if isinstance(parts, list):
-            yield from (p for p in parts if isinstance(p, dict) and p.get("type") in _PART_TYPES)
-
-
-def _with_plain_parts(content: Content) -> Content:
-    """Return chat messages in which each image part is `{"type": "image"}`, as templates expect."""
-
-    def plain(part: object) -> object:
-        if not isinstance(part, dict):
-            return part
-        if part.get("type") in _PART_TYPES:
-            return {"type": "image"}
-        # A table adds a null for each key of the other parts.
-        return {key: value for key, value in part.items() if value is not None}
-
-    messages: list[Message] = []
-    for message in content:
-        if not isinstance(message, dict):
-            return content
-        parts = message.get("content")
-        if isinstance(parts, list):
-            message = {**message, "content": [plain(part) for part in parts]}
-        messages.append(message)
-    return messages
-
-
-def _of_part(value: object, folder: str, where: str) -> Image:
-    if isinstance(value, dict) and isinstance(value.get("url"), str):
-        value = value["url"]
-    if isinstance(value, str) and value.startswith("data:"):
-        _, _, data = value.partition(",")
-        try:
-            return base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise DataError(f"{where}: an image part has an invalid data URL: {error}") from error
-    if isinstance(value, str):
-        value = value.removeprefix("file://")
-    return _encoded(value, "image part", folder, where)
 
 
 def _encoded(value: object, name: str, folder: str, where: str) -> Image:

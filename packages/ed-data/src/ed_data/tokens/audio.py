@@ -104,12 +104,7 @@ class AudioEncoder:
         longest: float = LONGEST_SECONDS,
         padded: bool = True,
     ) -> None:
-        for name in ("feature_extractor", "tokenizer"):
-            if not hasattr(processor, name):
-                raise DataError(
-                    f"{type(processor).__name__} is not a processor of speech: it has no {name!r}; "
-                    "pass the AutoProcessor of a checkpoint such as Whisper"
-                )
+        checked_processor(processor)
         self.processor, self.task, self.start, self.steps = processor, task, start, steps
         self.extract, self.tokenizer = processor.feature_extractor, processor.tokenizer
         self.rate = int(self.extract.sampling_rate)
@@ -158,18 +153,18 @@ class AudioEncoder:
         Raises:
             DataError: the recording or the transcript is too long, or the recording cannot be read.
         """
-        assert document.audio is not None
+        (audio,) = document.recordings
         if limit is not None and len(tokens) > limit:
             raise DataError(
                 f"inform {label!r}, {document.place}: the transcript has {len(tokens)} tokens, and "
                 f"the limit is {limit}: transcripts are not cut; increase the sequence length, or "
                 "set on_error: skip"
             )
-        facts = header(document.audio)
+        facts = header(audio)
         if facts.seconds > self.longest:
             reads = "the limit is" if self.window is None else "the model reads"
             raise DataError(
-                f"{document.audio.where}: the recording has {facts.seconds:.2f} seconds, and "
+                f"{audio.where}: the recording has {facts.seconds:.2f} seconds, and "
                 f"{reads} {self.longest:g}: recordings are not cut; split it, or set "
                 "max_duration_in_seconds, which "
                 + ("increases the limit" if self.window is None else "drops longer recordings")
@@ -180,7 +175,7 @@ class AudioEncoder:
         needed = steps_needed(tokens)
         if needed > steps:
             raise DataError(
-                f"{document.audio.where}: the transcript needs {needed} time steps (one for each "
+                f"{audio.where}: the transcript needs {needed} time steps (one for each "
                 f"of {len(tokens)} labels and between equal labels), and the recording of "
                 f"{facts.seconds:.2f} seconds has {steps}: correct the row, or set on_error: skip"
             )
@@ -254,6 +249,21 @@ class AudioEncoder:
                 "their usual order; use a tokenizer of Whisper",
                 path,
             )
+
+
+def checked_processor(processor: SpeechProcessor) -> SpeechProcessor:
+    """Return a processor with a feature extractor and a tokenizer.
+
+    Raises:
+        DataError: one of them is missing.
+    """
+    for name in ("feature_extractor", "tokenizer"):
+        if not hasattr(processor, name):
+            raise DataError(
+                f"{type(processor).__name__} is not a processor of speech: it has no {name!r}; "
+                "pass the AutoProcessor of a checkpoint such as Whisper"
+            )
+    return processor
 
 
 def steps_needed(labels: Sequence[int]) -> int:

@@ -16,13 +16,19 @@ from numpy.typing import NDArray
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
 from ed_data.rows.contents import kind_of, of_one_kind
-from ed_data.rows.example import Example
+from ed_data.rows.example import Example, RowImage
 from ed_data.schema import NO_VALUE, TEXT, Column, Schema
 from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.chats import ChatEncoder
 from ed_data.tokens.encoded import EncodedDocuments
-from ed_data.tokens.images import ImageEncoder
-from ed_data.tokens.items import DocumentField, TokenSequence, WhiteSpace, ended, with_blame
+from ed_data.tokens.items import (
+    DocumentField,
+    MediumEncoder,
+    TokenSequence,
+    WhiteSpace,
+    ended,
+    with_blame,
+)
 from ed_data.tokens.parts import answered, by_words, in_pairs, windows
 from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
@@ -55,10 +61,10 @@ class Encoder:
             as `answers` finds them.
         batch_size: documents per call of the tokenizer.
         schema: the columns of a document.
-        images: encodes the images of documents; None refuses chats with images.
+        media: encodes the images or the recordings of documents; None refuses chats with media.
         audio: encodes recordings and transcripts; None for schemas without recordings.
         max_length: number of tokens at which documents are truncated, to truncate the longer text
-            of a pair, and to check that truncation removes no image and no part of a transcript.
+            of a pair, and to check that truncation removes no medium and no part of a transcript.
     """
 
     tokenizer: Any  # None without texts
@@ -67,7 +73,7 @@ class Encoder:
     assistant_only_loss: bool
     batch_size: int
     schema: Schema = TEXT
-    images: ImageEncoder | None = None
+    media: MediumEncoder | None = None
     max_length: int | None = None
     audio: AudioEncoder | None = None
 
@@ -78,7 +84,7 @@ class Encoder:
         options: Tokenization,
         eos: int | None,
         schema: Schema = TEXT,
-        images: ImageEncoder | None = None,
+        media: MediumEncoder | None = None,
         max_length: int | None = None,
         audio: AudioEncoder | None = None,
     ) -> Encoder:
@@ -90,16 +96,16 @@ class Encoder:
             eos: id that ends each document; None for the tokenizer's end-of-text token, or its
                 separator.
             schema: the columns of a document.
-            images: see `Encoder.images`.
+            media: see `Encoder.media`.
             max_length: see `Encoder.max_length`.
             audio: see `Encoder.audio`.
 
         Raises:
             DataError: there is no end-of-document id, `assistant_only_loss` needs a chat template,
-                or the schema does not support images.
+                or the schema does not support media.
         """
         if tokenizer is None:
-            return cls(None, False, 0, False, options.batch_size, schema, images)
+            return cls(None, False, 0, False, options.batch_size, schema, media)
         if eos is None:
             # Tokenizers of encoders end a text with a separator.
             own = (tokenizer.eos_token_id, tokenizer.sep_token_id)
@@ -125,10 +131,10 @@ class Encoder:
             )
         parts = any(column.in_parts for column in schema.columns)
         pairs = any(column.second is not None for column in schema.columns)
-        # The images of a row belong to its prompt, with which every sequence begins.
+        # The media of a row belong to its prompt, with which every sequence begins.
         contexts = {column.context for column in schema.columns}
         shared = len(schema.columns) == 1 or (len(contexts) == 1 and None not in contexts)
-        if images is not None and (not shared or parts or pairs):
+        if media is not None and (not shared or parts or pairs):
             raise DataError(
                 "a processor is supported for documents with one sequence of tokens, such as "
                 "messages, or with several answers to one prompt, such as prompt, chosen and "
@@ -142,8 +148,8 @@ class Encoder:
             options.assistant_only_loss,
             options.batch_size,
             schema,
-            images,
-            max_length if images is not None or pairs or audio is not None else None,
+            media,
+            max_length if media is not None or pairs or audio is not None else None,
             audio,
         )
 
@@ -160,7 +166,7 @@ class Encoder:
 
     @property
     def _has_placeholders(self) -> bool:
-        return self.images is not None and self.images.token is not None
+        return self.media is not None and self.media.token is not None
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -181,8 +187,8 @@ class Encoder:
         options.append(_VERSION)
         if self.schema != TEXT:
             options.append(self.schema.as_json())
-        if self.images is not None:
-            options += [self.images.fingerprint, self.max_length]
+        if self.media is not None:
+            options += [self.media.fingerprint, self.max_length]
         elif self.audio is not None:
             options += [self.audio.fingerprint, self.max_length]
         elif self.max_length is not None:
@@ -208,6 +214,7 @@ class Encoder:
         """
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
+        self._check_media(documents, label)
         if self.tokenizer is None:  # one token stands for the image
             columns = [[TokenSequence([self.eos]) for _ in documents]]
         elif self.schema.has_spans:
@@ -215,9 +222,7 @@ class Encoder:
         else:
             columns = [self._column(documents, column, label) for column in self.schema.columns]
         if self._has_placeholders:
-            columns = [self._with_images(documents, column, label) for column in columns]
-        else:
-            self._check_no_images(documents, label)
+            columns = [self._with_media(documents, column, label) for column in columns]
         arrays, values = [], []
         for column, sequences, prompts in zip(
             self.schema.columns, columns, self._prompt_lengths(columns), strict=True
@@ -240,42 +245,55 @@ class Encoder:
             [v for each in zip(*values, strict=True) for v in each] if values else None,
         )
 
-    def _with_images(
+    def _with_media(
         self, documents: list[Example], sequences: list[TokenSequence], label: str
     ) -> list[TokenSequence]:
-        """Expand the placeholders of images, and check that truncation removes none of them."""
-        assert self.images is not None
-        token, limit, result = self.images.token, self.max_length, list[TokenSequence]()
+        """Expand the placeholders of media, and check that truncation removes none of them."""
+        media = self.media
+        assert media is not None
+        token, limit, result = media.token, self.max_length, list[TokenSequence]()
         assert token is not None
         for document, sequence in zip(documents, sequences, strict=True):
             where = f"inform {label!r}, {document.place}"
             written = sequence.ids.count(token)
-            if written != len(document.images):
+            if written != len(document.media):
                 raise DataError(
-                    f"{where}: the row has {len(document.images)} images, but its tokens contain "
-                    f"the image token {self.tokenizer.convert_ids_to_tokens(token)!r} {written} "
-                    "times; correct the row, or use a chat template that writes the token for "
-                    'each part {"type": "image"}. Images of rows with several answers belong to '
-                    "the prompt"
+                    f"{where}: the row has {len(document.media)} {media.noun}s, but its tokens "
+                    f"contain the {media.part} token "
+                    f"{self.tokenizer.convert_ids_to_tokens(token)!r} {written} times; correct the "
+                    "row, or use a chat template that writes the token for each part "
+                    f'{{"type": "{media.part}"}}. {media.noun.capitalize()}s of rows with several '
+                    "answers belong to the prompt"
                 )
-            tokens = [self.images.tokens(image).ids for image in document.images]
-            expanded = sequence.with_images(token, tokens, self._spaces)
-            if limit is not None and self.images.feature in expanded.ids[limit:]:
+            tokens = [media.tokens(medium).ids for medium in document.media]
+            expanded = sequence.with_media(token, tokens, self._spaces)
+            if limit is not None and media.feature in expanded.ids[limit:]:
                 raise DataError(
                     f"{where}: the row has {len(expanded.ids)} tokens, and truncation at {limit} "
-                    "tokens would remove tokens of an image; increase the sequence length, shorten "
-                    "the row, or set on_error: skip"
+                    f"tokens would remove {media.noun} tokens; increase the sequence length, "
+                    "shorten the row, or set on_error: skip"
                 )
             result.append(expanded)
         return result
 
-    def _check_no_images(self, documents: list[Example], label: str) -> None:
+    def _check_media(self, documents: list[Example], label: str) -> None:
+        """Refuse the media of chats that the model does not read.
+
+        Raises:
+            DataError: a chat has images or recordings, and the model reads none.
+        """
+        if self.audio is not None:
+            return
+        reads = self.media.reads if self.media is not None and self._has_placeholders else ()
         for document in documents:
+            others = [medium for medium in document.media if not isinstance(medium, reads)]
             is_chat = any(kind_of(content) == "chat" for content in document.fields.values())
-            if document.images and is_chat:
+            if others and is_chat:
+                noun = "images" if isinstance(others[0], RowImage) else "recordings"
                 raise DataError(
-                    f"inform {label!r}, {document.place}: the messages contain images: pass the "
-                    "processor of the model, or remove the images in format_callback"
+                    f"inform {label!r}, {document.place}: the messages contain {noun}: pass the "
+                    f"processor of a model that reads {noun}, or remove the {noun} in "
+                    "format_callback"
                 )
 
     def _prompt_lengths(self, columns: list[list[TokenSequence]]) -> list[list[int]]:
@@ -315,6 +333,7 @@ class Encoder:
         Raises:
             DataError: as `encode`.
         """
+        self._check_media(documents, label)
         items = [
             DocumentField(d.content, f"inform {label!r}, {d.place}, prompt", d.template)
             for d in documents
@@ -322,16 +341,17 @@ class Encoder:
         prompts = self._prompts(items)
         if not self._has_placeholders:
             return prompts
-        sequences = self._with_images(documents, list(map(TokenSequence, prompts)), label)
+        sequences = self._with_media(documents, list(map(TokenSequence, prompts)), label)
         return [sequence.ids for sequence in sequences]
 
     def _encode_what_can_be(
         self, documents: list[Example], label: str, skip: Skipped
     ) -> EncodedDocuments:
         try:
-            if self.images is not None:  # errors of decoding are found while rows can be skipped
-                for image in (image for document in documents for image in document.images):
-                    self.images.check(image)
+            if self.media is not None:  # errors of decoding are found while rows can be skipped
+                self._check_media(documents, label)
+                for medium in (medium for document in documents for medium in document.media):
+                    self.media.check(medium)
             return self.encode(documents, label)
         except DataError as error:
             if len(documents) == 1:

@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import fsspec
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
+from ed_data.tokens.items import MediumTokens
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -77,13 +78,6 @@ class ModelProcessor(Protocol):
     def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> FeatureCounts: ...
 
 
-class ImageTokens(NamedTuple):
-    """The tokens of an image, and the number of its tiles."""
-
-    ids: list[int]
-    tiles: int
-
-
 class ImageEncoder:
     """Computes the tokens and the arrays of images.
 
@@ -105,10 +99,12 @@ class ImageEncoder:
         DataError: the processor does not define an image token, or creates no tokens of images.
     """
 
+    noun, part, reads = "image", "image", RowImage
+
     def __init__(self, processor: ModelProcessor | ImageProcessor, *, placed: bool = True) -> None:
         self.processor: Any = processor
         self.token: int | None = None
-        self._known: dict[tuple[int, int, bool], ImageTokens] = {}
+        self._known: dict[tuple[int, int, bool], MediumTokens] = {}
         self._to_pixels: Any = getattr(processor, "image_processor", processor)
         kind = type(processor).__name__
         if not placed:
@@ -162,14 +158,14 @@ class ImageEncoder:
         """Whether the model reads the sizes of images."""
         return self.token is not None and SIZES in self.processed(BLANK)
 
-    def tokens(self, image: RowImage) -> ImageTokens:
+    def tokens(self, image: RowImage) -> MediumTokens:
         """Return the tokens of an image, which depend on its size.
 
         Raises:
             DataError: the image cannot be read, or the processor refuses its size.
         """
         if self.token is None:
-            return ImageTokens([], 1)
+            return MediumTokens([], 1)
         size = size_of(image)
         key = *size, image.alone
         if key not in self._known:
@@ -179,7 +175,7 @@ class ImageEncoder:
             self._known[key] = self._tokens(blank)
         return self._known[key]
 
-    def _tokens(self, image: RowImage) -> ImageTokens:
+    def _tokens(self, image: RowImage) -> MediumTokens:
         output, text = self._run(image.source, image)
         tiles = len(next(iter(tiles_of(output).values())))
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -190,7 +186,7 @@ class ImageEncoder:
                 f"tokens {self.processor.tokenizer.convert_ids_to_tokens(self.feature)!r}; use the "
                 "processor and the tokenizer of one checkpoint"
             )
-        return ImageTokens(ids, tiles)
+        return MediumTokens(ids, tiles)
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
         """Return the sizes of the arrays for the images of all rows of a batch.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.schema import Content
@@ -42,18 +44,18 @@ class TokenSequence(NamedTuple):
     types: tuple[int, ...] = ()
     span: tuple[int, int] | None = None
 
-    def with_images(
-        self, token: int, images: Sequence[list[int]], spaces: WhiteSpace
+    def with_media(
+        self, token: int, media: Sequence[list[int]], spaces: WhiteSpace
     ) -> TokenSequence:
-        """Replace the placeholder of each image by the tokens of the image; they have no loss.
+        """Replace the placeholder of each medium by the tokens of the medium; they have no loss.
 
         Args:
-            token: id of the placeholder, which occurs once for each image.
-            images: tokens of each image.
+            token: id of the placeholder, which occurs once for each medium.
+            media: tokens of each image or recording.
             spaces: encodes the white space at both sides of a border as one text.
         """
         ids, mask, borders, prompt = list[int](), list[int](), list[int](), 0
-        flags, remaining = self.mask or [1] * len(self.ids), iter(images)
+        flags, remaining = self.mask or [1] * len(self.ids), iter(media)
         for place, (own, flag) in enumerate(zip(self.ids, flags, strict=True), start=1):
             new = next(remaining) if own == token else [own]
             ids += new
@@ -68,6 +70,61 @@ class TokenSequence(NamedTuple):
                 ids[first:last], mask[first:last] = joined, [0] * len(joined)
                 prompt += (len(joined) - (last - first)) * (prompt >= last)
         return TokenSequence(ids, mask, prompt, self.places)
+
+
+class MediumTokens(NamedTuple):
+    """The tokens of an image or a recording, and the number of its tiles or parts."""
+
+    ids: list[int]
+    tiles: int
+
+
+class MediumEncoder(Protocol):
+    """Computes the tokens and the arrays of the images or of the recordings of documents.
+
+    Attributes:
+        noun: the kind of media in messages.
+        part: the type of their parts in chat templates.
+        reads: the class of the media, `RowImage` or `RowAudio`.
+        token: id of the token that a chat template writes for a medium; None if tokens mention no
+            media.
+        feature: id of the placeholder token of a feature.
+    """
+
+    noun: str
+    part: str
+    reads: type
+    token: int | None
+    feature: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that the tokens and arrays depend on."""
+        ...
+
+    @property
+    def marks_prompts(self) -> bool:
+        """Whether the model reads token types, which tell the tokens before the first one with loss
+        from the others."""
+        ...
+
+    def tokens(self, medium: Any, /) -> MediumTokens:
+        """Return the tokens of a medium, which depend on its size. Raises DataError."""
+        ...
+
+    def width(self, rows: Sequence[Sequence[Any]], /) -> tuple[int, ...]:
+        """Return the sizes of the arrays for the media of all rows of a batch."""
+        ...
+
+    def arrays(
+        self, media: Mapping[int, Sequence[Any]], rows: int, width: tuple[int, ...], /
+    ) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a batch from the media by row. Raises DataError."""
+        ...
+
+    def check(self, medium: Any, /) -> None:
+        """Decode a medium, whose tokens follow from its header alone. Raises DataError."""
+        ...
 
 
 class WhiteSpace:

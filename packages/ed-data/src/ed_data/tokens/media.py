@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from ed_data.checks import without_recordings, without_tokens
+from ed_data.checks import without_recordings, without_tokens, without_transcripts
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_data.schema import Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
+from ed_data.tokens.chat_recordings import RecordingEncoder, RecordingForm
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
+from ed_data.tokens.items import MediumEncoder
 from ed_data.tokens.patches import PatchEncoder, RowEncoder
 
 
@@ -18,8 +20,10 @@ def medium_encoders(
     *,
     start: int | None = None,
     steps: TimeSteps | None = None,
-) -> tuple[ImageEncoder | None, AudioEncoder | None]:
-    """Return the encoders of images and of recordings; each is None if the data have none.
+    recordings: RecordingForm | None = None,
+) -> tuple[MediumEncoder | None, AudioEncoder | None]:
+    """Return the encoder of the images or recordings of chats, and that of recordings with
+    transcripts; each is None if the data have none.
 
     Args:
         mixture: the sources.
@@ -27,6 +31,7 @@ def medium_encoders(
         processor: see `build_loader`.
         start: `decoder_start_token_id`.
         steps: see `build_loader`.
+        recordings: see `build_loader`.
 
     Raises:
         DataError: the data or the schema require another processor.
@@ -38,6 +43,10 @@ def medium_encoders(
                 "the AutoImageProcessor of the model"
             )
         return ImageEncoder(processor, placed=False), None  # type: ignore[arg-type]
+    if not schema.has_audio and recordings is not None and processor is not None:
+        for path, message in without_transcripts(mixture):
+            raise DataError(message, path)
+        return RecordingEncoder(processor, recordings), None  # type: ignore[arg-type]
     if not schema.has_audio:
         for path, message in without_recordings(mixture):
             raise DataError(message, path)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
-from ed_data.tokens.images import BLANK, ImageEncoder, ImageTokens, ModelProcessor, size_of
+from ed_data.tokens.images import BLANK, ImageEncoder, ModelProcessor, size_of
+from ed_data.tokens.items import MediumTokens
 
 GRID = "image_grid_thw"
 #: Largest number of images whose sizes are kept, and smallest number of features of a row.
@@ -51,9 +52,17 @@ class PatchEncoder(ImageEncoder):
         return self.packed(self.processed(BLANK))[0].shape[-1]
 
     def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the patches [p, f] and the grid [3] of an image in the output of the processor."""
+        """Return the patches [p, f] and the grid [3] of an image in the output of the processor.
+
+        Kimi K2.5 has patches [p, c, s, s], row by row.
+        """
         (grid,) = np.asarray(output[GRID])
-        return np.asarray(output["pixel_values"], np.float32), grid
+        patches = np.asarray(output["pixel_values"], np.float32)
+        if patches.ndim == 2:  # the patches of a block are neighbors
+            return patches, grid
+        (t, h, w), m = grid, int(self._to_pixels.merge_size)
+        blocks = patches.reshape(t, h // m, m, w // m, m, -1).swapaxes(2, 3)
+        return blocks.reshape(len(patches), -1), grid
 
     def counts(self, image: RowImage) -> PatchCounts:
         """Return the numbers of tokens and patches of an image, from its size.
@@ -78,10 +87,10 @@ class PatchEncoder(ImageEncoder):
         self._counts[image.where] = counts
         return counts
 
-    def tokens(self, image: RowImage) -> ImageTokens:
+    def tokens(self, image: RowImage) -> MediumTokens:
         """Return one placeholder token for each feature of an image."""
         assert self.token is not None
-        return ImageTokens([self.token] * self.counts(image).tokens, 1)
+        return MediumTokens([self.token] * self.counts(image).tokens, 1)
 
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
         """Return the buckets of patches and of images of a row, for the rows of a whole batch.
@@ -167,12 +176,12 @@ class RowEncoder(PatchEncoder):
         rows, columns = self.rows_and_columns(image)
         return PatchCounts(rows * columns, rows * columns * self._merge**2)
 
-    def tokens(self, image: RowImage) -> ImageTokens:
+    def tokens(self, image: RowImage) -> MediumTokens:
         """Return the tokens of the rows of features of an image."""
         rows, columns = self.rows_and_columns(image)
         own = self.processor
         ids = ([own.image_token_id] * columns + [own.image_break_token_id]) * rows
-        return ImageTokens([*ids[:-1], own.image_end_token_id], 1)
+        return MediumTokens([*ids[:-1], own.image_end_token_id], 1)
 
     def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the patches and the grid; the patches of a block are neighbors."""

@@ -42,7 +42,7 @@ def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
     if "pixel_values" in model.input_names:
         processor = elm.part("processor")
     elif "input_features" in model.input_names and run.model is not None:
-        processor = _feature_extractor(elm)
+        processor = elm.part("processor") if run.has_recordings else _feature_extractor(elm)
     return eSurge(model, elm.part("tokenizer"), run.esurge, processor=processor)
 
 

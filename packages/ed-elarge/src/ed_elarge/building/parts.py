@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
     from ed_infra.config import EasyDeLBaseConfig
     from ed_infra.specs import EasyDeLQuantizationConfig
+    from ed_models.checkpoints.audio_processor import AudioTextProcessor
     from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -48,6 +49,7 @@ logger = get_logger(__name__)
 _WITH_OTHER_INPUTS = (
     TaskType.SEQUENCE_TO_SEQUENCE,
     TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.ANY_TO_ANY,
     TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
     TaskType.CTC,
     TaskType.IMAGE_CLASSIFICATION,
@@ -91,13 +93,14 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
     return made
 
 
-def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor:
+def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor | AudioTextProcessor:
     """Load the processor of a model of images or recordings, which contains its tokenizer.
 
     A new model of speech may train its tokenizer. A new model of images gets an image processor
     for its `image_size`.
     """
     from ed_models.checkpoints.tokenizers import (
+        load_audio_processor,
         load_image_processor,
         load_processor,
         set_chat_template,
@@ -114,7 +117,11 @@ def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor:
         part = "feature_extractor" if run.has_audio else "image_processor"
         if not run.has_text:
             return load_image_processor(**_tokenizer_source(run))
-        made: Any = load_processor(**_tokenizer_source(run), part=part)
+        made: Any
+        if run.has_recordings:
+            made = load_audio_processor(**_tokenizer_source(run))
+        else:
+            made = load_processor(**_tokenizer_source(run), part=part)
     if template is not None:
         with run.blame("model", "tokenizer", "chat_template"):
             set_chat_template(made, template)
@@ -407,6 +414,8 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     run, options = elm.config, dict[str, Any]()
     if run.has_processor:
         options["processor"] = elm.part("processor")
+    if run.has_recordings:
+        options["recordings"] = elm.part("model").recording_form
     if run.schema.task in ("seq2seq_lm", "speech_seq2seq"):
         options["decoder_start_token_id"] = _decoder_start(elm)
     if run.schema.task == "ctc":

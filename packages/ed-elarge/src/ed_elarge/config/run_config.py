@@ -187,13 +187,18 @@ class RunConfig:
 
     @property
     def has_audio(self) -> bool:
-        """Whether the model reads recordings, so that its processor prepares the data."""
+        """Whether the model writes transcripts of recordings, which its processor prepares."""
         return self.task in (TaskType.SPEECH_SEQUENCE_TO_SEQUENCE, TaskType.CTC)
+
+    @property
+    def has_recordings(self) -> bool:
+        """Whether the prompts of the model contain recordings, which its processor prepares."""
+        return self.task == TaskType.ANY_TO_ANY
 
     @property
     def has_processor(self) -> bool:
         """Whether a processor contains the tokenizer of the model."""
-        return self.has_images or self.has_audio
+        return self.has_images or self.has_audio or self.has_recordings
 
     @property
     def takes_prompts(self) -> bool:

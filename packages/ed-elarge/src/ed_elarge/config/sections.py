@@ -89,6 +89,7 @@ TASKS = (
     TaskType.CAUSAL_LM,
     TaskType.SEQUENCE_TO_SEQUENCE,
     TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.ANY_TO_ANY,
     TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
     TaskType.CTC,
     TaskType.MASKED_LM,

@@ -20,6 +20,7 @@ from ed_infra.logging import get_logger
 from ed_models.adapters.values import Adapter
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.audio_text import RecordingForm
 from flax import nnx
 from jaxtyping import Float
 
@@ -36,7 +37,6 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
-from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.engine.control import check_level, loading
 from ed_esurge.engine.intake import CheckedPrompt, PromptInput, RequestOptions, RequestParams
 from ed_esurge.engine.surge import eSurge

@@ -13,6 +13,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_layers import native
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.audio_text import RecordingForm
 from jaxtyping import Float
 from tqdm import tqdm
 
@@ -20,7 +21,6 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.embedded_prompts import EmbeddedPrompts
-from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.disk_pages import DiskPages
@@ -103,7 +103,7 @@ class eSurge(EngineControl):
         runner = self.loop.runner
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size
-        self.recording_form = RecordingForm.of(runner.model, runner.items)
+        self.recording_form: RecordingForm | None = getattr(runner.model, "recording_form", None)
         encoder = self.loop.scheduler.encoder
         whole = isinstance(encoder, EncoderCache) and encoder.whole
         encodes = is_encoder(runner.model)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         ProcessorMixin,
     )
 
+    from ed_models.checkpoints.audio_processor import AudioTextProcessor
+
 
 def load_tokenizer(
     name: str,
@@ -145,6 +147,22 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
     # The class keeps its __init__, whose arguments tell transformers which saved settings to pass.
     own = {"get_attributes": classmethod(attributes), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), own)
+
+
+def load_audio_processor(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> AudioTextProcessor:
+    """Load the processor of an audio-language model; arguments as of `load_processor`.
+
+    Raises:
+        CheckpointError: There is no feature extractor or no tokenizer.
+    """
+    from ed_models.checkpoints.audio_processor import AudioTextProcessor
+
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    return AudioTextProcessor(
+        load_feature_extractor(name, **options), load_tokenizer(name, **options)
+    )
 
 
 def load_image_processor(

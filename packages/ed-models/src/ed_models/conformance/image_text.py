@@ -66,7 +66,7 @@ class ImageTextSubject(Subject):
     @property
     def image_token(self) -> int:
         """Id of the placeholder token of a feature."""
-        names = ("image_token_index", "image_token_id", "audio_token_id")
+        names = ("image_token_index", "image_token_id", "audio_token_id", "audio_token_index")
         return next(self.fields[name] for name in names if name in self.fields)
 
     @property
@@ -148,7 +148,25 @@ class AudioTextSubject(ImageTextSubject):
         shape = audio["num_mel_bins"], 2 * audio["max_source_positions"]
         sounds = np.random.default_rng(1).normal(size=(B, max(map(len, STARTS)), *shape))
         real = np.arange(sounds.shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
-        return {"input_features": (sounds * real[:, :, None, None]).astype(np.float32)}
+        sounds = {"input_features": (sounds * real[:, :, None, None]).astype(np.float32)}
+        if "feature_attention_mask" not in module_class.input_names:
+            return sounds
+        # Every second recording has two features.
+        short = np.arange(real.size).reshape(real.shape) % 2 == 1
+        count = np.where(short, shape[1] * 2 // length, shape[1]) * real
+        for number, starts in enumerate(STARTS):
+            for place, start in enumerate(starts):
+                if short[number, place]:
+                    self.ids[number, start + 2 : start + length] = 7
+        mask = np.arange(shape[1]) < count[..., None]
+        return {**sounds, "feature_attention_mask": mask.astype(np.int32)}
+
+    def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        torch, found = require_torch(), {}
+        for name, rows in self.images.items():
+            real = [row[: len(starts)] for row, starts in zip(rows, STARTS, strict=True)]
+            found[name] = torch.tensor(np.concatenate(real))
+        return {**inputs, **found}
 
 
 #: Heights and widths of the images of each row, and the first tokens of the images: three images

@@ -16,8 +16,12 @@ from ed_trainers.placement import TOKENS
 
 
 def reads_sound(model: LanguageModel) -> bool:
-    """Return whether a model reads recordings instead of tokens."""
-    return bool({"input_features", "input_values"} & {*model.input_names})
+    """Return whether a model reads recordings instead of tokens.
+
+    An audio-language model reads recordings as items of its prompts, so it also reads tokens.
+    """
+    names = {*model.input_names}
+    return "input_ids" not in names and bool({"input_features", "input_values"} & names)
 
 
 def speech_batch(batch: HostBatch, model: LanguageModel) -> Inputs[np.ndarray]:

@@ -10,7 +10,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from ed_data.checks import unsupported, without_recordings, without_tokens
+from ed_data.checks import (
+    unsupported,
+    without_recordings,
+    without_tokens,
+    without_transcripts,
+)
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_trainers.arguments import ROLES
@@ -27,6 +32,7 @@ GENERATING = (
     TaskType.CAUSAL_LM,
     TaskType.SEQUENCE_TO_SEQUENCE,
     TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.ANY_TO_ANY,
 )
 
 
@@ -67,7 +73,8 @@ def recordings(run: RunConfig) -> Iterator[Problem]:
         return
     if run.has_audio:
         return
-    for path, message in without_recordings(run.mixture):
+    refused = without_transcripts if run.has_recordings else without_recordings
+    for path, message in refused(run.mixture):
         reason = f"the model is for {run.task.value!r}"
         yield Problem(("mixture", *path), f"{message}; {reason}")
 

@@ -8,17 +8,14 @@ decoded.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import io
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import numpy as np
@@ -26,8 +23,15 @@ from ed_infra.inputs import COUNTS, GRID, SIZES
 from ed_models.body.packed_images import PatchForm
 
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.server.generation.requests import AudioPart, ChatMessage, ImagePart
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.generation.media import (
+    IMAGE,
+    RECORDING,
+    ProcessedMedium,
+    expanded,
+    located,
+    media_parts,
+)
+from ed_esurge.server.generation.requests import ChatMessage, ImagePart
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -47,18 +51,6 @@ class TokenNames(Protocol):
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str: ...
-
-
-class SentMedium(Protocol):
-    """A medium of a request."""
-
-    @property
-    def param(self) -> str:
-        """The field of the request."""
-        ...
-
-
-MediumT = TypeVar("MediumT", bound=SentMedium)
 
 
 class ImageTextProcessor(Protocol):
@@ -83,23 +75,6 @@ class _Source:
     """The encoded bytes of an image, and the field of the request."""
 
     data: bytes
-    param: str
-
-
-@dataclass(frozen=True)
-class ProcessedMedium:
-    """An image or a recording in the form that the model reads.
-
-    Attributes:
-        tiles: the arrays of each tile of an image, or of each part of a recording.
-        text: the text of the tokens of the medium.
-        length: number of features of a tile.
-        param: field of the request for errors.
-    """
-
-    tiles: list[dict[str, np.ndarray]]
-    text: str
-    length: int
     param: str
 
 
@@ -135,34 +110,34 @@ class ChatImages:
         parts: list[tuple[str, ImagePart]] = []
         for where, medium in media_parts(messages):
             if not isinstance(medium, ImagePart):
-                _refuse("this model does not accept audio: send text only", where, "invalid_audio")
+                RECORDING.refuse("this model does not accept audio: send text only", where)
             parts.append((where, medium))
         if not parts:
             return []
         path, first = parts[0]
         if not self._accepts:
             field = "type" if first.image_url is None else "image_url"
-            _refuse("this model does not accept images: send text only", f"{path}.{field}")
+            IMAGE.refuse("this model does not accept images: send text only", f"{path}.{field}")
         if self._token is None:
-            _refuse(
+            IMAGE.refuse(
                 "this model has no processor for images: load the engine from a checkpoint with a "
                 "processor",
                 f"{path}.image_url",
             )
         if len(parts) > MAX_IMAGES:
-            _refuse(
+            IMAGE.refuse(
                 f"the request has {len(parts)} images, and the limit is {MAX_IMAGES}",
                 f"{parts[MAX_IMAGES][0]}.image_url",
             )
-        return [await self._source(part, f"{path}.image_url") for path, part in parts]
+        return [await self._source(part, path) for path, part in parts]
 
-    async def _source(self, part: ImagePart, param: str) -> _Source:
+    async def _source(self, part: ImagePart, path: str) -> _Source:
         if part.image_url is None:
-            _refuse("is missing", param)
-        url = part.image_url.url
+            IMAGE.refuse("is missing", f"{path}.image_url")
+        url, param = part.image_url.url, part.content_field(path)
         if url[:5].lower() == "data:":
-            return _Source(_decoded(url, param), f"{param}.url")
-        return _Source(await self._downloaded(url, f"{param}.url"), f"{param}.url")
+            return _Source(_decoded(url, param), param)
+        return _Source(await self._downloaded(url, param), param)
 
     async def _downloaded(self, url: str, param: str) -> bytes:
         try:
@@ -170,9 +145,9 @@ class ChatImages:
         except (httpx.InvalidURL, TypeError):
             address = httpx.URL("")
         if address.scheme not in ("http", "https") or not address.host:
-            _refuse("an image must be a data: URL or an http(s) URL", param)
+            IMAGE.refuse("an image must be a data: URL or an http(s) URL", param)
         if address.host not in self._domains:
-            _refuse(
+            IMAGE.refuse(
                 f"the server does not download images from {address.host!r:.100}: send a data: "
                 "URL, or start the server with this host in allowed_media_domains",
                 param,
@@ -185,13 +160,13 @@ class ChatImages:
                 self._opened_stream(client, address, param) as answer,
             ):
                 if answer.status_code != 200:
-                    _refuse(f"the download failed with status {answer.status_code}", param)
+                    IMAGE.refuse(f"the download failed with status {answer.status_code}", param)
                 async for chunk in answer.aiter_raw():
                     data += chunk
                     if len(data) > MAX_IMAGE_BYTES:
-                        _refuse_size(param)
+                        IMAGE.refuse_size(MAX_IMAGE_BYTES, param)
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            _refuse(f"the download failed ({type(error).__name__})", param)
+            IMAGE.refuse(f"the download failed ({type(error).__name__})", param)
         return bytes(data)
 
     @asynccontextmanager
@@ -204,7 +179,7 @@ class ChatImages:
         numbers = await numbers_of(address.host, port)
         for number in numbers:
             if not (is_public(number) or number in self._domains):
-                _refuse(
+                IMAGE.refuse(
                     f"the host {address.host!r:.100} has an address that is not public: send a "
                     "data: URL, or start the server with the address in allowed_media_domains, too",
                     param,
@@ -231,7 +206,7 @@ class ChatImages:
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
         process = partial(self._processed, processor, alone=len(sources) == 1)
-        return expanded(text, processor.image_token, sources, process, "images", _refuse)
+        return expanded(text, processor.image_token, sources, process, IMAGE)
 
     def located(
         self, tokens: Sequence[int], images: Sequence[ProcessedMedium]
@@ -246,7 +221,7 @@ class ChatImages:
             APIError: 400, the tokens of an image are not those of its features.
         """
         assert self._token is not None, "`sources` has checked the processor"
-        return located(tokens, images, self._token, self._of_image)
+        return located(tokens, images, self._token, self._of_image, IMAGE)
 
     def _processed(
         self, processor: ImageTextProcessor, source: _Source, *, alone: bool
@@ -261,76 +236,15 @@ class ChatImages:
             options = processor._merge_kwargs(return_tensors="np")["images_kwargs"]
             output, (text, *_) = processor._process_images(images, **options)
         except Exception as error:  # processors may raise any exception for an unusual size
-            _refuse(f"the image cannot be processed: {error}", source.param)
+            IMAGE.refuse(f"the image cannot be processed: {error}", source.param)
         count = text.count(processor.tokenizer.convert_ids_to_tokens(self._token))
         arrays = {name: output[name] for name in self._names if name in output}
         tiles = tiles_of(_packed(processor, arrays))
         if not count or count % len(tiles):
-            _refuse(f"the processor returned {len(tiles)} tiles of {count} features", source.param)
+            IMAGE.refuse(
+                f"the processor returned {len(tiles)} tiles of {count} features", source.param
+            )
         return ProcessedMedium(tiles, text, count // len(tiles), source.param)
-
-
-def media_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart | AudioPart]]:
-    """Yield the images and recordings of a conversation with their fields."""
-    for index, message in enumerate(messages):
-        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, ImagePart | AudioPart):
-                yield f"messages[{index}].content[{place}]", part
-
-
-def expanded(
-    text: str,
-    placeholder: str,
-    sources: Sequence[MediumT],
-    process: Callable[[MediumT], ProcessedMedium],
-    name: str,
-    refuse: Callable[[str, str], NoReturn],
-) -> tuple[str, list[ProcessedMedium]]:
-    """Process media, and replace the placeholder of each by the tokens of its features.
-
-    Args:
-        text: the rendered conversation, with one placeholder per medium.
-        sources: at least one medium.
-        name: name of the media in messages.
-        refuse: raises the error of a message and a field.
-    """
-    first, *others = text.split(placeholder)
-    if len(others) != len(sources):
-        refuse(
-            f"the chat template of this model does not support {name} in this conversation",
-            sources[0].param,
-        )
-    parts, media = [first], list[ProcessedMedium]()
-    for source, following in zip(sources, others, strict=True):
-        media.append(process(source))
-        parts += [media[-1].text, following]
-    return "".join(parts), media
-
-
-def located(
-    tokens: Sequence[int], media: Sequence[ProcessedMedium], token: int, allowed: Collection[int]
-) -> tuple[EncoderInput, ...]:
-    """Return the encoder inputs of images or recordings in a prompt.
-
-    Args:
-        tokens: token ids of the expanded text.
-        media: the media in order.
-        token: the placeholder token of a feature.
-        allowed: tokens from the first to the last feature of an item.
-
-    Raises:
-        APIError: 400, the tokens of a medium are not those of its features.
-    """
-    places = iter([place for place, each in enumerate(tokens) if each == token])
-    inputs = []
-    for medium in media:
-        for arrays in medium.tiles:
-            own = list(islice(places, medium.length))
-            between = set(tokens[own[0] : own[-1] + 1]) if own else set()
-            if len(own) != medium.length or not between <= {*allowed}:
-                _refuse("the tokenizer does not keep the tokens of this medium", medium.param)
-            inputs.append(EncoderInput.at(arrays, own))
-    return tuple(inputs)
 
 
 async def numbers_of(host: str, port: int) -> list[str]:
@@ -392,13 +306,10 @@ def _decoded(url: str, param: str) -> bytes:
     """Return the bytes of a `data:` URL."""
     head, _, data = url.partition(",")
     if not head.lower().endswith(";base64"):
-        _refuse("a data: URL of an image must contain base64: data:image/png;base64,...", param)
-    if len(data) * 3 // 4 > MAX_IMAGE_BYTES:
-        _refuse_size(param)
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        _refuse("the data: URL does not contain valid base64", param)
+        IMAGE.refuse(
+            "a data: URL of an image must contain base64: data:image/png;base64,...", param
+        )
+    return IMAGE.decoded(data, MAX_IMAGE_BYTES, param)
 
 
 def opened(data: bytes, param: str) -> PIL.Image.Image:
@@ -420,13 +331,5 @@ def opened(data: bytes, param: str) -> PIL.Image.Image:
     except Image.DecompressionBombError:
         size = "too many"
     except Exception:  # decoders raise many types of exceptions for damaged data
-        _refuse(f"the image cannot be decoded: send {', '.join(FORMATS)}", param)
-    _refuse(f"the image has {size} pixels, and the limit is {MAX_IMAGE_PIXELS} pixels", param)
-
-
-def _refuse(message: str, param: str, code: str = "invalid_image") -> NoReturn:
-    raise APIError(f"{param}: {message}", param=param, code=code)
-
-
-def _refuse_size(param: str) -> NoReturn:
-    _refuse(f"the image is larger than {MAX_IMAGE_BYTES} bytes, the limit of this server", param)
+        IMAGE.refuse(f"the image cannot be decoded: send {', '.join(FORMATS)}", param)
+    IMAGE.refuse(f"the image has {size} pixels, and the limit is {MAX_IMAGE_PIXELS} pixels", param)

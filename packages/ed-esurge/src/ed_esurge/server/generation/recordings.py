@@ -9,19 +9,24 @@ Legend: m mel bins, f frames of the part of a recording that the encoder reads a
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
+from ed_infra.inputs import SOUND
+from ed_models.tasks.audio_text import RecordingForm
 
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import RecordingForm
-from ed_esurge.server.generation.images import ProcessedMedium, expanded, located, media_parts
+from ed_esurge.server.generation.media import (
+    IMAGE,
+    RECORDING,
+    ProcessedMedium,
+    expanded,
+    located,
+    media_parts,
+)
 from ed_esurge.server.generation.requests import AudioPart, ChatMessage
-from ed_esurge.server.http.errors import APIError
 from ed_esurge.speech.audio import decoded
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
@@ -70,19 +75,19 @@ class ChatRecordings:
         found: list[RecordingSource] = []
         for path, part in media_parts(messages):
             if not isinstance(part, AudioPart):
-                _refuse("this model does not accept images: send text and audio only", path)
+                IMAGE.refuse("this model does not accept images: send text and audio only", path)
             param = f"{path}.input_audio"
             if part.input_audio is None:
-                _refuse("is missing", param)
+                RECORDING.refuse("is missing", param)
             if self._extract is None:
-                _refuse(
+                RECORDING.refuse(
                     "this model has no feature extractor: load the engine from a checkpoint with "
                     "preprocessor_config.json",
                     param,
                 )
             if len(found) == MAX_RECORDINGS:
-                _refuse(f"a request has at most {MAX_RECORDINGS} recordings", param)
-            data = _bytes_of(part.input_audio.data, f"{param}.data")
+                RECORDING.refuse(f"a request has at most {MAX_RECORDINGS} recordings", param)
+            data = RECORDING.decoded(part.input_audio.data, MAX_RECORDING_BYTES, f"{param}.data")
             found.append(RecordingSource(data, part.input_audio.format, param))
         return found
 
@@ -99,27 +104,30 @@ class ChatRecordings:
         Raises:
             APIError: 400, a recording is invalid, or the template has no placeholder for it.
         """
-        return expanded(text, self._text, sources, self._processed, "audio", _refuse)
+        return expanded(text, self._text, sources, self._processed, RECORDING)
 
     def located(
         self, tokens: Sequence[int], recordings: Sequence[ProcessedMedium]
     ) -> tuple[EncoderInput, ...]:
-        """Return the encoder inputs of the recordings in a prompt; see `images.located`."""
-        return located(tokens, recordings, self._form.token, {self._form.token})
+        """Return the encoder inputs of the recordings in a prompt; see `media.located`."""
+        return located(tokens, recordings, self._form.token, {self._form.token}, RECORDING)
 
     def _processed(self, source: RecordingSource) -> ProcessedMedium:
         """Return the parts of a recording in the form that the model reads."""
         bins, frames = self._form.shape
         rate, samples = int(self._extract.sampling_rate), frames * int(self._extract.hop_length)
-        seconds = self._most * samples / rate
+        parts = self._most if self._form.whole else 1
+        seconds = parts * samples / rate
         if (source.kind == "wav") != (WavFile.read(source.data) is not None):
-            _refuse(f"the data is no {source.kind} file: set the format", source.param)
+            RECORDING.refuse(f"the data is no {source.kind} file: set the format", source.param)
         try:
             sound = decoded(source.data, rate, seconds, self._decoder)
         except AudioTooLongError:
-            _refuse(f"the recording is longer than {seconds:g} seconds, the limit", source.param)
+            RECORDING.refuse(
+                f"the recording is longer than {seconds:g} seconds, the limit", source.param
+            )
         except AudioError as error:
-            _refuse(str(error), source.param)
+            RECORDING.refuse(str(error), source.param)
         output = self._extract(
             sound,
             sampling_rate=rate,
@@ -129,21 +137,13 @@ class ChatRecordings:
             return_tensors="np",
         )
         spectrum = np.asarray(output["input_features"][0], np.float32)
-        parts = spectrum.reshape(bins, -1, frames).swapaxes(0, 1)
-        items = [{"input_features": np.ascontiguousarray(part)} for part in parts]
-        text = self._text * (self._form.length * len(items))
-        return ProcessedMedium(items, text, self._form.length, source.param)
-
-
-def _bytes_of(text: str, param: str) -> bytes:
-    """Return the bytes of base64 text."""
-    if len(text) * 3 // 4 > MAX_RECORDING_BYTES:
-        _refuse(f"the recording is larger than {MAX_RECORDING_BYTES} bytes", param)
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        _refuse("the data does not contain valid base64", param)
-
-
-def _refuse(message: str, param: str) -> NoReturn:
-    raise APIError(f"{param}: {message}", param=param, code="invalid_audio")
+        cut = spectrum.reshape(bins, -1, frames).swapaxes(0, 1)
+        items: list[dict[str, np.ndarray]] = [
+            {"input_features": np.ascontiguousarray(part)} for part in cut
+        ]
+        length = self._form.length
+        if not self._form.whole:
+            count = -(-len(sound) // int(self._extract.hop_length))
+            length = self._form.features(count)
+            items[0][SOUND] = (np.arange(frames) < count).astype(np.int32)
+        return ProcessedMedium(items, self._text * (length * len(items)), length, source.param)

@@ -8,9 +8,9 @@ keys follow the option `unknown_fields` of the server. Fields marked *extension*
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, model_validator
 
 from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, Word
 from ed_esurge.server.generation.structured import (
@@ -315,7 +315,29 @@ class ImageURL(History):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(History):
+class MediumPart(History):
+    """Base of the parts with an image or a recording."""
+
+    _field: str | None = PrivateAttr(default=None)
+    _content: str = PrivateAttr(default="image_url.url")
+
+    @property
+    def field(self) -> str | None:
+        """The field of the part in a request of another API; None = the request is a chat."""
+        return self._field
+
+    def at(self, field: str | None, content: str) -> Self:
+        """Return the part with its field in a request of another API, and the field inside of the
+        part with the content of the medium."""
+        self._field, self._content = field, content
+        return self
+
+    def content_field(self, path: str) -> str:
+        """Return the field with the content of the medium, from the field of the part."""
+        return f"{path}.{self._content}"
+
+
+class ImagePart(MediumPart):
     """One image part of a message's content."""
 
     type: Literal["image_url"]
@@ -329,7 +351,7 @@ class InputAudio(History):
     format: Literal["wav", "mp3"]
 
 
-class AudioPart(History):
+class AudioPart(MediumPart):
     """One recording of a message's content."""
 
     type: Literal["input_audio"]
