@@ -10,7 +10,9 @@ import io
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import httpx
 import numpy as np
 import openai
@@ -122,6 +124,70 @@ def test_two_images_become_pixel_values_and_placeholder_tokens(client, engine):
     first, second = (image.arrays["pixel_values"][:, 0, 0] for image in engine.images)
     np.testing.assert_allclose(first, [255, 0, 0])
     np.testing.assert_allclose(second, [0, 0, 255], atol=8)
+
+
+def test_images_of_responses_and_messages_have_the_prompt_of_chat(client, engine, url):
+    text, end = {"type": "text", "text": "see"}, {"type": "text", "text": "?"}
+    client.chat.completions.create(
+        model="scripted", messages=conversation(text, part(RED), part(BLUE), end)
+    )
+
+    def sent() -> Any:
+        return engine.prompts[-1], [(image.key, image.start) for image in engine.images]
+
+    prompt, seen = sent()
+    assert len(seen) == 2
+    items: list[Any] = [
+        {"type": "input_text", "text": "see"},
+        *({"type": "input_image", "image_url": part(x)["image_url"]["url"]} for x in (RED, BLUE)),
+        {"type": "input_text", "text": "?"},
+    ]
+    answer = client.responses.create(
+        model="scripted", input=[{"role": "user", "content": items}], store=True
+    )
+    assert answer.output_text == "seen"
+    assert sent() == (prompt, seen)
+    follow = {"model": "scripted", "input": "and?", "previous_response_id": answer.id}
+    client.responses.create(**follow)
+    assert sent()[0][: len(prompt)] == prompt
+    assert sent()[1] == seen, "the images remain in the conversation"
+    (stored,) = client.responses.input_items.list(answer.id).data
+    assert [each.type for each in stored.content] == [each["type"] for each in items]
+    sources = [
+        {"type": "base64", "media_type": kind, "data": base64.b64encode(data).decode()}
+        for kind, data in (("image/png", RED), ("image/jpeg", BLUE))
+    ]
+    blocks: Any = [text, *({"type": "image", "source": source} for source in sources), end]
+    anthropic_client = anthropic.Anthropic(
+        base_url=url.removesuffix("/v1"), api_key="none", max_retries=0
+    )
+    anthropic_client.messages.create(
+        model="scripted", max_tokens=9, messages=[{"role": "user", "content": blocks}]
+    )
+    assert sent() == (prompt, seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "message", "param"),
+    [
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [
+                {"type": "image", "source": {"type": "url", "url": "a"}}]}], "max_tokens": 2},
+            "messages[0].content[0].source",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_images_of_other_apis_name_the_field_of_the_client(url, path, message, param):
+    system = {"responses": "instructions", "messages": "system"}[path]
+    answer = httpx.post(f"{url}/{path}", json={"model": "scripted", system: "b", **message})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{param}: an image must be a data: URL")
 
 
 def test_streamed_answer_and_tokenize_have_the_same_image_prompt(client, engine, url):

@@ -149,8 +149,8 @@ def test_invalid_message_requests_raise_client_errors(client):
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "at least 1"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "'image' is not supported: use text",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "'document' is not supported: use text",
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
         ({"tool_choice": {"type": "any"}}, "requires tools"),

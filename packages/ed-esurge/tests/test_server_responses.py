@@ -173,6 +173,8 @@ def test_response_that_reaches_its_token_limit_is_incomplete(client):
 
 NO_SCHEMA = {"format": {"type": "json_schema"}}
 PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
+SEEN = {**PICTURE, "role": "assistant"}
+FILE = {"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,9 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"input": "a", "text": NO_SCHEMA}, "text.format.schema", "missing"),
-        ({"input": [PICTURE]}, "input", "is not supported: use input_text"),
+        ({"input": [PICTURE]}, "input[0].content[0].type", "does not accept images"),
+        ({"input": [FILE]}, "input", "is not supported: use input_text"),
+        ({"input": [SEEN]}, "input[0].content[0].type", "contain only text"),
     ],
 )
 def test_invalid_response_requests_return_400_with_param(client, body, param, fragment):

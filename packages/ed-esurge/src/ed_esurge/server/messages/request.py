@@ -8,7 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
-from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
+from ed_esurge.server.generation.requests import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ChatRequest,
+    Effort,
+    ImagePart,
+    ImageURL,
+)
 from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import (
@@ -73,10 +80,49 @@ class Thinking(ContentBlock):
     signature: str | None = None
 
 
-AnyBlock = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
+class Base64Source(History):
+    """An image as base64 text."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(max_length=128)]
+    data: str
+
+    @property
+    def address(self) -> str:
+        """The `data:` URL of the image."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class URLSource(History):
+    """The address of an image."""
+
+    type: Literal["url"]
+    url: str
+
+    @property
+    def address(self) -> str:
+        """The address of the image."""
+        return self.url
+
+
+class ImageBlock(ContentBlock):
+    """An image in a message of the user."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
+
+    def for_chat(self, field: str) -> ImagePart:
+        """Return the part of a chat message."""
+        url = ImageURL(url=self.source.address)
+        return ImagePart(type="image_url", image_url=url).at(field, "source")
+
+
+AnyBlock = Annotated[
+    TextBlock | ImageBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")
+]
 ContentBlocks = Annotated[
     str | Annotated[list[AnyBlock], Field(fail_fast=True)],
-    parts_of("text", "tool_use", "tool_result", "thinking"),
+    parts_of("text", "image", "tool_use", "tool_result", "thinking"),
     few(MAX_PARTS),
 ]
 
@@ -87,18 +133,24 @@ class AnthropicMessage(History):
     role: Literal["user", "assistant"]
     content: ContentBlocks
 
-    def for_chat(self) -> list[dict[str, Any]]:
-        """Return the chat messages. Each result of a call is a separate message."""
+    def for_chat(self, field: str) -> list[dict[str, Any]]:
+        """Return the chat messages. Each result of a call is a separate message.
+
+        Args:
+            field: the field of the message in the request.
+        """
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results: list[dict[str, Any]] = []
-        texts: list[str] = []
+        parts: list[dict[str, Any] | ImagePart] = []
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
-        for block in self.content:
+        for place, block in enumerate(self.content):
             match block:
                 case TextBlock():
-                    texts.append(block.text)
+                    parts.append({"type": "text", "text": block.text})
+                case ImageBlock():
+                    parts.append(block.for_chat(f"{field}.content[{place}]"))
                 case Thinking():
                     thoughts.append(block.thinking)
                 case ToolUse():
@@ -114,12 +166,15 @@ class AnthropicMessage(History):
                     results.append(
                         {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
                     )
-        message: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+        content: Any = parts
+        if all(isinstance(part, dict) for part in parts):
+            content = "".join(part["text"] for part in parts if isinstance(part, dict))
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if calls:
             message["tool_calls"] = calls
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
-        alone = bool(results) and not (texts or calls or thoughts)
+        alone = bool(results) and not (parts or calls or thoughts)
         return results if alone else [*results, message]
 
 
@@ -235,7 +290,9 @@ class CountRequest(RequestBody):
 
         The model continues a final message of the assistant.
         """
-        messages = [part for message in self.messages for part in message.for_chat()]
+        messages: list[dict[str, Any]] = []
+        for place, message in enumerate(self.messages):
+            messages += message.for_chat(f"messages[{place}]")
         last = messages[-1]
         continued = last["role"] == "assistant" and not last.get("tool_calls")
         if continued and not last["content"]:  # an empty message cannot be continued

@@ -6,13 +6,23 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS
-from ed_esurge.server.http.fields import History, few, parts_of
+from ed_esurge.server.generation.requests import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AudioPart,
+    ImagePart,
+    ImageURL,
+    InputAudio,
+)
+from ed_esurge.server.http.errors import InvalidField
+from ed_esurge.server.http.fields import History, few, parts_of, unsupported
 
 Id = Annotated[str, Field(max_length=256)]
 PartType = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+#: Types of the parts of a message.
+_IN_MESSAGES = (*get_args(PartType), "input_image", "input_audio")
 
 
 class ResponsePart(History):
@@ -25,6 +35,12 @@ class ResponsePart(History):
     logprobs: list[Any] | None = None
 
 
+def _tag(part: object) -> str:
+    """Return the kind of a part of a message."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return str(kind) if kind in ("input_image", "input_audio") else "text"
+
+
 ResponseParts = Annotated[
     list[ResponsePart], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)
 ]
@@ -35,15 +51,83 @@ TextOrParts = Annotated[
 ]
 
 
+class ImageInput(History):
+    """An image of a message. `detail` has no effect."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: str | None = None
+    file_id: Annotated[None, unsupported("files of images; send image_url")] = None
+
+    def for_chat(self, field: str | None) -> ImagePart:
+        """Return the part of a chat message."""
+        url = None if self.image_url is None else ImageURL(url=self.image_url)
+        return ImagePart(type="image_url", image_url=url).at(field, "image_url")
+
+
+class AudioInput(History):
+    """A recording of a message."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio | None = None
+
+    def for_chat(self, field: str | None) -> AudioPart:
+        """Return the part of a chat message."""
+        return AudioPart(type="input_audio", input_audio=self.input_audio).at(field, "input_audio")
+
+
+MessagePart = Annotated[
+    Annotated[ResponsePart, Tag("text")]
+    | Annotated[ImageInput, Tag("input_image")]
+    | Annotated[AudioInput, Tag("input_audio")],
+    Discriminator(_tag),
+]
+
+
 class MessageItem(History):
-    """A message."""
+    """A message. Messages of the assistant contain only text."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
+    content: Annotated[
+        str | Annotated[list[MessagePart], Field(fail_fast=True)],
+        parts_of(*_IN_MESSAGES),
+        few(MAX_PARTS),
+    ]
     id: Id | None = None
     status: str | None = None
     phase: str | None = None
+
+    @model_validator(mode="after")
+    def _text_of_assistant(self) -> MessageItem:
+        if self.role != "assistant" or isinstance(self.content, str):
+            return self
+        for place, part in enumerate(self.content):
+            if not isinstance(part, ResponsePart):
+                raise InvalidField(
+                    "messages of the assistant contain only text", f"content[{place}].type"
+                )
+        return self
+
+    def for_chat(self, field: str | None) -> str | list[Any]:
+        """Return the content of a chat message: text, or parts if there is an image or a recording.
+
+        Args:
+            field: the field of the item in the request. None = the parts are JSON values.
+        """
+        if isinstance(self.content, str):
+            return self.content
+        texts = [part.text for part in self.content if isinstance(part, ResponsePart)]
+        if len(texts) == len(self.content):
+            return "".join(texts)
+        parts: list[Any] = []
+        for place, part in enumerate(self.content):
+            if isinstance(part, ResponsePart):
+                parts.append({"type": "text", "text": part.text})
+                continue
+            made = part.for_chat(None if field is None else f"{field}.content[{place}]")
+            parts.append(made.model_dump(exclude_none=True) if field is None else made)
+        return parts
 
 
 class CallItem(History):
@@ -170,25 +254,33 @@ Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 Input = Annotated[str | Items, BeforeValidator(_items), few(MAX_MESSAGES)]
 
 
-def text_of(content: str | list[ResponsePart]) -> str:
+def text_of(content: str | Sequence[MessagePart]) -> str:
     """Return the text of a message's content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if isinstance(part, ResponsePart))
 
 
-def messages_of(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+def messages_of(items: str | Sequence[InputItem], field: str | None = None) -> list[dict[str, Any]]:
     """Return the chat messages of items. Adjacent items of the assistant are merged.
 
     Unanswered approval requests are omitted.
+
+    Args:
+        items: the items.
+        field: the field of the items in the request, for errors about images and recordings. None =
+            the messages are JSON values.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
-    for item in items:
+    for place, item in enumerate(items):
         match item:
             case MessageItem(role="assistant"):
                 _of_assistant(messages)["content"] += text_of(item.content)
             case MessageItem():
-                messages.append({"role": item.role, "content": text_of(item.content)})
+                at = None if field is None else f"{field}[{place}]"
+                messages.append({"role": item.role, "content": item.for_chat(at)})
             case ReasoningItem():
                 said = text_of(item.content or item.summary)
                 message = _of_assistant(messages)

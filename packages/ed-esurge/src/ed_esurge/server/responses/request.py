@@ -149,7 +149,7 @@ class PromptFields(RequestBody):
             choice = {"type": "function", "function": {"name": choice.name}}
         fields = {
             "model": self.model,
-            "messages": [*system, *before, *messages_of(self.input)],
+            "messages": [*system, *before, *messages_of(self.input, "input")],
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
