@@ -21,6 +21,7 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
     "cohere": {"use_qk_norm": False},
     "cohere2": {"head_dim": 8, "num_hidden_layers": 4, "layer_types": [*[WINDOW] * 3, FULL]},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "dots1": {"num_key_value_heads": 4},
     "falcon_mamba": {"mixer_rms_eps": 1e-5, "layer_norm_epsilon": 1e-5},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {

@@ -1,29 +1,35 @@
-"""Compare quantized GGUF files with llama.cpp, for the table of formats in docs/gguf.md.
+"""Compare quantized GGUF files with llama.cpp, for the tables in docs/gguf.md.
 
     EASYDEL_LLAMA_CPP_PYTHON=/path/to/python uv run python -m tools.gguf_formats [MODEL_TYPE ...]
+    … python -m tools.gguf_formats --every [MODEL_TYPE ...]
 
-Each family has a small model with random weights. llama.cpp quantizes the model, and decodes the
-quantized file to float32. This project reads the quantized file, and llama.cpp computes the decoded
-one, so both compute in float32 from the same codes. (From the quantized file itself, llama.cpp
-rounds activations.)
+The first command compares all formats of some families, and the second one two formats of every
+architecture. Each family has a small model with random weights. llama.cpp quantizes the model, and
+decodes the quantized file to float32. This project reads the quantized file, and llama.cpp computes
+the decoded one, so both compute in float32 from the same codes. (From the quantized file itself,
+llama.cpp rounds activations.)
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter, llama_cpp_logits
+from ed_infra.errors import CheckpointError
 from ed_models.checkpoints import hub
+from ed_models.checkpoints.gguf.files import read_parts
+from ed_models.checkpoints.gguf.table import ROWS
 from ed_models.conformance import ONE, Cases, Subject, forward
 
 from tests.gguf_cases import gguf_subjects
-from tools.gguf_table import FORMATS
+from tools.gguf_results import WITHOUT_LOGITS
+from tools.gguf_table import COMMON, FORMATS, NEW_TOKENS
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "olmo2")
 #: Format -> number of llama.cpp's file type. The others need a matrix of importance, or are rarely
@@ -47,15 +53,21 @@ FILE_TYPES = {
     "TQ2_0": 37,
 }
 FLOAT32 = 0
-NEW_TOKENS = 64
 #: A row of a matrix has whole blocks of every format.
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "ffn_hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
     "head_dim": 64,
     "query_pre_attn_scalar": 64,
+    "rotary_dim": 32,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
 }
 QUANTIZE = """
 import sys, llama_cpp
@@ -87,10 +99,14 @@ def wide_subject(model_type: str) -> Subject:
 
 def compare(subject: Subject, wide: Path, name: str) -> tuple[float, int]:
     """Return the largest difference of a logit, relative to the largest logit, and the number of
-    equal greedy tokens before the first other one."""
-    quantized, decoded = wide.with_name("quantized.gguf"), wide.with_name("decoded.gguf")
-    quantize(wide, quantized, FILE_TYPES[name])
-    quantize(quantized, decoded, FLOAT32)
+    equal greedy tokens before the first other one.
+
+    Args:
+        subject: the model.
+        wide: the model as a GGUF file in float32.
+        name: a format; llama.cpp converts the file to the format.
+    """
+    quantized, decoded = (wide, wide) if name == "F32" else in_format(wide, name)
     found, tokens = llama_cpp_logits(decoded, subject.ids, NEW_TOKENS)
     own = hub.from_pretrained(quantized, task=subject.task, sharding_axis_dims=ONE)
     logits = np.asarray(subject.output(forward(own, **subject.whole())))
@@ -101,14 +117,37 @@ def compare(subject: Subject, wide: Path, name: str) -> tuple[float, int]:
     return float(np.abs(found - logits).max() / np.abs(logits).max()), before
 
 
+def in_format(wide: Path, name: str) -> tuple[Path, Path]:
+    """Return a file in a format, and a file with the same values in float32.
+
+    Raises:
+        RuntimeError: llama.cpp does not convert the file, or no matrix fits the format.
+    """
+    quantized, decoded = wide.with_name("quantized.gguf"), wide.with_name("decoded.gguf")
+    quantize(wide, quantized, FILE_TYPES[name])
+    if all(tensor.format != name for tensor in read_parts(quantized).tensors.values()):
+        raise RuntimeError(f"no matrix of {wide.name} fits {name}: its rows are no whole blocks")
+    quantize(quantized, decoded, FLOAT32)
+    return quantized, decoded
+
+
 def main() -> None:
     """Measure, print and store the differences."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gguf_formats")
+    parser.add_argument("families", nargs="*", metavar="MODEL_TYPE")
+    parser.add_argument("--every", action="store_true", help="two formats of every architecture")
+    options = parser.parse_args()
     results = json.loads(FORMATS.read_text(encoding="utf-8")) if FORMATS.is_file() else {}
-    for model_type in sys.argv[1:] or FAMILIES:
+    known = sorted({row.model_type for row in ROWS} - WITHOUT_LOGITS)
+    for model_type in options.families or (known if options.every else FAMILIES):
         with tempfile.TemporaryDirectory() as folder:
             subject = wide_subject(model_type)
-            wide = subject.model.save_gguf(Path(folder) / "wide.gguf", dtype="f32")
-            for name in FILE_TYPES:
+            try:
+                wide = subject.model.save_gguf(Path(folder) / "wide.gguf", dtype="f32")
+            except CheckpointError as refused:
+                print(f"{model_type}: not written: {refused}", flush=True)
+                continue
+            for name in COMMON if options.every else FILE_TYPES:
                 try:
                     error, tokens = compare(subject, wide, name)
                 except RuntimeError as failed:
@@ -116,6 +155,7 @@ def main() -> None:
                     continue
                 print(f"{model_type} {name}: {error:.1e}, {tokens} tokens", flush=True)
                 results.setdefault(name, {})[model_type] = [float(f"{error:.1e}"), tokens]
+                results[name] = dict(sorted(results[name].items()))
                 text = json.dumps(dict(sorted(results.items())), indent=2)
                 FORMATS.write_text(text + "\n", encoding="utf-8")
 

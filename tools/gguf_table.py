@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from ed_models.checkpoints.gguf.blocks import readable_formats
 from ed_models.checkpoints.gguf.header import formats
@@ -24,6 +27,12 @@ PAGE = ROOT / "docs/gguf.md"
 RESULTS = ROOT / "docs/gguf.json"
 #: Differences and equal tokens of quantized files, which `tools.gguf_formats` measures.
 FORMATS = ROOT / "docs/gguf_formats.json"
+#: Perplexities, which `tools.gguf_perplexity` measures.
+PERPLEXITY = ROOT / "docs/gguf_perplexity.json"
+#: Formats whose files are compared for every architecture.
+COMMON = ("F32", "Q4_K")
+#: Greedy tokens of a comparison.
+NEW_TOKENS = 64
 BEGIN, END = "<!-- tools/gguf_table.py -->\n", "<!-- end -->\n"
 
 
@@ -34,36 +43,51 @@ def tables(results: Mapping[str, float] | None = None) -> str:
         results: model type -> largest difference of a logit from llama.cpp's, relative to the
             largest logit; None reads the measured ones.
     """
-    measured = json.loads(RESULTS.read_text(encoding="utf-8")) if results is None else results
+    found = _read(FORMATS)
+    measured = _read(RESULTS) if results is None else results
     blocks = {block.name: block for block in formats().values()}
-    lines = heading("model type", "`general.architecture`", "difference from llama.cpp")
+    lines = heading("model type", "`general.architecture`", *(f"`{name}`" for name in COMMON))
     for name, model_type in sorted({(r.name, r.model_type) for r in ROWS}, key=lambda n: n[1]):
-        error = measured.get(model_type)
-        shown = "" if error is None else f"{error:.0e}".replace("e-0", "e-")
-        lines.append(row(f"`{model_type}`", f"`{name}`", shown))
+        cells = [list(found.get(form, {}).get(model_type, (0.0, NEW_TOKENS))) for form in COMMON]
+        cells[0][0] = max(cells[0][0], measured.get(model_type, 0.0))
+        lines.append(row(f"`{model_type}`", f"`{name}`", *(_cell(*cell) for cell in cells)))
     lines += ["", *heading("format", "bits for each weight", "read", "written")]
     written = {form.matrices: name for name, form in FILE_TYPES.items()}
     for name in readable_formats():
         bits = 8 * blocks[name].bytes / blocks[name].elements
         option = f"`--dtype {written[name]}`" if name in written else ""
         lines.append(row(f"`{name}`", f"{bits:.4g}", "yes", option))
-    return "\n".join([*lines, *table_of_formats()]) + "\n"
+    return "\n".join([*lines, *table_of_formats(), *table_of_perplexities()]) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _cell(error: float, tokens: int) -> str:
+    """Return a difference, and the number of equal tokens if it is not that of a comparison."""
+    shown = f"{error:.0e}".replace("e-0", "e-") if error else ""
+    return shown if tokens >= NEW_TOKENS else f"{shown}, {tokens} tokens"
 
 
 def table_of_formats() -> list[str]:
-    """Return the lines of the table of formats and families; empty without results."""
-    if not FORMATS.is_file():
-        return []
-    measured = json.loads(FORMATS.read_text(encoding="utf-8"))
-    families = sorted({family for found in measured.values() for family in found})
+    """Return the lines of the table of formats, for families with all formats."""
+    measured = _read(FORMATS)
+    counts = Counter(family for found in measured.values() for family in found)
+    families = sorted(family for family, count in counts.items() if count > len(COMMON))
     lines = ["", *heading("format", *(f"`{family}`" for family in families))]
     for name, found in measured.items():
-        cells = []
-        for family in families:
-            error, tokens = found.get(family, (None, 0))
-            shown = "" if error is None else f"{error:.0e}".replace("e-0", "e-")
-            cells.append(shown if error is None or tokens >= 64 else f"{shown}, {tokens} tokens")
+        cells = (_cell(*found.get(family, (0.0, NEW_TOKENS))) for family in families)
         lines.append(row(f"`{name}`", *cells))
+    return lines
+
+
+def table_of_perplexities() -> list[str]:
+    """Return the lines of the table of perplexities."""
+    columns = ("this project", "llama.cpp, decoded file", "llama.cpp")
+    lines = ["", *heading("format", *columns)]
+    for name, found in _read(PERPLEXITY).items():
+        lines.append(row(f"`{name}`", *(f"{value:.4f}" for value in found)))
     return lines
 
 

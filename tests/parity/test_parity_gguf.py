@@ -16,13 +16,17 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.testing import require_torch
 from ed_models.checkpoints import hub
+from ed_models.checkpoints.gguf.table import ROWS
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.saving import layer_values
 from ed_models.conformance import ONE, Subject, forward
 from flax import nnx
 
 from tests.gguf_cases import FURTHER, NAME, gguf_subjects, has_rounded_limits
+from tools.gguf_formats import compare, wide_subject
+from tools.gguf_perplexity import perplexities, perplexity
 from tools.gguf_results import WITHOUT_LOGITS
+from tools.gguf_table import NEW_TOKENS
 
 #: Differences relative to the largest logit. llama.cpp tabulates GELU for float16 inputs.
 CLOSE, LLAMA_CPP = 2e-5, 1e-3
@@ -103,6 +107,36 @@ def test_64_greedy_tokens_equal_those_of_llama_cpp(subject: Subject, tmp_path: P
     count = subject.ids.shape[1]
     made = read.generate(subject.ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
     np.testing.assert_array_equal(np.asarray(made.sequences)[:, count:], expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.skipif(interpreter() is None, reason="no interpreter with llama.cpp")
+@pytest.mark.parametrize("model_type", sorted({row.model_type for row in ROWS} - WITHOUT_LOGITS))
+def test_quantized_file_of_every_architecture_has_llama_cpps_logits_and_tokens(
+    model_type: str, tmp_path: Path
+) -> None:
+    subject = wide_subject(model_type)
+    wide = written(subject, tmp_path)
+    error, tokens = compare(subject, wide, "Q4_K")
+    assert error <= LLAMA_CPP
+    assert tokens == NEW_TOKENS
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.skipif(interpreter() is None, reason="no interpreter with llama.cpp")
+def test_perplexities_equal_those_of_llama_cpp_to_four_digits(tmp_path: Path) -> None:
+    subject = wide_subject("llama")
+    wide = written(subject, tmp_path)
+    for name in ("F32", "Q8_0", "Q4_K"):
+        own, decoded, _ = perplexities(wide, name, subject.ids)
+        assert f"{own:.4g}" == f"{decoded:.4g}"
+
+
+def test_perplexity_of_equal_logits_is_the_number_of_tokens() -> None:
+    logits, ids = np.zeros((2, 5, 7), np.float32), np.arange(10).reshape(2, 5) % 7
+    assert perplexity(logits, ids) == pytest.approx(7)
 
 
 @pytest.mark.nightly

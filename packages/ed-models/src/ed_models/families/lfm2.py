@@ -26,24 +26,24 @@ class Lfm2Config(EasyDeLBaseConfig, transformers.Lfm2Config):
 
     model_type = "lfm2"
 
-
-def intermediate_size(config: Lfm2Config) -> int:
-    """The size of the feed-forward layer."""
-    size = config.intermediate_size
-    if not config.block_auto_adjust_ff_dim:
+    @property
+    def feed_forward_size(self) -> int:
+        """The size of the feed-forward layers, which `block_*` derive from `intermediate_size`."""
+        size = self.intermediate_size
+        if not self.block_auto_adjust_ff_dim:
+            return size
+        size = 2 * size // 3
+        if self.block_ffn_dim_multiplier is not None:
+            size = int(self.block_ffn_dim_multiplier * size)
+            size = -(-size // self.block_multiple_of) * self.block_multiple_of
         return size
-    size = 2 * size // 3
-    if config.block_ffn_dim_multiplier is not None:
-        size = int(config.block_ffn_dim_multiplier * size)
-        size = -(-size // config.block_multiple_of) * config.block_multiple_of
-    return size
 
 
 class Lfm2DecoderLayer(ShortConvLayer):
     """A convolution or attention, then a feed-forward layer."""
 
     def __init__(self, parts: Parts, index: int):
-        mlp = GatedMLP(parts, intermediate_size(parts.config), hidden_act="silu")
+        mlp = GatedMLP(parts, parts.config.feed_forward_size, hidden_act="silu")
         super().__init__(parts, index, mlp)
 
 

@@ -225,11 +225,41 @@ def _write_exaone4(writing: FileWriting) -> None:
         writing.unlike.append("layer_types has windows, which llama.cpp supports for 64 layers")
 
 
+def _has_temperature(reading: FileReading) -> bool:
+    return bool(reading.get("attention.temperature_scale"))
+
+
+def _read_ministral3(reading: FileReading) -> dict[str, Any]:
+    rope = {
+        "mscale": 1.0,  # llama.cpp assumes one
+        "mscale_all_dim": reading.get("rope.scaling.yarn_log_multiplier"),
+        "llama_4_scaling_beta": reading.get("attention.temperature_scale"),
+    }
+    return {"rope_parameters": {name: value for name, value in rope.items() if value is not None}}
+
+
+def _write_ministral3(writing: FileWriting) -> None:
+    rope = writing.config.rope_parameters
+    writing.set("attention.temperature_scale", float(rope["llama_4_scaling_beta"]))
+    if rope.get("mscale_all_dim") is not None:
+        writing.set("rope.scaling.yarn_log_multiplier", float(rope["mscale_all_dim"]))
+
+
 LLAMA = Architecture("llama", "llama", rules=PAIRS, present=BIASES)
 
 ROWS: tuple[Architecture, ...] = (
     LLAMA,
     Architecture("llama", "mistral", rules=PAIRS, constants=_NO_WINDOW, when=lambda _: False),
+    Architecture(
+        "mistral3",
+        "ministral3",
+        rules=PAIRS,
+        constants=_NO_WINDOW,
+        when=_has_temperature,
+        read=_read_ministral3,
+        write=_write_ministral3,
+    ),
+    Architecture("mistral3", "mistral", rules=PAIRS, constants=_NO_WINDOW),
     Architecture(
         "llama",
         "internlm3",
@@ -446,6 +476,13 @@ ROWS: tuple[Architecture, ...] = (
         rules=JOINED_GATE,
         names=SANDWICH,
         present=_ATTENTION_BIAS,
+    ),
+    Architecture(
+        "chatglm",
+        "glm",
+        rules=JOINED_GATE,
+        present=_ATTENTION_BIAS,
+        write=_write_heads,
     ),
     Architecture(
         "exaone",

@@ -13,7 +13,8 @@ from ed_models.checkpoints.gguf.architecture import (
     FileWriting,
 )
 from ed_models.checkpoints.gguf.decoders import BIASES
-from ed_models.checkpoints.gguf.layouts import LATENT, PAIRS, values
+from ed_models.checkpoints.gguf.layouts import LATENT, PAIRS, named, values
+from ed_models.weights.rules import ignore
 
 _LOCAL: Mapping[str, str | None] = {
     "num_local_experts": "expert_count",
@@ -185,6 +186,37 @@ def _write_phimoe(writing: FileWriting) -> None:
     writing.unlike.append("the router is SparseMixer, and llama.cpp mixes experts by a softmax")
 
 
+def _read_routed(reading: FileReading) -> dict[str, Any]:
+    """Read a model whose further layers predict more tokens; the model has only the other ones."""
+    further = reading.get("nextn_predict_layers") or 0
+    return {
+        "num_hidden_layers": reading.need("block_count") - further,
+        "norm_topk_prob": bool(reading.get("expert_weights_norm", False)),
+    }
+
+
+def _write_routed(writing: FileWriting) -> None:
+    writing.set("expert_weights_norm", bool(writing.config.norm_topk_prob))
+    _write_sigmoid(writing)
+
+
+def _write_sigmoid(writing: FileWriting) -> None:
+    writing.set("expert_gating_func", _gate("sigmoid"))
+
+
+def _write_dots1(writing: FileWriting) -> None:
+    _write_routed(writing)
+    config = writing.config
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if groups != heads:
+        writing.unlike.append(f"num_key_value_heads is {groups}, and llama.cpp supports {heads}")
+
+
+def _write_minimax_m2(writing: FileWriting) -> None:
+    _write_sigmoid(writing)
+    writing.set("expert_feed_forward_length", writing.config.intermediate_size)
+
+
 ROWS: tuple[Architecture, ...] = (
     Architecture(
         "llama",
@@ -252,6 +284,64 @@ ROWS: tuple[Architecture, ...] = (
         read=_read_v2,
         write=_write_v2,
         reshaped=_latent_shape,
+    ),
+    Architecture(
+        "deepseek2",
+        "kimi_k2",
+        rules=(*LATENT, *_CORRECTION),
+        fields=_LATENT_FIELDS,
+        when=lambda _: False,
+        read=_read_latent,
+        write=_write_v3,
+        reshaped=_latent_shape,
+    ),
+    Architecture(
+        "glm4moe",
+        "glm4_moe",
+        names={"L.post_attention_layernorm": "B.post_attention_norm"},
+        rules=(*_CORRECTION, *(ignore(f"blk.{layer}.{{path}}") for layer in (46, 92))),
+        fields=_ROUTED,
+        present={
+            "attention_bias": BIASES["attention_bias"],
+            "use_qk_norm": ("blk.0.attn_q_norm.weight",),
+        },
+        read=_read_routed,
+        write=_write_routed,
+    ),
+    Architecture(
+        "dots1",
+        "dots1",
+        has_head=True,
+        required={"attention_bias": False},
+        rules=_CORRECTION,
+        fields=_ROUTED,
+        constants={"sliding_window": None},
+        read=_read_routed,
+        write=_write_dots1,
+    ),
+    Architecture(
+        "minimax-m2",
+        "minimax_m2",
+        has_head=True,
+        rules=_CORRECTION,
+        fields=_LOCAL,
+        write=_write_minimax_m2,
+    ),
+    Architecture(
+        "arctic",
+        "arctic",
+        names={
+            "L.residual_layernorm": "B.ffn_norm",
+            "L.post_attention_layernorm": "B.ffn_norm_exps",
+        },
+        rules=(
+            *PAIRS,
+            *named(
+                {f"L.residual_mlp.{part}_proj": f"B.ffn_{part}" for part in ("gate", "up", "down")}
+            ),
+        ),
+        fields={**_LOCAL, **_NO_HEAD_DIM},
+        constants={"moe_layer_frequency": 1, "parallel_attn_mlp_res": True, "sliding_window": None},
     ),
     Architecture(
         "ernie4_5-moe",

@@ -80,6 +80,32 @@ _MAMBA2 = (
     ),
 )
 
+_SHORT_CONVOLUTION = (
+    *joined("L.conv", ("b_proj", "c_proj", "x_proj"), "B.shortconv.in_proj"),
+    Rule(f"{LAYER}.conv.conv1d.kernel", f"{BLOCK}.shortconv.conv.weight", CONVOLUTION),
+)
+
+
+def _read_lfm2(reading: FileReading) -> dict[str, Any]:
+    groups = reading.array("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(groups, default=0),
+        "layer_types": ["full_attention" if count else "conv" for count in groups],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _write_lfm2(writing: FileWriting) -> None:
+    config = writing.config
+    groups = config.num_key_value_heads
+    counts = [groups if kind == "full_attention" else 0 for kind in config.layer_types]
+    writing.set("attention.head_count_kv", counts)
+    writing.set("feed_forward_length", config.feed_forward_size)
+
+
+def _convolution_shape(name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
+    return (shape[0], shape[2]) if name.endswith("shortconv.conv.weight") else shape
+
 
 def _mamba_shape(name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
     """Convolutions are [channels, width]; numbers of a head of Mamba-2 are columns."""
@@ -273,6 +299,23 @@ ROWS: tuple[Architecture, ...] = (
         write=_write_mamba2,
         rotary=False,
         reshaped=_mamba_shape,
+    ),
+    Architecture(
+        "lfm2",
+        "lfm2",
+        names={"model.norm": "token_embd_norm", "L.conv.out_proj": "B.shortconv.out_proj"},
+        rules=_SHORT_CONVOLUTION,
+        fields={
+            "rms_norm_eps": None,
+            "norm_eps": "attention.layer_norm_rms_epsilon",
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "conv_L_cache": "shortconv.l_cache",
+        },
+        required={"conv_bias": False},
+        read=_read_lfm2,
+        write=_write_lfm2,
+        reshaped=_convolution_shape,
     ),
     Architecture(
         "t5",

@@ -43,6 +43,8 @@ _WITHOUT_EFFECT = frozenset(
             "add_cross_attention",
             "original_max_position_embeddings",
         ),
+        *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+        *("full_attn_idxs",),  # `layer_types` of LFM2
         *("tie_encoder_decoder", "position_embedding_type", "quantization_config", "head_type"),
     }
 )
@@ -104,6 +106,9 @@ def _numbers_of(config: EasyDeLBaseConfig) -> dict[str, Any]:
         values["head_dim"] = config.hidden_size // heads
     if values.get("n_inner", 0) is None:
         values["n_inner"] = 4 * config.hidden_size
+    size = getattr(config, "feed_forward_size", None)
+    if size is not None:  # LFM2 derives the size from several fields
+        values["intermediate_size"] = size
     if "new_decoder_architecture" in values:  # Falcon reads one of the two
         unread = "multi_query" if values["new_decoder_architecture"] else "num_kv_heads"
         values.pop(unread, None)
@@ -148,7 +153,7 @@ def _rope(rope: Mapping[str, Any], context: int | None, head_dim: int) -> dict[s
 
 def _equal(own: Any, read: Any) -> bool:
     if isinstance(own, Mapping) and isinstance(read, Mapping):
-        names = (own.keys() | read.keys()) - {"type"}
+        names = (own.keys() | read.keys()) - {"type", "max_position_embeddings"}
         return all(_equal(own.get(name), read.get(name)) for name in names)
     if isinstance(own, bool) or isinstance(read, bool) or own is None or read is None:
         return own == read or not (own or read)
