@@ -22,6 +22,7 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {"head_dim": 8, "num_hidden_layers": 4, "layer_types": [*[WINDOW] * 3, FULL]},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "dots1": {"num_key_value_heads": 4},
+    "exaone4": {"sliding_window": None, "layer_types": [FULL] * 3},
     "falcon_mamba": {"mixer_rms_eps": 1e-5, "layer_norm_epsilon": 1e-5},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {
@@ -30,6 +31,7 @@ FURTHER: Mapping[str, Mapping[str, Any]] = {
         "layer_types": [*[WINDOW] * 5, FULL],
     },
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "mistral": {"sliding_window": None},
     "phi3": {"sliding_window": None},
     "qwen3": {"attention_bias": False},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},

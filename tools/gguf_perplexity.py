@@ -1,6 +1,7 @@
 """Compare the perplexities of one model in several GGUF formats with llama.cpp, for docs/gguf.md.
 
-    elarge examples/quickstart.yaml --set model.config.intermediate_size=768
+    elarge examples/quickstart.yaml --set model.config.intermediate_size=768 \\
+        --set trainer.max_training_steps=80 --set 'actions=[train]'
     EASYDEL_LLAMA_CPP_PYTHON=/path/to/python uv run python -m tools.gguf_perplexity DIRECTORY
 
 The text is the help topics of Python's standard library, as tokens of the model's tokenizer, in

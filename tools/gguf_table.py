@@ -47,9 +47,14 @@ def tables(results: Mapping[str, float] | None = None) -> str:
     measured = _read(RESULTS) if results is None else results
     blocks = {block.name: block for block in formats().values()}
     lines = heading("model type", "`general.architecture`", *(f"`{name}`" for name in COMMON))
+    own: dict[str, str] = {}
+    for architecture in ROWS:  # the first one is that of files which this project writes
+        own.setdefault(architecture.model_type, architecture.name)
     for name, model_type in sorted({(r.name, r.model_type) for r in ROWS}, key=lambda n: n[1]):
         cells = [list(found.get(form, {}).get(model_type, (0.0, NEW_TOKENS))) for form in COMMON]
         cells[0][0] = max(cells[0][0], measured.get(model_type, 0.0))
+        if own[model_type] != name:
+            cells = [[0.0, NEW_TOKENS]] * len(COMMON)
         lines.append(row(f"`{model_type}`", f"`{name}`", *(_cell(*cell) for cell in cells)))
     lines += ["", *heading("format", "bits for each weight", "read", "written")]
     written = {form.matrices: name for name, form in FILE_TYPES.items()}

@@ -15,6 +15,7 @@ from ed_elarge.certify.llama_cpp_logits import interpreter, llama_cpp_logits
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.testing import require_torch
+from ed_models.base import gguf_export
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.gguf.table import ROWS
 from ed_models.checkpoints.loading import weight_map
@@ -120,6 +121,21 @@ def test_quantized_file_of_every_architecture_has_llama_cpps_logits_and_tokens(
     wide = written(subject, tmp_path)
     error, tokens = compare(subject, wide, "Q4_K")
     assert error <= LLAMA_CPP
+    assert tokens == NEW_TOKENS
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.skipif(interpreter() is None, reason="no interpreter with llama.cpp")
+def test_mistral_model_in_a_mistral3_file_has_llama_cpps_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = next(row for row in ROWS if (row.name, row.model_type) == ("mistral3", "mistral"))
+    monkeypatch.setattr(gguf_export, "row_of_model", lambda _: row)
+    subject = wide_subject("mistral")
+    path = written(subject, tmp_path)
+    error, tokens = compare(subject, path, "F32")
+    assert error <= CLOSE
     assert tokens == NEW_TOKENS
 
 

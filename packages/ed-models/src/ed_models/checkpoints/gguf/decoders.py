@@ -218,6 +218,13 @@ def _write_heads(writing: FileWriting) -> None:
         writing.unlike.append(f"head_dim is {config.head_dim}, and llama.cpp supports {size}")
 
 
+def _read_exaone4(reading: FileReading) -> dict[str, Any]:
+    count = reading.need("block_count")
+    if count == 64:  # the only model with windows, for llama.cpp
+        return period(4)(reading)
+    return {"sliding_window": None, "layer_types": ["full_attention"] * count}
+
+
 def _write_exaone4(writing: FileWriting) -> None:
     write_pattern(writing)
     config = writing.config
@@ -500,7 +507,7 @@ ROWS: tuple[Architecture, ...] = (
         "exaone4",
         names=NORMED_LAST,
         fields={**_WINDOW},
-        read=_layer_types,
+        read=_read_exaone4,
         write=_write_exaone4,
     ),
     Architecture(
