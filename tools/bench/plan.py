@@ -174,7 +174,8 @@ def grow(case: Case) -> int:
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(json.dumps({"text": words}) + "\n" for _ in range(rows)))
         values["model"]["tokenizer"] = {"train": {"vocab_size": 400}}
-        values["mixture"]["informs"] = [{"type": "json", "data_files": str(file)}]
+        inform = {"type": "json", "data_files": str(file), "content_field": "text"}
+        values["mixture"]["informs"] = [inform]
         values["trainer"] |= {
             "save_directory": f"{folder}/run",
             "do_last_save": False,
@@ -195,13 +196,14 @@ def grow(case: Case) -> int:
         return peak_growth(train)
 
 
-def show_resident(rows: list[tuple[str, int, int]]) -> str:
-    """Return predicted and measured memory as a table."""
-    cells = [
-        [name, f"{ours / GIB:.2f}", f"{grown / GIB:.2f}", f"{ours / grown - 1:+.1%}"]
-        for name, ours, grown in rows
-    ]
-    return table(["run", "predicted GiB", "resident GiB", "error"], cells)
+def show_resident(cases: Mapping[str, Case]) -> str:
+    """Measure all cases, print each error, and return the table of memory."""
+    rows = []
+    for case in cases.items():
+        name, ours, grown = resident(*case)
+        rows.append([name, f"{ours / GIB:.2f}", f"{grown / GIB:.2f}", f"{ours / grown - 1:+.1%}"])
+        print(*rows[-1], flush=True)
+    return table(["run", "predicted GiB", "resident GiB", "error"], rows)
 
 
 def main() -> None:
@@ -222,7 +224,7 @@ def main() -> None:
         f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
     )
     if arguments.kind == "resident":
-        print(show_resident([resident(name, case) for name, case in RESIDENT.items()]))
+        print(show_resident(RESIDENT))
         return
     chosen = {"steps": STEPS, "families": families(), "meshes": meshes()}[arguments.kind]
     rows = [*measured(chosen)]

@@ -13,8 +13,6 @@ import re
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-import fsspec
-
 from ed_data.errors import DataError
 from ed_data.rows.example import RowAudio
 from ed_data.schema import Audio
@@ -137,6 +135,8 @@ def _decoded(file: str | io.BytesIO) -> NDArray[np.float32]:
 def _openable(source: Audio, where: str) -> str | io.BytesIO:
     """Return the path of a local file, or the bytes of another recording."""
     if isinstance(source, str):
+        import fsspec  # a tenth of a second, which checks of run files do not need
+
         fs, path = fsspec.core.url_to_fs(source)
         size = fs.size(path) or 0
         if size > MAX_BYTES:

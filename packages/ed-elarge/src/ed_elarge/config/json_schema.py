@@ -20,6 +20,9 @@ _TITLE = "elarge run file"
 class _Lenient(GenerateJsonSchema):
     """Describes a type without a JSON form, such as a function, by the empty schema."""
 
+    #: The values of a run file are read. pydantic computes its property 40,000 times.
+    mode = "validation"
+
     def handle_invalid_for_json_schema(
         self, schema: CoreSchema, error_info: str
     ) -> JsonSchemaValue:
