@@ -140,6 +140,17 @@ def test_crash_of_a_trial_or_worker_fails_only_its_request(grammars):
     assert worker(grammars) != before
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_grammar_whose_trial_runs_out_of_time_is_tried_again(grammars):
+    assert grammars.submit(StructuredOutputs(regex="warm")).result(60)
+    schema = {"properties": {f"k{place}": {"type": "string"} for place in range(1_500)}}
+    result = grammars.submit(StructuredOutputs(json_schema=json.dumps(schema)))
+    while not (trials := children(worker(grammars))):
+        time.sleep(0.001)
+    os.kill(trials[0], signal.SIGPROF)  # the signal of the limit of processor time
+    assert result.result(60)
+
+
 def test_harmless_grammar_does_not_wait_for_hostile_grammars(tokenizer):
     own = Grammars(tokenizer, 260, [])
     hostile = [own.submit(StructuredOutputs(**slow(10 + i))) for i in range(6)]

@@ -18,6 +18,10 @@ WALKS, STEPS = 2, 32
 STEP_SECONDS, LOCATE_SECONDS = 0.25, 0.5
 
 
+class SlowStepError(GrammarError):
+    """A step exceeded its time limit, which a busy machine can also cause."""
+
+
 def compile_grammar(tokenizer: Any, source: GrammarSource) -> tuple[str, Any]:
     """Return a grammar in llguidance's format, and its matcher.
 
@@ -43,7 +47,8 @@ def try_matcher(matcher: Any) -> None:
     """Check that a matcher does not exceed its limits for random tokens.
 
     Raises:
-        GrammarError: the matcher exceeds a limit, or allows no text.
+        SlowStepError: a step exceeds the time limit.
+        GrammarError: the matcher exceeds another limit, or allows no text.
     """
     for walk in range(WALKS):
         _walk(matcher.deep_copy(), random.Random(walk))
@@ -62,7 +67,7 @@ def _walk(matcher: Any, rng: random.Random) -> None:
         token = _choose(mask, rng)
         taken = token is not None and matcher.consume_token(token)
         if time.process_time() - began > STEP_SECONDS:
-            raise GrammarError(TOO_COMPLEX)
+            raise SlowStepError(TOO_COMPLEX)
         if not taken and matcher.is_error() and "NoExtension" not in matcher.get_error():
             raise GrammarError(TOO_COMPLEX)
         if not taken or matcher.is_stopped():

@@ -2,12 +2,17 @@
 
 The process reads its tokenizer and then jobs from standard input, and writes results to standard
 output, one JSON object per line. The process is small and has one thread, so that a fork requires
-only a few milliseconds. Processor time, memory and stack depth of a child are limited. While other
-jobs wait, a child may run for at most `BUSY_SECONDS`.
+only a few milliseconds. Processor time, memory and stack depth of a child are limited.
+
+A time limit also strikes when the machine is busy or a virtual machine stalls. A job that exceeds
+one is therefore tried again after the jobs that wait, and only the last trial refuses its grammar.
+While other jobs wait, the first trial runs for at most `BUSY_SECONDS`, and the next ones longer.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
 import os
 import resource
@@ -16,18 +21,20 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
-from ed_esurge.grammars.trial import compile_grammar, try_matcher
+from ed_esurge.grammars.trial import SlowStepError, compile_grammar, try_matcher
 
-# Limits of one job: processor time, wall time, wall time while other jobs wait, and memory in
-# addition to that of the worker process.
-CPU_SECONDS, WALL_SECONDS, BUSY_SECONDS, MEMORY = 2.0, 30.0, 1.0, 2**30
+# Limits of one trial: processor time, wall time, wall time of a first trial while other jobs wait,
+# and memory in addition to that of the worker process. The wall time ends a child that hangs.
+CPU_SECONDS, WALL_SECONDS, BUSY_SECONDS, MEMORY = 2.0, 120.0, 1.0, 2**30
+# Maximum number of trials of a job, and the factor of `BUSY_SECONDS` from one trial to the next.
+# No other job ends the last trial.
+TRIALS, PATIENCE = 3, 4
 # Stack for compilation and for matcher steps. The engine has four times as much for the former and
 # twice as much for the latter, so a grammar that passes does not overflow a stack in the engine.
 STACK, STEP_STACK = 2**25, 2**20
@@ -38,17 +45,15 @@ TOO_LONG = (
     f"the grammar could not be compiled within {CPU_SECONDS:g} s of processor time and "
     f"{MEMORY >> 20} MiB: make the grammar smaller"
 )
-TOO_LONG_WHILE_OTHERS_WAIT = (
-    f"the grammar could not be compiled within {BUSY_SECONDS:g} s while other grammars waited: "
-    "make the grammar smaller, or try again later"
-)
+_TIMERS = (signal.SIGPROF, signal.SIGALRM)
 
 
 @dataclass
 class Running:
-    """A job in its child process."""
+    """A trial of a job in its child process."""
 
-    job: int
+    job: dict[str, Any]
+    trial: int
     pid: int
     began: float = field(default_factory=time.monotonic)
     said: bytes = b""
@@ -60,7 +65,9 @@ class Worker:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._waiting: deque[dict[str, Any]] = deque()
+        # By the number of earlier trials, then in the order of arrival.
+        self._waiting: list[tuple[int, int, dict[str, Any]]] = []
+        self._numbers = itertools.count()
         self._running: dict[int, Running] = {}  # by the pipe of the child
         self._unread: list[bytes] = []  # the beginning of a line
         self._tokenizer: Any = None
@@ -78,7 +85,8 @@ class Worker:
                     self._read_result(key.fd)
             self._end_late_jobs()
             while self._waiting and len(self._running) < CHILDREN:
-                self._start(self._waiting.popleft())
+                trial, _, job = heapq.heappop(self._waiting)
+                self._start(job, trial)
 
     def _read_jobs(self) -> bool:
         """Read standard input and queue the received jobs. Return False at its end."""
@@ -93,10 +101,13 @@ class Worker:
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(*message)
             else:
-                self._waiting.append(message)
+                self._queue(message, 0)
         return True
 
-    def _start(self, job: dict[str, Any]) -> None:
+    def _queue(self, job: dict[str, Any], trial: int) -> None:
+        heapq.heappush(self._waiting, (trial, next(self._numbers), job))
+
+    def _start(self, job: dict[str, Any], trial: int) -> None:
         source, sink = os.pipe()
         pid = os.fork()
         if not pid:
@@ -105,7 +116,7 @@ class Worker:
             finally:
                 os._exit(0)
         os.close(sink)
-        self._running[source] = Running(job["id"], pid)
+        self._running[source] = Running(job, trial, pid)
         self._selector.register(source, selectors.EVENT_READ)
 
     def _read_result(self, pipe: int) -> None:
@@ -116,19 +127,28 @@ class Worker:
             return
         self._selector.unregister(pipe)
         os.close(pipe)
-        os.waitpid(running.pid, 0)
+        _, status = os.waitpid(running.pid, 0)
         del self._running[pipe]
-        answer = {"error": TOO_LONG_WHILE_OTHERS_WAIT if running.late else TOO_LONG}
         if running.said.endswith(b"\n"):
             answer = json.loads(running.said)
-        _write(1, json.dumps({"id": running.job, **answer}).encode() + b"\n")
+            out_of_time = answer.pop("slow", False)
+        else:
+            answer = {"error": TOO_LONG}
+            ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            out_of_time = running.late or ended_by in _TIMERS
+        if out_of_time and running.trial + 1 < TRIALS:
+            self._queue(running.job, running.trial + 1)
+            return
+        _write(1, json.dumps({"id": running.job["id"], **answer}).encode() + b"\n")
 
     def _end_late_jobs(self) -> None:
         """End long-running jobs while other jobs wait, the longest first."""
-        before = time.monotonic() - BUSY_SECONDS
+        now = time.monotonic()
         missing = len(self._waiting) - sum(running.late for running in self._running.values())
         for running in self._running.values():  # in the order of their starts
-            if missing > 0 and running.began < before and not running.late:
+            is_last = running.trial + 1 == TRIALS
+            over = now - running.began > BUSY_SECONDS * PATIENCE**running.trial
+            if missing > 0 and over and not is_last and not running.late:
                 running.late = True
                 os.kill(running.pid, signal.SIGKILL)
                 missing -= 1
@@ -152,7 +172,7 @@ def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
         try:
             work()
         except GrammarError as error:
-            answer["error"] = str(error)
+            answer.update(error=str(error), slow=isinstance(error, SlowStepError))
 
     for size, work in ((STACK, compile_it), (STEP_STACK, try_it)):
         threading.stack_size(size)
