@@ -25,7 +25,8 @@ import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.buckets import StepShape
-from ed_esurge.runner.functions import Functions, ProgramKey
+from ed_esurge.runner.functions import Functions
+from ed_esurge.runner.uncompiled import ProgramKey
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.protocol import LanguageModel
 

@@ -7,7 +7,7 @@ import math
 import httpx
 import numpy as np
 import pytest
-from ed_esurge import eSurge
+from ed_esurge import SamplingParams, eSurge
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
 
@@ -31,7 +31,7 @@ def served(llama):
         yield engine, url
 
 
-def search(logits, eos, *, penalty, ignore_eos):
+def search(logits, eos, *, penalty, ignore_eos, width=WIDTH, most=STEPS):
     """vLLM's beam search, written with plain lists."""
 
     def score(tokens, total):
@@ -39,18 +39,18 @@ def search(logits, eos, *, penalty, ignore_eos):
         return total / length**penalty
 
     beams, complete = [([], 0.0)], []
-    for _ in range(STEPS):
+    for _ in range(most):
         new = []
         for tokens, total in beams:
             line = logits([*PROMPT, *tokens])[-1]
             line = line - line.max()
             line = line - math.log(np.exp(line).sum())
-            for token in np.argsort(-line)[: 2 * WIDTH]:
+            for token in np.argsort(-line)[: 2 * width]:
                 entry = ([*tokens, int(token)], total + float(line[token]))
                 ended = int(token) in eos and not ignore_eos
                 (complete if ended else new).append(entry)
-        beams = sorted(new, key=lambda one: -score(*one))[:WIDTH]
-    return sorted([*complete, *beams], key=lambda one: -score(*one))[:WIDTH]
+        beams = sorted(new, key=lambda one: -score(*one))[:width]
+    return sorted([*complete, *beams], key=lambda one: -score(*one))[:width]
 
 
 @pytest.mark.daily("0.0-False")
@@ -76,6 +76,49 @@ def test_beam_search_returns_the_beams_of_its_definition(served, plain_logits, p
     for choice, (_, total) in zip(choices, expected, strict=True):
         assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-3)
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+def test_step_computes_one_token_for_each_beam(served):
+    engine, _ = served
+    params = SamplingParams(
+        use_beam_search=True, n=WIDTH, max_tokens=10, ignore_eos=True, temperature=0
+    )
+    before = engine.stats()["iteration_tokens_sum"]
+    outputs = engine.generate([PROMPT[::-1]], params)[0].outputs
+    assert [len(out.token_ids) for out in outputs] == [10] * WIDTH
+    tokens = engine.stats()["iteration_tokens_sum"] - before
+    assert tokens == len(PROMPT) + 9 * WIDTH
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 3},
+        {"num_pages": 9, "max_model_len": 24},
+        {"enable_prefix_caching": False},
+        {"kv_offloading_size": 0.01},
+        {"max_num_batched_tokens": 4},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_beams_are_equal_when_slots_pages_or_shared_pages_are_missing(llama, plain_logits, options):
+    """Beams then wait for each other, lose their pages, or compute their tokens again."""
+    width, steps = 5, 12
+    sizes = {"max_model_len": 64, "page_size": 4, "num_pages": 64, "max_num_seqs": 4, **options}
+    engine = eSurge(llama, byte_tokenizer(), compile_runner=False, silent_mode=True, **sizes)
+    expected = search(plain_logits, set(), penalty=1.0, ignore_eos=True, width=width, most=steps)
+    params = SamplingParams(
+        use_beam_search=True, n=width, max_tokens=steps, ignore_eos=True, logprobs=0
+    )
+    other = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = engine.generate([PROMPT], other)[0].outputs[0].token_ids
+    found, beside = engine.generate([PROMPT, PROMPT], [params, other])
+    assert [out.token_ids for out in found.outputs] == [tokens for tokens, _ in expected]
+    for out, (_, total) in zip(found.outputs, expected, strict=True):
+        assert out.cumulative_logprob == pytest.approx(total, abs=1e-3)
+    assert beside.outputs[0].token_ids == alone
+    assert not engine.unfinished_requests()
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,9 @@ class eSurgeLM(TemplateLM):
         """
         options: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
         if options.pop("num_beams", 1) != 1:
-            raise ConfigError("the engine has no beam search: drop num_beams")
+            raise ConfigError(
+                "beam search follows no stop strings, which tasks have: drop num_beams"
+            )
         stops = [stop for stop in options.pop("until", ()) if stop]
         length = options.pop("max_gen_toks")
         options = {name: value for name, value in options.items() if name not in _IGNORED}

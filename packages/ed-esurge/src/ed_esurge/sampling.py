@@ -16,6 +16,13 @@ Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 # Python code iterates over the lists of a request, so each list has a maximum length.
 MAX_STOPS, MAX_BAD_WORDS, MAX_LISTED = 64, 1024, 2**18
 Word = Annotated[str, Field(max_length=4096)]
+#: Options that beam search follows, or that cannot change its result.
+_OF_BEAMS = frozenset(
+    (
+        *("use_beam_search", "length_penalty", "n", "max_tokens", "temperature", "seed"),
+        *("ignore_eos", "logprobs", "detokenize", "skip_special_tokens"),
+    )
+)
 
 
 class StructuredOutputs(Options):
@@ -59,6 +66,10 @@ class SamplingParams(Options):
     n: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of completions per prompt. They share the pages of the prompt and have different
     seeds."""
+    use_beam_search: bool = False
+    """Whether the completions are the best beams of a beam search with `n` beams."""
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
+    """Exponent of the length, including the prompt, in the score of a beam."""
     temperature: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Sampling temperature. 0 selects the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -180,6 +191,11 @@ class SamplingParams(Options):
             raise ValueError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower it"
             )
+        if self.use_beam_search:
+            for name in self.without_effect_on_beams():
+                raise ValueError(f"{name} has no effect on beam search: omit it")
+        elif self.length_penalty != 1.0:
+            raise ValueError("length_penalty requires use_beam_search=True")
         if not self.detokenize and self.stop:
             raise ValueError("stop strings need text: drop stop, or detokenize=False")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -192,6 +208,12 @@ class SamplingParams(Options):
                         "drop one of the two"
                     )
         return self
+
+    def without_effect_on_beams(self) -> list[str]:
+        """Return the names of the given options that beam search does not follow."""
+        default = SamplingParams()
+        others = [name for name in type(self).model_fields if name not in _OF_BEAMS]
+        return [name for name in others if getattr(self, name) != getattr(default, name)]
 
     @property
     def greedy(self) -> bool:

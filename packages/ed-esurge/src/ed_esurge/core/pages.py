@@ -63,6 +63,7 @@ class PageTables:
             }
             self.prefixes = PrefixCache(page_size, needed, host_places)
         prefixes = self.prefixes
+        self._copies: dict[str, list[tuple[int, int]]] = {}
         self.pools = {
             name: PagePool(
                 group.num_pages,
@@ -124,6 +125,38 @@ class PageTables:
         for key, page in zip(keys, pages, strict=True):
             self.prefixes.put(group, key, page)
         return dict(zip(keys, pages, strict=True))
+
+    def fork(self, parent: Request, child: Request) -> bool:
+        """Give the computed tokens of a running sequence to a new one.
+
+        Both hold the full pages. The last page is copied on the device before the next step.
+
+        Returns:
+            False, without changes, if a pool has too few free pages.
+        """
+        full, inside = divmod(parent.num_computed, self.page_size)
+        new: dict[str, list[int]] = {}
+        for name, pool in self.pools.items():
+            pages = pool.allocate(1) if inside else []
+            if pages is None:
+                for other, taken in new.items():
+                    self.pools[other].release(taken)
+                return False
+            new[name] = pages
+        for name, pages in new.items():
+            shared = parent.pages[name][:full]
+            self.pools[name].hold([page for page in shared if page != FREED])
+            if pages:
+                copied = (parent.pages[name][full], pages[0])
+                self._copies.setdefault(name, []).append(copied)
+            child.pages[name] = [*shared, *pages]
+        child.num_computed = parent.num_computed
+        return True
+
+    def take_copies(self) -> dict[str, list[tuple[int, int]]]:
+        """Return and clear the copies of pages required before the next step."""
+        copies, self._copies = self._copies, {}
+        return copies
 
     def take_moves(self) -> Moves:
         """Return and clear the copies required before the next step. The caller must do them."""

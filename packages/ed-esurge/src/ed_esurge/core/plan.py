@@ -140,6 +140,7 @@ class StepPlan:
         preempted: requests that were preempted while this step was planned.
         moves: pages to copy between device and host memory before the step; all saves come first.
         items: items to encode before the step.
+        copies: group -> pages to copy on the device before the step: (source, target).
         ahead: whether the rows are `UNREAD`; see `ed_esurge.core.scheduler.plan_ahead`.
     """
 
@@ -150,6 +151,7 @@ class StepPlan:
     moves: Moves = field(default_factory=dict)
     ahead: bool = False
     items: tuple[EncodedItem, ...] = ()
+    copies: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -98,6 +98,8 @@ class Request:
     tracked: bool = field(init=False)
     """Whether the host must read each token before the device samples the next one. True if the
     allowed tokens or the logits depend on the previous tokens."""
+    branches: bool = field(init=False)
+    """Whether the sequence is a beam: the engine appends its tokens, and may fork the sequence."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -106,9 +108,10 @@ class Request:
         self.scored = (
             isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
         )
-        self.tracked = self.adjusted or (
-            isinstance(self.params, SamplingParams) and self.params.structured_outputs is not None
-        )
+        sampling = self.params if isinstance(self.params, SamplingParams) else None
+        self.branches = sampling is not None and sampling.use_beam_search
+        structured = sampling is not None and sampling.structured_outputs is not None
+        self.tracked = self.adjusted or self.branches or structured
         if self.pooled:
             self.max_tokens = 0
 
@@ -171,6 +174,19 @@ class Request:
                 self.finish_reason = "length"
                 return count
         return len(tokens)
+
+    def forked(self, request_id: str) -> Request:
+        """Return a new sequence with the same tokens."""
+        return replace(
+            self,
+            request_id=request_id,
+            output=[*self.output],
+            status=Status.WAITING,
+            num_computed=0,
+            pages={},
+            page_keys=[*self.page_keys],
+            slot=None,
+        )
 
     def row(
         self, count: int, pages: Mapping[str, Sequence[int]], features: Sequence[int] = ()

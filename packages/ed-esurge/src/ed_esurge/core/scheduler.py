@@ -109,6 +109,11 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        # Sequences that run since a fork, and have had no row yet.
+        self._forked: dict[str, Request] = {}
+        # A page does not contain what a proposer, an encoder or recurrent layers need, and copies
+        # between device and host memory of the same step would have to be ordered.
+        self._shares = prefix_caching and proposer is None and encoder is None and not host_places
         self._step = 0
         self.num_preemptions = 0
         self._usual_output = 0.0
@@ -134,6 +139,21 @@ class Scheduler:
         )
         self.requests[name] = request
         insort(self.waiting, request, key=self._order)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Add a sequence that has the computed tokens of another, and one more token.
+
+        The child runs with the pages of a running parent if a slot and pages are free. Otherwise
+        it waits, as a preempted sequence does.
+        """
+        self.requests[child.request_id] = child
+        ready = self._shares and parent.status is Status.RUNNING and bool(self._slots)
+        if ready and self.pages.fork(parent, child):
+            child.status, child.slot = Status.RUNNING, self._slots.pop()
+            insort(self.running, child, key=self._order)
+            self._forked[child.request_id] = child
+        else:
+            insort(self.waiting, child, key=self._order)
 
     def finish(self, request_id: str, reason: FinishReason, stop: int | str | None = None) -> bool:
         """Finish a request (abort, stop string). Return False if the id is unknown or finished."""
@@ -164,6 +184,8 @@ class Scheduler:
         for request in self.running:
             # `num_tokens` inlined, because this line runs for every sequence in every step.
             missing = len(request.prompt) + len(request.output) - request.num_computed
+            if not missing:
+                continue  # a beam that waits for the other beams
             (decoding if missing == 1 else prefilling).append((request, missing))
         last = prefilling[-1][0] if prefilling else None
         for request, missing in decoding + prefilling:
@@ -207,17 +229,31 @@ class Scheduler:
             self.pages.share(request, row.start, row.stop)
             budget -= len(row.token_ids)
         if not rows:
-            return None
+            # Beams that wait may hold the slots or pages of a queued sequence.
+            idle = [one for one in self.running if one.num_computed == one.num_tokens]
+            if not self.waiting or not idle:
+                return None
+            self._preempt(idle[-1])
+            return self.schedule()
+        for request in [one for name, one in self._forked.items() if name in rows]:
+            held = {name: tuple(pages) for name, pages in request.pages.items()}
+            rows[request.request_id] = rows[request.request_id]._replace(pages=held)
+            started.append(request.start())
+            del self._forked[request.request_id]
         if self.proposer is not None and not self.waiting:
             total = self._limits_now.token_budget - budget
             if self._limits_now.shapes and total > len(rows):
                 budget = min(budget, room(self._limits_now.shapes, total, len(rows)))
             self._speculate(self.proposer, rows, budget)
         self._step += 1
-        moves = self.pages.take_moves()
-        items = () if self.encoder is None else self.encoder.take_items()
         return StepPlan(
-            self._step, tuple(rows.values()), tuple(started), tuple(preempted), moves, items=items
+            self._step,
+            tuple(rows.values()),
+            tuple(started),
+            tuple(preempted),
+            self.pages.take_moves(),
+            items=() if self.encoder is None else self.encoder.take_items(),
+            copies=self.pages.take_copies(),
         )
 
     def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -239,7 +275,7 @@ class Scheduler:
             request.num_computed = row.stop
             if self.encoder is not None and row.features:
                 self.encoder.release(request, computed=row.stop)
-            if row.samples:
+            if row.samples and not request.branches:  # a beam search appends the tokens
                 tokens = sampled[row.request_id]
                 taken[row.request_id] = request.take(tokens)
                 # The positions of rejected proposals are recomputed.
@@ -283,7 +319,8 @@ class Scheduler:
             request = self.requests[name]
             left = request.max_tokens - len(request.output) - 1
             most = min(proposer.most, free, left, self.pages.at_once - 1)
-            if most <= 0 or row.samples != 1 or len(row.token_ids) != 1 or request.adjusted:
+            fixed = request.adjusted or request.branches
+            if most <= 0 or row.samples != 1 or len(row.token_ids) != 1 or fixed:
                 continue
             proposed = proposer.propose(request, most)
             if not proposed:
@@ -387,6 +424,7 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self.pages.release(request)
+        self._forked.pop(request.request_id, None)
         if self.encoder is not None:
             self.encoder.release(request)
         if request.slot is not None:

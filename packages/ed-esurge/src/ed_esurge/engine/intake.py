@@ -337,6 +337,10 @@ class Intake:
         self._check_encoder_inputs(encoder_inputs, checked)
         if encoder_inputs and sampling is not None and isinstance(self.items, EmbeddedPrompts):
             check_params_of_embeds(sampling)
+        if encoder_inputs and sampling is not None and sampling.use_beam_search:
+            raise ConfigError(
+                "beam search does not support encoder_inputs: omit the images or use_beam_search"
+            )
         if self._decoder is not None:
             if sampling is None or sampling.prompt_logprobs is not None:
                 raise ConfigError(
@@ -509,6 +513,11 @@ class Intake:
                     f"{name}={asked} exceeds the engine's max_logprobs={self.max_logprobs}: "
                     "request fewer, or create the engine with a larger max_logprobs"
                 )
+        if params.use_beam_search and 2 * params.n > self.max_logprobs:
+            raise ConfigError(
+                f"{params.n} beams need {2 * params.n} log-probabilities for each token, and the "
+                f"engine returns at most {self.max_logprobs} (max_logprobs): request fewer beams"
+            )
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 "stop strings require a tokenizer: pass one to eSurge, or use stop_token_ids"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
@@ -10,6 +11,7 @@ from ed_infra.logging import get_logger
 from ed_esurge.core.commands import Add
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.scheduler import Scheduler
+from ed_esurge.engine.beams import BeamSearch, params_of_step
 from ed_esurge.engine.deltas import OpenRequest
 from ed_esurge.engine.intake import seed_of, seeds_of
 from ed_esurge.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -37,6 +39,7 @@ class Ledger:
         self._scheduler, self._tokenizer, self._seed = scheduler, tokenizer, seed
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
+        self._searches: dict[str, BeamSearch] = {}  # by the id of a request
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -60,7 +63,16 @@ class Ledger:
             raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
         seed = seed_of(add.params, self._seed, self.arrivals)
         seeds = seeds_of(add.params, seed)
-        opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
+        if isinstance(add.params, SamplingParams) and add.params.use_beam_search:
+            seeds = seeds[:1]
+            own = replace(add, params=params_of_step(add.params))
+            opened = OpenRequest.of(own, self.arrivals, seeds, None)
+            opened.add, opened.writers = add, {}
+            search = BeamSearch(add, *opened.sequences.values(), self._tokenizer)
+            opened.sequences = search.sequences
+            self._searches[add.request_id] = search
+        else:
+            opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
         opened.seed, opened.held = seed, held
         self.arrivals += len(seeds)
         self._open[add.request_id] = opened
@@ -86,6 +98,35 @@ class Ledger:
         logger.error("request %r failed", opened.add.request_id, exc_info=error)
         said = str(error) if isinstance(error, NotFinite | EasyDeLError) else repr(error)
         return [self._end(opened, "error", f"the engine failed on this request: {said}")]
+
+    def extend_beams(self, result: StepResult) -> list[RequestOutput]:
+        """Pass the candidates of a step to the beam searches, and return the ended ones.
+
+        Args:
+            result: the result of the step, which the scheduler has processed.
+        """
+        outputs = list[RequestOutput]()
+        for index, row in enumerate(result.plan.rows) if self._searches else ():
+            opened = self._owner.get(row.request_id)
+            search = None if opened is None else self._searches.get(opened.add.request_id)
+            if opened is None or search is None or not row.samples:
+                continue
+            (scores,) = result.sampled(index, 1, search.num_candidates)
+            search.take(row.request_id, scores)
+            before = {*opened.sequences}
+            if search.extend(self._scheduler):
+                for sequence in opened.sequences:
+                    self._scheduler.finish(sequence, "stop")
+                opened.closed = True
+                output = opened.delta(search.outputs())
+                output.metrics.num_generated_tokens = search.num_tokens
+                outputs.append(self._close(opened, output))
+                continue
+            for name in before - opened.sequences.keys():
+                del self._owner[name]
+            for name in opened.sequences.keys() - before:
+                self._owner[name] = opened
+        return outputs
 
     def take(
         self,
@@ -153,6 +194,7 @@ class Ledger:
         """Remove a request if this output is its last."""
         if delta.finished:
             del self._open[opened.add.request_id]
+            self._searches.pop(opened.add.request_id, None)
             for name in opened.sequences:
                 del self._owner[name]
         return delta

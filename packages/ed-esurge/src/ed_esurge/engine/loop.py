@@ -194,7 +194,9 @@ class EngineLoop:
             result, self._pending = self._pending, None
             tokens = self._finite(result)
             if not result.plan.ahead:  # the results of a step made ahead are discarded
-                self._deliver(result, self.scheduler.advance(result.plan, tokens))
+                taken = self.scheduler.advance(result.plan, tokens)
+                self.backlog += self.ledger.extend_beams(result)
+                self._deliver(result, taken)
         self._begin_anew()
         if self.spoilt:
             self.spoilt = False
@@ -243,6 +245,7 @@ class EngineLoop:
                 if self._ahead:  # keeps the device busy while the host reads the results
                     self._pending = self._start(plan_ahead(result.plan, self.scheduler))
                 taken = self.scheduler.advance(result.plan, self._finite(result))
+                self.backlog += self.ledger.extend_beams(result)
                 if self._overlap and self._pending is None and not self.spoilt:
                     # The device computes the next step while the host detokenizes this step.
                     self._pending = self._start(self.scheduler.schedule())

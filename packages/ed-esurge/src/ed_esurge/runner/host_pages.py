@@ -213,13 +213,13 @@ def taken(pages: PagedCache, numbers: jax.Array) -> PagedCache:
     """Return pages of a pool. Runs on the device.
 
     Args:
-        pool: page arrays.
+        pages: page arrays.
         numbers: page numbers; int32 [n].
     """
 
     def of(leaf: jax.Array) -> jax.Array:
-        bits = jnp.take(bits_of(leaf), numbers, leaf.ndim - DIMS, mode="clip")
-        return jax.lax.bitcast_convert_type(bits, leaf.dtype)
+        found = jnp.take(bits_of(leaf), numbers, leaf.ndim - DIMS, mode="clip")
+        return jax.lax.bitcast_convert_type(found, leaf.dtype)
 
     return jax.tree.map(of, pages)
 
@@ -228,7 +228,7 @@ def written(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedC
     """Return a pool with replaced pages. Runs on the device.
 
     Args:
-        pool: page arrays.
+        pages: page arrays.
         numbers: page numbers; int32 [n]. Duplicates have equal values.
         values: new contents of these pages.
     """
@@ -241,7 +241,29 @@ def written(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedC
     return jax.tree.map(put, pages, values)
 
 
+def copied(cache: Cache, numbers: Mapping[str, jax.Array]) -> Cache:
+    """Return a cache with copies of pages. Runs on the device.
+
+    Args:
+        cache: pages, and recurrent states, which do not change.
+        numbers: group of layers -> sources and targets of the copies, int32 [2, n].
+    """
+    own = groups(cache)
+    new = {
+        name: written(own[name], targets, taken(own[name], sources))
+        for name, (sources, targets) in numbers.items()
+    }
+    if isinstance(cache, HybridCache):
+        return replace(cache, caches={**cache.caches, **new})
+    return next(iter(new.values()))
+
+
 def bits_of(array: jax.Array) -> jax.Array:
-    """Return an array as integers of the same width. A CPU scatters 16-bit floats through a
-    temporary pool of 32-bit floats."""
+    """Return floats of less than 32 bits as integers of the same width.
+
+    A CPU scatters such floats through a temporary pool of 32-bit floats. Other numbers are returned
+    unchanged, because the conversion of a pool copies the pool on a CPU.
+    """
+    if array.dtype.itemsize >= 4 or not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array
     return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")

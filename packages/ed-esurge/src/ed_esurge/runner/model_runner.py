@@ -19,12 +19,13 @@ from ed_esurge.model import vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.encoder import ItemEncoder, SlotEncoder
-from ed_esurge.runner.functions import PLACE, PUT, Functions
+from ed_esurge.runner.functions import Functions
 from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.slots import SlotTables
+from ed_esurge.runner.uncompiled import PLACE, PUT
 from ed_esurge.runner.weights import ServedWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
@@ -220,6 +221,8 @@ class ModelRunner:
         adjusted = slots.take(plan)
         if self.host is not None and memory.cache is not None:
             memory.cache = self.host.move(memory.cache, plan.moves)
+        if plan.copies and memory.cache is not None:
+            memory.cache = functions.with_copies(memory.cache, plan.copies)
         for _, _, line in adjusted:
             if line is not None:
                 memory.state = functions[PUT](memory.state, *line)

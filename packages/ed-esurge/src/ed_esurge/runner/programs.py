@@ -16,12 +16,12 @@ import pickle
 import re
 import shutil
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 
 from ed_infra.compilation.cache import IMPORTED, engines_folder
@@ -49,6 +49,11 @@ KEPT = 60 * 24 * 3600
 PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
 _CODE = 32  # bytes of the authentication code at the beginning of a file
 _UNUSABLE = "unusable"  # marker file: programs of this kind cannot be cached
+#: Functions that were loaded last, by the authentication codes of their files. The next engine of
+#: this process with the same functions, such as one of another model of the same shape, uses them.
+_loaded_last: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
+_MOST_LOADED = 128
+_lock = Lock()
 
 
 class Programs(Generic[NameT]):
@@ -118,14 +123,25 @@ class Programs(Generic[NameT]):
 
     def _load(self, content: bytes) -> Callable[..., Any]:
         """Return the function of a file."""
+        code = content[:_CODE]
+        with _lock:
+            known = _loaded_last.get(code)
+            if known is not None:
+                _loaded_last.move_to_end(code)
+                return known
         executable, in_tree, out_tree = pickle.loads(memoryview(content)[_CODE:])
-        return serialize_executable.deserialize_and_load(
+        function = serialize_executable.deserialize_and_load(
             executable,
             in_tree,
             out_tree,
             backend=self._devices[0].client,
             execution_devices=self._devices,
         )
+        with _lock:
+            _loaded_last[code] = function
+            while len(_loaded_last) > _MOST_LOADED:
+                _loaded_last.popitem(last=False)
+        return function
 
     def write(self, functions: Mapping[NameT, Any]) -> None:
         """Write newly compiled functions to files. Functions that cannot be serialized are

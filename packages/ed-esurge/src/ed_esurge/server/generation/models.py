@@ -29,7 +29,6 @@ from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.detached import DetachedAnswers
 from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
-from ed_esurge.server.generation.beam_search import beam_search, check_beam_options
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
@@ -334,51 +333,6 @@ class ServedModel:
                     yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
-
-    async def beam_search(
-        self,
-        prompt: CheckedPrompt,
-        params: SamplingParams,
-        label: str,
-        length_penalty: float,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[RequestOutput]:
-        """Yield the best completions of a prompt, when the search has ended.
-
-        Raises:
-            APIError: see `generate` and `check_beam_options`.
-        """
-        require(self, GENERATES)
-        self.check_running()
-        check_beam_options(params, self.engine.config.max_logprobs)
-        known = getattr(self.engine, "eos_token_ids", None) or (
-            self.prompts.tokenizer.eos_token_id,
-        )
-        timer = self.metrics.request(
-            len(prompt), params.n, max_tokens=params.max_tokens, adapter=self.lora_name
-        )
-
-        def generate(
-            tokens: CheckedPrompt, step: SamplingParams, name: str
-        ) -> AsyncGenerator[RequestOutput]:
-            return self.engine.generate(tokens, step, f"{name}-{uuid.uuid4().hex}", **options)
-
-        def decode(tokens: list[int]) -> str:
-            special = params.skip_special_tokens
-            return str(self.prompts.tokenizer.decode(tokens, skip_special_tokens=special))
-
-        with self._translated(timer):
-            output = await beam_search(
-                generate,
-                decode,
-                prompt,
-                params,
-                label,
-                eos=frozenset(known),
-                length_penalty=length_penalty,
-            )
-            timer.observe(output)
-            yield output
 
     def check_running(self) -> None:
         """Raise APIError: 503, the engine does not run, or sleeps."""

@@ -23,6 +23,7 @@ from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestMetrics
 from ed_esurge.replies.blocks import BlockTracker, Change
 from ed_esurge.replies.events import CallEnds, Event, Reasoning, Reply, ReplyText
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
+from ed_esurge.server.generation.beam_search import with_beams
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.reply_formats import Parser
@@ -122,9 +123,9 @@ class RunningGeneration:
         if self._length_penalty is not None:
             if task.encoder_inputs:
                 raise APIError("beam search reads no images", param="use_beam_search")
-            return self.model.beam_search(
-                task.prompt, task.params, label, self._length_penalty, **options
-            )
+            most = self.model.engine.config.max_logprobs
+            params = with_beams(task.params, self._length_penalty, most)
+            return self.model.generate(task.prompt, params, label, **options)
         return self.model.generate(task.prompt, task.params, label, **options)
 
     async def answer(

@@ -1,0 +1,254 @@
+"""The functions of an engine before they are compiled: code, shardings, abstract arguments.
+
+They accept flat leaves and donate the pages. A step computes logits, and a second function samples.
+Shapes with the same number of rows share the second function, which takes longer to compile than a
+step of most models. Legend: T flat tokens, n rows, m slots, v vocabulary, w words of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.inputs import Features
+from ed_layers import native
+from ed_models.adapters.slots import slot_values
+from flax import nnx
+
+from ed_esurge.runner import filters
+from ed_esurge.runner.batch import BatchBuilder
+from ed_esurge.runner.buckets import Buckets, StepShape
+from ed_esurge.runner.guides import Guides, words
+from ed_esurge.runner.hidden_states import pool, score
+from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copied
+from ed_esurge.runner.memory import Memory
+from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
+from ed_esurge.runner.sampler import SamplerRows, SamplerState, read_last, sample
+from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
+
+# - a shape: the step, which computes logits and hidden states;
+# - ("sample", n): reads the logits of a step;
+# - ("take", n), FILTER, ("merge", n): read, filter and write the masks of a few rows of a step;
+# - ("score", T), ("pool", T): read the hidden states of a step;
+# - PUT, PLACE: write a line of the sampler's state, or an adapter;
+# - COPY: copies a few pages.
+ProgramKey = StepShape | tuple[str, int]
+PUT: ProgramKey = ("put", 0)
+PLACE: ProgramKey = ("place", 0)
+FILTER: ProgramKey = ("filter", filters.ROWS)
+COPY: ProgramKey = ("copy", PAGES_AT_ONCE)
+
+
+class UncompiledFunctions:
+    """The functions by name.
+
+    Args:
+        weights, memory, builder, guides, buckets, max_logprobs: see `Functions`.
+
+    Attributes:
+        num_traces: number of traces, without those for which `uncounted` returned True.
+        uncounted: returns whether the calling thread prepares functions ahead of their use.
+        logits: number of rows -> abstract logits of a step, for known steps.
+    """
+
+    def __init__(
+        self,
+        weights: ServedWeights,
+        memory: Memory,
+        builder: BatchBuilder,
+        guides: Guides,
+        buckets: Buckets,
+        *,
+        max_logprobs: int,
+    ) -> None:
+        self.num_traces = 0
+        self.uncounted: Callable[[], bool] = lambda: False
+        self._weights, self._memory, self._builder = weights, memory, builder
+        self._guides, self._buckets, self._max_logprobs = guides, buckets, max_logprobs
+        self._arrays: tuple[Any, Any, Any] | None = None
+        self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
+        self.logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
+
+    def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that `num_traces` counts its traces, with the kernels of the model."""
+
+        def counted(*args: Any) -> Any:
+            if not self.uncounted():
+                self.num_traces += 1
+            with native.chosen_by(self._weights.model.config):
+                return function(*args)
+
+        return counted
+
+    def lower(self, name: ProgramKey) -> Any:
+        """Trace a function and return it, ready to compile."""
+        lowered = self.jitted(name).lower(*self.arguments(name))
+        if isinstance(name, StepShape):
+            self._keep_outputs(name, lowered.out_info)
+        return lowered
+
+    def jitted(self, name: ProgramKey) -> Any:
+        """Return a function that `jax.jit` compiles."""
+        everywhere = self._memory.everywhere
+        # Outputs that become inputs keep their sharding, so that the next step is not retraced.
+        cache, state = jax.tree.map(lambda x: x.sharding, self._abstract_arrays()[:2])
+        if isinstance(name, StepShape):
+            return jax.jit(
+                self.traced(self._make_step(name)),
+                donate_argnums=1,
+                out_shardings=(everywhere, everywhere, everywhere, cache),
+            )
+        if name == PUT:
+            return jax.jit(self.traced(SamplerState.put), donate_argnums=0)
+        if name == COPY:
+            return jax.jit(self.traced(copied), donate_argnums=0, out_shardings=cache)
+        if name == PLACE:
+            kept = [leaf.sharding for leaf in self._weights.places]
+            return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
+        if name[0] == "sample":
+            return jax.jit(
+                self.traced(self._make_sample()),
+                donate_argnums=0,
+                out_shardings=(everywhere, state),
+            )
+        if name[0] == "pool":
+            return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
+        if name[0] == "score":
+            return jax.jit(self.traced(self._make_score()))
+        function = {"take": filters.take, "filter": filters.permitted, "merge": filters.merge}[
+            name[0]
+        ]
+        return jax.jit(self.traced(function), out_shardings=everywhere)
+
+    def _make_step(self, shape: StepShape) -> Callable[..., Any]:
+        fields, generic = self._builder.fields(shape), self._buckets.generic
+
+        def step(
+            leaves: list[jax.Array],
+            cache: Any,
+            last: jax.Array,
+            buffer: Any,
+            encoded: jax.Array | None = None,
+        ):
+            inputs = fields.unpack(buffer)
+            token_ids = inputs.token_ids
+            slots = inputs.ragged.state_slots
+            if shape.decodes:
+                token_ids = read_last(last, token_ids[0], slots)[None]
+            elif shape == generic:  # computes decode steps until their shapes are compiled
+                of_token = slots.at[inputs.ragged.seq_of_token].get(mode="clip")
+                token_ids = read_last(last, token_ids[0], of_token)[None]
+            more: dict[str, Any] = {}
+            if encoded is not None and inputs.features is not None:
+                more["features"] = Features(encoded[None], inputs.features)
+            if inputs.positions is not None:
+                more["position_ids"] = inputs.positions
+            out = self._weights.merged(leaves).decode(
+                token_ids,
+                past_key_values=cache,
+                ragged=inputs.ragged,
+                logits_at=inputs.logits_at,
+                **more,
+            )
+            assert out.logits is not None
+            assert out.last_hidden_state is not None
+            return out.logits, inputs.rows, out.last_hidden_state[0], out.past_key_values
+
+        return step
+
+    def _make_sample(self) -> Callable[..., Any]:
+        def of_logits(state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array):
+            sampled, state = sample(
+                logits, SamplerRows.of(rows), state, self._max_logprobs, allowed
+            )
+            slots = rows[OF_STEP.index("state_slots")]
+            return sampled.pack(), state.note(slots, sampled.tokens)
+
+        return of_logits
+
+    def _make_score(self) -> Callable[..., Any]:
+        def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
+            return score(hidden, self._weights.merged(leaves).head(), targets, self._max_logprobs)
+
+        return of_prompt
+
+    # ---- arguments of the functions
+
+    def numbers_of_copies(self) -> dict[str, np.ndarray]:
+        """Return the second argument of `copied`, for copies of page 0 to itself."""
+        groups = self._memory.num_pages
+        return {group: np.zeros((2, PAGES_AT_ONCE), np.int32) for group in groups}
+
+    def arguments(self, name: ProgramKey) -> tuple[Any, ...]:
+        """Return the abstract arguments of a function."""
+        weights, memory = self._weights, self._memory
+        cache, state, sums = self._abstract_arrays()
+        if name == PUT:
+            line = np.zeros(self._guides.vocab_size)
+            mu = np.float32(0)
+            return state, np.int32(0), line.astype(np.float32), line.astype(np.int32), mu
+        if name == COPY:
+            return cache, self.numbers_of_copies()
+        if name == PLACE:
+            values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
+            return abstract(weights.places), np.int32(1), values
+        if isinstance(name, StepShape):
+            encoded = abstract(memory.encoded_of(self._builder.fields(name).featured))
+            return weights.like, cache, state.last, self._builder.empty(name), *encoded
+        kind, size = name
+        if kind in ("sample", "take", "merge", "filter"):
+            return self._arguments_of_sampling(kind, size, state)
+        if size not in self._hidden:
+            self._keep_outputs(self._buckets.pick(size, 1, prefill=True))
+        hidden, of_token = self._hidden[size], np.zeros(size, np.int32)
+        if kind == "score":
+            return weights.like, hidden, of_token
+        return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
+
+    def _abstract_arrays(self) -> tuple[Any, Any, Any]:
+        """Return the abstract pages, state and sums. The memory may be freed later."""
+        if self._arrays is None:
+            memory = self._memory
+            assert memory.state is not None, "functions are compiled with memory"
+            self._arrays = abstract((memory.cache, memory.state, memory.sums))
+        return self._arrays
+
+    def _arguments_of_sampling(self, kind: str, rows: int, state: SamplerState) -> tuple[Any, ...]:
+        everywhere = self._memory.placement
+        word = (words(self._guides.vocab_size),)
+
+        def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+        if kind == "filter":
+            logits = self._logits_of(self._buckets.shapes[0].seqs)
+            few = array((rows, *logits.shape[1:]), logits.dtype)
+            numbers = np.zeros((1 + len(OF_SAMPLING) + len(OF_FILTERS), rows), np.int32)
+            return few, numbers, state, array((rows, *word))
+        logits, allowed = self._logits_of(rows), abstract(self._guides.everything(rows))
+        index = np.zeros(filters.ROWS, np.int32)
+        if kind == "take":
+            return logits, allowed, index
+        if kind == "merge":
+            return allowed, index, array((filters.ROWS, *word))
+        return state, logits, array((len(OF_STEP), rows)), allowed
+
+    def _logits_of(self, rows: int) -> jax.ShapeDtypeStruct:
+        if rows not in self.logits:
+            shape = next(shape for shape in self._buckets.shapes if shape.seqs == rows)
+            self._keep_outputs(shape)
+        return self.logits[rows]
+
+    def _keep_outputs(self, shape: StepShape, outputs: Any = None) -> None:
+        """Store the abstract outputs of a step for the functions that read them, because tracing a
+        step takes a second."""
+        if outputs is None:
+            outputs = jax.eval_shape(self._make_step(shape), *self.arguments(shape))
+        place = self._memory.placement
+        logits, _, hidden = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in outputs[:3]
+        )
+        self.logits[shape.seqs], self._hidden[shape.tokens] = logits, hidden
