@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,10 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     }
     if task in SPEECH_TASKS:
         return _speech_engine(values, options, loading)
-    model: Any = hub.from_pretrained(values.model, task=task, **loading)
+    # transformers is imported, and the tokenizer loaded, while the weights are read.
+    with ThreadPoolExecutor(1) as aside:
+        tokenizer = aside.submit(tokenizer_of, values)
+        model: Any = hub.from_pretrained(values.model, task=task, **loading)
     processor = None
     if "pixel_values" in model.input_names:
         processor = _processor_of(values)
@@ -174,7 +178,7 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         processor = load_feature_extractor(values.model, revision=values.revision)
     return eSurge(
         model,
-        tokenizer_of(values),
+        tokenizer.result(),
         options,
         model_name=name_of(values.model),
         processor=processor,

@@ -9,7 +9,7 @@
 `python -m ed_esurge` is the same program.
 
 Options of the engine are flags of the first two: `--max-model-len 4096`. A command is a file with
-`add_arguments` and `run`, and an entry of `COMMANDS`.
+`add_arguments` and `run`, an entry of `COMMANDS`, and a case of `_module`.
 
 Exit codes: 0 success; 2 invalid input (one message); 130 interrupted.
 """
@@ -24,18 +24,32 @@ from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
 
-from ed_esurge.command import bench, bench_serve, chat, run_batch, serve
 from ed_esurge.command.flags import read_config
 
 BAD_INPUT, INTERRUPTED = 2, 130
-#: Command -> (its module, its description).
-COMMANDS: dict[str, tuple[ModuleType, str]] = {
-    "serve": (serve, "serve a model behind an OpenAI-compatible API"),
-    "chat": (chat, "talk with a model in the terminal"),
-    "run-batch": (run_batch, "answer the requests of a file"),
-    "bench": (bench, "put load on a server and measure it"),
-    "bench-serve": (bench_serve, "load test with arrival times and data sets; also `bench serve`"),
+#: Command -> its description. The module of a command is imported only for that command.
+COMMANDS = {
+    "serve": "serve a model behind an OpenAI-compatible API",
+    "chat": "talk with a model in the terminal",
+    "run-batch": "answer the requests of a file",
+    "bench": "put load on a server and measure it",
+    "bench-serve": "load test with arrival times and data sets; also `bench serve`",
 }
+
+
+def _module(command: str) -> ModuleType:
+    match command:
+        case "serve":
+            from ed_esurge.command import serve as module
+        case "chat":
+            from ed_esurge.command import chat as module
+        case "run-batch":
+            from ed_esurge.command import run_batch as module
+        case "bench":
+            from ed_esurge.command import bench as module
+        case _:
+            from ed_esurge.command import bench_serve as module
+    return module
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="esurge", description="Serve, chat with and measure language models."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, doc) in COMMANDS.items():
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:2] == ["bench", "serve"]:
+        words[:2] = ["bench-serve"]
+    for name, doc in COMMANDS.items():
+        if name not in words[:1]:
+            commands.add_parser(name, help=doc)
+            continue
+        module = _module(name)
         own = commands.add_parser(
             name,
             help=doc,
@@ -55,9 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # transformers reads the variable at import, and advises to install torch, which is not used
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     own = dict(commands.choices)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:2] == ["bench", "serve"]:
-        words[:2] = ["bench-serve"]
     values = parser.parse_args(words)
     try:
         if getattr(values, "config", None) is not None:
@@ -65,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags = read_config(values.config, own[values.command])
             at = words.index(values.command) + 1
             values = parser.parse_args([*words[:at], values.model, *flags, *words[at:]])
-        return COMMANDS[values.command][0].run(values)
+        return _module(values.command).run(values)
     except KeyboardInterrupt:
         return INTERRUPTED
     except EasyDeLError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
 from ed_infra.errors import ConfigError
@@ -160,10 +162,22 @@ def adapters_of(modules: Sequence[str]) -> dict[str, str]:
 
 def run(values: argparse.Namespace) -> int:
     """Load and serve the model. With several processes, connect the processes first."""
-    from ed_infra import distributed
+    # Imports and engines create many objects that stay. Collections would only visit them.
+    gc.disable()
+    try:
+        return _run(values)
+    finally:
+        gc.enable()
 
+
+def _server() -> Callable[..., None]:
     from ed_esurge.server import serve
-    from ed_esurge.server.http.auth import read_keys
+
+    return serve
+
+
+def _run(values: argparse.Namespace) -> int:
+    from ed_infra import distributed
 
     if values.model is None and (values.model_dir is None or values.also or values.lora_modules):
         raise ConfigError("name a MODEL, or a directory of models with --model-dir")
@@ -176,16 +190,24 @@ def run(values: argparse.Namespace) -> int:
     on_demand = model_directory(values)
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
-    keys = read_keys(values.api_key_file) if values.api_key_file else []
+    keys = []
+    if values.api_key_file:
+        from ed_esurge.server.http.auth import read_keys
+
+        keys = read_keys(values.api_key_file)
     adapters = adapters_of(values.lora_modules)
     if adapters and values.also:
         raise ConfigError("--lora-modules requires one model: leave --also out")
     if adapters and values.max_loras is None:
         values.max_loras = str(len(adapters))
     distributed.initialize()
-    engines = engines_of(values)
+    with ThreadPoolExecutor(1) as aside:
+        serving = aside.submit(_server)  # imports the server while the engine is built
+        engines = engines_of(values)
+    serve = serving.result()
     for name, directory in adapters.items():
         engines.load_lora_adapter(name, directory)
+    gc.enable()
     serve(
         engines,
         values.host,

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # Time limits in seconds: to notify the other processes of the end, and to send an error to the
 # clients of aborted requests.
 NOTIFY_SECONDS, ABORT_SECONDS = 30, 5
+# Seconds from the start to the first garbage collection, which would delay the first answer.
+SETTLING_SECONDS = 5
 
 
 @contextmanager
@@ -203,7 +205,7 @@ def serve(
                 engine,
                 host,
                 port,
-                on_ready=lambda: print(f"serving at {url} (Ctrl-C stops)", flush=True),
+                on_ready=lambda: _announce(url),
                 log_level=log_level,
                 drain_seconds=drain_seconds,
                 tls=(ssl_keyfile, ssl_certfile),
@@ -211,9 +213,6 @@ def serve(
             )
             if host not in LOOPBACK and not options.get("api_key"):
                 logger.warning("%s accepts requests without a key: set api_key to require one", url)
-            # A garbage collection stops all threads. Exclude the objects that exist at the start.
-            gc.collect()
-            gc.freeze()
             try:
                 with _logs():
                     server.run(sockets=[listener])
@@ -223,6 +222,19 @@ def serve(
                 listener.close()
             if not server.started:
                 raise EasyDeLError("the server could not start; see the log above")
+
+
+def _announce(url: str) -> None:
+    print(f"serving at {url} (Ctrl-C stops)", flush=True)
+    cleaner = threading.Timer(SETTLING_SECONDS, _freeze)
+    cleaner.daemon = True
+    cleaner.start()
+
+
+def _freeze() -> None:
+    """Exclude the objects of the start from garbage collections, which stop all threads."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -6,8 +6,10 @@ read, and no host ever holds more than one tensor besides its own shards.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -40,6 +42,7 @@ _ModuleT = TypeVar("_ModuleT")
 
 logger = get_logger(__name__)
 _BLOCK = 2**22  # elements of a head that are compared at a time
+_MOST_THREADS = 4
 
 
 class Draft(NamedTuple):
@@ -125,16 +128,39 @@ def load(
     variables = nnx.to_flat_state(state)
     placement = _placements(state, config, variables, shard=shard)
     special = {QArray: fill_stored if is_stored else fill_quantized, Simulated: fill_simulated}
+
+    def made_of(item: tuple[Any, Any]) -> tuple[Any, Any]:
+        path, variable = item
+        leaf: Any = variable.get_value()
+        make: Any = special.get(type(leaf), fill)
+        return path, variable.replace(make(path, leaf, placement[path], read))
+
     filled = []
     # No progress bar if stderr is no terminal, or if the model loads quickly.
-    with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
-        for path, variable in variables:
-            leaf: Any = variable.get_value()
-            make: Any = special.get(type(leaf), fill)
-            filled.append((path, variable.replace(make(path, leaf, placement[path], read))))
-            bar.update()
+    bar = tqdm(total=len(variables), desc="loading", disable=None, delay=2)
+    with bar, ThreadPoolExecutor(_threads(config, files, quantization)) as threads:
+        try:
+            for each in threads.map(made_of, variables):
+                filled.append(each)
+                bar.update()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
     with nnx.use_eager_sharding(False):
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _threads(
+    config: EasyDeLBaseConfig, files: TensorFiles, quantization: QuantizationRules | None
+) -> int:
+    """Return the number of tensors that are read at the same time.
+
+    With one tensor at a time, a host holds only this tensor besides its shards. Plain tensors in
+    host memory need no further memory.
+    """
+    in_host = all(device.platform == "cpu" for device in config.mesh.devices.flat)
+    plain = quantization is None and type(files) is TensorFiles
+    return min(os.cpu_count() or 1, _MOST_THREADS) if in_host and plain else 1
 
 
 def prepare(

@@ -186,7 +186,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         """
         self._touched += size
         if self._touched > _KEPT and hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self._maps.values():
+            for mapped in [*self._maps.values()]:  # threads may map other files
                 mapped.madvise(mmap.MADV_DONTNEED)
             self._touched = size
 
