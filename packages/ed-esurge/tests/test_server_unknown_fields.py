@@ -165,6 +165,7 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
     assert history == {
         *("ChatMessage", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
         *("AnthropicMessage", "TextBlock", "ToolUse", "ToolResult", "Thinking"),
+        *("ImageBlock", "Base64Source", "URLSource", "ImageInput", "AudioInput"),
         *("ResponsePart", "ImagePart", "ImageURL", "AudioPart", "InputAudio"),
         *("OllamaMessage", "OllamaCall", "FunctionOfCall"),
         *("MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
