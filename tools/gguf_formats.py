@@ -2,12 +2,16 @@
 
     EASYDEL_LLAMA_CPP_PYTHON=/path/to/python uv run python -m tools.gguf_formats [MODEL_TYPE ...]
     … python -m tools.gguf_formats --every [MODEL_TYPE ...]
+    … python -m tools.gguf_formats --rounded MODEL_TYPE ...
 
 The first command compares all formats of some families, and the second one two formats of every
 architecture. Each family has a small model with random weights. llama.cpp quantizes the model, and
 decodes the quantized file to float32. This project reads the quantized file, and llama.cpp computes
 the decoded one, so both compute in float32 from the same codes. (From the quantized file itself,
 llama.cpp rounds activations.)
+
+llama.cpp reads GELU, in the approximation by tanh, from a table of float16 numbers. The third
+command computes GELU in the same way here, to show that models with GELU differ only by this table.
 """
 
 from __future__ import annotations
@@ -19,9 +23,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter, llama_cpp_logits
 from ed_infra.errors import CheckpointError
+from ed_layers.activations import ACTIVATIONS
+from ed_layers.native import products
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.gguf.files import read_parts
 from ed_models.checkpoints.gguf.table import ROWS
@@ -29,7 +37,7 @@ from ed_models.conformance import ONE, Cases, Subject, forward
 
 from tests.gguf_cases import gguf_subjects
 from tools.gguf_results import WITHOUT_LOGITS
-from tools.gguf_table import COMMON, FORMATS, NEW_TOKENS
+from tools.gguf_table import COMMON, FORMATS, NEW_TOKENS, ROUNDED
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "olmo2")
 #: Format -> number of llama.cpp's file type. The others need a matrix of importance, or are rarely
@@ -89,6 +97,13 @@ def quantize(source: Path, target: Path, file_type: int) -> None:
         raise RuntimeError(f"llama.cpp does not quantize {source.name}: {done.stderr[-300:]}")
 
 
+def rounded_gelu(x: jax.Array) -> jax.Array:
+    """Return GELU as llama.cpp computes it: by tanh, from float16 to float16."""
+    near = jax.nn.gelu(x.astype(jnp.float16).astype(jnp.float32), approximate=True)
+    near = near.astype(jnp.float16).astype(x.dtype)
+    return jnp.where(x <= -10, 0, jnp.where(x >= 10, x, near))
+
+
 def wide_subject(model_type: str) -> Subject:
     """Return the first configuration of a family with rows of whole blocks."""
     first = next(iter(gguf_subjects(model_type)))
@@ -136,7 +151,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.gguf_formats")
     parser.add_argument("families", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--every", action="store_true", help="two formats of every architecture")
+    parser.add_argument("--rounded", action="store_true", help="round GELU as llama.cpp does")
     options = parser.parse_args()
+    if options.rounded:
+        for name in [name for name in ACTIVATIONS if "gelu" in name]:
+            ACTIVATIONS[name] = rounded_gelu
+            products.ACTS.pop(name, None)
     results = json.loads(FORMATS.read_text(encoding="utf-8")) if FORMATS.is_file() else {}
     known = sorted({row.model_type for row in ROWS} - WITHOUT_LOGITS)
     for model_type in options.families or (known if options.every else FAMILIES):
@@ -147,15 +167,16 @@ def main() -> None:
             except CheckpointError as refused:
                 print(f"{model_type}: not written: {refused}", flush=True)
                 continue
-            for name in COMMON if options.every else FILE_TYPES:
+            for name in COMMON if options.every or options.rounded else FILE_TYPES:
                 try:
                     error, tokens = compare(subject, wide, name)
                 except RuntimeError as failed:
                     print(f"{model_type} {name}: {failed}", flush=True)
                     continue
                 print(f"{model_type} {name}: {error:.1e}, {tokens} tokens", flush=True)
-                results.setdefault(name, {})[model_type] = [float(f"{error:.1e}"), tokens]
-                results[name] = dict(sorted(results[name].items()))
+                key = f"{name}{ROUNDED}" if options.rounded else name
+                results.setdefault(key, {})[model_type] = [float(f"{error:.1e}"), tokens]
+                results[key] = dict(sorted(results[key].items()))
                 text = json.dumps(dict(sorted(results.items())), indent=2)
                 FORMATS.write_text(text + "\n", encoding="utf-8")
 

@@ -31,6 +31,8 @@ FORMATS = ROOT / "docs/gguf_formats.json"
 PERPLEXITY = ROOT / "docs/gguf_perplexity.json"
 #: Formats whose files are compared for every architecture.
 COMMON = ("F32", "Q4_K")
+#: Ending of the name of a format whose results have a rounded GELU.
+ROUNDED = ", rounded GELU"
 #: Greedy tokens of a comparison.
 NEW_TOKENS = 64
 BEGIN, END = "<!-- tools/gguf_table.py -->\n", "<!-- end -->\n"
@@ -62,7 +64,10 @@ def tables(results: Mapping[str, float] | None = None) -> str:
         bits = 8 * blocks[name].bytes / blocks[name].elements
         option = f"`--dtype {written[name]}`" if name in written else ""
         lines.append(row(f"`{name}`", f"{bits:.4g}", "yes", option))
-    return "\n".join([*lines, *table_of_formats(), *table_of_perplexities()]) + "\n"
+    return (
+        "\n".join([*lines, *table_of_formats(), *table_of_rounded_gelu(), *table_of_perplexities()])
+        + "\n"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -77,13 +82,25 @@ def _cell(error: float, tokens: int) -> str:
 
 def table_of_formats() -> list[str]:
     """Return the lines of the table of formats, for families with all formats."""
-    measured = _read(FORMATS)
+    read = _read(FORMATS)
+    measured = {name: found for name, found in read.items() if not name.endswith(ROUNDED)}
     counts = Counter(family for found in measured.values() for family in found)
     families = sorted(family for family, count in counts.items() if count > len(COMMON))
     lines = ["", *heading("format", *(f"`{family}`" for family in families))]
     for name, found in measured.items():
         cells = (_cell(*found.get(family, (0.0, NEW_TOKENS))) for family in families)
         lines.append(row(f"`{name}`", *cells))
+    return lines
+
+
+def table_of_rounded_gelu() -> list[str]:
+    """Return the lines of the table of families with GELU: as they are, and with rounded GELU."""
+    read = _read(FORMATS)
+    names = [name for form in COMMON for name in (form, f"{form}{ROUNDED}")]
+    lines = ["", *heading("model type", *names)]
+    for family in read.get(names[1], {}):
+        cells = (_cell(*read.get(name, {}).get(family, (0.0, NEW_TOKENS))) for name in names)
+        lines.append(row(f"`{family}`", *cells))
     return lines
 
 
