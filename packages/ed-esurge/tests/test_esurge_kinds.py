@@ -324,3 +324,27 @@ def test_windowed_pages_survive_host_memory_and_preemption():
     stats = engine.stats()
     assert stats["external_prefix_cache_hits"] > 60
     assert stats["kv_cache_usage"] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kinds", ["window,full,window", "memory,full"])
+def test_beams_of_windows_and_recurrent_layers_follow_their_definition(kinds):
+    """Beams share the pages of windows, and compute recurrent states again."""
+    model = toy(kinds)
+    forward, prompt, width, count = plain(model), PROMPTS[1], 3, 11
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    for _ in range(count):
+        new = []
+        for tokens, total in beams:
+            line = forward([*prompt, *tokens])[0][-1].astype(np.float64)
+            line -= np.log(np.exp(line - line.max()).sum()) + line.max()
+            new += [([*tokens, int(t)], total + line[t]) for t in np.argsort(-line)[: 2 * width]]
+        beams = sorted(new, key=lambda one: -one[1])[:width]
+    params = SamplingParams(use_beam_search=True, n=width, max_tokens=count, ignore_eos=True)
+    engine = engine_of(model, compile_runner=True)
+    outputs = engine.generate([prompt], params)[0].outputs
+    assert [out.token_ids for out in outputs] == [tokens for tokens, _ in beams]
+    assert [out.cumulative_logprob for out in outputs] == pytest.approx(
+        [b[1] for b in beams], abs=1e-3
+    )
+    assert all(pool.usage == 0 for pool in engine.loop.scheduler.pages.pools.values())
