@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -85,3 +89,43 @@ def test_first_process_serves_and_others_exit_with_it(tmp_path: Path, dims: str)
         assert httpx.post(f"{url[1]}/completions", json=body, timeout=300).status_code == 200
         both[0].send_signal(signal.SIGTERM)
         assert [process.wait(60) for process in both] == [0, 0]
+
+
+def test_first_process_starts_the_others_and_ends_if_one_of_them_is_lost(tmp_path: Path) -> None:
+    fields = tiny_llama(vocab_size=260, num_hidden_layers=2)
+    fields.pop("model_type")
+    LlamaForCausalLM.create(LlamaConfig(**fields), seed=1).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "ed_esurge", "serve", str(tmp_path / "model")]
+    command += shlex.split(
+        "--port 0 --nnodes 2 --sharding-axis-dims 1,1,1,2,1 --max-model-len 64 --max-num-seqs 2 "
+        "--max-num-seq-buckets [2] --max-num-batched-tokens 16 --page-size 16 --no-compile-runner"
+    )
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    for ends in ("signal", "loss"):
+        log = tmp_path / f"{ends}.log"
+        with log.open("wb") as out:
+            first = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        try:
+            url = None
+            while url is None:
+                assert first.poll() is None, log.read_text()
+                url = re.search(r"serving at (\S+)", log.read_text())
+                time.sleep(0.1)
+            body = {"model": "model", "prompt": "A dog", "max_tokens": 3, "ignore_eos": True}
+            reply = httpx.post(f"{url[1]}/completions", json=body, timeout=300)
+            assert reply.json()["usage"]["completion_tokens"] == 3, reply.text
+            if ends == "signal":
+                first.terminate()
+                assert first.wait(60) == 0, log.read_text()
+                continue
+            children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+            words = {child: Path(f"/proc/{child}/cmdline").read_text() for child in children}
+            others = [child for child, line in words.items() if "--node-rank" in line]
+            assert len(others) == 1
+            os.kill(int(others[0]), signal.SIGKILL)
+            assert first.wait(30) == 1, log.read_text()
+            assert "a process of the model ended (-9)" in log.read_text()
+        finally:
+            first.kill()
+            first.wait()

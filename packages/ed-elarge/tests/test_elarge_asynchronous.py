@@ -5,15 +5,15 @@ import threading
 
 import numpy as np
 import pytest
-from ed_elarge.asynchronous.connection import Connection, ConnectionLost
 from ed_elarge.asynchronous.rollout import joined
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
 from ed_esurge.engine.channel import ForgedMessageError
+from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_trainers.online.sample_ledger import GIVEN, SamplePart
 
 
-def ends(monkeypatch, first="one", second="one"):
+def ends(first=b"one", second=b"one"):
     """Return both ends of a connection, or their errors, for the secrets of both ends."""
     left, right = socket.socketpair()
     found = {}
@@ -31,20 +31,18 @@ def ends(monkeypatch, first="one", second="one"):
             return getattr(self.stream, name)
 
     secrets = {"trainer": first, "worker": second}
-    monkeypatch.setattr(
-        "ed_elarge.asynchronous.connection.secret_of_run",
-        lambda: secrets[threading.current_thread().name].encode(),
-    )
 
     def connect(name, stream):
         try:
-            found[name] = Connection(Plain(stream), accepted=name == "trainer")
+            found[name] = Connection(
+                Plain(stream), accepted=name == "trainer", secret=secrets[name]
+            )
         except (ForgedMessageError, ConnectionLost) as error:
             found[name] = error
             stream.close()
 
     threads = [
-        threading.Thread(target=connect, name=name, args=(name, stream))
+        threading.Thread(target=connect, args=(name, stream))
         for name, stream in (("trainer", left), ("worker", right))
     ]
     for thread in threads:
@@ -54,8 +52,8 @@ def ends(monkeypatch, first="one", second="one"):
     return found["trainer"], found["worker"], left, right
 
 
-def test_messages_arrive_in_both_directions_with_equal_arrays(monkeypatch):
-    trainer, worker, _, _ = ends(monkeypatch)
+def test_messages_arrive_in_both_directions_with_equal_arrays():
+    trainer, worker, _, _ = ends()
     sent = {"do": "weights", "arrays": {"a/b": np.arange(6, dtype=np.float32).reshape(2, 3)}}
     trainer.send(sent)
     worker.send([1, "two", None])
@@ -67,12 +65,12 @@ def test_messages_arrive_in_both_directions_with_equal_arrays(monkeypatch):
         worker.receive()
 
 
-def test_end_with_another_secret_and_forged_messages_are_rejected(monkeypatch):
-    trainer, worker, _, _ = ends(monkeypatch, second="two")
+def test_end_with_another_secret_and_forged_messages_are_rejected():
+    trainer, worker, _, _ = ends(second=b"two")
     assert isinstance(trainer, ForgedMessageError | ConnectionLost)
     assert isinstance(worker, ForgedMessageError | ConnectionLost)
     assert any(isinstance(end, ForgedMessageError) for end in (trainer, worker))
-    trainer, worker, left, _ = ends(monkeypatch)
+    trainer, worker, left, _ = ends()
     left.sendall((40).to_bytes(8, "big") + bytes(40))
     with pytest.raises(ForgedMessageError):
         worker.receive()

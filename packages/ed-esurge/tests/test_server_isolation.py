@@ -107,6 +107,7 @@ ACCESS = {
             "POST /v1/load_lora_adapter",
             "POST /v1/unload_lora_adapter",
             "POST /reset_prefix_cache",
+            "POST /update_weights_from_disk",
             "POST /sleep",
             "POST /wake_up",
             "POST /api/create",

@@ -171,6 +171,10 @@ class eLargeModel(Setters):
         with self.config.blame(section):
             return self.once(name, lambda: pkgutil.resolve_name(builder)(self))
 
+    def has_built(self, name: str) -> bool:
+        """Return whether a part is in memory."""
+        return name in self._built
+
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return the cached value of `name`; the first call creates it with `make`."""
         if name not in self._built:
@@ -367,7 +371,13 @@ class eLargeModel(Setters):
             values["cors_origins"] = ["*"]
         values["api_key"] += read_keys(file) if file is not None else []
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
-        serve(self.part("engine"), values.pop("host"), values.pop("port"), **values)
+        address, size = (values.pop("host"), values.pop("port")), values.pop("data_parallel_size")
+        if size == 1:
+            serve(self.part("engine"), *address, **values)
+            return
+        replicated = pkgutil.resolve_name("ed_elarge.building.replicas:replicated_engine")
+        with replicated(self, values["served_model_name"], size) as engine:
+            serve(engine, *address, **values)
 
 
 def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:

@@ -109,8 +109,9 @@ def prepare_eval(elm: eLargeModel, options: EvalOptions) -> None:
 
 
 def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> None:
-    """Load the model."""
-    elm.build_model()
+    """Load the model, unless processes of their own load it."""
+    if getattr(options, "data_parallel_size", 1) == 1:
+        elm.build_model()
 
 
 # Actions.

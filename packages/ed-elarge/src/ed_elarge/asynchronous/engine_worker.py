@@ -17,12 +17,12 @@ from typing import Any
 import jax
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.core.commands import Pause
+from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_infra.errors import ConfigError
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.stored.arrays import flat_arrays, from_flat
 from flax import nnx
 
-from ed_elarge.asynchronous.connection import Connection, ConnectionLost
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.engine.end_tokens import stop_after_answers
 from ed_elarge.engine.options import of_rollouts

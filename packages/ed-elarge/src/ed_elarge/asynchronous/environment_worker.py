@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_infra.errors import ConfigError
 from ed_trainers.environments import Environment, EnvironmentReply, environment_class
 from ed_trainers.online.completions import as_written
 from ed_trainers.options.online import RewardedArguments
 from ed_trainers.rewards import Rewards
 
-from ed_elarge.asynchronous.connection import Connection, ConnectionLost
 from ed_elarge.model import eLargeModel
 
 #: Content of a message that no template changes.

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ed_elarge.asynchronous.connection import Connection, ConnectionLost
+from ed_esurge.engine.connection import Connection, ConnectionLost, shared_secret
+
 from ed_elarge.asynchronous.environment_worker import EnvironmentWorker
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
@@ -28,7 +29,7 @@ def join(address: str, role: str) -> int:
         ConnectionLost: there is no trainer at the address.
         ForgedMessageError: the trainer has another secret.
     """
-    connection = Connection.open(address)
+    connection = Connection.open(address, shared_secret())
     connection.send({"do": "hello", "role": role})
     try:
         run: dict[str, Any] = connection.receive()

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ed_esurge.engine.channel import SECRET
+from ed_esurge.engine.connection import Connection, shared_secret
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
-from ed_elarge.asynchronous.connection import Connection
 from ed_elarge.exits import BAD_INPUT
 
 logger = get_logger(__name__)
@@ -187,7 +187,7 @@ class RunWorkers:
     def _serve(self, stream: socket.socket) -> None:
         """Follow one connection to its end."""
         try:
-            connection = Connection(stream, accepted=True)
+            connection = Connection(stream, accepted=True, secret=shared_secret())
             hello = connection.receive()
             connection.send(self._run)
             if hello.get("role") not in self.in_vain or connection.receive().get("do") != "ready":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +36,24 @@ def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
     from ed_esurge.engine import eSurge
     from ed_esurge.speech.engine import SPEECH_TASKS
 
-    run, model = elm.config, elm.part("model")
+    model = elm.part("model")
     if type(model).model_task in SPEECH_TASKS:
         return _speech_engine(elm, model)
-    processor: Any = None
-    if "pixel_values" in model.input_names:
-        processor = elm.part("processor")
-    elif "input_features" in model.input_names and run.model is not None:
-        processor = elm.part("processor") if run.has_recordings else _feature_extractor(elm)
-    return eSurge(model, elm.part("tokenizer"), run.esurge, processor=processor)
+    processor = processor_of(elm, model.input_names)
+    return eSurge(model, elm.part("tokenizer"), elm.config.esurge, processor=processor)
+
+
+def processor_of(elm: eLargeModel, input_names: Sequence[str]) -> Any:
+    """Return the processor of a model that reads images or audio; None for other models.
+
+    Args:
+        input_names: Names of the arrays that the model accepts.
+    """
+    if "pixel_values" in input_names:
+        return elm.part("processor")
+    if "input_features" in input_names and elm.config.model is not None:
+        return elm.part("processor") if elm.config.has_recordings else _feature_extractor(elm)
+    return None
 
 
 def _feature_extractor(elm: eLargeModel) -> FeatureExtractionMixin | None:

@@ -181,15 +181,21 @@ def member(
 
 
 def join(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the trainer.")],
-    role: Annotated[str, typer.Option("--as", help="engine, or environment.")] = "engine",
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the trainer or server.")],
+    role: Annotated[str, typer.Option("--as", help="engine, environment or replica.")] = "engine",
+    name: Annotated[
+        str | None, typer.Option("--model-name", help="With --as replica: model of the server.")
+    ] = None,
 ) -> None:
-    """Join an asynchronous run as an engine or as a process of environments.
+    """Join an asynchronous run as an engine or as a process of environments, or a server.
 
-    The variable ESURGE_CLUSTER_SECRET must have the same value as for the trainer.
+    The variable ESURGE_CLUSTER_SECRET must have the same value as for the trainer or server.
     """
     from ed_elarge.asynchronous.joining import ENGINE, ENVIRONMENT, join
+    from ed_elarge.building.replicas import REPLICA, join_as_replica
 
+    if role == REPLICA:
+        raise typer.Exit(guarded(lambda: join_as_replica(address, name)))
     if role not in (ENGINE, ENVIRONMENT):
-        raise typer.BadParameter(f"--as {role}: use {ENGINE} or {ENVIRONMENT}")
+        raise typer.BadParameter(f"--as {role}: use {ENGINE}, {ENVIRONMENT} or {REPLICA}")
     raise typer.Exit(guarded(lambda: join(address, role)))

@@ -91,6 +91,9 @@ class ServeOptions(Options):
     """Address of the server; `0.0.0.0` listens on every address of the machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 11556
     """Port of the server; 0 selects a free port."""
+    data_parallel_size: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Number of replicas of the model, each in its own process. A lost replica is started again.
+    1: this process."""
     log_level: Annotated[
         str, choice("log level", ("critical", "error", "warning", "info", "debug", "trace"))
     ] = "info"
@@ -141,6 +144,9 @@ class ServeOptions(Options):
     lora_directory: Name | None = None
     """Folder of LoRA adapters that clients may load (`/v1/load_lora_adapter`), if the engine has
     `max_loras`. None: clients load no adapters."""
+    weights_directory: Name | None = None
+    """Folder of checkpoints whose weights administrators may load (`/update_weights_from_disk`).
+    None: clients replace no weights."""
     batch_directory: Name | None = None
     """Folder for files and results of `/v1/batches`, which persist between runs of the server.
     None: no batches."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,20 +170,19 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     with ThreadPoolExecutor(1) as aside:
         tokenizer = aside.submit(tokenizer_of, values)
         model: Any = hub.from_pretrained(values.model, task=task, **loading)
-    processor = None
-    if "pixel_values" in model.input_names:
-        processor = _processor_of(values)
-    elif "input_features" in model.input_names:
-        from ed_models.checkpoints.tokenizers import load_feature_extractor
 
-        processor = load_feature_extractor(values.model, revision=values.revision)
+    def read_model(directory: Path) -> Any:
+        again: dict[str, Any] = {**loading, "revision": None}
+        return hub.from_pretrained(str(directory), task=task, **again)
+
     return eSurge(
         model,
         tokenizer.result(),
         options,
         model_name=name_of(values.model),
-        processor=processor,
+        processor=processor_of(values, model.input_names),
         certificate=certificate_summary(settings),
+        read_model=read_model,
     )
 
 
@@ -286,13 +286,24 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
     )
 
 
-def _processor_of(values: argparse.Namespace) -> Any:
-    """Load the processor of a vision-language model. Raises CheckpointError: it is missing."""
-    from ed_models.checkpoints.tokenizers import load_processor
+def processor_of(values: argparse.Namespace, input_names: Sequence[str]) -> Any:
+    """Load the processor of a model that reads images or audio; None for other models.
 
-    return load_processor(
-        values.model, revision=values.revision, trust_remote_code=values.trust_remote_code
-    )
+    Args:
+        input_names: names of the arrays that the model accepts.
+
+    Raises:
+        CheckpointError: the processor is missing.
+    """
+    from ed_models.checkpoints.tokenizers import load_feature_extractor, load_processor
+
+    if "pixel_values" in input_names:
+        return load_processor(
+            values.model, revision=values.revision, trust_remote_code=values.trust_remote_code
+        )
+    if "input_features" in input_names:
+        return load_feature_extractor(values.model, revision=values.revision)
+    return None
 
 
 def name_of(model: str) -> str:

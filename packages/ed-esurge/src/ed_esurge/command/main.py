@@ -3,6 +3,7 @@
     esurge serve MODEL     an OpenAI-compatible server
     esurge chat MODEL      a conversation in the terminal
     esurge run-batch MODEL the answers of a file of requests
+    esurge join HOST:PORT  a replica for a server on another host
     esurge bench MODEL     load test of a server: throughput and latencies
     esurge bench serve ... load test with arrival times and data sets, as `vllm bench serve`
 
@@ -32,6 +33,7 @@ COMMANDS = {
     "serve": "serve a model behind an OpenAI-compatible API",
     "chat": "talk with a model in the terminal",
     "run-batch": "answer the requests of a file",
+    "join": "start a replica for a server on another host",
     "bench": "put load on a server and measure it",
     "bench-serve": "load test with arrival times and data sets; also `bench serve`",
 }
@@ -45,6 +47,8 @@ def _module(command: str) -> ModuleType:
             from ed_esurge.command import chat as module
         case "run-batch":
             from ed_esurge.command import run_batch as module
+        case "join":
+            from ed_esurge.command import join as module
         case "bench":
             from ed_esurge.command import bench as module
         case _:
@@ -83,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags = read_config(values.config, own[values.command])
             at = words.index(values.command) + 1
             values = parser.parse_args([*words[:at], values.model, *flags, *words[at:]])
+        values.words = words
         return _module(values.command).run(values)
     except KeyboardInterrupt:
         return INTERRUPTED

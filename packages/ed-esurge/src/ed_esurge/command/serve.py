@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 from ed_infra.errors import ConfigError
@@ -14,6 +16,8 @@ from ed_infra.errors import ConfigError
 from ed_esurge.command.flags import mapping_of, options_of
 from ed_esurge.command.load import add_model_arguments, name_of, served_engine
 from ed_esurge.command.model_directory import model_directory
+from ed_esurge.command.nodes import add_node_arguments, check_nodes, connected_nodes
+from ed_esurge.command.replicated import ReplicaStarter, add_replica_arguments, check_replicas
 from ed_esurge.config import EngineConfig, ServerLimits, UnknownFields
 
 #: Environment variables with API keys. A command line is readable by every user of the machine.
@@ -96,6 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapters that requests select by NAME as their model; requires --max-loras",
     )
     group.add_argument("--lora-directory", help="directory of adapters that clients may load")
+    group.add_argument(
+        "--weights-directory", help="directory of checkpoints whose weights administrators may load"
+    )
     group.add_argument("--batch-directory", help="directory of files and results of batches")
     group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
     group.add_argument(
@@ -112,10 +119,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssl-keyfile", help="private key, PEM")
     group.add_argument("--ssl-certfile", help="certificate, PEM")
     group.add_argument("--limits", metavar="JSON", help="see ed_esurge.config.ServerLimits")
+    add_replica_arguments(parser)
+    add_node_arguments(parser)
 
 
-def engines_of(values: argparse.Namespace) -> Any:
+def engines_of(
+    values: argparse.Namespace, create: Callable[[argparse.Namespace], Any] = served_engine
+) -> Any:
     """Create the engine of the arguments; with `--also`, several engines by name.
+
+    Args:
+        create: creates the engine of one model.
 
     Raises:
         EasyDeLError: see `served_engine`; or two models have the same name.
@@ -124,7 +138,7 @@ def engines_of(values: argparse.Namespace) -> Any:
         return {}
     models = [values.model, *values.also]
     if len(models) == 1:
-        return served_engine(values)
+        return create(values)
     names = [name_of(model) for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
@@ -141,7 +155,7 @@ def engines_of(values: argparse.Namespace) -> Any:
             own["kv_offloading_size"] = str(options.kv_offloading_size / len(models))
         if place > 1:
             own |= {"tokenizer": None, "revision": None}
-        engines[name] = served_engine(argparse.Namespace(**{**vars(values), **own}))
+        engines[name] = create(argparse.Namespace(**{**vars(values), **own}))
     return engines
 
 
@@ -161,7 +175,7 @@ def adapters_of(modules: Sequence[str]) -> dict[str, str]:
 
 
 def run(values: argparse.Namespace) -> int:
-    """Load and serve the model. With several processes, connect the processes first."""
+    """Load and serve the models, in this process or in several."""
     # Imports and engines create many objects that stay. Collections would only visit them.
     gc.disable()
     try:
@@ -177,8 +191,6 @@ def _server() -> Callable[..., None]:
 
 
 def _run(values: argparse.Namespace) -> int:
-    from ed_infra import distributed
-
     if values.model is None and (values.model_dir is None or values.also or values.lora_modules):
         raise ConfigError("name a MODEL, or a directory of models with --model-dir")
     if values.model is None and values.served_model_name:
@@ -200,39 +212,57 @@ def _run(values: argparse.Namespace) -> int:
         raise ConfigError("--lora-modules requires one model: leave --also out")
     if adapters and values.max_loras is None:
         values.max_loras = str(len(adapters))
-    distributed.initialize()
-    with ThreadPoolExecutor(1) as aside:
+    check_replicas(values)
+    check_nodes(values)
+    with ThreadPoolExecutor(1) as aside, ExitStack() as stack:
         serving = aside.submit(_server)  # imports the server while the engine is built
-        engines = engines_of(values)
-    serve = serving.result()
-    for name, directory in adapters.items():
-        engines.load_lora_adapter(name, directory)
-    gc.enable()
-    serve(
-        engines,
-        values.host,
-        values.port,
-        served_model_name=values.served_model_name,
-        api_key=[*keys, *([key] if key else [])] or None,
-        cors_origins=values.cors_origins,
-        allowed_hosts=values.allowed_hosts,
-        limits=limits,
-        tool_parser_name=values.tool_parser_name,
-        reasoning_parser=values.reasoning_parser,
-        lora_directory=values.lora_directory,
-        batch_directory=values.batch_directory,
-        otlp_traces_endpoint=values.otlp_traces_endpoint,
-        enable_sleep_mode=values.enable_sleep_mode,
-        unknown_fields=values.unknown_fields,
-        admin_api_key=os.environ.get(ADMIN_KEY),
-        share_prefix_cache=values.share_prefix_cache,
-        allowed_media_domains=values.allowed_media_domains,
-        model_directory=on_demand,
-        trust_request_chat_template=values.trust_request_chat_template,
-        mcp_config=values.mcp_config,
-        log_level=values.log_level,
-        drain_seconds=values.drain_seconds,
-        ssl_keyfile=values.ssl_keyfile,
-        ssl_certfile=values.ssl_certfile,
-    )
+        engines = stack.enter_context(_running_engines(values))
+        serve = serving.result()
+        for name, directory in adapters.items():
+            loading = engines.load_lora_adapter(name, directory)
+            if loading is not None:  # of replicas
+                asyncio.run(loading)
+        gc.enable()
+        serve(
+            engines,
+            values.host,
+            values.port,
+            served_model_name=values.served_model_name,
+            api_key=[*keys, *([key] if key else [])] or None,
+            cors_origins=values.cors_origins,
+            allowed_hosts=values.allowed_hosts,
+            limits=limits,
+            tool_parser_name=values.tool_parser_name,
+            reasoning_parser=values.reasoning_parser,
+            lora_directory=values.lora_directory,
+            weights_directory=values.weights_directory,
+            batch_directory=values.batch_directory,
+            otlp_traces_endpoint=values.otlp_traces_endpoint,
+            enable_sleep_mode=values.enable_sleep_mode,
+            unknown_fields=values.unknown_fields,
+            admin_api_key=os.environ.get(ADMIN_KEY),
+            share_prefix_cache=values.share_prefix_cache,
+            allowed_media_domains=values.allowed_media_domains,
+            model_directory=on_demand,
+            trust_request_chat_template=values.trust_request_chat_template,
+            mcp_config=values.mcp_config,
+            log_level=values.log_level,
+            drain_seconds=values.drain_seconds,
+            ssl_keyfile=values.ssl_keyfile,
+            ssl_certfile=values.ssl_certfile,
+        )
     return 0
+
+
+@contextmanager
+def _running_engines(values: argparse.Namespace) -> Iterator[Any]:
+    """Create the engines: in this process, or in the processes of replicas."""
+    if values.data_parallel_size == 1 and values.data_parallel_size_local is None:
+        with connected_nodes(values):
+            yield engines_of(values)
+        return
+    starter = ReplicaStarter(values)
+    try:
+        yield engines_of(values, starter.engine)
+    finally:
+        starter.hub.close()

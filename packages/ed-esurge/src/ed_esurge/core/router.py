@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 #: Assumed length of a completion in tokens before any completion has finished.
 USUAL_OUTPUT = 128.0
@@ -27,15 +27,19 @@ class ReplicaRouter:
         self._placed: dict[str, tuple[int, float, int]] = {}  # id -> replica, tokens, completions
         self._usual = USUAL_OUTPUT
 
-    def choose(self, prompt: int, known: Sequence[int]) -> int:
+    def choose(
+        self, prompt: int, known: Sequence[int], among: Collection[int] | None = None
+    ) -> int:
         """Return the replica for a new request.
 
         Args:
             prompt: number of prompt tokens.
             known: number of prompt tokens in the prefix cache of each replica.
+            among: the replicas that accept requests, at least one; None = all.
         """
         costs = [work + prompt - hit for work, hit in zip(self._work, known, strict=True)]
-        return min(range(len(costs)), key=lambda index: (costs[index], self._chosen[index]))
+        replicas = range(len(costs)) if among is None else among
+        return min(replicas, key=lambda index: (costs[index], self._chosen[index]))
 
     def place(self, request_id: str, replica: int, new: int, completions: int, most: int) -> None:
         """Add the work of a request to a replica.
@@ -64,7 +68,12 @@ class ReplicaRouter:
             request_id: id of the request.
             generated: number of generated tokens over all completions.
         """
-        replica, work, completions = self._placed.pop(request_id)
-        self._work[replica] -= work
+        completions = self.remove(request_id)
         if completions:
             self._usual += (generated / completions - self._usual) / 16
+
+    def remove(self, request_id: str) -> int:
+        """Subtract the work of an unfinished request, and return its number of completions."""
+        replica, work, completions = self._placed.pop(request_id)
+        self._work[replica] -= work
+        return completions

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 import numpy as np
 from ed_infra.enums import TaskType
-from ed_infra.errors import EasyDeLError
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_models.adapters.values import Adapter
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
@@ -24,6 +24,7 @@ from ed_models.tasks.audio_text import RecordingForm
 from flax import nnx
 from jaxtyping import Float
 
+from ed_esurge.certificates import certificate_summary
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import (
@@ -38,6 +39,7 @@ from ed_esurge.core.commands import (
     WakeUp,
 )
 from ed_esurge.engine.control import check_level, loading
+from ed_esurge.engine.followers import Follower, OutputItem, hand_over, refuse
 from ed_esurge.engine.intake import CheckedPrompt, PromptInput, RequestOptions, RequestParams
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.grammars.store import Grammar
@@ -46,61 +48,6 @@ from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
-
-
-OutputItem = RequestOutput | BaseException
-
-
-class _Follower:
-    """Queue of the outputs of one request, in the event loop of the waiting coroutine."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._items: deque[OutputItem] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self.over = False
-        """Whether the last output or an error was read."""
-
-    def put(self, item: OutputItem) -> None:
-        """Append an output. Must be called in the event loop."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> RequestOutput:
-        """Return the next delta. Deltas of several steps are merged if the reader is slower."""
-        while not self._items:
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        item = self._items.popleft()
-        if isinstance(item, RequestOutput):
-            while self._items and isinstance(following := self._items[0], RequestOutput):
-                item.add(following)
-                self._items.popleft()
-            self.over = item.finished
-            return item
-        self.over = True
-        raise item
-
-
-def _hand_over(items: Iterable[tuple[_Follower, OutputItem]]) -> None:
-    """Pass outputs from the engine's thread to their followers.
-
-    One call per event loop, because each call wakes the loop.
-    """
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Follower, OutputItem]]] = {}
-    for follower, item in items:
-        by_loop.setdefault(follower.loop, []).append((follower, item))
-    for loop, batch in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_put, batch)
-        except RuntimeError:
-            logger.debug("the loop of a request has closed: its output is dropped")
-
-
-def _put(batch: list[tuple[_Follower, OutputItem]]) -> None:
-    for follower, item in batch:
-        follower.put(item)
 
 
 class AsyncEngine:
@@ -115,9 +62,9 @@ class AsyncEngine:
         self.engine = engine
         self.stuck_after = stuck_after
         # Commands, each with the future or follower that receives its completion or its error.
-        self._inbox: deque[tuple[Command, _Follower | Future[None] | None]] = deque()
+        self._inbox: deque[tuple[Command, Follower | Future[None] | None]] = deque()
         self._wake = threading.Event()
-        self._followers: dict[str, _Follower] = {}
+        self._followers: dict[str, Follower] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._failure: BaseException | None = None
@@ -297,7 +244,7 @@ class AsyncEngine:
             add = await asyncio.to_thread(prepare)
         else:
             add = prepare()
-        follower = _Follower()
+        follower = Follower()
         try:
             self._post(add, follower)
             while not follower.over:
@@ -313,6 +260,23 @@ class AsyncEngine:
     async def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Replace the weights before the next step; see `eSurge.update_model_weights`."""
         await self._done(UpdateWeights(model_or_state))
+
+    async def load_weights(self, source: str | Path) -> None:
+        """Replace the weights by those of a directory; see `update_model_weights`.
+
+        Raises:
+            ConfigError: the weights are those of another model, or the engine was created from a
+                model in memory without `read_model`.
+            CheckpointError: the directory cannot be read.
+        """
+        read = self.engine.read_model
+        if read is None:
+            raise ConfigError(
+                "this engine was created from a model in memory: call update_model_weights"
+            )
+        path = Path(source)
+        await self.update_model_weights(await asyncio.to_thread(read, path))
+        self.engine.certificate = certificate_summary(path)
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache; see `eSurge.reset_prefix_cache`."""
@@ -364,7 +328,7 @@ class AsyncEngine:
 
     # ---- the thread
 
-    def _post(self, command: Command, waiting: _Follower | Future[None] | None = None) -> None:
+    def _post(self, command: Command, waiting: Follower | Future[None] | None = None) -> None:
         self._inbox.append((command, waiting))
         self._wake.set()
         if self._over is not None:  # the thread has read its inbox for the last time
@@ -401,33 +365,33 @@ class AsyncEngine:
             except Exception as error:
                 if waiting is None:
                     raise
-                _refuse(waiting, error)
+                refuse(waiting, error)
                 continue
             if isinstance(waiting, Future):
                 waiting.set_result(None)
             elif waiting is not None and isinstance(command, Add):
                 self._followers[command.request_id] = waiting
 
-    def _owns(self, waiting: _Follower | Future[None] | None, request_id: str) -> bool:
+    def _owns(self, waiting: Follower | Future[None] | None, request_id: str) -> bool:
         """Return whether a follower owns a request. Another caller may use the same id."""
         return waiting is None or self._followers.get(request_id) is waiting
 
     def _give(self, outputs: list[RequestOutput]) -> None:
-        batch: list[tuple[_Follower, OutputItem]] = []
+        batch: list[tuple[Follower, OutputItem]] = []
         for output in outputs:
             follower = self._followers.get(output.request_id)
             if follower is not None:
                 batch.append((follower, output))
             if output.finished:
                 self._followers.pop(output.request_id, None)
-        _hand_over(batch)
+        hand_over(batch)
 
     def _end(self, error: EasyDeLError) -> None:
         """Fail all pending commands and followers, and reject new ones."""
         self._over = error
         self._refuse_inbox(error)
         for follower in self._followers.values():
-            _refuse(follower, error)
+            refuse(follower, error)
         self._followers.clear()
         if self._failure is None:
             for name in self.engine.unfinished_requests():
@@ -442,11 +406,4 @@ class AsyncEngine:
             except IndexError:
                 return
             if waiting is not None:
-                _refuse(waiting, error)
-
-
-def _refuse(waiting: _Follower | Future[None], error: BaseException) -> None:
-    if isinstance(waiting, Future):
-        waiting.set_exception(error)
-    else:
-        _hand_over([(waiting, error)])
+                refuse(waiting, error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 import numpy as np
@@ -67,6 +68,8 @@ class eSurge(EngineControl):
         model_name: name of the model for clients; default: the source of the model.
         draft_model: model that proposes tokens, for the `speculative_config` method `draft_model`.
         certificate: summary of the certificate of the model, see `ed_esurge.certificates`.
+        read_model: reads a model of the same architecture from a directory, for
+            `AsyncEngine.load_weights`.
         options: fields of `EngineConfig`; they override `config`.
 
     Example:
@@ -84,6 +87,7 @@ class eSurge(EngineControl):
         draft_model: LanguageModel | None = None,
         processor: Any = None,
         certificate: Mapping[str, Any] | None = None,
+        read_model: Callable[[Path], LanguageModel] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, EngineConfig):
@@ -92,7 +96,7 @@ class eSurge(EngineControl):
             config = config.replace(**options)
         self.config = config
         self.tokenizer, self.processor = tokenizer, processor
-        self.certificate = certificate
+        self.certificate, self.read_model = certificate, read_model
         self.input_names = tuple(model.input_names)
         self.task, self.labels = task_of(model), labels_of(model)
         self.embedding_settings = embedding_settings_of(model)

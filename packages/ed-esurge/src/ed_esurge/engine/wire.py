@@ -1,4 +1,4 @@
-"""Serialization of messages between the processes of one engine: msgpack and raw arrays.
+"""Serialization of messages between the processes of a model: msgpack and raw arrays.
 
 Only the classes of `CLASSES` can be deserialized, so that a message cannot create other objects or
 run code. A message consists of the length of its head (8 bytes), the head in msgpack, and the bytes
@@ -18,9 +18,19 @@ from ed_infra.errors import EasyDeLError
 from ed_infra.options import Options
 from ed_infra.specs import LoraSpec
 from ed_models.adapters.values import LayerAdapter
+from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 
+from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import Command, EncoderInput
 from ed_esurge.core.token_rules import TokenRules
+from ed_esurge.engine.intake import CheckedPrompt
+from ed_esurge.outputs import (
+    CompletionOutput,
+    LabelSet,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from ed_esurge.runner.result import NotFinite
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
@@ -36,6 +46,14 @@ CLASSES: dict[str, type] = {
         LayerAdapter,
         TokenRules,
         LoraSpec,
+        CheckedPrompt,
+        RequestOutput,
+        CompletionOutput,
+        RequestMetrics,
+        Logprob,
+        LabelSet,
+        EmbeddingSettings,
+        LoadedAdapter,
     )
 }
 # Codes of msgpack's extensions.

@@ -70,6 +70,7 @@ class AppOptions(TypedDict, total=False):
     reasoning_parser: str
     oai_like_processor: bool
     lora_directory: str | Path | None
+    weights_directory: str | Path | None
     batch_directory: str | Path | None
     otlp_traces_endpoint: str | None
     enable_sleep_mode: bool
@@ -96,6 +97,7 @@ def create_app(
     reasoning_parser: str = "auto",
     oai_like_processor: bool = True,
     lora_directory: str | Path | None = None,
+    weights_directory: str | Path | None = None,
     batch_directory: str | Path | None = None,
     otlp_traces_endpoint: str | None = None,
     enable_sleep_mode: bool = False,
@@ -131,6 +133,8 @@ def create_app(
         oai_like_processor: see `PromptEncoder`.
         lora_directory: directory of the LoRA adapters that clients may load, if the engine has
             `max_loras`. None = clients cannot load adapters.
+        weights_directory: directory of the checkpoints whose weights clients may load with
+            `POST /update_weights_from_disk`. None = clients cannot replace weights.
         batch_directory: directory of the files and results of batches, which persist after the end
             of the server. None = batches are not supported.
         otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP), see
@@ -174,6 +178,7 @@ def create_app(
         share_prefix_cache,
         trust_request_chat_template,
         McpServers({} if mcp_config is None else read_mcp_config(mcp_config)),
+        None if weights_directory is None else Path(weights_directory),
     )
     metrics = ServerMetrics()
 

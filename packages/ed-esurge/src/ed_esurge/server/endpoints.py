@@ -17,7 +17,7 @@ from ed_esurge.server.openai import (
     tokens,
     transcriptions,
 )
-from ed_esurge.server.operations import admin, health
+from ed_esurge.server.operations import admin, health, weights
 from ed_esurge.server.playground import ENDPOINTS as PLAYGROUND
 from ed_esurge.server.responses import endpoint as responses
 
@@ -38,6 +38,7 @@ ENDPOINTS = (
     *tokens.ENDPOINTS,
     *easylm.ENDPOINTS,
     *admin.ENDPOINTS,
+    *weights.ENDPOINTS,
     *health.ENDPOINTS,
 )
 

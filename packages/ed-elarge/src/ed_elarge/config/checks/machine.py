@@ -229,6 +229,9 @@ def _local_devices(backend: str | None) -> int | None:
 def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the port is free and that the files exist."""
     options = action.options
+    if options.data_parallel_size > 1 and any(one.name == "train" for one in run.actions):
+        message = "replicas load a saved model: serve the trained model with a run file of its own"
+        yield Problem(("data_parallel_size",), message)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

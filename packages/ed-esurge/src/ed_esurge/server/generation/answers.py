@@ -223,6 +223,13 @@ class TokenizerInfo(BaseModel):
     chat_template: str | None = None
 
 
+class WeightsUpdate(AnswerBody):
+    """Whether the weights were replaced."""
+
+    success: bool
+    message: str
+
+
 class Sleeping(AnswerBody):
     """Answer of `/sleep`, `/wake_up` and `/is_sleeping`."""
 

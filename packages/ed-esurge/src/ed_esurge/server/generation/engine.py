@@ -57,6 +57,8 @@ class ServedEngine(Protocol):
     engine of a classifier also has `labels`, a `LabelSet`, and its `embed` returns the logits. The
     engine of an embedding model also has `embedding_settings`, an `EmbeddingSettings`.
 
+    An engine that can read other weights from a directory also has `load_weights`.
+
     The engine of a model for speech also has `transcribe` and `check`, see
     `ed_esurge.speech.SpeechEngine`.
     """

@@ -62,6 +62,8 @@ class ServerState:
         share_prefix_cache: whether the keys share cached prefixes.
         trust_request_chat_template: whether requests may contain chat templates.
         mcp: the MCP servers of the operator.
+        weights_directory: directory of the checkpoints whose weights clients may load; None =
+            clients cannot replace weights.
 
     Attributes:
         draining: whether the server is stopping.
@@ -81,7 +83,9 @@ class ServerState:
         share_prefix_cache: bool = False,
         trust_request_chat_template: bool = False,
         mcp: McpServers | None = None,
+        weights_directory: Path | None = None,
     ) -> None:
+        self.weights_directory = weights_directory
         self.mcp = mcp or McpServers({})
         self.detached = DetachedAnswers(limits.max_background_responses)
         self.trust_request_chat_template = trust_request_chat_template

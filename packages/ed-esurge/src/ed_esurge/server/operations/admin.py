@@ -6,7 +6,6 @@ A trainer on the same device can use its memory between `POST /sleep` and `POST 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from pathlib import Path
 from typing import Annotated
 
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
@@ -20,6 +19,7 @@ from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError, engine_unavailable
 from ed_esurge.server.http.fields import RequestBody
+from ed_esurge.server.operations.directories import inside
 from ed_esurge.server.routing import READING, Endpoint, post
 
 LEVELS = {"1": 1, "2": 2}
@@ -151,7 +151,8 @@ async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -
     """
     _check_open(model)
     owners = _owners(model, body.owner)
-    path = _inside(model.adapter_directory, body.lora_path)
+    assert model.adapter_directory is not None, "checked by _check_open"
+    path = inside(model.adapter_directory, body.lora_path, "adapter", "lora_path")
     if body.lora_name in model.names:
         raise APIError(
             f"{body.lora_name!r} is the name of the model: choose another name", param="lora_name"
@@ -242,34 +243,6 @@ def _check_open(model: ServedModel) -> None:
             status=403,
             code="adapters_off",
         )
-
-
-def _inside(directory: Path | None, wanted: str) -> Path:
-    """Return the resolved directory of an adapter, which must be inside `directory`."""
-    assert directory is not None, "checked by _check_open"
-    root = directory.resolve()
-    try:
-        path = (root / wanted).resolve()
-        inside = path.is_relative_to(root) and path != root
-        there = inside and path.is_dir()
-        # The files of an adapter may be links too.
-        strays = there and any(
-            not file.resolve().is_relative_to(root) for file in path.iterdir() if file.is_symlink()
-        )
-    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a loop of links
-        inside = there = strays = False
-    if not inside or strays:
-        raise APIError(
-            f"{wanted!r:.200} is not inside the adapter directory of this server: send a path "
-            "relative to this directory",
-            status=403,
-            param="lora_path",
-        )
-    if not there:
-        raise APIError(
-            f"the adapter directory {wanted!r:.200} does not exist", status=404, param="lora_path"
-        )
-    return path
 
 
 ENDPOINTS = (

@@ -1,4 +1,4 @@
-"""Authenticated connections between the trainer and its engines and environments.
+"""Authenticated connections: of a server to its replicas, or of a trainer to its workers.
 
 A connection is a TCP stream of frames: 8 bytes of length, then a message of
 `ed_esurge.engine.channel`, whose content is encoded by `ed_esurge.engine.wire`. Both ends first
@@ -16,12 +16,11 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from ed_esurge.engine.channel import SECRET, Channel, ForgedMessageError
-from ed_esurge.engine.wire import decode, encode
 from ed_infra.errors import ConfigError, EasyDeLError
 
-#: Environment variable with the address of the trainer, for its own processes.
-ADDRESS = "EASYDEL_TRAINER_ADDRESS"
+from ed_esurge.engine.channel import SECRET, Channel, ForgedMessageError
+from ed_esurge.engine.wire import decode, encode
+
 _NONCE = 32
 #: Maximum bytes of a message before and after both ends are authenticated.
 _SMALL, _LARGE = 2**12, 2**38
@@ -39,13 +38,14 @@ class Connection:
     Args:
         stream: a connected socket.
         accepted: whether this end accepted the connection; the other end opened it.
+        secret: the secret of both ends.
 
     Raises:
         ForgedMessageError: the other end has another secret.
         ConnectionLost: the other end is gone.
     """
 
-    def __init__(self, stream: socket.socket, *, accepted: bool):
+    def __init__(self, stream: socket.socket, *, accepted: bool, secret: bytes):
         self._stream, self._lock, self._limit = stream, threading.Lock(), _SMALL
         stream.settimeout(_GREETING)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -61,8 +61,8 @@ class Connection:
         self._write(own)
         other = self._read()
         both = own + other if accepted else other + own
-        secret = hmac.digest(secret_of_run(), both, "sha256")
-        keys = [hmac.digest(secret, name, "sha256") for name in (b"to worker", b"to trainer")]
+        common = hmac.digest(secret, both, "sha256")
+        keys = [hmac.digest(common, name, "sha256") for name in (b"to opener", b"to listener")]
         sends, receives = keys if accepted else reversed(keys)
         self._out = Channel(sends, 0, self._write_or_read, _no_gather)
         self._in = Channel(receives, 1, self._write_or_read, _no_gather)
@@ -72,18 +72,22 @@ class Connection:
         stream.settimeout(None)
 
     @classmethod
-    def open(cls, address: str) -> Connection:
-        """Connect to a trainer.
+    def open(cls, address: str, secret: bytes) -> Connection:
+        """Connect to a process that listens.
 
         Args:
             address: `HOST:PORT`.
+            secret: the secret of both ends.
+
+        Raises:
+            ConnectionLost: no process listens at the address.
         """
         host, _, port = address.rpartition(":")
         try:
             stream = socket.create_connection((host, int(port)), _GREETING)
         except (OSError, ValueError) as error:
-            raise ConnectionLost(f"there is no trainer at {address}: {error}") from error
-        return cls(stream, accepted=False)
+            raise ConnectionLost(f"no process listens at {address}: {error}") from error
+        return cls(stream, accepted=False, secret=secret)
 
     def send(self, value: object) -> None:
         """Send a value that `ed_esurge.engine.wire` can encode.
@@ -107,6 +111,13 @@ class Connection:
         """
         return decode(self._in.broadcast())
 
+    def wait(self) -> bool:
+        """Wait until a message arrives, which stays unread; False: the other end is gone."""
+        try:
+            return bool(self._stream.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Close the connection; a waiting `receive` raises `ConnectionLost`."""
         with suppress(OSError):  # the other end closed it
@@ -121,7 +132,11 @@ class Connection:
 
     def _write(self, data: bytes) -> None:
         try:
-            self._stream.sendall(len(data).to_bytes(8, "big"))
+            head = len(data).to_bytes(8, "big")
+            if len(data) <= _SMALL:  # one packet
+                self._stream.sendall(head + data)
+                return
+            self._stream.sendall(head)
             self._stream.sendall(data)
         except OSError as error:
             raise ConnectionLost(f"a connection ended: {error}") from error
@@ -152,8 +167,8 @@ def _no_gather(data: bytes) -> list[bytes]:
     raise AssertionError("a connection has two ends, which send in turn")
 
 
-def secret_of_run() -> bytes:
-    """Return the secret that all processes of a run share.
+def shared_secret() -> bytes:
+    """Return the secret of the environment, which all processes share.
 
     Raises:
         ConfigError: the environment variable is not set.
@@ -161,7 +176,7 @@ def secret_of_run() -> bytes:
     secret = os.environ.get(SECRET, "")
     if not secret:
         raise ConfigError(
-            f"{SECRET} is not set: set it to the same random value in the trainer and in every "
-            "process that joins the run"
+            f"{SECRET} is not set: set it to the same random value in the first process and in "
+            "every process that joins it"
         )
     return secret.encode()

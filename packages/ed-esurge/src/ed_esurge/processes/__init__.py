@@ -1,0 +1,1 @@
+"""Replicas of a model in processes of their own, behind one server."""

@@ -1,0 +1,257 @@
+"""`ReplicaHub`: starts and restarts the replicas of this host, and accepts those of others."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.logging import get_logger
+
+from ed_esurge.engine.channel import SECRET
+from ed_esurge.engine.connection import Connection
+from ed_esurge.processes.replicated_engine import ReplicatedEngine
+
+logger = get_logger(__name__)
+
+#: Consecutive ends of a replica before it was ready, after which it is not started again.
+MAX_FAILURES = 10
+#: Seconds in which the processes must end, for example to store their prefix pages.
+END_SECONDS = 60.0
+#: Seconds between two checks of the processes.
+_INTERVAL = 0.1
+#: Exit code of a process with invalid input.
+_BAD_INPUT = 2
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass
+class _LocalReplica:
+    """A process on this host."""
+
+    engine: ReplicatedEngine
+    environment: Mapping[str, str]
+    process: subprocess.Popen[bytes]
+    failures: int = 0
+
+
+class ReplicaHub:
+    """Connects the replicas of all models of a server.
+
+    Args:
+        address: `HOST:PORT` at which replicas connect; port 0 selects a free port.
+        secret: the secret that authenticates the replicas.
+        command: the command that starts a replica, without the address.
+        module: the Python module of the program of the command.
+
+    Raises:
+        ConfigError: the address is not available.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        command: Sequence[str] = ("esurge", "join"),
+        module: str = "ed_esurge",
+    ) -> None:
+        self._secret = secret
+        self._command, self._module = tuple(command), module
+        self._engines: dict[str, ReplicatedEngine] = {}
+        self._local: list[_LocalReplica] = []
+        self._failed: EasyDeLError | None = None
+        self._closed, self._starting = threading.Event(), threading.Lock()
+        self._connections: set[Connection] = set()
+        host, _, port = address.rpartition(":")
+        try:
+            self._listener = socket.create_server((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"replicas cannot connect to {address} ({error}): choose another address or port"
+            ) from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        for work in (self._accept, self._supervise):
+            threading.Thread(target=work, name="replica-hub", daemon=True).start()
+
+    @property
+    def pids(self) -> dict[str, list[int]]:
+        """Name of a model -> ids of its processes on this host."""
+        found: dict[str, list[int]] = {name: [] for name in self._engines}
+        for one in self._local:
+            found[one.engine.model_name].append(one.process.pid)
+        return found
+
+    def command(self) -> str:
+        """Return the command that starts a replica on another host."""
+        return f"{SECRET}=... {shlex.join([*self._command, self.address])}"
+
+    def start(self, engine: ReplicatedEngine, local: int) -> None:
+        """Start the replicas of a model, and wait until all are ready.
+
+        The first replica starts alone, so that the others read its compiled programs.
+
+        Args:
+            engine: the engine with the number of all replicas.
+            local: number of replicas on this host.
+
+        Raises:
+            EasyDeLError: a replica cannot start.
+        """
+        self._engines[engine.model_name] = engine
+        shares = device_shares(local)
+
+        def check() -> None:
+            if self._failed is not None:
+                raise self._failed
+
+        for number in range(local):
+            environment = {**_environment(), **shares[number], SECRET: self._secret.decode()}
+            process = self._spawn(engine, environment)
+            self._local.append(_LocalReplica(engine, environment, process))
+            if number == 0:
+                engine.wait_ready(1, check)
+        if local < engine.size:
+            print(
+                f"waiting for {engine.size - local} replicas of {engine.model_name}; on another "
+                f"host: {self.command()}",
+                flush=True,
+            )
+        engine.wait_ready(engine.size, check)
+
+    def close(self) -> None:
+        """End all replicas, and wait for the processes of this host."""
+        with self._starting:
+            self._closed.set()
+        self._listener.close()
+        for engine in self._engines.values():
+            engine.close()
+        for connection in list(self._connections):
+            connection.close()
+        until = time.monotonic() + END_SECONDS
+        for one in self._local:
+            try:
+                one.process.wait(max(until - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+
+    def _spawn(
+        self, engine: ReplicatedEngine, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", self._module, *self._command[1:], self.address]
+        return subprocess.Popen(
+            [*words, "--model-name", engine.model_name],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,  # Ctrl-C reaches the server only, which drains
+        )
+
+    def _supervise(self) -> None:
+        while not self._closed.wait(_INTERVAL):
+            silent = {pid for engine in self._engines.values() for pid in engine.look()}
+            for one in self._local:
+                if one.process.pid in silent:
+                    one.process.kill()
+                if one.process.poll() is not None:
+                    self._restart(one)
+
+    def _restart(self, one: _LocalReplica) -> None:
+        """Start a process again after its end, later after each failure."""
+        engine, process = one.engine, one.process
+        if process.pid in engine.seen:
+            engine.seen.discard(process.pid)
+            one.failures = 0
+            logger.warning(
+                "a process of %s ended (%s): restarting", engine.model_name, process.returncode
+            )
+        elif one.failures > MAX_FAILURES:
+            return
+        else:
+            one.failures += 1
+            never = engine.num_ready == 0 and process.returncode == _BAD_INPUT
+            if never or one.failures > MAX_FAILURES:
+                one.failures = MAX_FAILURES + 1
+                reason = (
+                    f"a replica of {engine.model_name} cannot start (exit code "
+                    f"{process.returncode}); see its message above"
+                )
+                self._failed = EasyDeLError(reason)
+                engine.fail(reason)
+                return
+        self._closed.wait(min(one.failures, 5))
+        with self._starting:
+            if not self._closed.is_set():
+                one.process = self._spawn(engine, one.environment)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._connect, args=(stream,), daemon=True).start()
+
+    def _connect(self, stream: socket.socket) -> None:
+        """Follow one connection to its end."""
+        connection: Connection | None = None
+        try:
+            connection = Connection(stream, accepted=True, secret=self._secret)
+            self._connections.add(connection)
+            self._engine_for(connection.receive()["model"]).attend(connection)
+        except Exception as error:  # of the other end; the server must not end
+            if not self._closed.is_set():
+                logger.warning("a connection of a replica ended: %s", error)
+        finally:
+            if connection is not None:
+                self._connections.discard(connection)
+            stream.close()
+
+    def _engine_for(self, wanted: str | None) -> ReplicatedEngine:
+        """Return the model with a name, or the model that lacks the most replicas."""
+        if wanted is not None:
+            if wanted not in self._engines:
+                raise ConfigError(f"the server has no model {wanted!r}")
+            return self._engines[wanted]
+        if not self._engines:
+            raise ConfigError("the server has no models yet: try again later")
+        return max(self._engines.values(), key=lambda each: each.size - each.num_ready)
+
+
+def device_shares(count: int) -> list[dict[str, str]]:
+    """Return the variables that give each replica of this host its own GPUs.
+
+    Raises:
+        ConfigError: the GPUs cannot be divided by the number of replicas.
+    """
+    listed = os.environ.get(_VISIBLE)
+    if listed is None:
+        listed = ",".join(map(str, range(len([*_GPUS.iterdir()])))) if _GPUS.is_dir() else ""
+    devices = [each for each in listed.split(",") if each]
+    if not devices or not count:
+        return [{} for _ in range(count)]
+    each, rest = divmod(len(devices), count)
+    if rest:
+        raise ConfigError(
+            f"{len(devices)} GPUs cannot be divided among {count} replicas: set {_VISIBLE} to a "
+            "multiple, or change data_parallel_size"
+        )
+    return [{_VISIBLE: ",".join(devices[i * each : (i + 1) * each])} for i in range(count)]
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the variables that would connect a process to a cluster."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    }
