@@ -85,6 +85,7 @@ def connected_nodes(values: argparse.Namespace) -> Iterator[None]:
 
     Without `--nnodes`, the cluster is detected.
     """
+    import jax
     from ed_infra import distributed
 
     count, rank = values.nnodes, values.node_rank
@@ -110,6 +111,7 @@ def connected_nodes(values: argparse.Namespace) -> Iterator[None]:
         distributed.initialize(f"{host}:{port}", count, rank)
         yield
         closing.set()
+        jax.distributed.shutdown()  # waits for the others, which wait for this process
         for child in children:
             child.wait(_END_SECONDS)
     finally:
