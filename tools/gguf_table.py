@@ -94,11 +94,13 @@ def table_of_formats() -> list[str]:
 
 
 def table_of_rounded_gelu() -> list[str]:
-    """Return the lines of the table of families with GELU: as they are, and with rounded GELU."""
+    """Return the lines of the table of families with GELU, also rounded; empty without results."""
     read = _read(FORMATS)
     names = [name for form in COMMON for name in (form, f"{form}{ROUNDED}")]
     lines = ["", *heading("model type", *names)]
-    for family in read.get(names[1], {}):
+    if names[1] not in read:
+        return []
+    for family in read[names[1]]:
         cells = (_cell(*read.get(name, {}).get(family, (0.0, NEW_TOKENS))) for name in names)
         lines.append(row(f"`{family}`", *cells))
     return lines
