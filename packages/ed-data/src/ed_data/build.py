@@ -23,7 +23,7 @@ from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.storage.prepare import prepare
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
-from ed_data.tokens.chat_recordings import RecordingForm
+from ed_data.tokens.chat_recordings import RecordingLayout
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.images import ModelProcessor
 from ed_data.tokens.media import medium_encoders
@@ -53,7 +53,7 @@ def build_loader(
     processor: ModelProcessor | SpeechProcessor | None = None,
     decoder_start_token_id: int | None = None,
     time_steps: TimeSteps | None = None,
-    recordings: RecordingForm | None = None,
+    recordings: RecordingLayout | None = None,
 ) -> Loader | StreamLoader:
     """Tokenize a mixture, or read its tokens from the cache, and return the loader of its batches.
 

@@ -23,7 +23,7 @@ from ed_data.schema import TEXT, Schema
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import StorePart
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
-from ed_data.tokens.chat_recordings import RecordingForm
+from ed_data.tokens.chat_recordings import RecordingLayout
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.images import ModelProcessor
 from ed_data.tokens.media import medium_encoders
@@ -185,7 +185,7 @@ def data_report(
     processor: ModelProcessor | SpeechProcessor | None = None,
     decoder_start_token_id: int | None = None,
     time_steps: TimeSteps | None = None,
-    recordings: RecordingForm | None = None,
+    recordings: RecordingLayout | None = None,
     near: bool = False,
     samples: int = 3,
 ) -> Report:

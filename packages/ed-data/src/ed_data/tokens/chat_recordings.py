@@ -39,7 +39,7 @@ class RecordingSize(NamedTuple):
     features: int
 
 
-class RecordingForm(Protocol):
+class RecordingLayout(Protocol):
     """The recordings that an audio-language model reads; `ed_models` implements the protocol."""
 
     @property
@@ -83,7 +83,7 @@ class RecordingEncoder:
     noun, part, reads = "recording", "audio", RowAudio
     marks_prompts = False
 
-    def __init__(self, processor: SpeechProcessor, form: RecordingForm) -> None:
+    def __init__(self, processor: SpeechProcessor, form: RecordingLayout) -> None:
         self._extract: Any = checked_processor(processor).feature_extractor
         self.token: int | None = form.token
         self.feature, self._form = form.token, form

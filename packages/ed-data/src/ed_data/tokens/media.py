@@ -7,7 +7,7 @@ from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_data.schema import Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
-from ed_data.tokens.chat_recordings import RecordingEncoder, RecordingForm
+from ed_data.tokens.chat_recordings import RecordingEncoder, RecordingLayout
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
 from ed_data.tokens.items import MediumEncoder
 from ed_data.tokens.patches import PatchEncoder, RowEncoder
@@ -20,7 +20,7 @@ def medium_encoders(
     *,
     start: int | None = None,
     steps: TimeSteps | None = None,
-    recordings: RecordingForm | None = None,
+    recordings: RecordingLayout | None = None,
 ) -> tuple[MediumEncoder | None, AudioEncoder | None]:
     """Return the encoder of the images or recordings of chats, and that of recordings with
     transcripts; each is None if the data have none.
