@@ -20,6 +20,8 @@ import argparse
 import json
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,20 @@ def rounded_gelu(x: jax.Array) -> jax.Array:
     return jnp.where(x <= -10, 0, jnp.where(x >= 10, x, near))
 
 
+@contextmanager
+def as_llama_cpp() -> Iterator[None]:
+    """Compute GELU within the block as llama.cpp does."""
+    kept, fused = dict(ACTIVATIONS), dict(products.ACTS)
+    for name in [name for name in kept if "gelu" in name]:
+        ACTIVATIONS[name] = rounded_gelu
+        products.ACTS.pop(name, None)
+    try:
+        yield
+    finally:
+        ACTIVATIONS.update(kept)
+        products.ACTS.update(fused)
+
+
 def wide_subject(model_type: str) -> Subject:
     """Return the first configuration of a family with rows of whole blocks."""
     first = next(iter(gguf_subjects(model_type)))
@@ -147,16 +163,18 @@ def in_format(wide: Path, name: str) -> tuple[Path, Path]:
 
 
 def main() -> None:
-    """Measure, print and store the differences."""
+    """Read the options, and measure."""
     parser = argparse.ArgumentParser(prog="python -m tools.gguf_formats")
     parser.add_argument("families", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--every", action="store_true", help="two formats of every architecture")
     parser.add_argument("--rounded", action="store_true", help="round GELU as llama.cpp does")
     options = parser.parse_args()
-    if options.rounded:
-        for name in [name for name in ACTIVATIONS if "gelu" in name]:
-            ACTIVATIONS[name] = rounded_gelu
-            products.ACTS.pop(name, None)
+    with as_llama_cpp() if options.rounded else nullcontext():
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure the families of the options, and store the differences."""
     results = json.loads(FORMATS.read_text(encoding="utf-8")) if FORMATS.is_file() else {}
     known = sorted({row.model_type for row in ROWS} - WITHOUT_LOGITS)
     for model_type in options.families or (known if options.every else FAMILIES):
