@@ -124,6 +124,37 @@ def qwen3_vl_moe(own: Any) -> dict[str, Any]:
     return {**fields, "text_config": text, "vision_config": vision}
 
 
+def kimi_k25(own: Any) -> dict[str, Any]:
+    text = {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    vision = {
+        "patch_size": 4,
+        "pos_emb_height": 5,
+        "pos_emb_width": 5,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 2,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+    }
+    fields = {"image_token_id": own.convert_tokens_to_ids("<|media_pad|>")}
+    fields |= {"projection_hidden_size": 24, "tie_word_embeddings": False}
+    return {**fields, "text_config": text, "vision_config": vision}
+
+
 PIXTRAL = {**VISION, "model_type": "pixtral"}
 
 
@@ -154,6 +185,7 @@ FAMILIES = {
     "qwen3_vl_moe": qwen3_vl_moe,
     "mistral3": mistral3,
     "llava": llava,
+    "kimi_k25": kimi_k25,
 }
 
 

@@ -186,6 +186,16 @@ def rows_of_features(with_tokens: Tokens, merge: int) -> Any:
     return PixtralProcessor(images, own, 14, merge, chat_template=template)
 
 
+def kimi_k25(with_tokens: Tokens) -> Any:
+    from ed_models.checkpoints.kimi_processor import Kimi_K25ImageProcessorPil, Kimi_K25Processor
+
+    own = with_tokens("<|media_pad|>")
+    options: dict[str, Any] = {"patch_size": 4, "max_patches": 60}
+    options["size"] = {"max_height": 8, "max_width": 8}
+    images = Kimi_K25ImageProcessorPil(**options)
+    return Kimi_K25Processor(images, own, own.chat_template)
+
+
 def patches(kind: Any) -> Any:
     """Return an image processor whose images have at most 32 features of 8 x 8 pixels."""
     return kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
@@ -208,6 +218,10 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
     "llava_onevision": llava_onevision,
 }
 #: Processors whose images become packed patches.
-PATCHED: Mapping[str, Callable[[Tokens], Any]] = {"glm4v": glm4v, "qwen3_vl_moe": qwen3_vl_moe}
+PATCHED: Mapping[str, Callable[[Tokens], Any]] = {
+    "glm4v": glm4v,
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "kimi_k25": kimi_k25,
+}
 #: Processors that write a token after each row of features.
 ROWS: Mapping[str, Callable[[Tokens], Any]] = {"mistral3": mistral3, "llava": llava}

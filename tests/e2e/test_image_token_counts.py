@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ed_models.body.packed_images import PatchForm
 from ed_models.body.unpadded import TileGrids
 
 from tests.image_checkpoints import with_tokens
-from tests.image_processors import PROCESSORS, ROWS
+from tests.image_processors import PATCHED, PROCESSORS, ROWS
 
 pytest.importorskip("PIL.Image")
 
@@ -255,3 +256,110 @@ def test_processor_without_torchvision_returns_the_output_of_transformers(
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert np.array_equal(value, theirs[key]), key
+
+
+def kimi_reference(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the class of the image processor of `transformers`, whose module imports torchvision.
+
+    Only `resize` of its base class uses torchvision.
+    """
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        made = ModuleType(name)
+        made.functional = ModuleType("functional")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, made)
+    package = importlib.import_module("transformers.models.kimi_k25")
+    path = Path(str(package.__file__)).parent / "image_processing_kimi_k25.py"
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.reference", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # transformers looks for its source
+    spec.loader.exec_module(module)
+    return module.Kimi_K25ImageProcessor
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_placeholder_tokens_equal_features_of_kimi(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi K2.5 with the sizes of the published checkpoints; no pixel is computed."""
+    pytest.importorskip("torch")
+    reference, processor = kimi_reference(monkeypatch), PATCHED["kimi_k25"](with_tokens)
+    processor.image_processor = type(processor.image_processor)()
+    loader, form = PatchEncoder(processor), PatchForm(PATCH, 3, MERGE)
+    engine, rng = PackedImages(form, 8, 2**15), np.random.default_rng(0)
+    compiled = {engine.count(arrays) for arrays in engine.examples()}
+    for number, size in enumerate(np.exp(rng.uniform(0.0, 8.2, (count, 2))).astype(int).tolist()):
+        image = RowImage(PIXELS[: size[0], : size[1]], f"image {number}")
+        tokens, patches = loader.counts(image)
+        wanted = reference.get_number_of_image_patches(reference, *size)
+        assert patches == wanted == tokens * MERGE**2
+        assert rounded_patches(patches, MERGE) // MERGE**2 in compiled
+        assert tokens <= engine.longest
+
+
+@pytest.mark.torch
+def test_processor_of_kimi_returns_the_output_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    reference, processor = kimi_reference(monkeypatch), PATCHED["kimi_k25"](with_tokens)
+    images, rng = processor.image_processor, np.random.default_rng(0)
+    pixels = [rng.integers(0, 256, (3, *size), np.uint8) for size in ((30, 41), (1, 1), (9, 80))]
+
+    def resize(x: Any, size: Any, resample: Any) -> Any:
+        return torch.stack([torch.tensor(images.resize(one.numpy(), size, resample)) for one in x])
+
+    def pad(x: Any, pad_size: Any) -> Any:
+        return torch.tensor(np.stack(images.pad(list(x.numpy()), pad_size)))
+
+    def rescale_and_normalize(x: Any, *options: Any) -> Any:
+        _, factor, _, mean, deviation = options
+        return torch.tensor(
+            np.stack(
+                [
+                    images.normalize(images.rescale(one, factor), mean, deviation)
+                    for one in x.numpy()
+                ]
+            )
+        )
+
+    theirs = SimpleNamespace(
+        resize=resize,
+        pad=pad,
+        rescale_and_normalize=rescale_and_normalize,
+        patchify=partial(reference.patchify, None),
+    )
+    names = ("do_resize", "resample", "do_rescale", "do_normalize", "image_mean", "image_std")
+    options = {name: getattr(images, name) for name in names}
+    options |= {"patch_size": 4, "merge_size": 2, "max_patches": 60, "return_tensors": "pt"}
+    size = SimpleNamespace(max_height=images.size["max_height"])
+    wanted = reference._preprocess(
+        theirs,
+        [torch.tensor(image) for image in pixels],
+        size=size,
+        rescale_factor=1 / 255,
+        disable_grouping=True,
+        **options,
+    )
+    found = images(images=pixels, return_tensors="np")
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value.numpy(), atol=1e-6)
+    (text,) = processor._process_images([pixels[0]], return_tensors="np")[1]
+    assert text == "<|media_pad|>" * (int(wanted["image_grid_thw"][0].prod()) // 4)
+
+
+def test_saved_processor_of_kimi_is_loaded_without_torchvision(tmp_path: Path) -> None:
+    from ed_models.checkpoints.tokenizers import load_processor
+
+    made = PATCHED["kimi_k25"](with_tokens)
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k25"}')
+    read: Any = load_processor(str(tmp_path))
+    assert read.image_processor.to_dict() == made.image_processor.to_dict()
+    assert read.chat_template == made.chat_template
+    pixels = np.zeros((30, 20, 3), np.uint8)
+    text = "a <|media_pad|> b"
+    ours, theirs = (one(text=text, images=[pixels], return_tensors="np") for one in (made, read))
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)

@@ -26,6 +26,7 @@ soundfile = pytest.importorskip("soundfile")
 RATE, ROWS = 16000, 8
 FAMILIES = {
     "voxtral": "VoxtralForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
 }
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -43,7 +44,8 @@ TEXT = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
-#: A part has half a second, 50 frames, 25 positions of the encoder, and 5 features.
+#: A part has half a second, 50 frames, 25 positions of the encoder, and 5 features of Voxtral. A
+#: recording of Qwen2-Audio has at most 12 features.
 AUDIO = {
     "hidden_size": 24,
     "intermediate_size": 120,

@@ -15,6 +15,8 @@ from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
 from PIL import Image
 
+from tests.image_checkpoints import save_checkpoint
+
 TOKENS = ["<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -31,9 +33,19 @@ class Qwen2VLProcessor(transformers.Qwen2VLProcessor):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """Directory of a tiny random Qwen2-VL with its processor."""
+@pytest.fixture(scope="module", params=["qwen2_vl", "kimi_k25"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    """Directory of a tiny random model with its processor."""
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "qwen2_vl":
+        save_qwen2_vl(path)
+    else:
+        save_checkpoint(request.param, path)
+    return path
+
+
+def save_qwen2_vl(path: Path) -> None:
+    """Save a tiny random Qwen2-VL with its processor."""
     from ed_models.families.qwen2_vl import Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers import Qwen2VLImageProcessorPil
 
@@ -65,12 +77,10 @@ def checkpoint(tmp_path_factory) -> Path:
         video_token_id=video,
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
-    path = tmp_path_factory.mktemp("qwen2_vl")
     Qwen2VLForConditionalGeneration.create(config, seed=5).save_pretrained(path)
     size = {"shortest_edge": 64, "longest_edge": 1024}
     images = Qwen2VLImageProcessorPil(patch_size=4, size=size)
     Qwen2VLProcessor(images, tokens, TEMPLATE).save_pretrained(path)
-    return path
 
 
 def encoded(color: str, size: tuple[int, int]) -> bytes:

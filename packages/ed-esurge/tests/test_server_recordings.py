@@ -51,7 +51,7 @@ AUDIO = {
 SAMPLES, FEATURES = 80 * 160, 10
 
 
-@pytest.fixture(scope="module", params=["voxtral"])
+@pytest.fixture(scope="module", params=["voxtral", "qwen2_audio"])
 def checkpoint(request, tmp_path_factory) -> Path:
     """Directory of a tiny random model with its feature extractor and a template."""
     from ed_models.auto import AutoEasyDeLAnyToAnyModel, AutoEasyDeLConfig

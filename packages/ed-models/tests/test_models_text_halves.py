@@ -67,6 +67,15 @@ SAM_TOWER = {
     "window_size": 2,
     "global_attn_indexes": [0],
 }
+KIMI_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
 
 
 class Multimodal(NamedTuple):
@@ -96,6 +105,7 @@ OTHER_MODELS = (
     Multimodal("got_ocr2", "qwen2", "biases", SAM_TOWER),
     Multimodal("idefics3", "llama", "tied", TOWER),
     Multimodal("internvl", "qwen2", "biases", {**TOWER, "image_size": [28, 28]}),
+    Multimodal("kimi_k25", "deepseek_v3", "groups, yarn", KIMI_TOWER),
     Multimodal("lfm2_vl", "lfm2", "adjusted size", {**TOWER, "model_type": "siglip2_vision_model"}),
     Multimodal("lighton_ocr", "qwen3", "own head size, biases", PIXTRAL),
     Multimodal("llama4", "llama4_text", "dense layers, two experts", LLAMA4_TOWER),

@@ -46,9 +46,8 @@ class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
             config.text_config, dtype, param_dtype, precision, rngs=rngs
         )
 
-    @staticmethod
     @abstractmethod
-    def tower(parts: Parts) -> PatchTower:
+    def tower(self, parts: Parts) -> PatchTower:
         """Create the vision tower; `parts.config` is the vision configuration."""
 
     @property
@@ -56,7 +55,9 @@ class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
         """Size of the embeddings that `encode` returns: d, or a multiple of d."""
         return self.visual.features
 
-    def encode(self, patches: Float[Array, "b p f"], grids: Int[Array, "b i 3"]) -> Encoded:
+    def encode(
+        self, pixel_values: Float[Array, "b p f"], image_grid_thw: Int[Array, "b i 3"]
+    ) -> Encoded:
         """Return the features of all images of a row, one image after another."""
-        features = self.visual(patches, grids)
-        return Encoded(features, real_features(grids, features.shape[1], self.visual.merge))
+        features, merge = self.visual(pixel_values, image_grid_thw), self.visual.merge
+        return Encoded(features, real_features(image_grid_thw, features.shape[1], merge))

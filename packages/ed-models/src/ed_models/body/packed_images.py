@@ -101,6 +101,25 @@ class PatchForm:
         return tuple(row * (columns + 1) - 1 for row in range(1, rows))
 
 
+def in_blocks(
+    patches: Float[np.ndarray, "p f"], grids: Int[np.ndarray, "i 3"], merge: int
+) -> Float[np.ndarray, "p f"]:
+    """Return the patches of images in an order in which the patches of a block are neighbors.
+
+    Args:
+        patches: the patches of each image, row by row.
+        grids: numbers of patches along time, height and width.
+        merge: m.
+    """
+    found, first = [np.zeros((0, patches.shape[1]), patches.dtype)], 0
+    for t, h, w in np.asarray(grids).tolist():
+        own = patches[first : first + t * h * w]
+        first += t * h * w
+        blocks = own.reshape(t, h // merge, merge, w // merge, merge, -1).swapaxes(2, 3)
+        found.append(blocks.reshape(len(own), -1))
+    return np.concatenate(found)
+
+
 def packed_on_device(
     images: Float[Array, "b c h w"], side: int
 ) -> tuple[Float[Array, "b p f"], Int[Array, "b 1 3"]]:

@@ -21,7 +21,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.activations import activation
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.attention.blocks.settings import MaskRule
+from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.context import Ctx
 from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
@@ -72,8 +72,11 @@ class PatchLayer(DecoderLayer):
         windowed: bool = False,
         bias: bool = True,
         out_bias: bool = True,
+        position: Rotary = Rotary(),  # noqa: B008
     ):
-        attention = SelfAttention(parts, bias=bias, out_bias=out_bias, mask=MaskRule(causal=False))
+        attention = SelfAttention(
+            parts, bias=bias, out_bias=out_bias, position=position, mask=MaskRule(causal=False)
+        )
         super().__init__(parts, self_attn=attention, mlp=mlp)
         self.windowed = windowed
 
@@ -175,7 +178,7 @@ class PatchTower(nnx.Module):
         Raises:
             ConfigError: the number of patches is no multiple of m².
         """
-        rows, count, _ = patches.shape
+        count = patches.shape[1]
         if count % self.merge**2:
             raise ConfigError(
                 f"pixel_values has {count} patches in a row, but blocks of {self.merge} x "
@@ -192,12 +195,7 @@ class PatchTower(nnx.Module):
             x = jnp.take_along_axis(x, patches_of(order, self.merge)[..., None], axis=1)
         if self.positions is not None:
             x = x + self.learned_positions(places).astype(x.dtype)
-        ctx, _ = layer_context(
-            self.config,
-            (rows, count),
-            segment_ids=places.frames,
-            position_ids=places.position_ids,
-        )
+        ctx = self.context(places)
         if self.window is not None:
             windows = MaskInfo.from_segments(places.windows, causal=False)
             ctx = replace(ctx, windows=windows)
@@ -212,6 +210,17 @@ class PatchTower(nnx.Module):
             features = jnp.take_along_axis(features, back[..., None], axis=1)
         return features
 
+    def context(self, places: PatchPlaces) -> Ctx:
+        """Return masks and rotary positions of patches."""
+        rows, count = places.frames.shape
+        ctx, _ = layer_context(
+            self.config,
+            (rows, count),
+            segment_ids=places.frames,
+            position_ids=places.position_ids,
+        )
+        return ctx
+
     def learned_positions(self, places: PatchPlaces) -> Float[Array, "b p d"]:
         """Return the learned positions of patches, between those of the table."""
         assert self.positions is not None
@@ -224,6 +233,7 @@ class PatchTower(nnx.Module):
             near, kernel = (0, 1), linear_kernel
         low = jnp.floor(at).astype(jnp.int32)
         table = self.pos_embed.get_value().astype(jnp.float32)
+        table = table.reshape(self.positions**2, -1)
         total = jnp.zeros((), jnp.float32)
         for corner in itertools.product(near, near):
             across = jnp.stack([low[axis] + corner[axis] for axis in (0, 1)])

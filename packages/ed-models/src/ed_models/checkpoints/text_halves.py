@@ -38,6 +38,7 @@ MODEL_TYPES = frozenset(
         "got_ocr2",
         "idefics3",
         "internvl",
+        "kimi_k25",
         "lfm2_vl",
         "lighton_ocr",
         "llama4",
@@ -60,8 +61,10 @@ _SHARED = (
 
 #: Prefix in a multimodal checkpoint -> prefix in a text-only checkpoint; the first match applies.
 _PREFIXES: Mapping[str, str] = {
+    "model.language_model.blocks.": "model.layers.",  # as the last but one, in the other layout
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "language_model.model.blocks.": "model.layers.",  # Kimi K2.5, written by transformers 5.23
     "language_model.": "",
 }
 #: Prefixes of other parts of checkpoints whose language model has text-only names.

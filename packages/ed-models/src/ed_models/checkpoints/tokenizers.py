@@ -116,7 +116,8 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
     """Return the class of a processor that `transformers` would create with torchvision.
 
     `transformers` reads videos with torchvision, so a processor of images, text and videos is
-    created without its videos. The processor of Pixtral is the one of this package.
+    created without its videos. The processors of Pixtral and Kimi K2.5 are those of this
+    package.
 
     Returns:
         None if torchvision is installed, or if the processor does not need it.
@@ -137,6 +138,10 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
         from ed_models.checkpoints.pixtral_processor import PixtralProcessor
 
         return PixtralProcessor
+    if stored.get("model_type") == "kimi_k25":
+        from ed_models.checkpoints.kimi_processor import Kimi_K25Processor
+
+        return Kimi_K25Processor
     kind: Any = getattr(transformers, class_name, None) if class_name else None
     if kind is None or "video_processor" not in kind.get_attributes():
         return None

@@ -19,6 +19,7 @@ from flax import nnx
 
 from ed_models.checkpoints.loading import weight_map
 from ed_models.conformance.subjects import B, S, Subject, forward
+from ed_models.weights.rules import renamer
 
 OURS = 2e-5  # usual bound for two programs of this project
 MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2))
@@ -57,6 +58,10 @@ def gradients(subject: Subject) -> float:
     worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound, "the loss")
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
+    # transformers writes some tensors under other names than published checkpoints have.
+    rename = renamer(getattr(subject.module_class, "OTHER_NAMES", {}))
+    others = {rename(name): g for name, g in grads.items() if name not in table.hf_shapes}
+    grads |= {name: g for name, g in others.items() if name in table.hf_shapes}
     # Some gradients are zero in exact arithmetic, such as that of the bias of keys without
     # positions. Their rounding errors are about float32's epsilon times the largest gradient.
     largest = max(float(g.abs().max()) for g in grads.values())

@@ -30,13 +30,15 @@ class PatchedImageTextSubject(Subject):
 
     task = TaskType.IMAGE_TEXT_TO_TEXT
     pad = (0, 5, 0, 3)
+    #: Whether tokens have positions on three axes, and the default number of frames of a patch.
+    has_axes, frames = True, 2
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         super().__init__(model_type, row, module_class, cases)
         self.image_token: int = self.fields["image_token_id"]
         vision = self.fields["vision_config"]
         merge: int = vision.get("spatial_merge_size", 2)
-        frames = vision.get("temporal_patch_size", 2)
+        frames = vision.get("temporal_patch_size", type(self).frames)
         numbers = 3 * frames * vision["patch_size"] ** 2
         rng, rows = np.random.default_rng(1), []
         for number, sizes in enumerate(IMAGES):
@@ -69,8 +71,10 @@ class PatchedImageTextSubject(Subject):
 
     def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
         features = Features(self.features.values[rows], self.features.index[rows, at])
-        own = {"features": features, "position_ids": jnp.asarray(self.positions[:, rows, at])}
-        return {**super().inputs(rows, at), **own}
+        own = {**super().inputs(rows, at), "features": features}
+        if self.has_axes:
+            own["position_ids"] = jnp.asarray(self.positions[:, rows, at])
+        return own
 
     def flat(self, at: np.ndarray) -> dict[str, Any]:
         b, n, d = self.features.values.shape
@@ -78,8 +82,10 @@ class PatchedImageTextSubject(Subject):
         index = np.where(index < 0, -1, index + n * np.arange(b)[:, None]).reshape(-1)
         index = np.where(at < 0, -1, index[at])
         features = Features(self.features.values.reshape(1, b * n, d), jnp.asarray(index)[None])
-        positions = jnp.asarray(self.positions.reshape(3, 1, -1)[:, :, at])
-        return {**super().flat(at), "features": features, "position_ids": positions}
+        own = {**super().flat(at), "features": features}
+        if self.has_axes:
+            own["position_ids"] = jnp.asarray(self.positions.reshape(3, 1, -1)[:, :, at])
+        return own
 
     def whole(self) -> dict[str, Any]:
         return {"input_ids": self.ids, **self.images}
@@ -139,6 +145,25 @@ class PatchedImageTextSubject(Subject):
         (inputs,) = self.torch_inputs()
         del inputs["attention_mask"]
         return self.torch_model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+
+
+class RasterImageTextSubject(PatchedImageTextSubject):
+    """A model with the positions of texts, whose processor returns patches row by row."""
+
+    has_axes, frames = False, 1
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        torch = require_torch()
+        (inputs,) = super().torch_inputs()
+        del inputs["mm_token_type_ids"]
+        side, merge = self.fields["vision_config"]["patch_size"], self.model.patch_form.merge
+        patches, found, first = self.packed()["pixel_values"], [], 0
+        for _, h, w in self.packed()["image_grid_thw"].tolist():
+            own = patches[first : first + h * w]
+            first += h * w
+            rows = own.reshape(h // merge, w // merge, merge, merge, -1).swapaxes(1, 2)
+            found.append(rows.reshape(h * w, 3, side, side))
+        return [{**inputs, "pixel_values": torch.tensor(np.concatenate(found))}]
 
 
 def _present(grids: np.ndarray) -> np.ndarray:

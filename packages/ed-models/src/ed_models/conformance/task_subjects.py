@@ -29,9 +29,10 @@ from ed_models.conformance.image_text import (
     TileGridSubject,
 )
 from ed_models.conformance.packed_images import PackedImageTextSubject
-from ed_models.conformance.patched_images import PatchedImageTextSubject
+from ed_models.conformance.patched_images import PatchedImageTextSubject, RasterImageTextSubject
 from ed_models.conformance.subjects import B, Cases, S, Subject
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.raster_image_text import RasterImageTextLM
 from ed_models.tasks.sized_image_text import SizedImageTextLM
 
 #: Fields of a tiny encoder like BERT.
@@ -415,6 +416,7 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
 #: Class of models -> the subject, instead of that of the task.
 FURTHER: Mapping[type[Any], type[Subject]] = {
     PatchedImageTextLM: PatchedImageTextSubject,
+    RasterImageTextLM: RasterImageTextSubject,
     SizedImageTextLM: TileGridSubject,
 }
 

@@ -159,8 +159,7 @@ class Glm4vModel(PatchedImageTextModel):
 
     config_class = Glm4vConfig
 
-    @staticmethod
-    def tower(parts: Parts) -> PatchTower:
+    def tower(self, parts: Parts) -> PatchTower:
         config: Glm4vVisionConfig = parts.config
         return PatchTower(
             replace(parts, norm_of_family=partial(parts.norm, eps=config.rms_norm_eps)),

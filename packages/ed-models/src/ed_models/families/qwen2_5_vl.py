@@ -91,8 +91,7 @@ class Qwen2_5_VLModel(PatchedImageTextModel):
 
     config_class = Qwen2_5_VLConfig
 
-    @staticmethod
-    def tower(parts: Parts) -> PatchTower:
+    def tower(self, parts: Parts) -> PatchTower:
         config: Qwen2_5_VLVisionConfig = parts.config
         return PatchTower(
             replace(parts, norm_of_family=partial(parts.norm, eps=1e-6)),

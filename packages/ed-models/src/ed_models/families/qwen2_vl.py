@@ -92,8 +92,7 @@ class Qwen2VLModel(PatchedImageTextModel):
 
     config_class = Qwen2VLConfig
 
-    @staticmethod
-    def tower(parts: Parts) -> PatchTower:
+    def tower(self, parts: Parts) -> PatchTower:
         config: Qwen2VLVisionConfig = parts.config
         # The configuration's hidden_size is that of the features.
         own = config.replace(hidden_size=config.embed_dim)

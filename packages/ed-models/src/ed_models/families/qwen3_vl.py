@@ -24,7 +24,7 @@ from ed_layers.parts import Parts
 from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
-from ed_models.body.patch_tower import deep_tower
+from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
@@ -86,7 +86,9 @@ class Qwen3VLModel(PatchedImageTextModel):
     """Vision tower and decoder."""
 
     config_class = Qwen3VLConfig
-    tower = staticmethod(deep_tower)
+
+    def tower(self, parts: Parts) -> PatchTower:
+        return deep_tower(parts)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen3VLConfig, model_type="qwen3_vl")

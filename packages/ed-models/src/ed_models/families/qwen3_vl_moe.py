@@ -29,7 +29,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import has_experts
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
-from ed_models.body.patch_tower import deep_tower
+from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
 from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
 from ed_models.tasks.causal_lm import CausalLM
@@ -141,7 +141,9 @@ class Qwen3VLMoeModel(PatchedImageTextModel):
     """Vision tower and decoder."""
 
     config_class = Qwen3VLMoeConfig
-    tower = staticmethod(deep_tower)
+
+    def tower(self, parts: Parts) -> PatchTower:
+        return deep_tower(parts)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen3VLMoeConfig, model_type="qwen3_vl_moe")

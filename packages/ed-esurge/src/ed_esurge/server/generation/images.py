@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 import numpy as np
 from ed_infra.inputs import COUNTS, GRID, SIZES
-from ed_models.body.packed_images import PatchForm
+from ed_models.body.packed_images import PatchForm, in_blocks
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.media import (
@@ -266,6 +266,11 @@ def is_public(number: str) -> bool:
 def _packed(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arrays of one image; as packed patches if a token ends each row of its features,
     which is so for models with the tower of Pixtral."""
+    pixels = np.asarray(arrays["pixel_values"])
+    if GRID in arrays and pixels.ndim == 4:  # row by row (Kimi K2.5)
+        merge = int(processor.image_processor.merge_size)
+        patches = in_blocks(pixels.reshape(len(pixels), -1), arrays[GRID], merge)
+        return {**arrays, "pixel_values": patches}
     if getattr(processor, "image_break_token_id", None) is None:
         return arrays
     form = PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
