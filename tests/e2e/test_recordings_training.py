@@ -24,6 +24,7 @@ from safetensors.numpy import load_file
 soundfile = pytest.importorskip("soundfile")
 
 RATE, ROWS = 16000, 8
+#: Family -> class of transformers.
 FAMILIES = {
     "voxtral": "VoxtralForConditionalGeneration",
     "qwen2_audio": "Qwen2AudioForConditionalGeneration",
@@ -83,20 +84,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recordings")
     for name in FAMILIES:
         save_model(name, path / name)
+        rows = "".join(json.dumps(row) + "\n" for row in chats(path, name))
+        (path / f"{name}.jsonl").write_text(rows)
+    return path
+
+
+def chats(path: Path, family: str) -> list[dict[str, Any]]:
+    """Write recordings, and return the rows of the chats. Voxtral also reads more than a part."""
+    lengths = (0.3, 0.7 if family == "voxtral" else 0.5)
     rows = []
     for number in range(ROWS):
         high, names = number % 2, []
         for place in range(number % 3):
-            seconds = np.arange(int((0.3 + 0.4 * place) * RATE)) / RATE
+            seconds = np.arange(int(lengths[place] * RATE)) / RATE
             samples = 0.4 * np.sin(2 * np.pi * (3000 if high else 300) * seconds)
-            names.append(f"{number}-{place}.wav")
+            names.append(f"{family}-{number}-{place}.wav")
             soundfile.write(path / names[-1], samples, RATE)
         parts = [*[{"type": "audio"}] * len(names), {"type": "text", "text": f"what {number}"}]
         answer = "high" if high else "low"
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         rows.append({"messages": messages, "audios": names})
-    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return rows
 
 
 def document(
@@ -106,7 +114,7 @@ def document(
     length: dict[str, Any] = {"tokenization": {"max_length": 96, "assistant_only_loss": True}}
     if packing:
         length = {"pack_seq_length": 192, "tokenization": {"assistant_only_loss": True}}
-    inform = {"data_files": str(folder / "rows.jsonl"), "content_field": "messages"}
+    inform = {"data_files": str(folder / f"{family}.jsonl"), "content_field": "messages"}
     return {
         "model": {"name_or_path": str(folder / family), "task": "any-to-any"},
         "loader": {"dtype": "fp32", "param_dtype": "fp32"},
