@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ed_elarge.config.normalize import WRAPPERS
@@ -20,8 +20,10 @@ _TITLE = "elarge run file"
 class _Lenient(GenerateJsonSchema):
     """Describes a type without a JSON form, such as a function, by the empty schema."""
 
-    #: The values of a run file are read. pydantic computes its property 40,000 times.
-    mode = "validation"
+    @property
+    def mode(self) -> JsonSchemaMode:
+        """The values of a run file are read. pydantic's property is slow and called 40,000 times."""
+        return "validation"
 
     def handle_invalid_for_json_schema(
         self, schema: CoreSchema, error_info: str
