@@ -22,7 +22,7 @@ class _Lenient(GenerateJsonSchema):
 
     @property
     def mode(self) -> JsonSchemaMode:
-        """The values of a run file are read. pydantic's property is slow and called 40,000 times."""
+        """Run files are read. The property of pydantic is slow, and called 40,000 times."""
         return "validation"
 
     def handle_invalid_for_json_schema(
