@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ed_esurge.engine.channel import SECRET
-from ed_esurge.engine.connection import Connection, shared_secret
+from ed_esurge.engine.child_processes import wait_or_kill
+from ed_esurge.engine.connection import Connection, Listener, shared_secret
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
@@ -105,15 +105,13 @@ class RunWorkers:
         self._workers: set[ConnectedWorker] = set()
         self._closed = False
         os.environ.setdefault(SECRET, secrets.token_hex(32))
-        host, _, port = address.rpartition(":")
         try:
-            self._listener = socket.create_server((host, int(port)))
+            self._listener = Listener(address, self._serve)
         except OSError as error:
             raise ConfigError(
                 f"asynchronous.listen: the address {address} cannot be used ({error})"
             ) from error
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.address = self._listener.address
         logs.mkdir(parents=True, exist_ok=True)
         self._children = [
             self._start(role, logs / f"{role}-{number}.log")
@@ -156,13 +154,7 @@ class RunWorkers:
         self._listener.close()
         for worker in list(self._workers):
             worker.close()
-        limit = time.monotonic() + _END
-        for child in self._children:
-            try:
-                child.process.wait(max(limit - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+        wait_or_kill([child.process for child in self._children], _END)
 
     def _start(self, role: str, log: Path) -> _Child:
         words = [sys.executable, "-m", "ed_elarge", "join", self.address, "--as", role]
@@ -175,14 +167,6 @@ class RunWorkers:
                 start_new_session=True,  # Ctrl-C reaches the trainer only
             )
         return _Child(role, log, process)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                stream, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
 
     def _serve(self, stream: socket.socket) -> None:
         """Follow one connection to its end."""

@@ -13,6 +13,7 @@ import hmac
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -161,6 +162,40 @@ class Connection:
                 raise ConnectionLost("the other end closed the connection")
             data += more
         return data
+
+
+class Listener:
+    """Accepts streams at an address, and follows each in a thread of its own.
+
+    Args:
+        address: `HOST:PORT`; port 0 selects a free port.
+        follow: called with each stream.
+
+    Attributes:
+        address: the address with its port.
+
+    Raises:
+        OSError: the address is not available.
+        ValueError: the port is no number.
+    """
+
+    def __init__(self, address: str, follow: Callable[[socket.socket], None]) -> None:
+        host, _, port = address.rpartition(":")
+        self._follow, self._socket = follow, socket.create_server((host, int(port)))
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no further streams."""
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._follow, args=(stream,), daemon=True).start()
 
 
 def _no_gather(data: bytes) -> list[bytes]:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
 from ed_esurge.engine.channel import SECRET
-from ed_esurge.engine.connection import Connection
+from ed_esurge.engine.child_processes import wait_or_kill
+from ed_esurge.engine.connection import Connection, Listener
 from ed_esurge.processes.replicated_engine import ReplicatedEngine
 
 logger = get_logger(__name__)
@@ -71,16 +71,14 @@ class ReplicaHub:
         self._failed: EasyDeLError | None = None
         self._closed, self._starting = threading.Event(), threading.Lock()
         self._connections: set[Connection] = set()
-        host, _, port = address.rpartition(":")
         try:
-            self._listener = socket.create_server((host, int(port)))
+            self._listener = Listener(address, self._connect)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"replicas cannot connect to {address} ({error}): choose another address or port"
             ) from error
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        for work in (self._accept, self._supervise):
-            threading.Thread(target=work, name="replica-hub", daemon=True).start()
+        self.address = self._listener.address
+        threading.Thread(target=self._supervise, name="replica-hub", daemon=True).start()
 
     @property
     def pids(self) -> dict[str, list[int]]:
@@ -136,13 +134,7 @@ class ReplicaHub:
             engine.close()
         for connection in list(self._connections):
             connection.close()
-        until = time.monotonic() + END_SECONDS
-        for one in self._local:
-            try:
-                one.process.wait(max(until - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+        wait_or_kill([one.process for one in self._local], END_SECONDS)
 
     def _spawn(
         self, engine: ReplicatedEngine, environment: Mapping[str, str]
@@ -192,14 +184,6 @@ class ReplicaHub:
         with self._starting:
             if not self._closed.is_set():
                 one.process = self._spawn(engine, one.environment)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                stream, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._connect, args=(stream,), daemon=True).start()
 
     def _connect(self, stream: socket.socket) -> None:
         """Follow one connection to its end."""
