@@ -52,7 +52,7 @@ def tables(results: Mapping[str, float] | None = None) -> str:
     own: dict[str, str] = {}
     for architecture in ROWS:  # the first one is that of files which this project writes
         own.setdefault(architecture.model_type, architecture.name)
-    for name, model_type in sorted({(r.name, r.model_type) for r in ROWS}, key=lambda n: n[1]):
+    for name, model_type in sorted({(r.name, r.model_type) for r in ROWS}, key=lambda n: n[::-1]):
         cells = [list(found.get(form, {}).get(model_type, (0.0, NEW_TOKENS))) for form in COMMON]
         cells[0][0] = max(cells[0][0], measured.get(model_type, 0.0))
         if own[model_type] != name:
