@@ -1,7 +1,8 @@
 """Settings of every test run. They must be in the environment before jax is imported.
 
 Tests have eight simulated CPU devices, no network, and a compilation cache that all workers of a
-run and all later runs share.
+run and all later runs share. EASYDEL_TEST_PLATFORM=cuda runs tests on a GPU instead; select tests
+that need no mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CACHE = ROOT / ".cache" / "jax"
 
 assert "jax" not in sys.modules, "jax was imported before the root conftest could set it up"
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("EASYDEL_TEST_PLATFORM", "cpu")
 _flags = [os.environ.get("XLA_FLAGS", "")]
 if "--xla_force_host_platform_device_count" not in _flags[0]:
     _flags.append("--xla_force_host_platform_device_count=8")

@@ -2,10 +2,12 @@
 
 uv run python -m tools.bench.attention --length 512 2048
 uv run python -m tools.bench.attention --mechanisms vanilla blockwise --forward --window 256
+uv run python -m tools.bench.attention --mechanisms cudnn blockwise --dtype bfloat16   on a GPU
 
-Time is the median of interleaved runs, also as a ratio to torch's scaled_dot_product_attention.
-Memory is the growth of the process's resident memory; each contender runs in a separate process.
-The error is the largest difference from vanilla in float64, relative to its largest value.
+Time is the median of interleaved runs, also as a ratio to torch's scaled_dot_product_attention,
+which runs on the GPU if jax has one. Memory is the growth of the resident memory on a CPU, where
+each contender runs in a separate process, and the peak of the device otherwise. The error is the
+largest difference from vanilla in float64, relative to its largest value.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import Run, command_line, machine, peak_growth, table, take_turns
+from tools.bench.measure import command_line, machine, peak_growth, settled, table, take_turns
+from tools.bench.torch_device import to_numpy, torch_device, wait_for_torch
 
 TORCH = "torch sdpa"
 
@@ -34,6 +38,7 @@ class Case:
     head_dim: int
     window: int | None
     forward: bool
+    dtype: str
 
     def inputs(self) -> list[np.ndarray]:
         """Return q, k, v as [b, s, heads, head_dim], and the cotangent of the output."""
@@ -43,15 +48,28 @@ class Case:
         return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def jax_contender(name: str, case: Case, dtype: str = "float32") -> Callable[[], list[np.ndarray]]:
-    """Compile a mechanism of this project and return a function that runs it."""
+@dataclass(frozen=True)
+class Contender:
+    """A compiled mechanism: `run` returns the output and, unless `forward`, the gradients.
+
+    `device_bytes` returns the peak growth of the device's memory during a run, without the inputs.
+    """
+
+    run: Callable[[], list[Any]]
+    device_bytes: Callable[[], int]
+
+
+def jax_contender(name: str, case: Case, dtype: str | None = None) -> Contender:
+    """Compile a mechanism of this project; `dtype` replaces that of the case."""
     import jax
     import jax.numpy as jnp
     from ed_infra.masks import MaskInfo
     from ed_layers.attention import Mechanism, attend
 
-    mechanism = Mechanism(name=name, softmax_dtype=jnp.dtype(dtype))
-    q, k, v, d_out = (jnp.asarray(x, dtype) for x in case.inputs())
+    softmax = jnp.promote_types(dtype or case.dtype, jnp.float32)
+    mechanism = Mechanism(name=name, softmax_dtype=softmax)
+    inputs = (jnp.asarray(x, case.dtype) for x in case.inputs())
+    q, k, v, d_out = (x.astype(dtype or case.dtype) for x in inputs)
     mask_info = MaskInfo.full(case.batch, case.length)
 
     def forward(q, k, v):
@@ -63,21 +81,30 @@ def jax_contender(name: str, case: Case, dtype: str = "float32") -> Callable[[],
 
     arguments = (q, k, v) if case.forward else (q, k, v, d_out)
     compiled = jax.jit(forward if case.forward else both).lower(*arguments).compile()
-    return lambda: jax.tree.leaves(jax.block_until_ready(compiled(*arguments)))
+
+    def device_bytes() -> int:
+        sizes: Any = compiled.memory_analysis()
+        return sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+
+    return Contender(
+        lambda: jax.tree.leaves(jax.block_until_ready(compiled(*arguments))), device_bytes
+    )
 
 
-def torch_contender(case: Case) -> Callable[[], list[np.ndarray]]:
-    """Return a function that runs torch's fused attention; a window needs an explicit mask."""
+def torch_contender(case: Case) -> Contender:
+    """Return torch's fused attention; a window needs an explicit mask."""
     import torch
 
-    q, k, v, d_out = (torch.tensor(x).transpose(1, 2) for x in case.inputs())
+    kind = getattr(torch, case.dtype)
+    inputs = (torch.tensor(x).to(torch_device(), kind) for x in case.inputs())
+    q, k, v, d_out = (x.transpose(1, 2) for x in inputs)
     mask = None
     if case.window is not None:
-        at = torch.arange(case.length)
+        at = torch.arange(case.length, device=torch_device())
         near = at[:, None] - at[None] < case.window
         mask = near & (at[:, None] >= at[None])
 
-    def run():
+    def run() -> list[Any]:
         leaves = [x.detach().requires_grad_(not case.forward) for x in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(
             *leaves, attn_mask=mask, is_causal=mask is None, enable_gqa=True
@@ -85,12 +112,19 @@ def torch_contender(case: Case) -> Callable[[], list[np.ndarray]]:
         if not case.forward:
             out.backward(d_out)
         grads = [x.grad for x in leaves if x.grad is not None]
-        return [x.detach().transpose(1, 2).numpy() for x in (out, *grads)]
+        wait_for_torch()
+        return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
-    return run
+    def device_bytes() -> int:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    return Contender(run, device_bytes)
 
 
-def contender(name: str, case: Case) -> Callable[[], list[np.ndarray]]:
+def contender(name: str, case: Case) -> Contender:
     """Return a contender by its name in the table."""
     return torch_contender(case) if name == TORCH else jax_contender(name, case)
 
@@ -100,17 +134,19 @@ def exact(case: Case) -> list[np.ndarray]:
     import jax
 
     with jax.enable_x64(True):
-        return [np.asarray(x) for x in jax_contender("vanilla", case, "float64")()]
+        return [np.asarray(x) for x in jax_contender("vanilla", case, "float64").run()]
 
 
-def error(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+def error(found: list[Any], expected: list[np.ndarray]) -> float:
     """Return the largest difference, relative to the largest value of each array."""
-    pairs = zip(found, expected, strict=True)
-    return max(float(np.abs(np.asarray(x) - y).max() / np.abs(y).max()) for x, y in pairs)
+    pairs = zip(map(to_numpy, found), expected, strict=True)
+    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
 
 
-def memory_of(name: str, case: Case) -> int:
-    """Return `peak_growth` of a contender, measured in a separate process."""
+def memory_of(name: str, case: Case, made: Contender) -> int:
+    """Return the peak growth of memory in bytes, on a CPU measured in a separate process."""
+    if torch_device() != "cpu":
+        return made.device_bytes()
     given = [f"--{field.name.replace('_', '-')}" for field in fields(Case)]
     flags: list[str] = []
     for flag, field in zip(given, fields(Case), strict=True):
@@ -124,18 +160,17 @@ def memory_of(name: str, case: Case) -> int:
 
 def measure(case: Case, names: list[str], rounds: int) -> str:
     """Return the table of one case."""
-    runs = {name: contender(name, case) for name in names}
+    made = {name: contender(name, case) for name in names}
     expected = exact(case)
-    errors = {name: error(run(), expected) for name, run in runs.items()}
-    timed: dict[str, Run] = dict(runs)
-    seconds = take_turns(timed, rounds=rounds)
+    errors = {name: error(of.run(), expected) for name, of in made.items()}
+    seconds = take_turns({name: settled(of.run) for name, of in made.items()}, rounds=rounds)
     base = seconds.get(TORCH, seconds[names[0]])
     rows = [
         [
             name,
-            f"{seconds[name] * 1e3:.1f}",
+            f"{seconds[name] * 1e3:.3g}",
             f"{seconds[name] / base:.2f}",
-            f"{memory_of(name, case) / 1e6:.0f}",
+            f"{memory_of(name, case, made[name]) / 1e6:.0f}",
             f"{errors[name]:.1e}",
         ]
         for name in names
@@ -156,6 +191,7 @@ def main() -> None:
     add("--window", type=int, help="sliding window, in positions")
     add("--forward", action="store_true", help="without the backward pass")
     add("--rounds", type=int, default=7)
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     add("--memory-of", help=argparse.SUPPRESS)
     given = parser.parse_args()
     cases = [
@@ -163,7 +199,7 @@ def main() -> None:
         for length in given.length
     ]
     if given.memory_of:
-        print(peak_growth(contender(given.memory_of, cases[0])))
+        print(peak_growth(contender(given.memory_of, cases[0]).run))
         return
     names = list(given.mechanisms)
     try:
@@ -178,7 +214,7 @@ def main() -> None:
         window = "" if case.window is None else f", window {case.window}"
         print(
             f"\n{passes}, causal{window}, {case.batch} x {case.length} tokens, "
-            f"{case.heads}/{case.kv_heads} heads of {case.head_dim}, float32\n"
+            f"{case.heads}/{case.kv_heads} heads of {case.head_dim}, {case.dtype}\n"
         )
         print(measure(case, names, given.rounds))
 

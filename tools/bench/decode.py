@@ -4,6 +4,7 @@ uv run python -m tools.bench.decode                     SmolLM2-135M's shape, ra
 uv run python -m tools.bench.decode --family qwen3_moe qwen3_next --batch 1 8 --rounds 7
 uv run python -m tools.bench.decode --batch 1 8 --layers 8 --rounds 5
 uv run python -m tools.bench.decode --forms "torch float32" float32 bfloat16 int8 int4
+uv run python -m tools.bench.decode --family llama-1b --forms "torch bfloat16" bfloat16   on a GPU
 uv run python -m tools.bench.decode --llama-bin llama.cpp/build/bin --prompt 512 2048
 
 All contenders load the same checkpoint, and the logits are compared first; formats of 16 bits and
@@ -13,7 +14,8 @@ and head are quantized. llama.cpp is omitted without `--llama-bin`.
 Runs of 8 steps are interleaved, and each contender starts at `--context` tokens. The time of a run
 is the mean of its steps. A cell contains the minimum and, in parentheses, the median, because other
 load only adds time; the load of the machine is printed. If a step reads every weight, its lower
-bound is the time to read all weights once at the bandwidth that the same run measures.
+bound is the time to read all weights once at the bandwidth that the same run measures. torch runs
+on the GPU if jax has one.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ import numpy as np
 
 from tools.bench.llama_cpp import PROGRAM, STEPS, LlamaCpp
 from tools.bench.measure import Run, Timed, all_turns, command_line, machine, read_bandwidth, table
+from tools.bench.torch_device import to_numpy, torch_device, wait_for_torch
 
 VOCAB = 49152
 SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
-#: Shapes by model type: dense (HuggingFaceTB/SmolLM2-135M's config.json), experts, and a hybrid of
-#: the gated delta rule and attention.
+#: Shapes by model type and size: dense (the config.json of HuggingFaceTB/SmolLM2-135M and of
+#: unsloth/Llama-3.2-1B), experts, and a hybrid of the gated delta rule and attention.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {
         "num_hidden_layers": 30,
@@ -48,6 +51,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    "llama-1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
     "qwen3_moe": {**SMALL, **EXPERTS, "num_hidden_layers": 12},
     "qwen3_next": {
@@ -77,17 +91,17 @@ class Torch:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype)
-        ).eval()
+        self.torch, self.device = torch, torch_device()
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+        self.model = model.eval().to(self.device)
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
         """Return the logits of the last token."""
+        ids = self.torch.tensor(tokens, device=self.device)
         with self.torch.inference_mode():
-            out = self.model(self.torch.tensor(tokens), use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1].float().numpy()
+            out = self.model(ids, use_cache=True, logits_to_keep=1)
+        return to_numpy(out.logits[:, -1])
 
     def prefiller(self, tokens: np.ndarray) -> Run:
         """Return a run of `prefill`."""
@@ -97,7 +111,8 @@ class Torch:
         """Return a run that decodes STEPS more tokens and returns the mean seconds of a step."""
         torch = self.torch
         with torch.inference_mode():
-            out = self.model(torch.tensor(tokens), use_cache=True, logits_to_keep=1)
+            ids = torch.tensor(tokens, device=self.device)
+            out = self.model(ids, use_cache=True, logits_to_keep=1)
         state = {"cache": out.past_key_values, "token": out.logits[:, -1].argmax(-1)[:, None]}
 
         def steps():
@@ -105,6 +120,7 @@ class Torch:
                 with torch.inference_mode():
                     out = self.model(state["token"], past_key_values=state["cache"], use_cache=True)
                     state["token"] = out.logits[:, -1].argmax(-1)[:, None]
+            wait_for_torch()
 
         return partial(mean, steps)
 
@@ -175,6 +191,11 @@ class Ours:
         return partial(mean, steps)
 
 
+def model_type(family: str) -> str:
+    """Return the model type of a name of SHAPES."""
+    return family.partition("-")[0]
+
+
 def save_random(directory: Path, family: str, layers: int | None) -> None:
     """Write a torch checkpoint of the family's shape with random weights."""
     import torch
@@ -184,7 +205,7 @@ def save_random(directory: Path, family: str, layers: int | None) -> None:
     if layers is not None:
         fields["num_hidden_layers"] = layers
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **fields)
+    config = AutoConfig.for_model(model_type(family), **fields)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
@@ -211,7 +232,7 @@ def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str,
             contenders[form] = Torch(directory, THEIRS[form])
         elif form in OURS:
             contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
-        elif options.llama_bin and family == "llama":
+        elif options.llama_bin and model_type(family) == "llama":
             contenders[form] = LlamaCpp(directory, LLAMA_CPP[form], options.llama_bin)
     return contenders
 

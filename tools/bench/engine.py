@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.outputs import RequestOutput
@@ -30,10 +31,12 @@ from ed_esurge.runner.uncompiled import ProgramKey
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.protocol import LanguageModel
 
+from tools.bench.decode import SHAPES, VOCAB
 from tools.bench.measure import Run, command_line, machine, table, take_turns
 from tools.bench.serve import STREAMED, tokenizer
 
 PROMPT, MODEL_LEN = 32, 512
+MODELS = {**STREAMED, "1B": (SHAPES["llama-1b"], VOCAB)}
 HEADERS = {
     "python": ["sequences", "ms a step", "tokens/s without a device"],
     "generate": ["model", "sequences", "engine, tokens/s", "generate, tokens/s", "ratio"],
@@ -44,14 +47,17 @@ HEADERS = {
 }
 
 
-def build(name: str, layers: int | None, **fields: Any) -> tuple[LanguageModel, Any]:
+def build(
+    name: str, layers: int | None, dtype: str = "float32", **fields: Any
+) -> tuple[LanguageModel, Any]:
     """Return a model with random weights and its tokenizer."""
-    shape, vocab = STREAMED[name]
+    shape, vocab = MODELS[name]
     if layers is not None:
         shape = {**shape, "num_hidden_layers": layers}
     layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": False}
     config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None, **fields)
-    return LlamaForCausalLM.create(config, seed=0), tokenizer(vocab)
+    kind = jnp.dtype(dtype)
+    return LlamaForCausalLM.create(config, seed=0, dtype=kind, param_dtype=kind), tokenizer(vocab)
 
 
 def engine(model: LanguageModel, pieces: Any, seqs: int, **options: Any) -> eSurge:
@@ -123,8 +129,9 @@ class Instant:
 def against_generate(options: argparse.Namespace) -> list[list[str]]:
     """Return tokens per second of the engine and of `generate`, prompts included."""
     rows = []
-    for name in STREAMED:
-        model, pieces = build(name, options.layers if name == "135M" else None)
+    for name in options.models:
+        layers = None if name == "quickstart's" else options.layers
+        model, pieces = build(name, layers, options.dtype)
         for seqs in options.sequences:
             made, asked = engine(model, pieces, seqs), prompts(seqs, PROMPT)
             ids, params = np.array(asked), greedy(options.tokens)
@@ -153,7 +160,7 @@ def _rates(runs: dict[str, Run], seqs: int, options: argparse.Namespace) -> list
 
 def prefixes(options: argparse.Namespace) -> list[list[str]]:
     """Return the time to the first token of prompts with cached and with new beginnings."""
-    model, pieces = build("135M", options.layers)
+    model, pieces = build("135M", options.layers, options.dtype)
     made = engine(model, pieces, 8, enable_prefix_caching=True)
     rows = []
     for count in (1, 8):
@@ -179,7 +186,7 @@ def _seconds(made: eSurge, asked: list[list[int]]) -> float:
 
 def speculation(options: argparse.Namespace) -> list[list[str]]:
     """Compare speculation with plain decoding on repeating text; the tokens must be equal."""
-    model, pieces = build("135M", options.layers)
+    model, pieces = build("135M", options.layers, options.dtype)
     rows = []
     for seqs in (1, 4):
         plain = engine(model, pieces, 4 * seqs)
@@ -212,8 +219,8 @@ def _check_same(one: Sequence[RequestOutput], other: Sequence[RequestOutput]) ->
 
 def invariant(options: argparse.Namespace) -> list[list[str]]:
     """Compare sums in one order, and one fixed shape for every step, with neither."""
-    model, pieces = build("135M", options.layers)
-    ordered, _ = build("135M", options.layers, batch_invariant=True)
+    model, pieces = build("135M", options.layers, options.dtype)
+    ordered, _ = build("135M", options.layers, options.dtype, batch_invariant=True)
     rows = []
     for owner in ("model", "engine"):
         for seqs in (1, 8):
@@ -241,8 +248,9 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 def overlap(options: argparse.Namespace) -> list[list[str]]:
     """Compare starting the next step before the text of the current step with starting it after."""
     rows = []
-    for name in STREAMED:
-        model, pieces = build(name, options.layers if name == "135M" else None)
+    for name in options.models:
+        layers = None if name == "quickstart's" else options.layers
+        model, pieces = build(name, layers, options.dtype)
         for seqs in options.sequences:
             engines = {each: engine(model, pieces, seqs, **o) for each, o in OVERLAPS.items()}
             asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
@@ -279,7 +287,9 @@ def main() -> None:
         help="sequences in the comparison with `generate`",
     )
     add("--tokens", type=int, default=64)
-    add("--layers", type=int, help="layers of the 135M model; default: 30")
+    add("--models", nargs="+", choices=[*MODELS], default=[*STREAMED])
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--layers", type=int, help="layers of the models except the quickstart's; default: all")
     add("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(machine())

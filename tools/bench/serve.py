@@ -3,12 +3,13 @@
     python -m tools.bench.serve --llama-server build/bin/llama-server
     python -m tools.bench.serve --clients 1 8 --layers 4 --tokens 16 --rounds 1
     python -m tools.bench.serve --only ours --streams
+    python -m tools.bench.serve --shape llama-1b --dtype bfloat16 --clients 1 32 128   on a GPU
 
-SmolLM2-135M's shape in float32 with random weights, greedy. All servers run during the whole
-comparison, and their loads are interleaved. The clients are one process with plain sockets, so that
-their cost is the same for all servers. A cell summarizes all requests of all rounds. llama.cpp
-reads the GGUF file that `tools.bench.to_gguf` writes from the checkpoint; without its server the
-contender is omitted.
+By default SmolLM2-135M's shape in float32, with random weights, greedy. All servers run during the
+whole comparison, and their loads are interleaved. The clients are one process with plain sockets,
+so that their cost is the same for all servers. A cell summarizes all requests of all rounds.
+llama.cpp reads the GGUF file that `tools.bench.to_gguf` writes from the checkpoint; without its
+server the contender is omitted.
 
 `--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
 prompts, for this shape and for the quickstart's. The quickstart's steps have a duration of about
@@ -34,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.decode import SHAPES, VOCAB
-from tools.bench.measure import command_line, cpu_name, table
+from tools.bench.measure import command_line, machine, table
 from tools.bench.sse import Load, load
+from tools.bench.torch_device import torch_device
 
 MODEL_LEN = 512
 #: The model of examples/quickstart.yaml.
@@ -91,7 +93,7 @@ def running(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
     Raises:
         RuntimeError: The server does not answer.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     try:
@@ -136,7 +138,8 @@ def commands(
         port = next(ports)
         flags = ["--max-num-seqs", str(most), "--max-model-len", str(MODEL_LEN)]
         ours = [python, "-m", "ed_esurge", "serve", str(directory), *local, str(port)]
-        found["ours"] = ([*ours, *flags, "--log-level", "warning"], port)
+        flags += ["--dtype", options.dtype, "--log-level", "warning"]
+        found["ours"] = ([*ours, *flags], port)
     if "transformers" in options.only:
         # Without the option, requests run one after another; with it, they share steps.
         pages = ["--cb-block-size", "32", "--cb-num-blocks", str(most * MODEL_LEN // 32)]
@@ -144,7 +147,8 @@ def commands(
         for name, flags in (("", []), (", continuous batching", batching)):
             port = next(ports)
             theirs = [python, "-m", "transformers.cli.transformers", "serve", str(directory)]
-            theirs += [*local, str(port), "--device", "cpu", "--dtype", "float32", *flags]
+            theirs += [*local, str(port), "--device", torch_device(), "--dtype", options.dtype]
+            theirs += flags
             found["transformers" + name] = (theirs, port)
     if "llama.cpp" in options.only:
         server = options.llama_server
@@ -184,7 +188,7 @@ def compare(options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         directory = folder / "smol"
-        shape = {**SHAPES["llama"]}
+        shape = {**SHAPES[options.shape]}
         shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
         save(directory, shape, VOCAB)
         urls: dict[str, str] = {}
@@ -275,12 +279,14 @@ def main() -> None:
     add("--rounds", type=int, default=2)
     add("--prompt", type=int, default=64, help="prompt length in bytes (= tokens)")
     add("--tokens", type=int, default=32)
-    add("--layers", type=int, help="number of layers; default: 30")
+    add("--shape", choices=["llama", "llama-1b"], default="llama")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--layers", type=int, help="number of layers; default: the shape's")
     add("--llama-server", type=Path, help="llama.cpp's program")
     add("--gguf", type=Path, help="the checkpoint for llama.cpp; default: converted")
     add("--streams", type=int, nargs="?", const=16, help="clients; instead of the servers")
     options = parser.parse_args()
-    print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f}\n")
+    print(f"{machine()}; load {os.getloadavg()[0]:.1f}\n")
     print(streams(options) if options.streams else compare(options))
 
 

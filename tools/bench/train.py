@@ -7,11 +7,14 @@
     python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, compared with TRL
     python -m tools.bench.train --method mlm --length 128        BERT-base, 15 % of tokens masked
     python -m tools.bench.train --method seq2seq --length 128    T5-small, as many target tokens
+    python -m tools.bench.train --shape 1b --length 2048 --contenders "ours bf16" "torch bf16"
 
 Each contender runs in a separate process with a separate memory peak. Steps are interleaved, so
 that a slow moment of the machine affects all contenders. A step consists of forward, backward,
 clipping to a norm of 1 and AdamW; for `dpo` also the forward pass of the reference, which is a
 separate model on both sides.
+
+On a GPU, torch runs on the GPU, too, and the peaks are those of the device in the whole process.
 
 Ratios are of medians. Peaks are resident memory above that of the same process after two steps of a
 tiny model: one peak of the measured steps, and one of the first, which compiles. "bf16" computes in
@@ -38,9 +41,10 @@ from typing import Any
 import numpy as np
 
 from tools.bench.measure import command_line, machine, status, table
+from tools.bench.torch_device import torch_device
 
 #: Fields of Llama by the name of a shape. The first is the quickstart's size, the second
-#: SmolLM2-135M's.
+#: SmolLM2-135M's, the third Llama 3.2 1B's with fewer words.
 SHAPES: dict[str, dict[str, Any]] = {
     "15m": {
         "num_hidden_layers": 6,
@@ -60,12 +64,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
+    "1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "bert-base": {"vocab_size": 30522},
     "t5-small": {"vocab_size": 32128},
 }
 #: Method -> the shapes that it trains; the first is the default.
 SHAPES_OF = {
-    "sft": ("15m", "135m"),
+    "sft": ("15m", "135m", "1b"),
     "dpo": ("15m", "135m"),
     "mlm": ("bert-base",),
     "seq2seq": ("t5-small",),
@@ -84,7 +99,9 @@ CONTENDERS = {
     "mlm": ("ours", "ours unrolled", "ours bf16 unrolled", "torch", "torch bf16"),
     "seq2seq": ("ours", "ours unrolled", "ours bf16 unrolled", "torch", "torch bf16"),
 }
-ALL = tuple(dict.fromkeys(name for names in CONTENDERS.values() for name in names))
+#: Contenders that run only if `--contenders` names them.
+ON_REQUEST = ("torch bf16 compiled",)
+ALL = tuple(dict.fromkeys([n for names in CONTENDERS.values() for n in names] + [*ON_REQUEST]))
 _RATE = 1e-4
 #: Number of steps that compile and warm up.
 WARM_UP = 2
@@ -238,22 +255,31 @@ def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
     return run
 
 
-def torch_step(method: str, fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
+def torch_step(
+    method: str,
+    fields: dict[str, Any],
+    ids: np.ndarray,
+    *,
+    autocast: bool,
+    compiled: bool = False,
+) -> Step:
     """Return a step on the cross-entropy of the next token, of masked tokens or of targets."""
     import torch
 
-    model = torch_model(fields, method)
-    inputs = labels = torch.tensor(ids, dtype=torch.long)
+    device = torch_device()
+    model = torch_model(fields, method).to(device)
+    inputs = labels = torch.tensor(ids, dtype=torch.long, device=device)
     if method == "mlm":
-        masked = torch.rand(inputs.shape) < MASKED
+        masked = torch.rand(inputs.shape, device=device) < MASKED
         inputs, labels = inputs.masked_fill(masked, MASK), inputs.masked_fill(~masked, -100)
     if method == "seq2seq":
         labels = inputs.flip(1)
     options = {} if method == "mlm" else {"use_cache": False}
+    called = torch.compile(model) if compiled else model
 
     def loss() -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(input_ids=inputs, labels=labels, **options).loss
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return called(input_ids=inputs, labels=labels, **options).loss
 
     return torch_loop(model, loss)
 
@@ -296,6 +322,7 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
         "ours bf16 unrolled": partial(jax_step, method, dtype="bfloat16", scan_layers=False),
         "torch": trl_step if method == "dpo" else partial(torch_step, method, autocast=False),
         "torch bf16": partial(torch_step, method, autocast=True),
+        "torch bf16 compiled": partial(torch_step, method, autocast=True, compiled=True),
     }
     ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, length))
     tiny = {**fields, **{"mlm": TINY_BERT, "seq2seq": TINY_T5}.get(method, TINY)}
@@ -308,15 +335,29 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
     step = made[name](fields, ids.astype(np.int32))
     for turn, _ in enumerate(sys.stdin):
         if turn == WARM_UP:
-            first = status("VmHWM") - idle
+            first = peak_above(idle, name)
             resident()
             Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
         began = time.perf_counter()
         loss = step()
         report = {"seconds": time.perf_counter() - began, "loss": loss}
         if turn >= WARM_UP:
-            report |= {"first": first, "peak": status("VmHWM") - idle}
+            report |= {"first": first, "peak": peak_above(idle, name)}
         print(json.dumps(report), flush=True)
+
+
+def peak_above(idle: int, name: str) -> int:
+    """Return the peak of resident memory above `idle`, on a GPU the peak of the device's memory."""
+    if torch_device() == "cpu":
+        return status("VmHWM") - idle
+    if name.startswith("torch"):
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    return int(stats["peak_bytes_in_use"])
 
 
 def resident() -> int:
@@ -340,7 +381,7 @@ class Worker:
         ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.bench.train", "--worker", *words],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -377,7 +418,7 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
         worker.process.stdin.close()
         worker.process.wait()
     medians = {n: statistics.median(s["seconds"] for s in all_) for n, all_ in steps.items()}
-    base = medians.get("torch")
+    base = medians.get("torch", medians.get("torch bf16"))
     rows = []
     for name, found in steps.items():
         times = [s["seconds"] for s in found]
@@ -414,8 +455,9 @@ def main() -> None:
     if args.shape not in SHAPES_OF[args.method]:
         parser.error(f"shapes of {args.method}: {', '.join(SHAPES_OF[args.method])}")
     args.contenders = args.contenders or CONTENDERS[args.method]
-    if not {*args.contenders} <= {*CONTENDERS[args.method]}:
-        parser.error(f"contenders of {args.method}: {', '.join(CONTENDERS[args.method])}")
+    possible = (*CONTENDERS[args.method], *ON_REQUEST)
+    if not {*args.contenders} <= {*possible}:
+        parser.error(f"contenders of {args.method}: {', '.join(possible)}")
     vocab = fields_of(args.shape, args.vocab or 0)["vocab_size"]
     print(machine(), f"load {os.getloadavg()[0]:.1f}", sep="; ")
     rows = f"{args.rows} {'pairs' if args.method == 'dpo' else 'rows'} of {args.length} tokens"
