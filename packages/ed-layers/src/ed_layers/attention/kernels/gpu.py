@@ -185,9 +185,7 @@ def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Arr
 
     The narrower head dim is padded with zeros.
     """
-    d = v.shape[-1]
-    width = max(q.shape[-1], d)
-    q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (q, k, v))
+    q, k, v, d = equally_wide(q, k, v)
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -199,14 +197,27 @@ def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Arr
     return out[..., :d]
 
 
+def equally_wide(q, k, v) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+    """Return q, k and v with the wider of their head dims, padded with zeros, and v's own width."""
+    d = v.shape[-1]
+    width = max(q.shape[-1], d)
+    q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (q, k, v))
+    return q, k, v, d
+
+
 def by_tokamax(
     scale: float, soft_cap: float | None, q, k, v, **mask: Any
 ) -> Float[Array, "b s h d"]:
-    """Call tokamax's attention in Triton."""
+    """Call tokamax's attention in Triton.
+
+    The narrower head dim is padded with zeros: with different head dims, the gradients of q and k
+    of tokamax 0.0.17 are wrong.
+    """
     from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
     call = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": "triton"}
-    return dot_product_attention(q, k, v, **call, **arguments(**mask))
+    q, k, v, d = equally_wide(q, k, v)
+    return dot_product_attention(q, k, v, **call, **arguments(**mask))[..., :d]
 
 
 def _cudnn(mechanism: str, auto_from: int | None) -> Kernel[Projected]:

@@ -21,11 +21,15 @@ from ed_layers.attention.kernels.visibility import visible
 from ed_layers.attention.scoring import heads_of
 from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.devices import platform_of
 from ed_layers.projections.matmul import batched
 
-# Keys per block, and queries per block of a prefill.
-KEY_BLOCK = 128
-QUERY_BLOCK = 128
+# Keys per block, and queries per block of a prefill. On a GPU each turn of a loop launches a dozen
+# kernels and waits for its end, so blocks are large.
+KEY_BLOCK, GPU_KEY_BLOCK = 128, 2048
+QUERY_BLOCK, GPU_QUERY_BLOCK = 128, 512
+#: Maximum number of keys in the blocks of all sequences of a step.
+STEP_KEYS = 2**18
 
 NAMES = ("ragged_page_attention_v3", "ragged_page_attention_v2", "page_attention")
 
@@ -40,6 +44,13 @@ def paged_attention(call: Paged) -> Float[Array, "T h d"]:
     if not call.ragged.decode_only:
         out = prefill_each(q, reader, call.ragged, out)
     return out.reshape(tokens, heads, call.value_dim).astype(call.q.dtype)
+
+
+def block_sizes(call: Paged, seqs: int) -> tuple[int, int]:
+    """Return the keys and the queries of a block, for a page table with `seqs` rows."""
+    if platform_of(call.config) != "gpu":
+        return KEY_BLOCK, QUERY_BLOCK
+    return max(KEY_BLOCK, min(GPU_KEY_BLOCK, STEP_KEYS // seqs)), GPU_QUERY_BLOCK
 
 
 class PageReader:
@@ -59,7 +70,8 @@ class PageReader:
         # with the preceding write, and copy the pool (observed on a CPU).
         table = call.ragged.page_table[call.pages.group]
         width = max(table.shape[1], 2)
-        self.pages_per_block = max(1, min(KEY_BLOCK // page_size, -(-width // 2)))
+        keys, self.queries = block_sizes(call, table.shape[0])
+        self.pages_per_block = max(1, min(keys // page_size, -(-width // 2)))
         self.block = self.pages_per_block * page_size
         width += -width % self.pages_per_block
         self.table = jnp.pad(table, ((0, 0), (0, width - table.shape[1])))
@@ -145,7 +157,7 @@ def decode_all(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> ja
 
 def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
     """Process the sequences with several tokens one after another, in blocks of queries."""
-    width = min(QUERY_BLOCK, q.shape[0])
+    width = min(reader.queries, q.shape[0])
     padding = ((0, width), *[(0, 0)] * 3)
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
     later = None if ragged.ahead is None else jnp.pad(ragged.ahead, (0, width))
