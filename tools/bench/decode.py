@@ -126,7 +126,7 @@ class Torch:
 
 
 class Ours:
-    """This project: unrolled layers, and a dense cache that the step donates.
+    """This project: a dense cache that the step donates, and on a CPU unrolled layers.
 
     Args:
         quantized: Fields of a quantization configuration for every matrix; None: not quantized.
@@ -146,7 +146,7 @@ class Ours:
         from flax import nnx
 
         self.jax = jax
-        settings = {"scan_layers": False, "attn_mechanism": mechanism}
+        settings = {"scan_layers": torch_device() != "cpu", "attn_mechanism": mechanism}
         dtypes = {} if dtype == "float32" else {"dtype": dtype, "param_dtype": dtype}
         model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(
             directory, config_kwargs=settings, **dtypes

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_esurge import SamplingParams, eSurge
@@ -54,7 +55,8 @@ def build(
     shape, vocab = MODELS[name]
     if layers is not None:
         shape = {**shape, "num_hidden_layers": layers}
-    layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": False}
+    unrolled = jax.default_backend() == "cpu"  # the layouts that `esurge serve` selects
+    layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": not unrolled}
     config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None, **fields)
     kind = jnp.dtype(dtype)
     return LlamaForCausalLM.create(config, seed=0, dtype=kind, param_dtype=kind), tokenizer(vocab)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import attention_cases as cases
+import attention_pages as pages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from attention_reference import Case, Mask, error
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
+from ed_layers.attention.kernels import paged
 from ed_layers.attention.kernels.online import BlockMask
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache import DenseCache, LayerCacheSpec
@@ -322,3 +324,14 @@ def test_no_rows_no_queries_or_no_keys_give_zeros_of_the_shape(name, empty) -> N
     out = call(name, **sizes)
     assert out.shape == (sizes["b"], sizes["s"], 4, sizes["d"])
     assert not out.any()
+
+
+@pytest.mark.parametrize("step_keys", [2**17, 64], ids=["whole table", "blocks"])
+def test_pages_in_the_blocks_of_a_gpu_match_reference(step_keys, monkeypatch) -> None:
+    monkeypatch.setattr(paged, "platform_of", lambda config: "gpu")
+    monkeypatch.setattr(paged, "GPU_STEP_KEYS", step_keys)
+    pages.program.cache_clear()
+    case = pages.case_of(CELLS["window+sinks"])
+    found = pages.run(case, cases.mechanism_of("ragged_page_attention_v3"))
+    pages.program.cache_clear()
+    assert error(found, case.run()["out"]) <= 1e-5

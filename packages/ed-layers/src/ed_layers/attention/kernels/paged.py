@@ -1,13 +1,16 @@
 """Attention over pages in plain XLA: decoding of all sequences together, prefill one by one.
 
 The loops visit as many blocks of pages as the longest context has, not as many as the page table
-could contain.
+could contain. On a GPU, where a turn of such a loop costs more than reading the pages, one block
+contains the whole page table if it is small.
 
 Legend: T flat tokens, n sequences, p pages per sequence, h heads, g kv heads, r heads per kv head,
 k head dim, d value dim, m sequences at hand, x queries in a block, y keys in a block.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +28,11 @@ from ed_layers.devices import platform_of
 from ed_layers.projections.matmul import batched
 
 # Keys per block, and queries per block of a prefill. On a GPU each turn of a loop launches a dozen
-# kernels and waits for its end, so blocks are large.
+# kernels and waits for their end, so blocks are large.
 KEY_BLOCK, GPU_KEY_BLOCK = 128, 2048
 QUERY_BLOCK, GPU_QUERY_BLOCK = 128, 512
-#: Maximum number of keys in the blocks of all sequences of a step.
-STEP_KEYS = 2**18
+#: Maximum number of keys that a step on a GPU reads at once, of all sequences together.
+GPU_STEP_KEYS = 2**17
 
 NAMES = ("ragged_page_attention_v3", "ragged_page_attention_v2", "page_attention")
 
@@ -46,11 +49,29 @@ def paged_attention(call: Paged) -> Float[Array, "T h d"]:
     return out.reshape(tokens, heads, call.value_dim).astype(call.q.dtype)
 
 
-def block_sizes(call: Paged, seqs: int) -> tuple[int, int]:
-    """Return the keys and the queries of a block, for a page table with `seqs` rows."""
-    if platform_of(call.config) != "gpu":
-        return KEY_BLOCK, QUERY_BLOCK
-    return max(KEY_BLOCK, min(GPU_KEY_BLOCK, STEP_KEYS // seqs)), GPU_QUERY_BLOCK
+class Blocks(NamedTuple):
+    """Pages and queries per block.
+
+    Attributes:
+        whole: whether one block contains all pages of a sequence, so that no loop is needed.
+    """
+
+    pages: int
+    queries: int
+    whole: bool = False
+
+    @classmethod
+    def of(cls, call: Paged, seqs: int, width: int, page_size: int) -> Blocks:
+        """Return the sizes for a page table [seqs, width]."""
+        gpu = platform_of(call.config) == "gpu"
+        if gpu and seqs * width * page_size <= GPU_STEP_KEYS:
+            return cls(width, GPU_QUERY_BLOCK, whole=True)
+        keys, queries = KEY_BLOCK, QUERY_BLOCK
+        if gpu:
+            keys, queries = min(GPU_KEY_BLOCK, GPU_STEP_KEYS // seqs), GPU_QUERY_BLOCK
+        # At least two blocks: XLA would move the read of a single block out of the loop, merge it
+        # with the preceding write, and copy the pool (observed on a CPU).
+        return cls(max(1, min(keys // page_size, -(-width // 2))), queries)
 
 
 class PageReader:
@@ -66,14 +87,11 @@ class PageReader:
         self.sinks = None
         if self.scoring.sinks is not None:
             self.sinks = self.scoring.sinks.reshape(self.groups, -1)[:, :, None, None]
-        # At least two blocks: XLA would move the read of a single block out of the loop, merge it
-        # with the preceding write, and copy the pool (observed on a CPU).
         table = call.ragged.page_table[call.pages.group]
-        width = max(table.shape[1], 2)
-        keys, self.queries = block_sizes(call, table.shape[0])
-        self.pages_per_block = max(1, min(keys // page_size, -(-width // 2)))
-        self.block = self.pages_per_block * page_size
-        width += -width % self.pages_per_block
+        seqs, width = table.shape[0], max(table.shape[1], 2)
+        self.blocks = Blocks.of(call, seqs, width, page_size)
+        self.block = self.blocks.pages * page_size
+        width += -width % self.blocks.pages
         self.table = jnp.pad(table, ((0, 0), (0, width - table.shape[1])))
 
     def keys_values(
@@ -83,7 +101,7 @@ class PageReader:
 
         Quantized pages are decoded to `dtype`, one block at a time.
         """
-        page = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
+        page = jax.lax.dynamic_slice_in_dim(rows, j * self.blocks.pages, self.blocks.pages, 1)
         kv = jax.tree.map(lambda pages: pages[(*self.at, page)], self.pages)
         if isinstance(kv, Codes):
             # Slots before numbers, and after scales, as `decode` has them.
@@ -131,7 +149,10 @@ class PageReader:
         start = PartialAttention.empty(
             (m, groups, repeat, x), self.value_dim, scoring.softmax_dtype
         )
-        part = over_blocks(first_block, last_block, start, block)
+        if self.blocks.whole:
+            part = start.and_block(*block(jnp.int32(0)))
+        else:
+            part = over_blocks(first_block, last_block, start, block)
         part = part if self.sinks is None else part.beside(self.sinks)
         return part.out.transpose(0, 3, 1, 2, 4)
 
@@ -157,7 +178,7 @@ def decode_all(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> ja
 
 def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
     """Process the sequences with several tokens one after another, in blocks of queries."""
-    width = min(reader.queries, q.shape[0])
+    width = min(reader.blocks.queries, q.shape[0])
     padding = ((0, width), *[(0, 0)] * 3)
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
     later = None if ragged.ahead is None else jnp.pad(ragged.ahead, (0, width))
