@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,16 +33,10 @@ from ed_elarge.certify.llama_cpp_logits import interpreter
 from tools.bench import swapping, to_gguf
 from tools.bench.decode import VOCAB
 from tools.bench.measure import command_line, machine, table
+from tools.bench.server_process import SECONDS, pending, running
 from tools.bench.startup import make
 
 PROMPT, LONG = [*range(300, 316)], [*range(300, 748)]
-SECONDS = 900
-#: The server in a process without torch, which transformers would import.
-PROGRAM = (
-    "import sys; sys.modules['torch'] = None\n"
-    "from ed_esurge.command.main import main\n"
-    "raise SystemExit(main())"
-)
 #: llama.cpp: load, first token, load a second time, save or load the state of a prompt.
 LLAMA_CPP = """
 import json, pickle, sys, time
@@ -87,8 +77,7 @@ class Started:
 
     def pending(self) -> int:
         """Return the number of programs that are compiled in the background."""
-        answer = httpx.get(self.url.replace("/v1", "/health"), timeout=SECONDS).json()
-        return int(answer.get("programs_pending", 0))
+        return pending(self.url)
 
 
 def ask(url: str, prompt: list[int], tokens: int) -> float:
@@ -104,33 +93,10 @@ def ask(url: str, prompt: list[int], tokens: int) -> float:
 @contextmanager
 def served(model: Path, cache: Path, prompt: list[int], *flags: str) -> Iterator[Started]:
     """Start a server in a process, ask for one token, and stop the server after the block."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    environment |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
-    words = ["serve", str(model), "--port", "0", "--log-level", "warning", *flags]
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            url = next((m[1] for m in map(_address, process.stdout) if m), None)
-            if url is None:
-                errors.seek(0)
-                raise RuntimeError(f"the server did not start:\n{errors.read()[-2000:]}")
-            ask(url, prompt, 1)
-            yield Started(url, time.perf_counter() - began)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(SECONDS)
-
-
-def _address(line: str) -> re.Match[str] | None:
-    return re.search(r"serving at (\S+)", line)
+    with running([str(model), *flags], cache) as url:
+        ask(url, prompt, 1)
+        yield Started(url, time.perf_counter() - began)
 
 
 def starts(model: Path, cache: Path, rounds: int) -> list[list[str]]:
@@ -222,7 +188,7 @@ def main() -> None:
         print(table(["", "s"], rows))
         shutil.copytree(models / "one", models / "two")
         print("\nSwap of two models, of which one fits the limit of memory:")
-        print(swapping.served(models, values.rounds))
+        print(swapping.served(models, folder / "swaps", values.rounds))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from ed_esurge.engine.intake import CheckedPrompt, TokenIdError
 from ed_esurge.processes.hub import ReplicaHub, device_shares
 from ed_esurge.processes.messages import described, error_of
 from ed_esurge.processes.replica import Replica
-from ed_esurge.processes.replicated_engine import ReplicaLostError, ReplicatedEngine
+from ed_esurge.processes.replica_group import ReplicaLostError
+from ed_esurge.processes.replicated_engine import ReplicatedEngine
 from ed_esurge.processes.sent_prefixes import SentPrefixes
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 
@@ -113,13 +114,13 @@ def test_two_replicas_answer_as_one_engine_and_a_lost_one_loses_no_unanswered_re
         late = enumerate(prompts)
         jobs = [asyncio.create_task(collected(front, p, greedy, f"late{i}")) for i, p in late]
         await asyncio.sleep(0)
-        front._requests["begun"].replica.drop()
+        front.replicas._requests["begun"].replica.drop()
         with pytest.raises(ReplicaLostError, match="send the request again"):
             [output async for output in outputs]
         for job, answer in zip(jobs, expected["g"], strict=True):
             with suppress(ReplicaLostError):  # an output was sent
                 assert await asyncio.wait_for(job, 60) == answer.outputs[0].token_ids
-        assert front.num_ready == 1 and front.is_healthy and not front._requests
+        assert front.replicas.num_ready == 1 and front.is_healthy and not front.replicas._requests
 
     asyncio.run(run())
 
@@ -150,11 +151,11 @@ def test_calls_reach_all_replicas_and_a_new_replica_repeats_them(replicated, eng
         with pytest.raises(ConfigError, match="model in memory"):
             await front.load_weights("nowhere")
         replicas[0].end()
-        while front.num_ready == 2:
+        while front.replicas.num_ready == 2:
             await asyncio.sleep(0.01)
         engines[0].wake_up()
         replicas[0] = LocalReplica(hub, engines[0])
-        while front.num_ready == 1 or not engines[0].is_sleeping:
+        while front.replicas.num_ready == 1 or not engines[0].is_sleeping:
             await asyncio.sleep(0.01)
         await front.wake_up()
         assert not front.is_sleeping and not any(one.engine.is_sleeping for one in replicas)
@@ -168,7 +169,7 @@ def test_connection_without_the_secret_is_rejected(replicated) -> None:
         Connection.open(hub.address, b"another").receive()
     with socket.create_connection(tuple(hub.address.split(":"))) as stream:
         stream.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-    assert front.num_ready == 2
+    assert front.replicas.num_ready == 2
 
 
 def test_errors_keep_their_kind_between_processes() -> None:

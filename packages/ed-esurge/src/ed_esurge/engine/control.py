@@ -67,6 +67,7 @@ class EngineControl:
 
     def drop_memory(self) -> None:
         """Abort all requests, and free weights and pages. The engine cannot be used afterwards."""
+        self.loop.runner.stop_compiling(wait=False)
         self.execute(Sleep(keep_weights=False))
 
     def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:

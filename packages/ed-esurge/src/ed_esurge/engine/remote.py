@@ -113,5 +113,5 @@ class RemoteRunner:
     def compile_first(self, progress: tqdm[NoReturn]) -> None:
         pass
 
-    def stop_compiling(self) -> None:
+    def stop_compiling(self, *, wait: bool = True) -> None:
         pass

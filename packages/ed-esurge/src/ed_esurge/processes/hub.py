@@ -116,14 +116,15 @@ class ReplicaHub:
             process = self._spawn(engine, environment)
             self._local.append(_LocalReplica(engine, environment, process))
             if number == 0:
-                engine.wait_ready(1, check)
-        if local < engine.size:
+                engine.replicas.wait_ready(1, check)
+        remote = engine.replicas.size - local
+        if remote > 0:
             print(
-                f"waiting for {engine.size - local} replicas of {engine.model_name}; on another "
-                f"host: {self.command()}",
+                f"waiting for {remote} replicas of {engine.model_name}; on "
+                f"another host: {self.command()}",
                 flush=True,
             )
-        engine.wait_ready(engine.size, check)
+        engine.replicas.wait_ready(engine.replicas.size, check)
 
     def close(self) -> None:
         """End all replicas, and wait for the processes of this host."""
@@ -131,7 +132,7 @@ class ReplicaHub:
             self._closed.set()
         self._listener.close()
         for engine in self._engines.values():
-            engine.close()
+            engine.replicas.close()
         for connection in list(self._connections):
             connection.close()
         wait_or_kill([one.process for one in self._local], END_SECONDS)
@@ -150,7 +151,7 @@ class ReplicaHub:
 
     def _supervise(self) -> None:
         while not self._closed.wait(_INTERVAL):
-            silent = {pid for engine in self._engines.values() for pid in engine.look()}
+            silent = {pid for engine in self._engines.values() for pid in engine.replicas.look()}
             for one in self._local:
                 if one.process.pid in silent:
                     one.process.kill()
@@ -160,8 +161,8 @@ class ReplicaHub:
     def _restart(self, one: _LocalReplica) -> None:
         """Start a process again after its end, later after each failure."""
         engine, process = one.engine, one.process
-        if process.pid in engine.seen:
-            engine.seen.discard(process.pid)
+        if process.pid in engine.replicas.seen:
+            engine.replicas.seen.discard(process.pid)
             one.failures = 0
             logger.warning(
                 "a process of %s ended (%s): restarting", engine.model_name, process.returncode
@@ -170,7 +171,7 @@ class ReplicaHub:
             return
         else:
             one.failures += 1
-            never = engine.num_ready == 0 and process.returncode == _BAD_INPUT
+            never = engine.replicas.num_ready == 0 and process.returncode == _BAD_INPUT
             if never or one.failures > MAX_FAILURES:
                 one.failures = MAX_FAILURES + 1
                 reason = (
@@ -178,7 +179,7 @@ class ReplicaHub:
                     f"{process.returncode}); see its message above"
                 )
                 self._failed = EasyDeLError(reason)
-                engine.fail(reason)
+                engine.replicas.fail(reason)
                 return
         self._closed.wait(min(one.failures, 5))
         with self._starting:
@@ -208,7 +209,7 @@ class ReplicaHub:
             return self._engines[wanted]
         if not self._engines:
             raise ConfigError("the server has no models yet: try again later")
-        return max(self._engines.values(), key=lambda each: each.size - each.num_ready)
+        return max(self._engines.values(), key=lambda each: each.replicas.num_missing)
 
 
 def device_shares(count: int) -> list[dict[str, str]]:

@@ -60,11 +60,15 @@ class BackgroundCompilation(Generic[NameT]):
             return None
         return pending.result()
 
-    def stop(self) -> None:
-        """Stop after the program in work. The remaining programs are not compiled."""
+    def stop(self, *, wait: bool = True) -> None:
+        """Stop after the program in work. The remaining programs are not compiled.
+
+        Args:
+            wait: whether to wait for the program in work, which can take seconds.
+        """
         self._stopped = True
-        self._thread.join()
-        atexit.unregister(self.stop)
+        if wait:
+            self._thread.join()
 
     def _work(self) -> None:
         with self._context():
@@ -79,5 +83,4 @@ class BackgroundCompilation(Generic[NameT]):
                         logger.warning("%s was not compiled in the background: %s", name, error)
                 finally:
                     del self._pending[name]
-        if not self._stopped:
-            atexit.unregister(self.stop)
+        atexit.unregister(self.stop)

@@ -110,7 +110,7 @@ class EncoderRunner:
         """Do nothing: an encoder has no memory of sequences."""
         self.allocated = False
 
-    def stop_compiling(self) -> None:
+    def stop_compiling(self, *, wait: bool = True) -> None:
         """See `Runner`: all functions are compiled before the engine is ready."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 import jax
@@ -21,15 +21,11 @@ from tqdm import tqdm
 from ed_esurge.model import platform_of
 from ed_esurge.runner import filters
 from ed_esurge.runner.background import BackgroundCompilation
-from ed_esurge.runner.batch import BatchBuilder
-from ed_esurge.runner.buckets import Buckets, StepShape
-from ed_esurge.runner.guides import Guides
+from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE
-from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.programs import Programs
 from ed_esurge.runner.sampler import SamplerState
 from ed_esurge.runner.uncompiled import COPY, FILTER, PLACE, PUT, ProgramKey, UncompiledFunctions
-from ed_esurge.runner.weights import ServedWeights
 
 #: Options of XLA for functions that are replaced soon: half the time of the default level.
 FIRST_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -41,38 +37,21 @@ class Functions:
     """Table of compiled functions by name. Missing functions are created on access.
 
     Args:
-        weights: weights of the model.
-        memory: arrays that the functions read and replace; need not be allocated.
-        builder: creates the inputs of a step.
-        guides: grammars of structured outputs.
-        buckets: shapes of the steps.
-        max_logprobs: number of alternatives that a step returns.
+        uncompiled: the functions before they are compiled.
         ahead_of_time: whether to call compiled executables, which accept exactly one shape. False
             calls through `jax.jit`.
     """
 
-    def __init__(
-        self,
-        weights: ServedWeights,
-        memory: Memory,
-        builder: BatchBuilder,
-        guides: Guides,
-        buckets: Buckets,
-        *,
-        max_logprobs: int,
-        ahead_of_time: bool,
-    ) -> None:
-        self._uncompiled = UncompiledFunctions(
-            weights, memory, builder, guides, buckets, max_logprobs=max_logprobs
-        )
-        self._weights, self._memory, self._builder = weights, memory, builder
-        self._buckets = buckets
-        self.max_logprobs, self._ahead_of_time = max_logprobs, ahead_of_time
+    def __init__(self, uncompiled: UncompiledFunctions, *, ahead_of_time: bool) -> None:
+        self._uncompiled, self._ahead_of_time = uncompiled, ahead_of_time
+        self._weights, self._memory = uncompiled.weights, uncompiled.memory
+        self._buckets = uncompiled.buckets
         self._made: dict[ProgramKey, Callable[..., Any]] = {}
         self.background: BackgroundCompilation[ProgramKey] | None = None
         # Functions of an earlier process are loaded while memory is allocated.
         self._kept = self._programs()
-        self._loading = self._kept.loading(self._by_use()) if self._kept else None
+        stored = self._kept.stored(self._by_use()) if self._kept else []
+        self._loading = self._kept.loading(stored) if self._kept and stored else None
 
     def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
         if name not in self._made:
@@ -86,10 +65,6 @@ class Functions:
         """Number of traces outside the background thread, which is constant after the engine is
         ready."""
         return self._uncompiled.num_traces
-
-    def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `UncompiledFunctions.traced`."""
-        return self._uncompiled.traced(function)
 
     def missing(self) -> list[ProgramKey]:
         """Return the names of the missing functions, in the order in which they are needed."""
@@ -116,19 +91,17 @@ class Functions:
         return [*dict.fromkeys(name for name in (*order, *missing) if name in known)]
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Compile all functions for serving and update the progress bar."""
-        names = self.missing()
+        """Compile all functions for serving and update the progress bar. Functions of an earlier
+        process are loaded instead, each before its first use."""
+        names = self._new(self.missing())
         progress.reset(len(names))
         if not self._ahead_of_time:
             for name in names:
                 self._warm(name)
                 progress.update()
             return
-        if self._loading is not None:  # each function is loaded before its first use
-            progress.update(len(names))
-            return
         self._made |= (made := self._compile(names, progress))
-        if self._kept:
+        if self._kept and made:
             self._kept.write(made)
 
     def compile_first(self, progress: tqdm[NoReturn]) -> None:
@@ -137,19 +110,38 @@ class Functions:
         Functions of an earlier process are loaded instead. An engine whose results must not depend
         on time (`batch_invariant`) compiles all functions.
         """
-        if self._loading is not None or not self._ahead_of_time or self._buckets.invariant:
+        names = self._new(self._by_need())
+        if not names or not self._ahead_of_time or self._buckets.invariant:
             self.compile_all(progress)
             return
         generic = self._buckets.generic
         first: list[ProgramKey] = [generic, ("sample", generic.seqs)]
-        names = self._by_need()
-        options = FIRST_OPTIONS if platform_of(self._weights.model) == "cpu" else None
-        progress.reset(len(first))
-        for name, function in self._compile(first, progress, options).items():
-            self._made[name] = function  # until the background has compiled a faster one
+        # The functions that the background has not compiled when they are used.
+        self._made |= self._quickly_compiled(self._new(first), progress)
         context = compiled_afresh if self._kept else nullcontext
         background = BackgroundCompilation(names, self._compile_one, context)
         self.background, self._uncompiled.uncounted = background, lambda: background.here
+
+    def _new(self, names: list[ProgramKey]) -> list[ProgramKey]:
+        """Return the names of the functions that no earlier process has stored."""
+        loading = self._loading
+        return [name for name in names if loading is None or name not in loading]
+
+    def _quickly_compiled(
+        self, names: list[ProgramKey], progress: tqdm[NoReturn]
+    ) -> dict[ProgramKey, Callable[..., Any]]:
+        """Return functions that the background replaces by faster ones."""
+        progress.reset(len(names))
+        stored = self._kept.quickly_compiled if self._kept else None
+        loading = stored.loading(names) if stored else None
+        if loading is not None:
+            with suppress(Exception):  # the backend reads less than it writes
+                return {name: loading.take(name) for name in names}
+        options = FIRST_OPTIONS if platform_of(self._weights.model) == "cpu" else None
+        made = self._compile(names, progress, options)
+        if stored:
+            stored.write(made)
+        return made
 
     def _by_need(self) -> list[ProgramKey]:
         """Return all functions: the small ones that the generic shape may need, the shape of one
@@ -197,6 +189,11 @@ class Functions:
         return made
 
     def _compile_one(self, name: ProgramKey) -> Callable[..., Any]:
+        if self._kept and self._kept.stored([name]):  # another engine was faster
+            loading = self._kept.loading([name])
+            if loading is not None:
+                function = self._made[name] = loading.take(name)
+                return function
         function = self._made[name] = self._uncompiled.lower(name).compile()
         if self._kept:
             self._kept.write({name: function})
@@ -248,8 +245,9 @@ class Functions:
 
     def load_all(self) -> None:
         """Wait until every function of an earlier process is loaded."""
-        for name in self.missing() if self._loading is not None else ():
-            self[name]
+        for name in self.missing():
+            if self._loading is not None and name in self._loading:
+                self[name]
 
     def workspace_bytes(self) -> int:
         """Return the bytes that the largest step needs in addition to weights, pages and state."""
@@ -270,7 +268,8 @@ class Functions:
         if not self._ahead_of_time:
             return None
         memory, weights = self._memory, self._weights
-        sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs, self.max_logprobs)
+        sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs)
+        sizes = (*sizes, self._uncompiled.max_logprobs)
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
@@ -300,7 +299,7 @@ class Functions:
         assert memory.state is not None, "functions are compiled with memory"
         arguments = self._uncompiled.arguments(name)
         if isinstance(name, StepShape):
-            encoded = memory.encoded_of(self._builder.fields(name).featured)
+            encoded = memory.encoded_of(self._uncompiled.builder.fields(name).featured)
             out = function(leaves, memory.cache, memory.state.last, arguments[3], *encoded)
             memory.cache = out[3]
         elif name == PUT:

@@ -25,7 +25,7 @@ from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.slots import SlotTables
-from ed_esurge.runner.uncompiled import PLACE, PUT
+from ed_esurge.runner.uncompiled import PLACE, PUT, UncompiledFunctions
 from ed_esurge.runner.weights import ServedWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
@@ -96,28 +96,30 @@ class ModelRunner:
             featured=buckets.prefill if encoder_rows else (),
             has_axes=items is not None and items.has_axes,
         )
-        self.functions = Functions(
+        self.max_logprobs = min(max_logprobs, self.vocab_size)
+        """Number of alternatives that a step returns."""
+        uncompiled = UncompiledFunctions(
             self.weights,
             self.memory,
             self._builder,
             guides,
             buckets,
-            max_logprobs=min(max_logprobs, self.vocab_size),
-            ahead_of_time=ahead_of_time,
+            max_logprobs=self.max_logprobs,
         )
+        self.functions = Functions(uncompiled, ahead_of_time=ahead_of_time)
         self._encoder: ItemEncoder | SlotEncoder | None = None
         if items is not None:
             self._encoder = ItemEncoder(
                 self.weights,
                 self.memory,
-                self.functions.traced,
+                uncompiled.traced,
                 items,
                 ahead_of_time=ahead_of_time,
             )
         elif encoder_length is not None:
-            self._encoder = SlotEncoder(self.weights, self.memory, self.functions.traced)
+            self._encoder = SlotEncoder(self.weights, self.memory, uncompiled.traced)
         cache = self.memory.allocate()
-        self.host = HostMemory(cache, host_places, self.functions.traced) if host_places else None
+        self.host = HostMemory(cache, host_places, uncompiled.traced) if host_places else None
         if self.host is not None:
             self.host.device = lambda: self.memory.cache
 
@@ -156,11 +158,6 @@ class ModelRunner:
     # ---- compiled functions
 
     @property
-    def max_logprobs(self) -> int:
-        """Number of alternatives that a step returns."""
-        return self.functions.max_logprobs
-
-    @property
     def num_traces(self) -> int:
         """Number of traces, which is constant after all functions are compiled."""
         return self.functions.num_traces
@@ -189,10 +186,10 @@ class ModelRunner:
         """See `Runner`."""
         return len(self.functions.background or ())
 
-    def stop_compiling(self) -> None:
+    def stop_compiling(self, *, wait: bool = True) -> None:
         """See `Runner`."""
         if self.functions.background is not None:
-            self.functions.background.stop()
+            self.functions.background.stop(wait=wait)
 
     # ---- grammars
 

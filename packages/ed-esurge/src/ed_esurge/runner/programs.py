@@ -49,8 +49,9 @@ KEPT = 60 * 24 * 3600
 PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
 _CODE = 32  # bytes of the authentication code at the beginning of a file
 _UNUSABLE = "unusable"  # marker file: programs of this kind cannot be cached
-#: Functions that were loaded last, by the authentication codes of their files. The next engine of
-#: this process with the same functions, such as one of another model of the same shape, uses them.
+#: Functions that were loaded or written last, by the authentication codes of their files. The next
+#: engine of this process with the same functions, such as one of another model of the same shape,
+#: uses them.
 _loaded_last: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
 _MOST_LOADED = 128
 _lock = Lock()
@@ -101,6 +102,17 @@ class Programs(Generic[NameT]):
         """Whether functions can be cached in this folder."""
         return not (self.folder / _UNUSABLE).exists()
 
+    @property
+    def quickly_compiled(self) -> Programs[NameT]:
+        """The functions that serve until those of this folder are compiled."""
+        return Programs(
+            self.folder.with_name(f"{self.folder.name}-quick"), self._devices, self._key
+        )
+
+    def stored(self, names: Sequence[NameT]) -> list[NameT]:
+        """Return the names of the functions that have a file, in the given order."""
+        return [name for name in names if self._file(name).exists()]
+
     def loading(self, names: Sequence[NameT]) -> Loading[NameT] | None:
         """Load all functions in the given order. Return None if a file is missing, damaged or not
         authentic."""
@@ -137,10 +149,7 @@ class Programs(Generic[NameT]):
             backend=self._devices[0].client,
             execution_devices=self._devices,
         )
-        with _lock:
-            _loaded_last[code] = function
-            while len(_loaded_last) > _MOST_LOADED:
-                _loaded_last.popitem(last=False)
+        _remember(code, function)
         return function
 
     def write(self, functions: Mapping[NameT, Any]) -> None:
@@ -151,7 +160,9 @@ class Programs(Generic[NameT]):
             for name, function in functions.items():
                 content = pickle.dumps(serialize_executable.serialize(function))
                 file = self._file(name)
-                write_private(file, self._code(file, content) + content)
+                code = self._code(file, content)
+                write_private(file, code + content)
+                _remember(code, function)
             self._forget_old()
         except (OSError, UntrustedFileError) as error:
             once(logger, f"compiled programs are not kept in {self.folder}: {error}")
@@ -183,6 +194,13 @@ class Programs(Generic[NameT]):
         for folder in self.folder.parent.iterdir():
             if folder.stat().st_mtime < edge:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remember(code: bytes, function: Callable[..., Any]) -> None:
+    with _lock:
+        _loaded_last[code] = function
+        while len(_loaded_last) > _MOST_LOADED:
+            _loaded_last.popitem(last=False)
 
 
 class Loading(Generic[NameT]):

@@ -104,8 +104,12 @@ class Runner(Protocol):
         """Number of functions that a background thread has not compiled yet."""
         ...
 
-    def stop_compiling(self) -> None:
-        """Stop the background thread."""
+    def stop_compiling(self, *, wait: bool = True) -> None:
+        """Stop the background thread after the function in work.
+
+        Args:
+            wait: whether to wait for this function.
+        """
         ...
 
     def memory_bytes(self) -> int:

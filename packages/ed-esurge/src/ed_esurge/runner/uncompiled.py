@@ -46,7 +46,12 @@ class UncompiledFunctions:
     """The functions by name.
 
     Args:
-        weights, memory, builder, guides, buckets, max_logprobs: see `Functions`.
+        weights: weights of the model.
+        memory: arrays that the functions read and replace; need not be allocated.
+        builder: creates the inputs of a step.
+        guides: grammars of structured outputs.
+        buckets: shapes of the steps.
+        max_logprobs: number of alternatives that a step returns.
 
     Attributes:
         num_traces: number of traces, without those for which `uncounted` returned True.
@@ -66,8 +71,8 @@ class UncompiledFunctions:
     ) -> None:
         self.num_traces = 0
         self.uncounted: Callable[[], bool] = lambda: False
-        self._weights, self._memory, self._builder = weights, memory, builder
-        self._guides, self._buckets, self._max_logprobs = guides, buckets, max_logprobs
+        self.weights, self.memory, self.builder = weights, memory, builder
+        self.buckets, self.max_logprobs, self._guides = buckets, max_logprobs, guides
         self._arrays: tuple[Any, Any, Any] | None = None
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self.logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
@@ -78,7 +83,7 @@ class UncompiledFunctions:
         def counted(*args: Any) -> Any:
             if not self.uncounted():
                 self.num_traces += 1
-            with native.chosen_by(self._weights.model.config):
+            with native.chosen_by(self.weights.model.config):
                 return function(*args)
 
         return counted
@@ -92,7 +97,7 @@ class UncompiledFunctions:
 
     def jitted(self, name: ProgramKey) -> Any:
         """Return a function that `jax.jit` compiles."""
-        everywhere = self._memory.everywhere
+        everywhere = self.memory.everywhere
         # Outputs that become inputs keep their sharding, so that the next step is not retraced.
         cache, state = jax.tree.map(lambda x: x.sharding, self._abstract_arrays()[:2])
         if isinstance(name, StepShape):
@@ -106,7 +111,7 @@ class UncompiledFunctions:
         if name == COPY:
             return jax.jit(self.traced(copied), donate_argnums=0, out_shardings=cache)
         if name == PLACE:
-            kept = [leaf.sharding for leaf in self._weights.places]
+            kept = [leaf.sharding for leaf in self.weights.places]
             return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
         if name[0] == "sample":
             return jax.jit(
@@ -124,7 +129,7 @@ class UncompiledFunctions:
         return jax.jit(self.traced(function), out_shardings=everywhere)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
-        fields, generic = self._builder.fields(shape), self._buckets.generic
+        fields, generic = self.builder.fields(shape), self.buckets.generic
 
         def step(
             leaves: list[jax.Array],
@@ -146,7 +151,7 @@ class UncompiledFunctions:
                 more["features"] = Features(encoded[None], inputs.features)
             if inputs.positions is not None:
                 more["position_ids"] = inputs.positions
-            out = self._weights.merged(leaves).decode(
+            out = self.weights.merged(leaves).decode(
                 token_ids,
                 past_key_values=cache,
                 ragged=inputs.ragged,
@@ -161,9 +166,7 @@ class UncompiledFunctions:
 
     def _make_sample(self) -> Callable[..., Any]:
         def of_logits(state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array):
-            sampled, state = sample(
-                logits, SamplerRows.of(rows), state, self._max_logprobs, allowed
-            )
+            sampled, state = sample(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed)
             slots = rows[OF_STEP.index("state_slots")]
             return sampled.pack(), state.note(slots, sampled.tokens)
 
@@ -171,7 +174,7 @@ class UncompiledFunctions:
 
     def _make_score(self) -> Callable[..., Any]:
         def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
-            return score(hidden, self._weights.merged(leaves).head(), targets, self._max_logprobs)
+            return score(hidden, self.weights.merged(leaves).head(), targets, self.max_logprobs)
 
         return of_prompt
 
@@ -179,12 +182,12 @@ class UncompiledFunctions:
 
     def numbers_of_copies(self) -> dict[str, np.ndarray]:
         """Return the second argument of `copied`, for copies of page 0 to itself."""
-        groups = self._memory.num_pages
+        groups = self.memory.num_pages
         return {group: np.zeros((2, PAGES_AT_ONCE), np.int32) for group in groups}
 
     def arguments(self, name: ProgramKey) -> tuple[Any, ...]:
         """Return the abstract arguments of a function."""
-        weights, memory = self._weights, self._memory
+        weights, memory = self.weights, self.memory
         cache, state, sums = self._abstract_arrays()
         if name == PUT:
             line = np.zeros(self._guides.vocab_size)
@@ -196,13 +199,13 @@ class UncompiledFunctions:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values
         if isinstance(name, StepShape):
-            encoded = abstract(memory.encoded_of(self._builder.fields(name).featured))
-            return weights.like, cache, state.last, self._builder.empty(name), *encoded
+            encoded = abstract(memory.encoded_of(self.builder.fields(name).featured))
+            return weights.like, cache, state.last, self.builder.empty(name), *encoded
         kind, size = name
         if kind in ("sample", "take", "merge", "filter"):
             return self._arguments_of_sampling(kind, size, state)
         if size not in self._hidden:
-            self._keep_outputs(self._buckets.pick(size, 1, prefill=True))
+            self._keep_outputs(self.buckets.pick(size, 1, prefill=True))
         hidden, of_token = self._hidden[size], np.zeros(size, np.int32)
         if kind == "score":
             return weights.like, hidden, of_token
@@ -211,20 +214,20 @@ class UncompiledFunctions:
     def _abstract_arrays(self) -> tuple[Any, Any, Any]:
         """Return the abstract pages, state and sums. The memory may be freed later."""
         if self._arrays is None:
-            memory = self._memory
+            memory = self.memory
             assert memory.state is not None, "functions are compiled with memory"
             self._arrays = abstract((memory.cache, memory.state, memory.sums))
         return self._arrays
 
     def _arguments_of_sampling(self, kind: str, rows: int, state: SamplerState) -> tuple[Any, ...]:
-        everywhere = self._memory.placement
+        everywhere = self.memory.placement
         word = (words(self._guides.vocab_size),)
 
         def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         if kind == "filter":
-            logits = self._logits_of(self._buckets.shapes[0].seqs)
+            logits = self._logits_of(self.buckets.shapes[0].seqs)
             few = array((rows, *logits.shape[1:]), logits.dtype)
             numbers = np.zeros((1 + len(OF_SAMPLING) + len(OF_FILTERS), rows), np.int32)
             return few, numbers, state, array((rows, *word))
@@ -238,7 +241,7 @@ class UncompiledFunctions:
 
     def _logits_of(self, rows: int) -> jax.ShapeDtypeStruct:
         if rows not in self.logits:
-            shape = next(shape for shape in self._buckets.shapes if shape.seqs == rows)
+            shape = next(shape for shape in self.buckets.shapes if shape.seqs == rows)
             self._keep_outputs(shape)
         return self.logits[rows]
 
@@ -247,7 +250,7 @@ class UncompiledFunctions:
         step takes a second."""
         if outputs is None:
             outputs = jax.eval_shape(self._make_step(shape), *self.arguments(shape))
-        place = self._memory.placement
+        place = self.memory.placement
         logits, _, hidden = (
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in outputs[:3]
         )
