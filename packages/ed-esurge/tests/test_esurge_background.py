@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
-from ed_esurge import SamplingParams, eSurge
+from ed_esurge import AsyncEngine, SamplingParams, eSurge
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.runner.background import BackgroundCompilation
 from ed_esurge.runner.functions import Functions
+from ed_esurge.server.library.loading import release
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 43)]]
 OPTIONS = {
@@ -96,6 +98,20 @@ def test_compiled_shapes_replace_the_generic_shape_without_compilation_by_reques
     assert engine.stats()["recompiles"] == 0
     functions = engine.loop.runner.functions
     assert functions.missing() == []
+
+
+def test_released_engine_compiles_no_further_program(make_llama, gate):
+    engine = AsyncEngine(
+        eSurge(make_llama(num_hidden_layers=1), compile_in_background=True, **OPTIONS)
+    )
+    functions = engine.engine.loop.runner.functions
+    engine.start()
+    asyncio.run(release(engine))  # does not wait for the program in work
+    assert len(functions.background) > 1
+    gate.set()
+    functions.background.stop()
+    assert len(functions.background) == 0
+    assert len(functions.missing()) > 1
 
 
 def test_thread_that_fails_or_stops_leaves_programs_to_the_caller():

@@ -7,12 +7,14 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import zlib
 from typing import Any
 
 import jax
 import pytest
 from ed_esurge import SamplingParams, eSurge
+from ed_esurge.runner.functions import Functions
 from ed_esurge.runner.programs import Loading
 from ed_infra.compilation.cache import compiled_afresh, engines_folder
 from ed_infra.compilation.private_files import UntrustedFileError, user_key
@@ -79,6 +81,44 @@ def test_second_start_neither_traces_nor_compiles(first, small):
         *runner.functions.missing(),
         *runner.functions._made,
     }
+
+
+def test_only_programs_without_a_file_are_compiled(first, small):
+    files = first.loop.runner.functions._kept.folder
+    removed = next(files.glob("sample*"))
+    content = removed.read_bytes()
+    removed.unlink()
+    engine = eSurge(small, **SMALL)
+    assert engine.loop.runner.num_traces == 1
+    assert answers(engine) == answers(first)
+    assert removed.exists()
+    removed.write_bytes(content)
+
+
+@pytest.mark.nightly
+def test_programs_for_the_first_answer_are_stored_until_faster_ones_are_compiled(
+    home, make_llama, monkeypatch
+):
+    """An engine that ended early, and an engine that starts after it."""
+    model, stopped = make_llama(num_hidden_layers=1, rms_norm_eps=1e-4), threading.Event()
+    compile_one = Functions._compile_one
+
+    def stopping(functions, name):
+        function = compile_one(functions, name)
+        if not stopped.is_set():
+            stopped.set()
+            functions.background.stop(wait=False)
+        return function
+
+    monkeypatch.setattr(Functions, "_compile_one", stopping)
+    early = eSurge(model, compile_in_background=True, **SMALL)
+    expected = answers(early)
+    early.terminate()
+    assert len(early.loop.runner.functions._kept.stored(early.loop.runner.buckets.shapes)) <= 1
+    later = eSurge(model, compile_in_background=True, **SMALL)
+    assert later.loop.runner.num_traces == 0
+    assert answers(later) == expected
+    later.terminate()
 
 
 @pytest.mark.nightly

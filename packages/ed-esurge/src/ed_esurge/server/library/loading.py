@@ -45,15 +45,16 @@ def on_accelerator(engine: Any) -> bool:
 
 
 async def release(engine: Any) -> None:
-    """Stop an engine, and free its weights and pages."""
+    """Stop an engine and its compilation of programs, and free its weights and pages."""
 
     def work() -> None:
         shutdown = getattr(engine, "shutdown", None)
         if shutdown is not None:
             shutdown()
         drop = getattr(getattr(engine, "engine", engine), "drop_memory", None)
-        if drop is not None:
+        if drop is not None:  # frees the arrays without a collection, which takes 0.3 s
             drop()
-        gc.collect()
+        else:
+            gc.collect()
 
     await asyncio.to_thread(work)
