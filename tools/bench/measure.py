@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import platform
@@ -72,11 +73,17 @@ def all_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, list[floa
 
 def peak_growth(run: Run) -> int:
     """Return the peak growth of this process's resident memory during a run, in bytes (Linux)."""
-    gc.collect()
+    before = resident()
     Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
-    before = status("VmRSS")
     run()
     return max(0, status("VmHWM") - before)
+
+
+def resident() -> int:
+    """Return the resident memory in bytes, after free memory was returned to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status("VmRSS")
 
 
 def status(field: str) -> int:

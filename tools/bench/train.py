@@ -25,8 +25,6 @@ bfloat16 with float32 parameters: `dtype` of the configuration, torch's autocast
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import statistics
@@ -40,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import command_line, machine, status, table
+from tools.bench.measure import command_line, machine, resident, status, table
 from tools.bench.torch_device import torch_device
 
 #: Fields of Llama by the name of a shape. The first is the quickstart's size, the second
@@ -358,13 +356,6 @@ def peak_above(idle: int, name: str) -> int:
 
     stats = jax.devices()[0].memory_stats() or {}
     return int(stats["peak_bytes_in_use"])
-
-
-def resident() -> int:
-    """Return the resident memory in bytes, after free memory was returned to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return status("VmRSS")
 
 
 class Worker:
