@@ -39,6 +39,19 @@ trainer: {trainer_type: sft, total_batch_size: 4, max_training_steps: 80, log_st
   save_steps: 20, save_directory: runs/ray}
 actions: [train]
 """
+#: Online training: the samples of each step come from the engine of the run.
+GRPO = (
+    RUN.partition("mixture:")[0]
+    + f"""\
+mixture:
+  informs: [{{data_files: {ROOT}/examples/data/answers.jsonl, content_field: prompt}}]
+trainer: {{trainer_type: grpo, reward_functions: [{{regex: {{pattern: "[0-9]"}}}}],
+  num_return_sequences: 4, max_prompt_length: 12, max_completion_length: 24, total_batch_size: 16,
+  max_training_steps: 14, learning_rate: 1e-2, log_steps: 1, save_steps: 4,
+  save_directory: runs/ray}}
+actions: [train]
+"""
+)
 ELARGE = str(Path(sys.executable).parent / "elarge")
 
 
@@ -59,23 +72,34 @@ def cluster() -> Iterator[object]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process with two devices."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "run.yaml").write_text(RUN)
-    one = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    return losses_of_one_process(tmp_path_factory.mktemp("alone"), RUN, devices=2)
+
+
+def losses_of_one_process(folder: Path, run: str, devices: int) -> dict[int, float]:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(run)
+    one = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     subprocess.run([ELARGE, "run.yaml"], cwd=folder, env=one, check=True, capture_output=True)
     return losses(folder / "runs/ray")
+
+
+def add_nodes(cluster, count: int) -> None:
+    """Add nodes of one CPU until the cluster has `count` nodes."""
+    while len(cluster.list_all_nodes()) < count:
+        cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
 
 
 class Launch:
     """A launch in the background."""
 
-    def __init__(self, cluster, folder: Path, *words: str) -> None:
+    def __init__(self, cluster, folder: Path, *words: str, run: str = RUN, hosts: int = 2) -> None:
         self.folder = folder
-        (folder / "run.yaml").write_text(RUN)
+        (folder / "run.yaml").write_text(run)
         self.log = folder / "launch.log"
         setup = f"export PATH={Path(sys.executable).parent}:$PATH XLA_FLAGS="
-        given = [ELARGE, "launch", "run.yaml", "--on", "ray", "--hosts", "2", "--setup", setup]
-        given += ["--option", f"address={cluster.address}", "--option", "wait=120", *words]
+        given = [ELARGE, "launch", "run.yaml", "--on", "ray", "--setup", setup]
+        given += ["--option", f"address={cluster.address}", "--option", "wait=120"]
+        given += ["--hosts", str(hosts), *words]
         with self.log.open("a") as out:
             self.process = subprocess.Popen(given, cwd=folder, stdout=out, stderr=out)
 
@@ -133,6 +157,29 @@ def test_run_with_a_killed_process_on_two_nodes_equals_a_run_of_one_process(
     assert "/0] resumed from step" in lines
     check_same(tmp_path, expected)
     assert not launch.processes()
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("run", [pytest.param(RUN, id="sft"), pytest.param(GRPO, id="grpo")])
+def test_run_that_loses_a_node_equals_a_run_of_one_process(
+    cluster, tmp_path: Path, run: str, nodes: int, record_property
+) -> None:
+    expected = losses_of_one_process(tmp_path / "alone", run, nodes)
+    add_nodes(cluster, nodes)
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    launch = Launch(cluster, folder, run=run, hosts=nodes)
+    launch.reach(len(expected) // 2)
+    lost = next(node for node in cluster.list_all_nodes() if not node.head)
+    cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+    cluster.remove_node(lost, allow_graceful=False)
+    launch.end()
+    assert "the run starts again from its checkpoint" in launch.lines()
+    found = losses(folder / "runs/ray")
+    assert [*found] == [*expected]
+    worst = max(abs(found[step] - loss) for step, loss in expected.items())
+    record_property("difference", worst)
+    assert worst <= 1e-6 * max(1.0, *map(abs, expected.values()))
 
 
 def test_run_continues_after_an_interrupt_and_after_the_loss_of_a_node(

@@ -25,11 +25,24 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 PROMPTS = [np.random.default_rng(0).integers(3, 128, n).tolist() for n in (1, 19, 7, 30, 4)]
 
 
+#: Options of the engine by the name of a test case.
+CASES: dict[str, dict[str, Any]] = {
+    "": {"overlap_execution": False},
+    "overlap": {"overlap_execution": True},
+    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+    "offload": {"kv_offloading_size": 2.0**-10},
+}
+
+
 def engine(dims: tuple[int, ...], **options: Any) -> eSurge:
     """Return a tiny engine whose pages do not suffice for all requests at the same time."""
     fields = tiny_llama(vocab_size=128, num_hidden_layers=2, initializer_range=0.2)
     fields.pop("model_type")
     config = LlamaConfig(**fields, sharding_axis_dims=dims, scan_layers=False)
+    if "speculative_config" in options:
+        # A copy with other weights, so that some proposals are accepted and others are not.
+        draft = LlamaConfig(**{**fields, "num_hidden_layers": 1}, sharding_axis_dims=dims)
+        options["draft_model"] = LlamaForCausalLM.create(draft, seed=1)
     known = {
         "max_num_seqs": 4,
         "page_size": 8,
@@ -80,6 +93,10 @@ def served(engine: eSurge) -> list[Any]:
     engine.pause()
     engine.resume()
     outputs += engine.generate(PROMPTS[:1], params[0])
+    # Two prompts that fill the pages of two replicas, and evict all other pages.
+    longest = [token for prompt in PROMPTS for token in prompt][:50]
+    for together in ([PROMPTS[3]], [longest, longest[::-1]], [PROMPTS[3]]):
+        outputs += engine.generate(together, params[0])
     failed = sorted([out.request_id, out.error] for out in ended if out.error)
     return [failed, *(output.outputs[0].token_ids for output in outputs)]
 
@@ -102,19 +119,20 @@ def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
     return made
 
 
-def main(folder: Path, dims: tuple[int, ...], overlap: bool) -> None:
+def main(folder: Path, dims: tuple[int, ...], case: str) -> None:
     assert distributed.initialize()
     assert jax.process_count() == 2
-    ours = engine(dims, overlap_execution=overlap)
+    ours = engine(dims, **CASES[case])
     break_requests(ours)
     if distributed.is_main():
         tokens = served(ours)
         ours.terminate()
         (folder / "tokens.json").write_text(json.dumps(tokens))
+        (folder / "stats.json").write_text(json.dumps(ours.stats()))
     else:
         ours.follow()
     (folder / f"sizes_{jax.process_index()}.json").write_text(json.dumps(sizes(dims)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), tuple(int(n) for n in sys.argv[2:7]), sys.argv[7:] == ["overlap"])
+    main(Path(sys.argv[1]), tuple(int(n) for n in sys.argv[2:7]), "".join(sys.argv[7:]))

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from ed_esurge import SamplingParams, eSurge
 from ed_esurge.testing import byte_tokenizer
 from ed_infra.errors import ConfigError
 from ed_infra.testing import run_processes, started_processes, tiny_llama
@@ -31,6 +33,10 @@ pytestmark = [pytest.mark.xdist_group("several_processes"), pytest.mark.nightly]
         pytest.param((2, 1, 1, 2, 1), [], id="a_replica_in_each"),
         pytest.param((2, 1, 1, 2, 1), ["overlap"], id="a_replica_in_each_overlapped"),
         pytest.param((4, 1, 1, 1, 1), [], id="two_replicas_in_each"),
+        pytest.param((1, 2, 1, 2, 1), ["draft"], id="one_over_both_with_draft_model"),
+        pytest.param((1, 1, 1, 4, 1), ["offload"], id="one_over_both_with_offloading"),
+        pytest.param((2, 1, 1, 2, 1), ["draft"], id="a_replica_in_each_with_draft_model"),
+        pytest.param((2, 1, 1, 2, 1), ["offload"], id="a_replica_in_each_with_offloading"),
     ],
 )
 def test_two_processes_execute_same_engine_steps(
@@ -45,6 +51,9 @@ def test_two_processes_execute_same_engine_steps(
     assert len(expected[0]) == 4  # failed requests
     assert json.loads((tmp_path / "tokens.json").read_text()) == expected
     assert alone.stats()["num_preemptions"] > 0
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert ("draft" in more) == (stats.get("spec_decode_num_accepted_tokens", 0) > 0)
+    assert ("offload" in more) == (stats.get("external_prefix_cache_hits", 0) > 0)
     with pytest.raises(ConfigError, match="no leader to follow"):
         alone.follow()
     # Both processes have the number of pages that the process with the least memory allows.
@@ -89,6 +98,53 @@ def test_first_process_serves_and_others_exit_with_it(tmp_path: Path, dims: str)
         assert httpx.post(f"{url[1]}/completions", json=body, timeout=300).status_code == 200
         both[0].send_signal(signal.SIGTERM)
         assert [process.wait(60) for process in both] == [0, 0]
+
+
+def test_two_models_over_two_processes_answer_like_engines_of_one_process(tmp_path: Path) -> None:
+    fields = tiny_llama(vocab_size=260, num_hidden_layers=2, initializer_range=0.2)
+    fields.pop("model_type")
+    expected: dict[tuple[str, str], str] = {}
+    prompts = ("The cat", "A dog", "Some longer words of a prompt", "?")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for seed, name in enumerate(("first", "second")):
+        model = LlamaForCausalLM.create(LlamaConfig(**fields), seed=seed)
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        alone = eSurge(model, byte_tokenizer(), max_model_len=64, max_num_seqs=2, page_size=16)
+        for prompt, output in zip(prompts, alone.generate(list(prompts), params), strict=True):
+            expected[name, prompt] = output.outputs[0].text
+    command = [sys.executable, "-m", "ed_esurge", "serve", str(tmp_path / "first")]
+    command += ["--also", str(tmp_path / "second")]
+    command += shlex.split(
+        "--port 0 --nnodes 2 --sharding-axis-dims 1,1,1,2,1 --max-model-len 64 --max-num-seqs 2 "
+        "--max-num-seq-buckets [2] --max-num-batched-tokens 16 --page-size 16 --no-compile-runner"
+    )
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        first = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        url = None
+        while url is None:
+            assert first.poll() is None, log.read_text()
+            url = re.search(r"serving at (\S+)", log.read_text())
+            time.sleep(0.1)
+
+        def answer(request: tuple[str, str]) -> str:
+            body = {"model": request[0], "prompt": request[1], "max_tokens": 12}
+            body |= {"temperature": 0, "ignore_eos": True}
+            reply = httpx.post(f"{url[1]}/completions", json=body, timeout=300)
+            return reply.json()["choices"][0]["text"]
+
+        requests = [*expected] * 3
+        with ThreadPoolExecutor(8) as clients:  # the steps of both engines alternate
+            for request, text in zip(requests, clients.map(answer, requests), strict=True):
+                assert text == expected[request]
+        first.terminate()
+        assert first.wait(60) == 0, log.read_text()
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_first_process_starts_the_others_and_ends_if_one_of_them_is_lost(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ def test_run_with_kills_uses_each_prompt_once_and_its_ledger_replays_it(tmp_path
     """The ledger alone, without engines and checkpoints, reproduces all figures bit for bit."""
     section = f"asynchronous: {{max_staleness: {staleness}, engines: 2}}\n"
     text = RUN.replace("max_training_steps: 8", f"max_training_steps: {8 * KILLS}")
+    # Kills change the batches of the engines, which must not change the last bits of the numbers.
+    text = text.replace("{model_type:", "{batch_invariant: true, model_type:")
     folder = write(tmp_path / "killed", section, text)
     counts = run_with_kills(folder, KILLS, seed=staleness)
     print(f"kills: {counts}")
@@ -42,9 +44,7 @@ def test_run_with_kills_uses_each_prompt_once_and_its_ledger_replays_it(tmp_path
     assert finish(again) == steps(folder)
     if staleness == 0:
         alone = finish(write(tmp_path / "alone", text=text))
-        np.testing.assert_allclose(
-            [row["loss"] for row in steps(folder)], [row["loss"] for row in alone], atol=1e-6
-        )
+        assert [row["loss"] for row in steps(folder)] == [row["loss"] for row in alone]
         expected = [row["completions/mean_length"] for row in alone]
         np.testing.assert_allclose(np.reshape(lengths, (len(alone), -1)).mean(1), expected)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -62,7 +62,7 @@ def initialize(
     if not missing:
         if settings["num_processes"] == 1:
             return False
-        jax.distributed.initialize(**settings)  # type: ignore[arg-type]
+        _connect(**settings)
         return _joined()
     if len(missing) < len(settings):
         present = [name for name in settings if name not in missing]
@@ -72,8 +72,17 @@ def initialize(
         )
     if not _launched(env):
         return False
-    jax.distributed.initialize()
+    _connect()
     return _joined()
+
+
+def _connect(**settings: Any) -> None:
+    """Connect the processes."""
+    jax.distributed.initialize(**settings)
+    if jax.default_backend() == "cpu":
+        # The CPU connects the processes at their first collective operation, and waits 30 seconds
+        # for each. Here all processes are present; later, one of them may be slower.
+        broadcast(np.int64(0))
 
 
 def _joined() -> bool:

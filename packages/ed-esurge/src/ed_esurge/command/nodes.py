@@ -72,9 +72,9 @@ def check_nodes(values: argparse.Namespace) -> None:
         )
     if rank and values.master_addr is None:
         raise ConfigError(f"--node-rank {rank} requires --master-addr, the host of process 0")
-    if count > 1 and (values.also or values.model_dir or values.data_parallel_size > 1):
+    if count > 1 and (values.model_dir or values.data_parallel_size > 1):
         raise ConfigError(
-            "--nnodes serves one model over several processes: omit --also, --model-dir and "
+            "--nnodes serves models that all processes load at the start: omit --model-dir and "
             "--data-parallel-size, or serve replicas with one process each"
         )
 

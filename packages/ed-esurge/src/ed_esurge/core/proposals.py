@@ -17,6 +17,9 @@ from ed_esurge.core.ngram import NgramIndex
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import Request
 
+#: Request id -> number of tokens of the request, and the tokens that may follow them.
+Proposals = dict[str, tuple[int, list[int]]]
+
 
 class Proposer:
     """Base class of proposers, with statistics of the proposals. Proposes no tokens itself.
@@ -28,7 +31,10 @@ class Proposer:
         num_drafts: number of steps with proposals, over all sequences.
         num_draft_tokens, num_accepted_tokens: number of proposed and of accepted tokens.
         accepted_per_pos: number of accepted tokens by position among the proposals of a step.
+        repeatable: whether every process of an engine computes the same proposals.
     """
+
+    repeatable = True
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -49,6 +55,13 @@ class Proposer:
             plan: the plan of the step.
             requests: the unfinished requests by id.
         """
+
+    def proposals(self) -> Proposals:
+        """Return the proposals of a proposer that other processes cannot compute."""
+        return {}
+
+    def receive(self, proposals: Proposals) -> None:
+        """Replace the proposals by those of another process."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile the programs of the proposer."""
@@ -76,6 +89,25 @@ class Proposer:
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
             **{f"spec_decode_num_accepted_tokens_per_pos_{at}": count for at, count in places},
         }
+
+
+class ReceivedProposals(Proposer):
+    """Proposes the tokens that another process computed for its replica."""
+
+    repeatable = False
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._received: Proposals = {}
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """See `Proposer`."""
+        length, tokens = self._received.get(request.request_id, (0, []))
+        return tokens[:most] if length == request.num_tokens else ()
+
+    def receive(self, proposals: Proposals) -> None:
+        """See `Proposer`."""
+        self._received = proposals
 
 
 class PromptLookup(Proposer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -58,11 +59,19 @@ def loop_over(
     meshes = replica_meshes(model, config)
     shared = over_processes(model)
     transport: Transport = MultiProcess() if shared else SingleProcess()
+    if shared and config.prefix_cache_directory is not None:
+        raise ConfigError(
+            "prefix_cache_directory stores whole pages, and devices of several processes hold "
+            "parts of this model's: omit the option"
+        )
 
     def setup_of(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
         if is_encoder(model):
             return EncoderSetup.resolve(model, config)
         return Setup.resolve(with_places(model, config), config, draft)
+
+    # The next plan of a remote replica contains proposals that arrive after its step.
+    overlap = config.overlap_execution and (draft is None or not shared or len(meshes) == 1)
 
     def loop(setup: Setup | EncoderSetup, runner: Runner) -> EngineLoop:
         return EngineLoop(
@@ -72,30 +81,22 @@ def loop_over(
             transport,
             max_loras=config.max_loras,
             seed=config.seed,
-            overlap=config.overlap_execution,
+            overlap=overlap,
             ahead=config.async_scheduling,
         )
 
     if len(meshes) == 1:
         setup = setup_of(model, config, draft)
         sizes = _agreed(lambda: [setup.pool_sizes()], transport) if shared else None
-        return loop(setup, setup.runner(grammars, sizes)), transport
-    if shared and draft is not None:
-        raise ConfigError(
-            "a draft model is not supported with replicas on several processes: use the method "
-            "ngram, or set data_parallelism_axis to null"
-        )
-    if shared and config.kv_offloading_size is not None:
-        raise ConfigError(
-            "kv_offloading_size is not supported with replicas on several processes: omit the "
-            "option"
-        )
+        return _connected(loop(setup, setup.runner(grammars, sizes)), transport)
     here = [mesh for mesh in meshes if transport.process in processes_of(mesh) or not shared]
-    # These options limit host memory, which the replicas share.
+    # These options limit host memory, which the replicas share. The number of places in host
+    # memory is part of the plans, so it is the same in all processes.
+    most_here = max(Counter(one for mesh in meshes for one in processes_of(mesh)).values())
     offloaded = config.kv_offloading_size
     own = config.replace(
         cpu_cache_gib=config.cpu_cache_gib / len(here),
-        kv_offloading_size=offloaded and offloaded / len(here),
+        kv_offloading_size=offloaded and offloaded / most_here,
     )
     setups = {
         mesh: setup_of(_placed(model, mesh), own, draft and _placed(draft, mesh)) for mesh in here
@@ -110,7 +111,13 @@ def loop_over(
         loop(setups.get(mesh, like), runners.get(mesh) or RemoteRunner(local)) for mesh in meshes
     ]
     owners = [processes_of(mesh) for mesh in meshes]
-    return Replicas(loops, transport, owners), transport
+    return _connected(Replicas(loops, transport, owners), transport)
+
+
+def _connected(loop: Loop, transport: Transport) -> tuple[Loop, Transport]:
+    if isinstance(transport, MultiProcess):
+        transport.settle = loop.wait
+    return loop, transport
 
 
 def _agreed(sizes: Callable[[], Sequence[dict[str, int]]], transport: Transport) -> dict[str, int]:

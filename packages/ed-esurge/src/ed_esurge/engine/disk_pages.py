@@ -32,6 +32,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
 
 from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.programs import IMPORTED, PACKAGES
 from ed_esurge.runner.weights import ServedWeights
 
@@ -120,7 +121,12 @@ class DiskPages:
     def _read(self, loop: EngineLoop) -> int:
         memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
         folder = self._folder(loop)
-        if memory is None or prefixes is None or folder is None or not folder.is_dir():
+        if (
+            not isinstance(memory, HostMemory)
+            or prefixes is None
+            or folder is None
+            or not folder.is_dir()
+        ):
             return 0
         check_private(folder)
         count = 0
@@ -155,7 +161,7 @@ class DiskPages:
     def _write(self, loop: EngineLoop) -> int:
         memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
         folder = self._folder(loop)
-        if memory is None or prefixes is None or folder is None or loop.spoilt:
+        if not isinstance(memory, HostMemory) or prefixes is None or folder is None or loop.spoilt:
             return 0
         make_private(folder)
         count, now = 0, time.time()
@@ -202,7 +208,7 @@ def _checksum(name: str, content: bytes) -> bytes:
 def _pages(loop: EngineLoop, group: str) -> Iterator[tuple[bytes, Callable[[], bytes]]]:
     """Yield the key and a reader of each page: those on the device, then those in host memory."""
     memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
-    if memory is None or prefixes is None:
+    if not isinstance(memory, HostMemory) or prefixes is None:
         return
     device = prefixes.pages_of(group)
     for key, content in zip(device, memory.on_device(group, [*device.values()]), strict=True):

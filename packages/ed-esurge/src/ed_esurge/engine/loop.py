@@ -225,6 +225,11 @@ class EngineLoop:
         """Whether `step` can read these results without waiting for the device."""
         return self._pending is not None and self._pending.ready
 
+    def wait(self) -> None:
+        """Wait until the device has finished the started step, if any."""
+        if self._pending is not None:
+            self._pending.wait()
+
     def step(self) -> list[RequestOutput]:
         """Run one step for all requests and return the new outputs (`RequestOutput.delta`).
 

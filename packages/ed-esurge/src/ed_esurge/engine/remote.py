@@ -49,6 +49,15 @@ class RemoteWeights:
         pass
 
 
+class RemotePages:
+    """Pages in the host memory of a remote replica, of which this process stores nothing."""
+
+    bytes_saved = bytes_loaded = 0
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+
+
 class RemoteRunner:
     """Implements `Runner` for a replica that another process runs.
 
@@ -58,11 +67,11 @@ class RemoteRunner:
         local: a runner of this process with the same sizes.
     """
 
-    host = None
     num_traces = num_pending = 0
 
     def __init__(self, local: Runner) -> None:
         self._local = local
+        self.host = None if local.host is None else RemotePages(local.host.places)
         self.weights = RemoteWeights(local.weights)
         self.allocated = True
 

@@ -56,6 +56,10 @@ class Replicas:
         self._local = [not owners or here in owners[index] for index in range(len(self.loops))]
         # If several processes hold parts of a replica, the first of them sends its outcome.
         self._sends = [bool(owners) and here == owners[i][0] for i in range(len(self.loops))]
+        proposers = [loop.scheduler.proposer for loop in self.loops]
+        self._proposers = [
+            one for one in proposers if owners and one is not None and not one.repeatable
+        ]
         self._router = ReplicaRouter(len(self.loops))
         self._arrivals = 0
         self.backlog: list[RequestOutput] = []
@@ -194,8 +198,14 @@ class Replicas:
                 for each in self.loops:
                     each.spoilt = True
                 raise
+        self._exchange_proposals()
         outputs, self.backlog = self.backlog, []
         return outputs
+
+    def wait(self) -> None:
+        """Wait until the devices have finished all started steps."""
+        for loop in self.loops:
+            loop.wait()
 
     def _done(self) -> list[EngineLoop]:
         """Return the loops whose step is done. Wait for at least one if any step runs and the
@@ -224,6 +234,16 @@ class Replicas:
                     self.loops[index].repeat(*outcome)
                 elif not self._sends[index]:
                     self.loops[index].take_refusals()
+
+    def _exchange_proposals(self) -> None:
+        """Send the proposals of local replicas, which the next plans contain."""
+        if not self._proposers:
+            return
+        own = {i: one.proposals() for i, one in enumerate(self._proposers) if self._sends[i]}
+        for received in self._transport.gather(own):
+            for index, proposals in received.items():
+                if not self._local[index]:
+                    self._proposers[index].receive(proposals)
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all programs of the steps, one replica after another."""

@@ -17,14 +17,13 @@ from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup
-from ed_esurge.core.proposals import PromptLookup, Proposer
+from ed_esurge.core.proposals import PromptLookup, Proposer, ReceivedProposals
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.encoder_items import EncoderItems, items_of
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     is_recurrent,
-    over_processes,
     platform_of,
     reads_ahead,
     vocab_size_of,
@@ -230,6 +229,8 @@ class Setup:
             return None
         if self.draft is None:
             return PromptLookup(wanted)
+        if not isinstance(runner, ModelRunner):
+            return ReceivedProposals(wanted.num_speculative_tokens)
         pages = {GROUP: runner.num_pages[GROUP]}
         drafting = self._runner(pages, model=self.draft)
         return DraftModel(drafting, wanted.num_speculative_tokens, self.limits.token_budget)
@@ -378,17 +379,12 @@ def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None
     """Check that pages of the model can be offloaded to host memory.
 
     Raises:
-        ConfigError: there is a draft model, or several processes hold parts of the model.
+        ConfigError: there is a draft model.
     """
     if draft is not None:
         raise ConfigError(
             "kv_offloading_size keeps pages of the served model, and a draft model needs its own "
             "beside them: use the method ngram, or leave kv_offloading_size out"
-        )
-    if over_processes(model):
-        raise ConfigError(
-            "kv_offloading_size keeps whole pages in the memory of one host, and devices of "
-            "several processes hold parts of this model's: leave the option out"
         )
     if platform_of(model) == "cpu":
         once(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,7 +127,7 @@ class eSurge(EngineControl):
         )
         self.compile_structured = self._intake.compile_structured
         self._names = itertools.count(1)
-        self._lock = threading.RLock()
+        self._lock = self.transport.lock
         self._driver: object | None = None
         # Request id -> queue of the outputs for the `generate` or `stream` call that waits for it.
         self._boxes: dict[str, deque[RequestOutput]] = {}

@@ -4,13 +4,19 @@ Every process runs the whole engine loop. The leader (the first process) accepts
 broadcasts each command to the other processes before it executes the command. All processes have
 the same state, so they plan the same steps and launch the same programs. If all processes make the
 same calls, as in a trainer, nothing is broadcast (`together`).
+
+Several engines of one process share the channel to the other processes. Each message names its
+engine, and the engines have one lock, so that all processes launch their programs in one order.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 from ed_infra import distributed
@@ -18,6 +24,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.core.commands import Command, UpdateWeights
 from ed_esurge.engine.channel import channel
+from ed_esurge.engine.fair_lock import FairLock
 from ed_esurge.engine.wire import decode, encode
 from ed_esurge.runner.protocol import Runner
 
@@ -28,6 +35,12 @@ STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
 # Seconds without a message after which the leader sends a heartbeat. The other processes wait in a
 # collective operation, which signals cannot interrupt.
 SILENCE = 5.0
+
+# Bytes of the number of an engine in a message.
+_NUMBER = 4
+# Engines are numbered in the order of their creation, which is the same in all processes.
+_numbers = itertools.count()
+_order = FairLock()
 
 
 class FollowingLoop(Protocol):
@@ -43,9 +56,11 @@ class Transport(Protocol):
 
     Attributes:
         together: whether every process makes the same calls, so that no commands are broadcast.
+        lock: held during a command or a step.
     """
 
     together: bool
+    lock: FairLock
 
     @property
     def process(self) -> int:
@@ -97,6 +112,9 @@ class SingleProcess:
     role: ProcessRole = "alone"
     together = False
 
+    def __init__(self) -> None:
+        self.lock = FairLock()
+
     def send(self, command: Command, runner: Runner) -> Command:
         return command
 
@@ -119,11 +137,22 @@ class SingleProcess:
 
 
 class MultiProcess:
-    """The transport of an engine over the devices of several processes; see `Transport`."""
+    """The transport of an engine over the devices of several processes; see `Transport`.
+
+    Attributes:
+        number: number of the engine, the same in all processes.
+        settle: waits until the devices have finished the started steps of the engine.
+    """
+
+    # The engine of this process that sent the last message.
+    _last: ClassVar[weakref.ref[MultiProcess] | None] = None
 
     def __init__(self) -> None:
         self.together = False
+        self.lock = _order
         self.process = jax.process_index()
+        self.number = next(_numbers)
+        self.settle: Callable[[], None] = lambda: None
         self._last_message = 0.0  # time on the monotonic clock
 
     @property
@@ -156,19 +185,7 @@ class MultiProcess:
             self._broadcast(BEAT)
 
     def follow(self, loop: FollowingLoop) -> None:
-        if distributed.is_main():
-            raise ConfigError(
-                "the first process accepts the requests: call follow() in the other processes"
-            )
-        while (message := channel().broadcast()) != END:
-            command = decode(message[len(COMMAND) :]) if message.startswith(COMMAND) else None
-            try:
-                if message == STEP:
-                    loop.step()
-                elif command is not None:
-                    loop.execute(command)
-            except EasyDeLError:
-                continue  # the leader raises the same error to its caller
+        follow_all([(self, loop)])
 
     def end(self) -> None:
         self._check_leads()
@@ -178,7 +195,14 @@ class MultiProcess:
         return [decode(each) for each in channel().gather(encode(value))]
 
     def _broadcast(self, message: bytes) -> None:
-        channel().broadcast(message)
+        last = None if MultiProcess._last is None else MultiProcess._last()
+        if last is not self:
+            # jax runs programs in order only if one thread launches them.
+            if last is not None:
+                last.settle()
+            MultiProcess._last = weakref.ref(self)
+        number = self.number.to_bytes(_NUMBER, "big")
+        channel().broadcast(message[:1] + number + message[1:])
         self._last_message = time.monotonic()
 
     def _check_leads(self) -> None:
@@ -188,3 +212,45 @@ class MultiProcess:
                 "requests: call follow() in the other processes, or make the same calls in all "
                 "processes within `with engine.together():`"
             )
+
+
+def follow_all(engines: Sequence[tuple[Transport, FollowingLoop]]) -> None:
+    """Execute the commands and steps of the leader until the leader has ended each engine.
+
+    Args:
+        engines: transport and loop of each engine.
+
+    Raises:
+        ConfigError: this process is the leader, or all devices of an engine belong to it.
+        EasyDeLError: the leader runs an engine that this process does not follow.
+    """
+    for transport, loop in engines:
+        if not isinstance(transport, MultiProcess):
+            transport.follow(loop)
+    if distributed.is_main():
+        raise ConfigError(
+            "the first process accepts the requests: call follow() in the other processes"
+        )
+    loops = {one.number: loop for one, loop in engines if isinstance(one, MultiProcess)}
+    while loops:
+        message = channel().broadcast()
+        kind, number = message[:1], int.from_bytes(message[1 : 1 + _NUMBER], "big")
+        if kind == BEAT:
+            continue
+        if number not in loops:
+            raise EasyDeLError(
+                f"the first process runs the engine number {number}, which this process does not "
+                "follow: create the same engines in the same order in each process, and follow "
+                "them together (follow_all)"
+            )
+        if kind == END:
+            del loops[number]
+            continue
+        command = decode(message[1 + _NUMBER :]) if kind == COMMAND else None
+        try:
+            if command is None:
+                loops[number].step()
+            else:
+                loops[number].execute(command)
+        except EasyDeLError:
+            continue  # the leader raises the same error to its caller

@@ -14,7 +14,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
-from ed_esurge.core.proposals import Proposer
+from ed_esurge.core.proposals import Proposals, Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.sampling import SamplingParams
@@ -32,18 +32,24 @@ class DraftModel(Proposer):
         token_budget: maximum number of tokens in one step.
     """
 
+    repeatable = False
+
     def __init__(self, runner: ModelRunner, most: int, token_budget: int) -> None:
         super().__init__(most)
         self.runner, self._budget = runner, token_budget
         self._computed: dict[str, int] = {}  # number of tokens with keys and values
         self._pages: dict[str, list[int]] = {}  # pages not passed to the runner yet
-        self._drafts: dict[str, tuple[int, list[int]]] = {}  # length, drafts after it
+        self._drafts: Proposals = {}
         self._starts: dict[str, NewSequence] = {}  # sequences not started in the runner yet
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """See `Proposer`."""
         length, tokens = self._drafts.get(request.request_id, (0, []))
         return tokens[:most] if length == request.num_tokens else ()
+
+    def proposals(self) -> Proposals:
+        """See `Proposer`."""
+        return self._drafts
 
     def forget(self, request: Request) -> None:
         """See `Proposer`."""

@@ -1,7 +1,8 @@
 """Host memory for pages that the prefix cache evicts from the device.
 
 One program for each direction copies a fixed number of pages, so that both programs are compiled
-before serving. The copies are bitwise exact.
+before serving. The copies are bitwise exact. Each process keeps the parts of the pages that its
+devices hold, once each.
 
 Legend: n pages of a copy. An array of pages is [P, …] or, in a stack of layers, [L, P, …].
 """
@@ -28,6 +29,11 @@ PAGES_AT_ONCE = 16
 COPIES = 2
 # Dimensions of an array of pages without that of layers.
 DIMS = 5
+
+#: First and last + 1 index of each dimension of an array: the part of a device.
+Part = tuple[tuple[int, int], ...]
+#: The same in the form of jax.
+DeviceIndex = tuple[slice, ...]
 
 Traced = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -111,10 +117,13 @@ class HostGroup:
         self._axes = [leaf.ndim - DIMS for leaf in leaves]
         # The operating system allocates this memory when it is first written.
         self._arrays = [
-            np.empty((places, *leaf.shape[:-DIMS], *leaf.shape[1 - DIMS :]), leaf.dtype)
-            for leaf in leaves
+            {part: np.empty((places, *_page_shape(part)), like.dtype) for part in _parts(like)}
+            for like in self._copied
         ]
-        self.page_bytes = sum(array.nbytes for array in self._arrays) // places
+        self.page_bytes = sum(
+            leaf.size // leaf.shape[axis] * leaf.dtype.itemsize
+            for leaf, axis in zip(leaves, self._axes, strict=True)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ed-esurge-pages")
         self._coming: Future[None] | None = None
 
@@ -137,19 +146,19 @@ class HostGroup:
             saves: place -> device page.
         """
         for places, theirs in batches(saves):
-            arrays = jax.tree.leaves(self.programs[0](pages, theirs))
-            for array in arrays:
+            parts = self._taken(pages, theirs)
+            for array in parts:
                 array.copy_to_host_async()
             self._wait()
-            self._coming = self._thread.submit(self._take, arrays, places)
+            self._coming = self._thread.submit(self._take, parts, places)
 
     def load(self, pages: PagedCache, loads: Mapping[int, int]) -> PagedCache:
         """Copy pages from host memory to the device, device page -> place."""
         self._wait()
         for theirs, places in batches(loads):
             values = [
-                jax.device_put(np.moveaxis(array[places], 0, axis), like.sharding)
-                for array, axis, like in zip(self._arrays, self._axes, self._copied, strict=True)
+                _on_devices(like, parts, places)
+                for like, parts in zip(self._copied, self._arrays, strict=True)
             ]
             pages = self.programs[1](pages, theirs, jax.tree.unflatten(self._treedef, values))
         return pages
@@ -159,39 +168,82 @@ class HostGroup:
         for start in range(0, len(numbers), PAGES_AT_ONCE):
             batch = list(numbers[start : start + PAGES_AT_ONCE])
             padded = np.array(batch + batch[:1] * (PAGES_AT_ONCE - len(batch)), np.int32)
-            leaves = jax.tree.leaves(self.programs[0](pages, padded))
             arrays = [
-                np.moveaxis(np.asarray(leaf), axis, 0)
-                for leaf, axis in zip(leaves, self._axes, strict=True)
+                np.moveaxis(np.asarray(part), part.ndim - DIMS, 0)
+                for part in self._taken(pages, padded)
             ]
             for place in range(len(batch)):
                 yield b"".join(array[place].tobytes() for array in arrays)
 
     def content(self, place: int) -> bytes:
-        """Return the content of a place."""
+        """Return the content of a place: the parts of this process."""
         self._wait()
-        return b"".join(array[place].tobytes() for array in self._arrays)
+        return b"".join(array[place].tobytes() for array in self._flat)
 
     def fill(self, place: int, content: bytes) -> bool:
         """Write the content of a place. Return False if it has another length."""
-        if len(content) != sum(array[0].nbytes for array in self._arrays):
+        if len(content) != sum(array[0].nbytes for array in self._flat):
             return False
         at = 0
-        for array in self._arrays:
+        for array in self._flat:
             one = array[0]
             values = np.frombuffer(content, np.uint8, one.nbytes, at).view(one.dtype)
             array[place] = values.reshape(one.shape)
             at += one.nbytes
         return True
 
+    @property
+    def _flat(self) -> list[np.ndarray]:
+        """The host arrays of all parts, in the order of `_taken`."""
+        return [array for parts in self._arrays for array in parts.values()]
+
+    def _taken(self, pages: PagedCache, numbers: np.ndarray) -> list[jax.Array]:
+        """Return the parts of pages on the devices of this process, each part once."""
+        found: list[jax.Array] = []
+        for leaf, parts in zip(
+            jax.tree.leaves(self.programs[0](pages, numbers)), self._arrays, strict=True
+        ):
+            held = {_part(one.index, leaf.shape): one.data for one in leaf.addressable_shards}
+            found += [held[part] for part in parts]
+        return found
+
     def _wait(self) -> None:
         """Wait for all running copies."""
         if self._coming is not None:
             self._coming.result()
 
-    def _take(self, arrays: list[jax.Array], places: np.ndarray) -> None:
-        for mine, array, axis in zip(self._arrays, arrays, self._axes, strict=True):
-            mine[places] = np.moveaxis(np.asarray(array), axis, 0)
+    def _take(self, parts: list[jax.Array], places: np.ndarray) -> None:
+        for mine, part in zip(self._flat, parts, strict=True):
+            mine[places] = np.moveaxis(np.asarray(part), part.ndim - DIMS, 0)
+
+
+def _on_devices(
+    like: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray], places: np.ndarray
+) -> jax.Array:
+    """Return an array of pages on the devices, from the places of its parts in host memory."""
+
+    def of(index: DeviceIndex | None) -> np.ndarray:
+        return np.moveaxis(parts[_part(index, like.shape)][places], 0, len(like.shape) - DIMS)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, of)
+
+
+def _part(index: DeviceIndex | None, shape: tuple[int, ...]) -> Part:
+    """Return the part of an array that a device holds."""
+    assert index is not None, "the device holds a part"
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def _parts(like: jax.ShapeDtypeStruct) -> list[Part]:
+    """Return the different parts of an array on the devices of this process."""
+    indices = like.sharding.addressable_devices_indices_map(like.shape)
+    return sorted({_part(index, like.shape) for index in indices.values()})
+
+
+def _page_shape(part: Part) -> tuple[int, ...]:
+    """Return the shape of one page of a part of [n, …] or [L, n, …]."""
+    sizes = [last - first for first, last in part]
+    return (*sizes[:-DIMS], *sizes[1 - DIMS :])
 
 
 def groups(cache: Cache) -> dict[str, PagedCache]:

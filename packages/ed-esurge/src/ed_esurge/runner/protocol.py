@@ -17,7 +17,6 @@ from ed_esurge.core.plan import StepPlan
 from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar
 from ed_esurge.runner.buckets import StepShape
-from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import Leaf, NewWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -56,6 +55,25 @@ class RunnerWeights(Protocol):
         ...
 
 
+class PagesInHostMemory(Protocol):
+    """Pages that the prefix cache evicted; see `ed_esurge.runner.host_pages.HostMemory`."""
+
+    @property
+    def places(self) -> int:
+        """Number of places of each group of layers."""
+        ...
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes copied from the device since the start."""
+        ...
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes copied to the device since the start."""
+        ...
+
+
 class Runner(Protocol):
     """Executes plans. All methods are called by one thread."""
 
@@ -75,7 +93,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def host(self) -> HostMemory | None:
+    def host(self) -> PagesInHostMemory | None:
         """Pages in host memory; None = not used."""
         ...
 

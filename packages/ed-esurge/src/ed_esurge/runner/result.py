@@ -94,6 +94,12 @@ class StepResult:
         arrays: list[Any] = [x for x in self._arrays.values() if isinstance(x, jax.Array)]
         return all(array.is_ready() for array in arrays)
 
+    def wait(self) -> None:
+        """Wait until the device has finished the step."""
+        for array in self._arrays.values():
+            if isinstance(array, jax.Array):
+                array.block_until_ready()
+
     def tokens(self) -> dict[str, list[int]]:
         """Return request id -> accepted tokens, at least one, for the rows that sample. A token is
         -1 if its logits are not finite."""

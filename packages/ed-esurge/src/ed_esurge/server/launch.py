@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Unpack
@@ -20,6 +20,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import FastAPI
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
+from ed_esurge.engine.transport import follow_all
 from ed_esurge.server.app import AppOptions, Engines, create_app
 from ed_esurge.server.http.admission import LOOPBACK
 from ed_esurge.server.http.connections import connection_class
@@ -44,7 +45,7 @@ def leading(engine: Engines) -> Iterator[bool]:
         engine: the served engine, or several engines by name.
 
     Raises:
-        ConfigError: there are several engines, and one uses devices of several processes.
+        ConfigError: only some of the engines use devices of several processes.
     """
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
     # An `AsyncEngine` has the attribute `engine`.
@@ -53,25 +54,30 @@ def leading(engine: Engines) -> Iterator[bool]:
     if set(roles) == {"alone"}:
         yield True
         return
-    if len(engines) > 1:
+    if "alone" in roles:
         raise ConfigError(
-            f"{len(engines)} models cannot be served with several processes, which run the steps "
-            "of one engine: serve one model, or start one process"
+            "some of the models use devices of several processes, and others do not: give all "
+            "models a mesh over the devices of all processes, or start one process"
         )
-    if roles == ["follows"]:
+    if "follows" in roles:
         with _ends_after_the_first():
-            bare[0].follow()
+            follow_all([(one.transport, one.loop) for one in bare])
         yield False
         return
     try:
         yield True
     finally:
         # In a thread, because an engine that hangs in a step must not block this process.
-        notice = threading.Thread(target=bare[0].terminate, daemon=True)
+        notice = threading.Thread(target=_terminate, args=(bare,), daemon=True)
         notice.start()
         notice.join(NOTIFY_SECONDS)
         if notice.is_alive():
             logger.error("the other processes could not be notified of the end: the engine hangs")
+
+
+def _terminate(engines: Sequence[Any]) -> None:
+    for engine in engines:
+        engine.terminate()
 
 
 @contextmanager

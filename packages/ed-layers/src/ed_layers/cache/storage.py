@@ -12,6 +12,7 @@ from typing import Literal, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
@@ -106,11 +107,13 @@ def zeros(
     lead: tuple[int, ...], shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None
 ) -> jax.Array:
     """Allocate zeros on their devices; the layer axis of a stack is never sharded."""
-    array = jnp.zeros((*lead, *shape), dtype)
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(*(None,) * len(lead), *sharding.spec)
         sharding = NamedSharding(sharding.mesh, spec)
-    return array if sharding is None else jax.device_put(array, sharding)
+    array = jnp.zeros((*lead, *shape), dtype, device=sharding)
+    if sharding is not None and isinstance(array, Tracer):
+        return jax.device_put(array, sharding)  # a constraint within a compiled function
+    return array
 
 
 def dims_of_scales(dims: Sequence[DimT], slot_axis: int, groups: DimT) -> tuple[DimT, ...]:
