@@ -49,7 +49,7 @@ def paged_attention(call: Paged) -> Float[Array, "T h d"]:
     return out.reshape(tokens, heads, call.value_dim).astype(call.q.dtype)
 
 
-class Blocks(NamedTuple):
+class PageBlocks(NamedTuple):
     """Pages and queries per block.
 
     Attributes:
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
     whole: bool = False
 
     @classmethod
-    def of(cls, call: Paged, seqs: int, width: int, page_size: int) -> Blocks:
+    def of(cls, call: Paged, seqs: int, width: int, page_size: int) -> PageBlocks:
         """Return the sizes for a page table [seqs, width]."""
         gpu = platform_of(call.config) == "gpu"
         if gpu and seqs * width * page_size <= GPU_STEP_KEYS:
@@ -89,7 +89,7 @@ class PageReader:
             self.sinks = self.scoring.sinks.reshape(self.groups, -1)[:, :, None, None]
         table = call.ragged.page_table[call.pages.group]
         seqs, width = table.shape[0], max(table.shape[1], 2)
-        self.blocks = Blocks.of(call, seqs, width, page_size)
+        self.blocks = PageBlocks.of(call, seqs, width, page_size)
         self.block = self.blocks.pages * page_size
         width += -width % self.blocks.pages
         self.table = jnp.pad(table, ((0, 0), (0, width - table.shape[1])))
