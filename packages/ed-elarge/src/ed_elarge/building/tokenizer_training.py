@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECORD = "trained_on.json"
+#: Attempts to replace the folder of a tokenizer, which other processes may replace, too.
+_ATTEMPTS = 10
 T = TypeVar("T")
 
 
@@ -88,8 +91,7 @@ def kept_or_made(
         facts: further values that determine the result.
     """
     record = _record(options, mixture, schema, facts)
-    kept = directory / _RECORD
-    if kept.is_file() and kept.read_text() == record:
+    if _is_kept(directory, record):
         return load(directory)
     made = make()
     _publish(made, record, directory)
@@ -116,12 +118,30 @@ def _record(
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
 
 
+def _is_kept(directory: Path, record: str) -> bool:
+    kept = directory / _RECORD
+    return kept.is_file() and kept.read_text() == record
+
+
 def _publish(tokenizer: Any, record: str, directory: Path) -> None:
-    """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer."""
+    """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer.
+
+    The processes of a run may publish the same tokenizer. The first of them is kept, because the
+    others may already read that folder.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     tokenizer.save_pretrained(part)
     (part / _RECORD).write_text(record)
     part.chmod(0o755)  # mkdtemp creates a private folder
-    shutil.rmtree(directory, ignore_errors=True)
-    part.rename(directory)
+    for attempt in range(_ATTEMPTS):
+        try:
+            part.rename(directory)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _ATTEMPTS - 1:
+                raise
+        if _is_kept(directory, record):
+            shutil.rmtree(part)
+            return
+        shutil.rmtree(directory, ignore_errors=True)  # of other options or data
