@@ -63,8 +63,8 @@ class PageBlocks(NamedTuple):
     @classmethod
     def of(cls, call: Paged, seqs: int, width: int, page_size: int) -> PageBlocks:
         """Return the sizes for a page table [seqs, width]."""
-        gpu = platform_of(call.config) == "gpu"
-        if gpu and seqs * width * page_size <= GPU_STEP_KEYS:
+        gpu, longest = platform_of(call.config) == "gpu", width * page_size
+        if gpu and longest <= 2 * GPU_KEY_BLOCK and seqs * longest <= GPU_STEP_KEYS:
             return cls(width, GPU_QUERY_BLOCK, whole=True)
         keys, queries = KEY_BLOCK, QUERY_BLOCK
         if gpu:
