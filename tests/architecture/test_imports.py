@@ -16,7 +16,7 @@ from tools.workspace import ROOT, packages, read_toml
 MODULES = sorted(module for package in packages() for module in package.modules)
 HEAVY = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "transformers", "torch", "tensorflow"),
-    *("datasets", "pyarrow", "pandas", "lm_eval", "fastapi", "uvicorn"),
+    *("datasets", "pyarrow", "pandas", "lm_eval", "starlette", "uvicorn"),
 }
 CONTRACTS = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]
 JAX_FREE = next(c["source_modules"] for c in CONTRACTS if c["id"] == "options")

@@ -17,7 +17,7 @@ from ed_esurge.server.endpoints import ENDPOINTS
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 ANN, BOB, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob", "admin"))
 ADMIN_CODE = "admin_key_required"
@@ -157,7 +157,7 @@ def routes(url) -> set[str]:
     """Return every route of the application as `METHOD /path`."""
     from ed_esurge.server import create_app
 
-    app: FastAPI = create_app(ScriptedEngine())
+    app: Starlette = create_app(ScriptedEngine())
     return {
         f"{method} {re.sub(':path}', '}', route.path)}"
         for route in app.routes

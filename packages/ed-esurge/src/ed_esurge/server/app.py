@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from ed_infra.chats import read_chat_template
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
@@ -108,7 +109,7 @@ def create_app(
     model_directory: ModelLoading | None = None,
     trust_request_chat_template: bool = False,
     mcp_config: str | Path | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Create the application that serves one or several engines.
 
     Args:
@@ -224,7 +225,7 @@ def create_app(
     server = ServedModels(models, state, metrics, batches, on_demand, definitions)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         for model in models:
             start = getattr(model.engine, "start", None)
             if start is not None:  # has no effect on a running engine
@@ -244,17 +245,9 @@ def create_app(
             if tracing is not None:
                 await asyncio.to_thread(tracing.shutdown)
 
-    # FastAPI's pages at /docs and /redoc load scripts from another host.
-    app = FastAPI(
-        title="ed-esurge",
-        version=server_version(),
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.openapi = lambda: openapi.document(server_version())
+    app = Starlette(lifespan=lifespan, exception_handlers=errors.HANDLERS)
     app.state.server = server
-    errors.install(app)
+    app.add_route("/openapi.json", _openapi)
     for endpoint in ENDPOINTS:
         _register(app, server, endpoint)
     if keys:
@@ -372,7 +365,11 @@ def _prompts(
     )
 
 
-def _register(app: FastAPI, server: ServedModels, endpoint: Endpoint) -> None:
+async def _openapi(_: Request) -> Response:
+    return JSONResponse(openapi.document(server_version()))
+
+
+def _register(app: Starlette, server: ServedModels, endpoint: Endpoint) -> None:
     """Add the route of an endpoint. Model names may contain slashes."""
     path = endpoint.path.replace("{model}", "{model:path}")
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
@@ -391,7 +388,6 @@ def _register(app: FastAPI, server: ServedModels, endpoint: Endpoint) -> None:
             response.headers[HEADER] = ignored.header
         return response
 
-    # FastAPI's own routes inspect the types of a handler, which takes milliseconds for each.
     app.router.routes.append(_EndpointRoute(path, handle, methods=methods))
 
 

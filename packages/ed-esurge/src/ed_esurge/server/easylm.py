@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Request
-from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
 from ed_esurge.engine.transport import follow_all
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        app: FastAPI,
+        app: Starlette,
         on_ready: Callable[[], None],
         drain_seconds: float,
     ) -> None:

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.server.generation.abilities import EndpointAbility, require
 from ed_esurge.server.generation.models import ServedModel

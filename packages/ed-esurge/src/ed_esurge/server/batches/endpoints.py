@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Request
-from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse
 
 from ed_esurge.server.batches.uploads import check_form, receive
 from ed_esurge.server.generation.answers import AnswerBody

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
-from fastapi import Request
 from pydantic import Field, ValidationError
+from starlette.requests import Request
 
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import OWNER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import Request
+from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.errors import APIError

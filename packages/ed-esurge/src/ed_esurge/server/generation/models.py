@@ -15,7 +15,7 @@ import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
-from fastapi import Request
+from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter

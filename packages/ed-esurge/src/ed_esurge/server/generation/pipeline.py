@@ -14,8 +14,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import CheckedPrompt

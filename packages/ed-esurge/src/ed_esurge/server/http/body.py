@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ed_infra.options import Options
-from fastapi import Request
 from pydantic_core import from_json
+from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.admission import RESERVATION, Reservation

@@ -8,16 +8,14 @@ The official clients turn `{"error": {"message", "type", "param", "code"}}`, or 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 _LocationPart = str | int
@@ -363,40 +361,43 @@ def _with_headers(error: APIError, cause: HTTPException) -> JSONResponse:
     return response
 
 
-def install(app: FastAPI) -> None:
-    """Register the handlers that convert every exception to an error answer."""
+async def _api(_: Request, error: Any) -> Response:
+    return error.response()
 
-    @app.exception_handler(APIError)
-    async def _api(_: Request, error: APIError) -> JSONResponse:
-        return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def _request(_: Request, error: RequestValidationError) -> JSONResponse:
-        return from_validation(error.errors()).response()
+async def _invalid(_: Request, error: Any) -> Response:
+    return from_validation(error.errors(include_url=False)).response()
 
-    @app.exception_handler(ValidationError)
-    async def _params(_: Request, error: ValidationError) -> JSONResponse:
-        return from_validation(error.errors(include_url=False)).response()
 
-    @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        return _with_headers(APIError(str(error.detail), status=error.status_code), error)
+async def _http(_: Request, error: Any) -> Response:
+    return _with_headers(APIError(str(error.detail), status=error.status_code), error)
 
-    @app.exception_handler(ClientDisconnect)
-    async def _gone(_: Request, __: ClientDisconnect) -> Response:
-        return client_gone()
 
-    @app.exception_handler(404)
-    @app.exception_handler(405)
-    async def _url(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"invalid URL ({request.method} {request.url.path})"
-        known = APIError(message, status=error.status_code, code="unknown_url")
-        return _with_headers(known, error)
+async def _gone(_: Request, __: Exception) -> Response:
+    return client_gone()
 
-    @app.exception_handler(Exception)  # uvicorn logs the traceback
-    async def _unexpected(_: Request, __: Exception) -> JSONResponse:
-        return APIError(
-            "the server failed on this request; see the traceback in its log",
-            status=500,
-            code="internal_error",
-        ).response()
+
+async def _url(request: Request, error: Any) -> Response:
+    message = f"invalid URL ({request.method} {request.url.path})"
+    known = APIError(message, status=error.status_code, code="unknown_url")
+    return _with_headers(known, error)
+
+
+async def _unexpected(_: Request, __: Exception) -> Response:  # uvicorn logs the traceback
+    return APIError(
+        "the server failed on this request; see the traceback in its log",
+        status=500,
+        code="internal_error",
+    ).response()
+
+
+#: Class of an exception, or status -> function that converts the exception to an answer.
+HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+    APIError: _api,
+    ValidationError: _invalid,
+    HTTPException: _http,
+    ClientDisconnect: _gone,
+    404: _url,
+    405: _url,
+    Exception: _unexpected,
+}

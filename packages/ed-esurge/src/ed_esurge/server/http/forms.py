@@ -8,9 +8,9 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from ed_infra.options import Options
-from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.body import BODY_BYTES, aside, chunks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody

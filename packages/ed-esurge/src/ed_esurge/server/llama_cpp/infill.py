@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.outputs import CompletionOutput
 from ed_esurge.server.generation.abilities import GENERATES

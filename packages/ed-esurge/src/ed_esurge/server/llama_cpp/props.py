@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.abilities import SPEECH_TASKS

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody

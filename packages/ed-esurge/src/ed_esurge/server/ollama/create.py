@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, ClassVar
 
 from ed_infra.errors import ConfigError
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels

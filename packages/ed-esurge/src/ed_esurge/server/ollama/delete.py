@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.server.generation.abilities import EMBEDS, require
 from ed_esurge.server.generation.answers import AnswerBody

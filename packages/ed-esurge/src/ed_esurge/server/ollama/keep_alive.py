@@ -6,8 +6,8 @@ import math
 import re
 from typing import Annotated
 
-from fastapi import Request
 from pydantic import BeforeValidator
+from starlette.requests import Request
 
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import InvalidField

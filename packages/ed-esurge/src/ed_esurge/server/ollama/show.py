@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.abilities import EMBEDS, GENERATES
 from ed_esurge.server.generation.answers import AnswerBody

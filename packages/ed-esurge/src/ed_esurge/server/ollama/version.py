@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.answers import Version
 from ed_esurge.server.generation.served_models import ServedModels

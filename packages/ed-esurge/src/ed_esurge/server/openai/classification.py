@@ -6,8 +6,8 @@ import time
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.outputs import LabelSet
 from ed_esurge.sampling import PoolingParams

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from ed_infra.errors import ConfigError
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams

@@ -6,9 +6,9 @@ import time
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import BeforeValidator
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.server.generation.abilities import EMBEDS, EMBEDS_TOKENS, POOLS, require
 from ed_esurge.server.generation.answers import AnswerBody

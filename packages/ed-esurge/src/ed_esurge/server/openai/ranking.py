@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import LabelSet

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from tokenizers import AddedToken
 
 from ed_esurge.server.generation.answers import (

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Sequence
 from typing import Annotated
 
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
-from fastapi import Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ed_esurge.server.generation.answers import Sleeping
 from ed_esurge.server.generation.models import ServedModel

@@ -14,9 +14,9 @@ from contextlib import aclosing
 from functools import partial
 
 from ed_infra.errors import EasyDeLError
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams, SamplingParams

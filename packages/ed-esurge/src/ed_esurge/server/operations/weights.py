@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
-from fastapi import Request
-from fastapi.responses import JSONResponse
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.answers import WeightsUpdate
 from ed_esurge.server.generation.models import ServedModel

@@ -10,8 +10,8 @@ import functools
 import hashlib
 from importlib.resources import files
 
-from fastapi import Request
-from fastapi.responses import HTMLResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
 
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.playground.assembly import assembled

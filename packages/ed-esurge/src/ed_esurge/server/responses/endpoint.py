@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from ed_esurge.server.detached import DetachedAnswer
 from ed_esurge.server.generation.abilities import GENERATES

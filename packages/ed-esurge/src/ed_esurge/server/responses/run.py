@@ -9,8 +9,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from fastapi import Request
 from pydantic import TypeAdapter
+from starlette.requests import Request
 
 from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.models import ServedModel
