@@ -155,6 +155,33 @@ def kimi_k25(own: Any) -> dict[str, Any]:
     return {**fields, "text_config": text, "vision_config": vision}
 
 
+def gemma4(own: Any) -> dict[str, Any]:
+    text = {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": len(own),
+        "hidden_size_per_layer_input": 8,
+        "use_bidirectional_attention": "vision",
+    }
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 300,
+        "initializer_range": 0.3,
+    }
+    fields = {"image_token_id": own.convert_tokens_to_ids("<|image|>")}
+    return {**fields, "text_config": text, "vision_config": vision}
+
+
 PIXTRAL = {**VISION, "model_type": "pixtral"}
 
 
@@ -186,6 +213,7 @@ FAMILIES = {
     "mistral3": mistral3,
     "llava": llava,
     "kimi_k25": kimi_k25,
+    "gemma4": gemma4,
 }
 
 

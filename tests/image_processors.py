@@ -56,20 +56,8 @@ def internvl(with_tokens: Tokens) -> Any:
     special = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
     own = with_tokens("<IMG>", *special.values(), context_image_token="<IMG>", **special)
 
-    class InternVLProcessor(transformers.InternVLProcessor):
-        """The processor without videos, which would need torchvision."""
-
-        def __init__(
-            self, image_processor=None, tokenizer=None, image_seq_length=256, chat_template=None
-        ):
-            super().__init__(
-                image_processor,
-                tokenizer,
-                image_seq_length=image_seq_length,
-                chat_template=chat_template,
-            )
-
-    return InternVLProcessor(tiles(), own, 4, own.chat_template)
+    kind = without_videos(transformers.InternVLProcessor)
+    return kind(tiles(), own, image_seq_length=4, chat_template=own.chat_template)
 
 
 def aya_vision(with_tokens: Tokens) -> Any:
@@ -106,27 +94,6 @@ def llava_onevision(with_tokens: Tokens) -> Any:
         LlavaOnevisionImageProcessorPil,
     )
 
-    class LlavaOnevisionProcessor(transformers.LlavaOnevisionProcessor):
-        """The processor without videos, which would need torchvision."""
-
-        def __init__(
-            self,
-            image_processor=None,
-            tokenizer=None,
-            num_image_tokens=None,
-            vision_feature_select_strategy=None,
-            chat_template=None,
-            vision_aspect_ratio="anyres_max_9",
-        ):
-            super().__init__(
-                image_processor,
-                tokenizer,
-                num_image_tokens=num_image_tokens,
-                vision_feature_select_strategy=vision_feature_select_strategy,
-                chat_template=chat_template,
-                vision_aspect_ratio=vision_aspect_ratio,
-            )
-
     own = with_tokens("<image>", "<video>", image_token="<image>")
     images = LlavaOnevisionImageProcessorPil(size=SIZE, image_grid_pinpoints=[[28, 28], *GRIDS])
     options: dict[str, Any] = {
@@ -134,36 +101,41 @@ def llava_onevision(with_tokens: Tokens) -> Any:
         "vision_feature_select_strategy": "full",
         "vision_aspect_ratio": "anyres_max_2",
     }
-    return LlavaOnevisionProcessor(images, own, chat_template=own.chat_template, **options)
+    kind = without_videos(transformers.LlavaOnevisionProcessor)
+    return kind(images, own, chat_template=own.chat_template, **options)
 
 
 def glm4v(with_tokens: Tokens) -> Any:
     import transformers
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 
-    class Glm4vProcessor(transformers.Glm4vProcessor):
-        """The processor without videos, which would need torchvision."""
-
-        def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
-            super().__init__(image_processor, tokenizer, chat_template=chat_template)
-
     own = with_tokens("<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
-    return Glm4vProcessor(patches(Glm4vImageProcessorPil), own, own.chat_template)
+    kind = without_videos(transformers.Glm4vProcessor)
+    return kind(patches(Glm4vImageProcessorPil), own, chat_template=own.chat_template)
 
 
 def qwen3_vl_moe(with_tokens: Tokens) -> Any:
     import transformers
 
-    class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
-        """The processor without videos, which would need torchvision."""
-
-        def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
-            super().__init__(image_processor, tokenizer, chat_template=chat_template)
-
     names = ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     own = with_tokens("<|image_pad|>", *names)
     images = patches(transformers.Qwen2VLImageProcessorPil)
-    return Qwen3VLProcessor(images, own, own.chat_template)
+    kind = without_videos(transformers.Qwen3VLProcessor)
+    return kind(images, own, chat_template=own.chat_template)
+
+
+def gemma4(with_tokens: Tokens) -> Any:
+    """Return a processor whose images have at most 70 features of 8 x 8 pixels."""
+    import transformers
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    names = [f"<|{name}|>" for name in ("image", "audio", "boi", "eoi", "boa", "eoa")]
+    special = {f"{name.strip('<|>')}_token": name for name in names}
+    own = with_tokens(*names, **special)
+    sounds = transformers.Gemma4AudioFeatureExtractor()
+    images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    kind = without_videos(transformers.Gemma4Processor)
+    return kind(sounds, images, own, None, own.chat_template)
 
 
 def mistral3(with_tokens: Tokens) -> Any:
@@ -201,6 +173,13 @@ def patches(kind: Any) -> Any:
     return kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
 
 
+def without_videos(kind: Any) -> Any:
+    """Return a class of processors without videos, which would need torchvision."""
+    from ed_models.checkpoints import tokenizers
+
+    return tokenizers.without_videos(kind)
+
+
 def tiles() -> Any:
     """Return an image processor that splits an image into at most four tiles."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -222,6 +201,7 @@ PATCHED: Mapping[str, Callable[[Tokens], Any]] = {
     "glm4v": glm4v,
     "qwen3_vl_moe": qwen3_vl_moe,
     "kimi_k25": kimi_k25,
+    "gemma4": gemma4,
 }
 #: Processors that write a token after each row of features.
 ROWS: Mapping[str, Callable[[Tokens], Any]] = {"mistral3": mistral3, "llava": llava}

@@ -15,11 +15,11 @@ import pytest
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
 from ed_data.tokens.images import ImageEncoder
-from ed_data.tokens.patches import PatchEncoder, RowEncoder
+from ed_data.tokens.patches import PatchEncoder, PlacedEncoder, RowEncoder
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.encoder_items import PackedImages, TiledImages, placed_items
 from ed_models.body.image_rows import feature_counts, rounded_patches
-from ed_models.body.packed_images import PatchForm
+from ed_models.body.packed_images import PatchForm, from_positions
 from ed_models.body.unpadded import TileGrids
 
 from tests.image_checkpoints import with_tokens
@@ -256,6 +256,58 @@ def test_processor_without_torchvision_returns_the_output_of_transformers(
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert np.array_equal(value, theirs[key]), key
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("budget", [280, 1120])
+def test_placeholder_tokens_equal_features_of_placed_patches(count: int, budget: int) -> None:
+    """Gemma 4 with the sizes of the published checkpoints; no pixel is computed."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size,
+    )
+
+    processor: Any = PATCHED["gemma4"](with_tokens)
+    images = processor.image_processor
+    images.patch_size, images.pooling_kernel_size = side, merge = 16, 3
+    images.max_soft_tokens = budget
+    loader, form = PlacedEncoder(processor), PatchForm(side, 3, merge)
+    engine, rng = PackedImages(form, 8, 2**15), np.random.default_rng(0)
+    compiled = {engine.count(arrays) for arrays in engine.examples()}
+    refused = 0
+    for number, size in enumerate(np.exp(rng.uniform(0.0, 8.2, (count, 2))).astype(int).tolist()):
+        image = RowImage(PIXELS[: size[0], : size[1]], f"image {number}")
+        try:
+            height, width = size
+            resized = get_aspect_ratio_preserving_size(
+                height, width, side, budget * merge**2, merge
+            )
+        except ValueError:
+            refused += 1
+            with pytest.raises(DataError, match="the processor refuses an image"):
+                loader.counts(image)
+            continue
+        grid = np.array([1, *(pixels // side for pixels in resized)], np.int32)
+        features = int(feature_counts(grid, merge))
+        assert loader.counts(image) == (features, grid.prod())
+        assert rounded_patches(int(grid.prod()), merge) // merge**2 in compiled
+        if number < 100:
+            ids = loader.tokens(image).ids
+            assert ids.count(loader.feature) == features == len(ids) - 2
+            places = [3 + place for place, token in enumerate(ids) if token == loader.feature]
+            pixels = np.broadcast_to(np.float32(0), (grid.prod(), form.numbers))
+            item = EncoderInput.at({"pixel_values": pixels, "image_grid_thw": grid}, places)
+            assert engine.check(item) is None and features <= engine.longest
+    assert refused < count / 50
+
+
+def test_places_of_patches_become_grids_in_trainer_and_engine() -> None:
+    processor: Any = PATCHED["gemma4"](with_tokens)
+    loader, rng = PlacedEncoder(processor), np.random.default_rng(0)
+    for size in ((30, 90), (1, 1), (70, 5), (33, 32)):
+        output = loader.processed(RowImage(rng.integers(0, 256, (*size, 3), np.uint8), "an image"))
+        patches, grid = loader.packed(output)
+        theirs, (other,) = from_positions(output["pixel_values"], output["image_position_ids"], 2)
+        assert np.array_equal(patches, theirs) and grid.tolist() == other.tolist()
 
 
 def kimi_reference(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ed_data import DataError, build_loader
 from ed_data.rows.example import RowImage
-from ed_data.tokens.patches import PatchEncoder
+from ed_data.tokens.patches import PatchEncoder, PlacedEncoder
 
 from tests.image_processors import PATCHED
 
@@ -136,21 +136,23 @@ def test_counted_tokens_equal_features_of_images_of_any_size(processor, count):
 
 @pytest.mark.parametrize("family", PATCHED)
 def test_counts_of_other_families_equal_the_output_of_their_processors(family, tokenizer):
-    def with_tokens(image, *names):
+    def with_tokens(image, *names, **special):
         own = pickle.loads(pickle.dumps(tokenizer))
         own.add_special_tokens({"additional_special_tokens": [image, *names]})
+        for name, token in special.items():
+            setattr(own, name, token)
+            setattr(own, f"{name}_id", own.convert_tokens_to_ids(token))
         own.chat_template = TEMPLATE.replace("<|image_pad|>", image)
         return own
 
     made = PATCHED[family](with_tokens)
-    assert PatchEncoder.fits(made)
-    encoder, rng = PatchEncoder(made), np.random.default_rng(0)
+    kind = next(kind for kind in (PlacedEncoder, PatchEncoder) if kind.fits(made))
+    encoder, rng = kind(made), np.random.default_rng(0)
     for number in range(30):
         height, width = (int(side) for side in rng.integers(4, 200, 2))
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
         image = RowImage(pixels, f"image {number}")
-        output = encoder.processed(image)
-        patches = int(output["image_grid_thw"].prod())
-        assert len(output["pixel_values"]) == patches
-        assert encoder.counts(image) == (patches // 4, patches)
-        assert encoder.tokens(image).ids == [encoder.token] * (patches // 4)
+        patches, grid = encoder.packed(encoder.processed(image))
+        assert len(patches) == grid.prod()
+        assert encoder.counts(image) == (len(patches) // 4, len(patches))
+        assert encoder.tokens(image).ids.count(encoder.token) == len(patches) // 4

@@ -29,14 +29,15 @@ class Served:
         add_model_arguments(parser)
         flags = "--max-model-len 256 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
         flags += " --no-compile-runner --silent-mode --max-num-batched-tokens "
-        flags += "256" if name == "paligemma" else "24"
+        # A step computes a prompt, or an image, together.
+        flags += {"paligemma": "256", "gemma4": "80"}.get(name, "24")
         self.engine = engine_of(parser.parse_args([str(path), *flags.split()]))
 
     def arrays(self, output: Any) -> dict[str, Any]:
         """Return the arrays of one row in the output of the processor."""
         if "image_grid_thw" in output:  # packed patches of all images
             return {name: np.asarray(output[name]) for name in ("pixel_values", "image_grid_thw")}
-        if "image_sizes" in output:  # padded tiles of each image
+        if {"image_sizes", "image_position_ids"} & {*output}:  # padded tiles, or padded patches
             return dict(output)
         found = {name: np.asarray(output[name]) for name in self.model.image_names}
         ranks = {"pixel_values": 5, "pixel_attention_mask": 4}

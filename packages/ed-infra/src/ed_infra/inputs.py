@@ -36,6 +36,9 @@ GRID = "image_grid_thw"
 #: Names of the heights and widths of images, [b, i, 2], and of their rows and columns of tiles,
 #: [b, i, 2]. Models that omit padding read these arrays.
 SIZES, GRIDS = "image_sizes", "image_grids"
+#: Name of the column and row of each patch of an image in the output of a processor, [i, p, 2], in
+#: which -1 is padding (Gemma 4).
+POSITIONS = "image_position_ids"
 #: Name of the mask of spectrograms, [b, i, frames]: 1 for frames of sound, 0 for the padding after.
 SOUND = "feature_attention_mask"
 #: Name of the numbers of images of each text in the output of a processor. A processor that returns

@@ -10,7 +10,7 @@ from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor,
 from ed_data.tokens.chat_recordings import RecordingEncoder, RecordingLayout
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
 from ed_data.tokens.items import MediumEncoder
-from ed_data.tokens.patches import PatchEncoder, RowEncoder
+from ed_data.tokens.patches import PatchEncoder, PlacedEncoder, RowEncoder
 
 
 def medium_encoders(
@@ -51,7 +51,7 @@ def medium_encoders(
         for path, message in without_recordings(mixture):
             raise DataError(message, path)
         if processor is not None:
-            kinds = (RowEncoder, PatchEncoder)
+            kinds = (RowEncoder, PlacedEncoder, PatchEncoder)
             kind = next((kind for kind in kinds if kind.fits(processor)), ImageEncoder)  # type: ignore
             return kind(processor), None  # type: ignore[arg-type]
         for path, message in without_tokens(mixture):

@@ -1,6 +1,7 @@
 """Images of different sizes for vision-language models: placeholder tokens and packed patches.
 
-Legend: b rows, i images of a row, p patches of a row, f numbers of a patch.
+Legend: b rows, i images of a row, p patches of a row, q patches of an image with padding, f numbers
+of a patch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ed_data.rows.example import RowImage
 from ed_data.tokens.images import BLANK, ImageEncoder, ModelProcessor, size_of
 from ed_data.tokens.items import MediumTokens
 
-GRID = "image_grid_thw"
+GRID, PLACES = "image_grid_thw", "image_position_ids"
 #: Largest number of images whose sizes are kept, and smallest number of features of a row.
 _KEPT, _SMALLEST = 2**17, 16
 
@@ -129,6 +130,46 @@ class PatchEncoder(ImageEncoder):
                 pixels[row, filled : filled + len(made)], grids[row, place] = made, grid
                 filled += len(made)
         return {"pixel_values": pixels, GRID: grids}
+
+
+class PlacedEncoder(PatchEncoder):
+    """Packs the patches of images of a processor that tells the place of each patch (Gemma 4).
+
+    The image processor returns `pixel_values` [1, q, f], the patches of an image row by row and
+    padding, and `image_position_ids` [1, q, 2], the column and row of each patch or -1. An image
+    has one token for each square block of patches, between two further tokens.
+    """
+
+    @staticmethod
+    def fits(processor: ModelProcessor) -> bool:
+        """Return whether the image processor of a processor returns places of patches."""
+        images = getattr(processor, "image_processor", None)
+        return PLACES in (getattr(images, "model_input_names", None) or ())
+
+    @property
+    def _merge(self) -> int:
+        return int(self._to_pixels.pooling_kernel_size)
+
+    def counts(self, image: RowImage) -> PatchCounts:
+        """Return the numbers of tokens and patches of an image, from its size."""
+        tokens = super().counts(image).tokens
+        return PatchCounts(tokens, tokens * self._merge**2)
+
+    def tokens(self, image: RowImage) -> MediumTokens:
+        """Return the tokens of an image."""
+        count = {"num_soft_tokens_per_image": [self.counts(image).tokens]}
+        text = self.processor.replace_image_token(count, 0)
+        return MediumTokens(
+            self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], 1
+        )
+
+    def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the patches and the grid; the patches of a block are neighbors."""
+        (places,), m = np.asarray(output[PLACES]), self._merge
+        columns, rows = (places.max(axis=0) + 1).tolist()
+        patches = np.asarray(output["pixel_values"], np.float32)[0][places[:, 0] >= 0]
+        blocks = patches.reshape(rows // m, m, columns // m, m, -1).swapaxes(1, 2)
+        return blocks.reshape(len(patches), -1), np.array([1, rows, columns], np.int32)
 
 
 class RowEncoder(PatchEncoder):

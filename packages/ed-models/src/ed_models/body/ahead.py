@@ -6,10 +6,12 @@ Legend: b rows, s positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ed_layers.context import Ctx
 from jaxtyping import Array, Bool, Int
 
 
@@ -70,3 +72,13 @@ def ahead_in_run(member: Bool[Array, "b s"], segments: Any = None) -> Int[Array,
     places = jnp.arange(s, dtype=jnp.int32)
     ends = jnp.where(jnp.pad(continues, ((0, 0), (0, 1))), s, places)
     return jax.lax.cummin(ends, axis=1, reverse=True) - places
+
+
+def looking_back(ctx: Ctx) -> Ctx:
+    """Return a context in which no token attends to later ones."""
+    mask, ragged = ctx.mask_info, ctx.ragged
+    return replace(
+        ctx,
+        mask_info=None if mask is None else replace(mask, ahead=None),
+        ragged=None if ragged is None else replace(ragged, ahead=None),
+    )

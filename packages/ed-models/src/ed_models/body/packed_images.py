@@ -4,8 +4,8 @@ A processor of transformers returns all images, padded to the size of the larges
 Towers read the patches of the images of a row, one image after another. Square blocks of patches
 that become one feature are neighbors in this order.
 
-Legend: b rows, i images, p patches, c channels, h height, w width, s side of a patch,
-f = c * s * s, m patches along the side of a block.
+Legend: b rows, i images, p patches, q patches of an image with padding, c channels, h height, w
+width, s side of a patch, f = c * s * s, m patches along the side of a block.
 """
 
 from __future__ import annotations
@@ -118,6 +118,23 @@ def in_blocks(
         blocks = own.reshape(t, h // merge, merge, w // merge, merge, -1).swapaxes(2, 3)
         found.append(blocks.reshape(len(own), -1))
     return np.concatenate(found)
+
+
+def from_positions(
+    patches: Float[np.ndarray, "i q f"], positions: Int[np.ndarray, "i q 2"], merge: int
+) -> tuple[Float[np.ndarray, "p f"], Int[np.ndarray, "i 3"]]:
+    """Return the patches of images, in which those of a block are neighbors, and the grids.
+
+    Args:
+        patches: the patches of each image, row by row, then padding.
+        positions: column and row of each patch; -1 = padding.
+        merge: m.
+    """
+    patches, positions = np.asarray(patches, np.float32), np.asarray(positions)
+    real = positions[..., 0] >= 0
+    across, down = (positions.max(axis=1) + 1).T
+    grids = np.stack([np.ones_like(down), down, across], axis=1).astype(np.int32)
+    return in_blocks(patches[real], grids, merge), grids
 
 
 def packed_on_device(

@@ -16,6 +16,7 @@ from functools import partial
 from math import isqrt
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
@@ -35,14 +36,23 @@ from ed_models.body.patch_grids import PatchPlaces, patches_of
 
 class PatchProjection(nnx.Module):
     """A linear map of patches: a convolution in space, and in time if patches have several frames,
-    whose stride is its size."""
+    whose stride is its size.
 
-    def __init__(self, parts: Parts, features: int, *, bias: bool = False):
+    Args:
+        parts: creates the kernel.
+        features: size d of the result.
+        bias: whether there is a bias.
+        flat: whether the kernel is that of a linear layer, [f, d].
+    """
+
+    def __init__(self, parts: Parts, features: int, *, bias: bool = False, flat: bool = False):
         config: Any = parts.config
         self.dtype, side = parts.dtype, config.patch_size
         if bias:
             self.bias = nnx.Param(jnp.zeros(features, parts.param_dtype), axes=("embed",))
-        if hasattr(config, "temporal_patch_size"):
+        if flat:
+            shape = config.num_channels * side**2, features
+        elif hasattr(config, "temporal_patch_size"):
             shape = config.in_channels, config.temporal_patch_size, side, side, features
         else:
             shape = config.num_channels, side, side, features
@@ -121,7 +131,7 @@ class PatchTower(nnx.Module):
         features: size of a feature, e.
         kinds: one value per layer if the layers differ.
         window: blocks along the side of a window; None = no layer has windows.
-        bias: whether the projection of patches has a bias.
+        bias, flat: see `PatchProjection`.
         positions: number of rows and columns of a table of learned positions, which is resized to
             each image; None = no table.
         cubic: resize the table with a cubic kernel and borders of patches at its borders (GLM-4V),
@@ -141,6 +151,7 @@ class PatchTower(nnx.Module):
         kinds: Sequence[Hashable] | None = None,
         window: int | None = None,
         bias: bool = False,
+        flat: bool = False,
         positions: int | None = None,
         cubic: bool = False,
         normed: bool = False,
@@ -151,12 +162,12 @@ class PatchTower(nnx.Module):
         self.merge: int = self.config.spatial_merge_size
         self.window = window
         d = self.config.hidden_size
-        self.patch_embed = PatchProjection(parts, d, bias=bias)
+        self.patch_embed = PatchProjection(parts, d, bias=bias, flat=flat)
         if normed:
             self.patch_norm = parts.own_norm(d)
         self.positions, self.cubic, self.deep = positions, cubic, tuple(deep)
         if positions is not None:
-            self.pos_embed = parts.table(positions**2, d, axes=(None, "embed"))
+            self.pos_embed = self.position_table(parts, positions)
         self.blocks = parts.stack(layer, depth, kinds=kinds)
         self.merger = merger(parts, features)
         if deep:
@@ -209,6 +220,11 @@ class PatchTower(nnx.Module):
             back = jnp.argsort(order, axis=1)
             features = jnp.take_along_axis(features, back[..., None], axis=1)
         return features
+
+    @staticmethod
+    def position_table(parts: Parts, side: int) -> nnx.Param[jax.Array]:
+        """Create the table of learned positions of `side` rows and columns."""
+        return parts.table(side**2, parts.config.hidden_size, axes=(None, "embed"))
 
     def context(self, places: PatchPlaces) -> Ctx:
         """Return masks and rotary positions of patches."""

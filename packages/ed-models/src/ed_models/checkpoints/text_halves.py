@@ -80,7 +80,7 @@ def is_whole(stored: Mapping[str, Any], task: TaskType | None) -> bool:
         stored: content of config.json.
         task: task of the model; None or `AUTO_BIND` = the task that `architectures` names.
     """
-    if stored.get("model_type") not in _families():
+    if stored.get("model_type") not in _families() or stored.get("vision_config", {}) is None:
         return False
     if task is None or task == TaskType.AUTO_BIND:
         names = stored.get("architectures") or ()

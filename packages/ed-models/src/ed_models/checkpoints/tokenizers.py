@@ -12,6 +12,9 @@ from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, Embedding
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.hub import resolve
 
+#: Part of a processor that needs torchvision.
+_VIDEOS = "video_processor"
+
 if TYPE_CHECKING:
     from transformers import (
         BaseImageProcessor,
@@ -143,15 +146,39 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
 
         return Kimi_K25Processor
     kind: Any = getattr(transformers, class_name, None) if class_name else None
-    if kind is None or "video_processor" not in kind.get_attributes():
+    if kind is None or _VIDEOS not in kind.get_attributes():
         return None
+    return without_videos(kind)
 
-    def attributes(cls: Any) -> list[str]:
-        return [name for name in kind.get_attributes() if name != "video_processor"]
 
-    # The class keeps its __init__, whose arguments tell transformers which saved settings to pass.
-    own = {"get_attributes": classmethod(attributes), "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), own)
+def without_videos(kind: Any) -> type[Any]:
+    """Return a class of processors as one of `transformers`, but without its part for videos.
+
+    The class keeps the name and `__init__`, whose arguments tell transformers which saved settings
+    to pass. `transformers` calls `__init__` with the parts of the processor in order.
+    """
+    from transformers import ProcessorMixin
+
+    parts: list[str] = kind.get_attributes()
+
+    class WithoutVideos(ProcessorMixin):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop(_VIDEOS, None)
+            super().__init__(*args, **options)
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in parts if name != _VIDEOS]
+
+        @classmethod
+        def from_args_and_dict(
+            cls, args: Any, processor_dict: dict[str, Any], **options: Any
+        ) -> Any:
+            place = parts.index(_VIDEOS)
+            args = [*args[:place], None, *args[place:]]
+            return super().from_args_and_dict(args, processor_dict, **options)
+
+    return type(kind.__name__, (kind, WithoutVideos), {"__module__": kind.__module__})
 
 
 def load_audio_processor(

@@ -32,20 +32,24 @@ class PatchedImageTextSubject(Subject):
     pad = (0, 5, 0, 3)
     #: Whether tokens have positions on three axes, and the default number of frames of a patch.
     has_axes, frames = True, 2
+    #: Blocks and first tokens of the images of each row; no first tokens = one after another.
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = IMAGES
+    starts: tuple[tuple[int, ...], ...] | None = None
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         super().__init__(model_type, row, module_class, cases)
         self.image_token: int = self.fields["image_token_id"]
         vision = self.fields["vision_config"]
-        merge: int = vision.get("spatial_merge_size", 2)
+        merge: int = vision.get("spatial_merge_size", vision.get("pooling_kernel_size", 2))
         frames = vision.get("temporal_patch_size", type(self).frames)
         numbers = 3 * frames * vision["patch_size"] ** 2
         rng, rows = np.random.default_rng(1), []
-        for number, sizes in enumerate(IMAGES):
+        for number, sizes in enumerate(self.blocks):
             grids = np.array([(1, h * merge, w * merge) for h, w in sizes], np.int32).reshape(-1, 3)
             rows.append((rng.normal(size=(grids.prod(axis=1).sum(), numbers)), grids))
             start = max(self.pad) + 1
-            for count in feature_counts(grids, merge).tolist():
+            for image, count in enumerate(feature_counts(grids, merge).tolist()):
+                start = start if self.starts is None else self.starts[number][image]
                 self.ids[number, start : start + count] = self.image_token
                 start += count + 1
         self.images = padded_rows(rows, numbers, merge)
@@ -164,6 +168,38 @@ class RasterImageTextSubject(PatchedImageTextSubject):
             rows = own.reshape(h // merge, w // merge, merge, merge, -1).swapaxes(1, 2)
             found.append(rows.reshape(h * w, 3, side, side))
         return [{**inputs, "pixel_values": torch.tensor(np.concatenate(found))}]
+
+
+class PlacedImageTextSubject(RasterImageTextSubject):
+    """A model whose processor returns padded patches with their places. The calls of the checks cut
+    no image in two, because the tokens of an image may attend to each other."""
+
+    blocks = ((2, 2), (1, 2), (3, 1)), ((2, 3),), (), ((1, 1), (5, 2))
+    starts = (1, 6, 14), (5,), (), (4, 13)
+
+    @functools.cached_property
+    def torch_model(self) -> Any:
+        model = super().torch_model
+        for name, bound in model.named_buffers():
+            if name.endswith(("_min", "_max")):  # random bounds would replace all values
+                bound.fill_(-0.5 if name.endswith("_min") else 0.5)
+        return model
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        torch = require_torch()
+        (inputs,) = super().torch_inputs()
+        grids, patches = inputs.pop("image_grid_thw").numpy(), inputs["pixel_values"].flatten(1)
+        counts, merge = grids.prod(axis=1), self.model.patch_form.merge
+        pixels = np.zeros((len(grids), merge**2 + counts.max(), patches.shape[1]), np.float32)
+        places, first = np.full((*pixels.shape[:2], 2), -1), 0
+        for image, (_, h, w) in enumerate(grids.tolist()):
+            pixels[image, : h * w] = patches[first : first + h * w]
+            row, column = np.divmod(np.arange(h * w), w)
+            places[image, : h * w] = np.stack([column, row], axis=1)
+            first += h * w
+        types = (inputs["input_ids"] == self.image_token).int()
+        arrays = {"pixel_values": torch.tensor(pixels), "image_position_ids": torch.tensor(places)}
+        return [{**inputs, **arrays, "mm_token_type_ids": types}]
 
 
 def _present(grids: np.ndarray) -> np.ndarray:

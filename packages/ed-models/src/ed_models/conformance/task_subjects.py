@@ -29,9 +29,14 @@ from ed_models.conformance.image_text import (
     TileGridSubject,
 )
 from ed_models.conformance.packed_images import PackedImageTextSubject
-from ed_models.conformance.patched_images import PatchedImageTextSubject, RasterImageTextSubject
+from ed_models.conformance.patched_images import (
+    PatchedImageTextSubject,
+    PlacedImageTextSubject,
+    RasterImageTextSubject,
+)
 from ed_models.conformance.subjects import B, Cases, S, Subject
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.placed_image_text import PlacedImageTextLM
 from ed_models.tasks.raster_image_text import RasterImageTextLM
 from ed_models.tasks.sized_image_text import SizedImageTextLM
 
@@ -417,6 +422,7 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
 FURTHER: Mapping[type[Any], type[Subject]] = {
     PatchedImageTextLM: PatchedImageTextSubject,
     RasterImageTextLM: RasterImageTextSubject,
+    PlacedImageTextLM: PlacedImageTextSubject,
     SizedImageTextLM: TileGridSubject,
 }
 

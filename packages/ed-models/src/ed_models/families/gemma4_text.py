@@ -6,6 +6,7 @@
 - values are normed, and may be the keys before their norm (`attention_k_eq_v`)
 - each layer adds a separate embedding of the token and a projection of the embedded tokens
 - `enable_moe_block`: experts in parallel to the feed-forward, routed by the stream before its norm
+- only layers with a window attend to later tokens of an image
 
 Numbers follow Hugging Face's `modeling_gemma4.py`; parameter names are its names.
 """
@@ -35,10 +36,11 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ed_models.body.ahead import looking_back
 from ed_models.body.decoder import ScaledDecoder
+from ed_models.body.gemma4_weights import GEMMA4_TEXT
 from ed_models.body.layers import SandwichLayer, window_of
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import STANDARD, Rule, ignore, renamed, split, transpose
 
 
 @register_config("gemma4_text")
@@ -105,6 +107,8 @@ class Gemma4TextAttention(SelfAttention):
         return q, self.k_norm(k), self.v_norm(v)
 
     def attended(self, q, k, v, ctx, cache, layer):
+        if self.mask.window is None:
+            ctx = looking_back(ctx)
         if cache.cache is not None:
             return super().attended(q, k, v, ctx, cache, layer)
         kv = None if k is None else (k, v)
@@ -199,7 +203,8 @@ class Gemma4TextModel(ScaledDecoder):
             )
         if p := config.hidden_size_per_layer_input:
             d, n = config.hidden_size, config.num_hidden_layers * p
-            self.embed_tokens_per_layer = parts.embed(config.vocab_size_per_layer_input, n)
+            rows, padding = config.vocab_size_per_layer_input, config.pad_token_id
+            self.embed_tokens_per_layer = parts.embed(rows, n, padding=padding)
             self.per_layer_model_projection = parts.linear(d, n, axes=("embed", None))
             self.per_layer_projection_norm = parts.own_norm(p)
 
@@ -235,19 +240,7 @@ class Gemma4TextForCausalLM(CausalLM):
     """Gemma 4 with a language-model head."""
 
     body_class = Gemma4TextModel
-    WEIGHTS = renamed(
-        {"scale_of": "scale"},
-        Rule("{path}.router.kernel", "{path}.router.proj.weight", transpose),
-        Rule(
-            ("{path}.experts.gate_proj.kernel", "{path}.experts.up_proj.kernel"),
-            "{path}.experts.gate_up_proj",
-            split(-2),
-        ),
-        Rule("{path}.experts.down_proj.kernel", "{path}.experts.down_proj", transpose),
-        *STANDARD,
-        # Published checkpoints contain unused tensors of layers that reuse keys and values.
-        *(ignore(f"{{path}}.self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")),
-    )
+    WEIGHTS = GEMMA4_TEXT
 
     def head(self):
         return replace(super().head(), soft_cap=self.config.final_logit_softcapping)

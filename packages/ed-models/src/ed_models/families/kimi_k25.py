@@ -131,7 +131,7 @@ class KimiTower(PatchTower):
 
     def __init__(self, parts: Parts, features: int, *, eps: float):
         config: KimiK25VisionConfig = parts.config
-        side, d = config.pos_emb_height, config.hidden_size
+        side = config.pos_emb_height
         if config.pos_emb_width != side:
             raise ConfigError(
                 f"pos_emb_height={side} and pos_emb_width={config.pos_emb_width} are not "
@@ -147,7 +147,11 @@ class KimiTower(PatchTower):
             cubic=True,
             merger=partial(KimiMerger, eps=eps),
         )
-        self.pos_embed = parts.table(side, side, d, axes=(None, None, "embed"))
+
+    @staticmethod
+    def position_table(parts: Parts, side: int):
+        d = parts.config.hidden_size
+        return parts.table(side, side, d, axes=(None, None, "embed"))
 
     def context(self, places: PatchPlaces) -> Ctx:
         config = self.config

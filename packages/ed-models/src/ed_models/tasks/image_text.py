@@ -38,7 +38,7 @@ class ImageTextLM(CausalLM):
     input_names = (*CausalLM.input_names, *image_names)
     #: Which tokens attend to later ones: those of an image, those of a prompt, or none. A step of
     #: the engine computes them together.
-    reads_ahead: ClassVar[Literal["image", "prompt"] | None] = None
+    reads_ahead: Literal["image", "prompt"] | None = None
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of `pixel_values` [b, i, c, h, w], in the order of the images."""

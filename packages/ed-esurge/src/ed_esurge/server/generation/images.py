@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import numpy as np
-from ed_infra.inputs import COUNTS, GRID, SIZES
-from ed_models.body.packed_images import PatchForm, in_blocks
+from ed_infra.inputs import COUNTS, GRID, POSITIONS, SIZES
+from ed_models.body.packed_images import PatchForm, from_positions, in_blocks
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.media import (
@@ -271,6 +271,10 @@ def _packed(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         merge = int(processor.image_processor.merge_size)
         patches = in_blocks(pixels.reshape(len(pixels), -1), arrays[GRID], merge)
         return {**arrays, "pixel_values": patches}
+    if POSITIONS in arrays:  # row by row, with padding (Gemma 4)
+        merge = int(processor.image_processor.pooling_kernel_size)
+        patches, grids = from_positions(pixels, np.asarray(arrays[POSITIONS]), merge)
+        return {"pixel_values": patches, GRID: grids}
     if getattr(processor, "image_break_token_id", None) is None:
         return arrays
     form = PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
