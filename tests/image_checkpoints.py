@@ -179,6 +179,7 @@ def gemma4(own: Any) -> dict[str, Any]:
         "initializer_range": 0.3,
     }
     fields = {"image_token_id": own.convert_tokens_to_ids("<|image|>")}
+    fields |= {"tie_word_embeddings": False}
     return {**fields, "text_config": text, "vision_config": vision}
 
 

@@ -270,7 +270,7 @@ def test_placeholder_tokens_equal_features_of_placed_patches(count: int, budget:
     images = processor.image_processor
     images.patch_size, images.pooling_kernel_size = side, merge = 16, 3
     images.max_soft_tokens = budget
-    loader, form = PlacedEncoder(processor), PatchForm(side, 3, merge)
+    loader, form = PlacedEncoder(processor), PatchForm(side, 3, merge, most=1120)
     engine, rng = PackedImages(form, 8, 2**15), np.random.default_rng(0)
     compiled = {engine.count(arrays) for arrays in engine.examples()}
     refused = 0

@@ -30,7 +30,7 @@ class Served:
         flags = "--max-model-len 256 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
         flags += " --no-compile-runner --silent-mode --max-num-batched-tokens "
         # A step computes a prompt, or an image, together.
-        flags += {"paligemma": "256", "gemma4": "80"}.get(name, "24")
+        flags += {"paligemma": "256", "gemma4": "260"}.get(name, "24")
         self.engine = engine_of(parser.parse_args([str(path), *flags.split()]))
 
     def arrays(self, output: Any) -> dict[str, Any]:

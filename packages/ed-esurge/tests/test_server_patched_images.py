@@ -102,8 +102,8 @@ def test_reply_to_images_of_different_sizes_equals_generate_and_compiles_nothing
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     flags = "--max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16 --silent-mode "
-    if checkpoint.name.startswith("gemma4"):  # a step computes the 70 tokens of an image together
-        flags += "--max-model-len 256 --max-num-batched-tokens 80"
+    if checkpoint.name.startswith("gemma4"):  # a step computes the tokens of an image together
+        flags += "--max-model-len 176 --max-num-batched-tokens 180"
     else:
         flags += "--max-model-len 64 --max-num-batched-tokens 16"
     engine = engine_of(parser.parse_args([str(checkpoint), *flags.split()]))

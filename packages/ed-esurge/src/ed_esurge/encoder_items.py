@@ -227,7 +227,7 @@ class PackedImages:
     def __init__(self, form: PatchForm, features: int, max_model_len: int) -> None:
         self.merge, self._numbers, self._form = form.merge, form.numbers, form
         self.has_axes, self.features = form.has_axes, features
-        self.longest = min(max_model_len, MOST_FEATURES)
+        self.longest = min(max_model_len, form.most or MOST_FEATURES)
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""

@@ -4,6 +4,9 @@ Scores follow the Hugging Face backend of lm-eval in every detail: the boundary 
 continuation, special tokens, the prefix of an empty context, disjoint windows of rolling
 likelihoods. A different score therefore indicates a difference of the models, not of this adapter.
 
+Tasks with `doc_to_image` need an engine whose model reads images. The text of a document contains
+`<image>` once for each image.
+
 Requires the extra `ed-esurge[lm-eval]`. Imports no torch.
 """
 
@@ -24,15 +27,17 @@ except ImportError as error:
         "ed_esurge.lm_eval needs lm-evaluation-harness: install ed-esurge[lm-eval]"
     ) from error
 
+from ed_esurge.lm_eval_images import TaskImages
 from ed_esurge.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+    from ed_esurge.core.commands import EncoderInput
     from ed_esurge.engine import eSurge
 
-# (context, continuation) texts as cache key, context tokens, continuation tokens
-Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+# arguments of the request as cache key, context tokens, continuation tokens
+Scored = tuple[tuple[Any, ...] | None, list[int], list[int]]
 
 # Hugging Face generation keywords of tasks that do not affect the engine's output.
 _IGNORED = frozenset({"do_sample", "use_cache", "pad_token_id", "cache_implementation"})
@@ -80,8 +85,14 @@ class eSurgeLM(TemplateLM):
                 "give prefix_token_id"
             )
         self._prefix_token_id = prefix
+        self._images = TaskImages.of(engine)
 
     # ---- properties of the model
+
+    @property
+    def MULTIMODAL(self) -> bool:
+        """Whether the model reads the images of tasks; the name is that of lm-eval."""
+        return self._images is not None
 
     @property
     def eot_token_id(self) -> int:
@@ -135,12 +146,17 @@ class eSurgeLM(TemplateLM):
         Raises:
             ConfigError: the tokenizer has no template.
         """
-        if not self.tokenizer.chat_template:
+        renders: Any = self.tokenizer
+        if self._images is not None:
+            chat_history = self._images.chat(chat_history)
+            if not renders.chat_template:
+                renders = self.engine.processor
+        if not renders.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template: set tokenizer.chat_template, or evaluate "
                 "with apply_chat_template=False"
             )
-        return self.tokenizer.apply_chat_template(
+        return renders.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -149,10 +165,54 @@ class eSurgeLM(TemplateLM):
 
     # ---- likelihoods
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the total log-probability of each continuation, and whether it is greedy."""
+        """Return the log-probability of each continuation, and whether it is greedy."""
+        if not any(len(request.args) > 2 for request in requests):
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        scored, inputs = list[Scored](), list[tuple[EncoderInput, ...]]()
+        for request in requests:
+            context, continuation, media = request.args
+            spaces = len(context) - len(context.rstrip())
+            cut = len(context) - spaces
+            whole, own = self._with_images(context + continuation, media)
+            start, _ = self._with_images(context[:cut], media)
+            scored.append((request.args, whole[: len(start)], whole[len(start) :]))
+            inputs.append(own)
+        return self._loglikelihood_tokens(scored, disable_tqdm=disable_tqdm, inputs=inputs)
+
+    def _with_images(
+        self, text: str, media: dict[str, Any]
+    ) -> tuple[list[int], tuple[EncoderInput, ...]]:
+        """Return the tokens of a text with the images of a document, and the images.
+
+        Raises:
+            ConfigError: the engine reads no images, or the document has recordings.
+        """
+        others = sorted(media.keys() - {"visual"})
+        if others or self._images is None:
+            raise ConfigError(
+                f"the task has {', '.join(others) or 'images'}, and this engine reads "
+                f"{'text' if self._images is None else 'text and images'} only: choose another "
+                "task or model"
+            )
+        return self._images.prompt(text, media["visual"], self.tok_encode)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[Scored],
+        disable_tqdm: bool = False,
+        inputs: Sequence[tuple[EncoderInput, ...]] | None = None,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        """Return the total log-probability of each continuation, and whether it is greedy.
+
+        Args:
+            requests: cache key, context and continuation of each request.
+            disable_tqdm: whether to show no progress bar.
+            inputs: images of each request; None = no images.
+        """
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         prompts, lengths = [], []
         for _key, context, continuation in requests:
@@ -161,7 +221,8 @@ class eSurgeLM(TemplateLM):
                     f"a continuation of {len(continuation)} tokens cannot be scored within "
                     f"max_model_len {self.engine.max_model_len}: raise it"
                 )
-            prompts.append((context + continuation)[-(self.max_length + 1) :])
+            whole = context + continuation
+            prompts.append(whole if inputs else whole[-(self.max_length + 1) :])
             lengths.append(len(continuation))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(prompts)
         # Longest first: the remaining time is not underestimated, and equal prefixes are adjacent.
@@ -171,7 +232,10 @@ class eSurgeLM(TemplateLM):
         with _progress("loglikelihood", len(order), disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 places = order[start : start + self.batch_size]
-                outputs = self.engine.generate([prompts[place] for place in places], params)
+                images = None if inputs is None else [inputs[place] for place in places]
+                outputs = self.engine.generate(
+                    [prompts[place] for place in places], params, encoder_inputs=images
+                )
                 for place, output in zip(places, outputs, strict=True):
                     prompt, length = prompts[place], lengths[place]
                     scores = output.prompt_logprobs
@@ -221,9 +285,9 @@ class eSurgeLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuations, each truncated at its first stop string."""
-        prompts, options = [], []
+        prompts, options, images = [], [], []
         for request in requests:
-            context, keywords = cast("tuple[str, dict[str, Any]]", request.args)
+            context, keywords, *media = cast("tuple[Any, ...]", request.args)
             params = self._sampling(keywords)
             room = self.engine.max_model_len - (params.max_tokens or 1)
             if room < 1:
@@ -231,7 +295,12 @@ class eSurgeLM(TemplateLM):
                     f"max_gen_toks {params.max_tokens} leaves no room for a prompt within "
                     f"max_model_len {self.engine.max_model_len}"
                 )
-            prompts.append(self.tok_encode(context)[-room:])
+            if media:
+                tokens, own = self._with_images(context, media[0])
+            else:
+                tokens, own = self.tok_encode(context)[-room:], ()
+            prompts.append(tokens)
+            images.append(own)
             options.append(params)
         texts = [""] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
@@ -239,7 +308,9 @@ class eSurgeLM(TemplateLM):
             for start in range(0, len(order), self.batch_size):
                 places = order[start : start + self.batch_size]
                 outputs = self.engine.generate(
-                    [prompts[place] for place in places], [options[place] for place in places]
+                    [prompts[place] for place in places],
+                    [options[place] for place in places],
+                    encoder_inputs=[images[place] for place in places],
                 )
                 for place, output in zip(places, outputs, strict=True):
                     stops = list(options[place].stop)

@@ -33,6 +33,7 @@ class PatchForm:
         merge: m.
         ends_rows: whether a token without a feature follows each row of features.
         has_axes: whether tokens have rotary positions along time, height and width.
+        most: most features of an image; None = not limited.
     """
 
     side: int
@@ -40,6 +41,7 @@ class PatchForm:
     merge: int
     ends_rows: bool = False
     has_axes: bool = False
+    most: int | None = None
 
     @property
     def numbers(self) -> int:

@@ -61,6 +61,8 @@ NAMES = {
     "blocks": "encoder.layers",
     "merger": "",
 }
+#: Most features of an image: the largest `max_soft_tokens` of the image processor.
+MOST_FEATURES = 1120
 PROJECTION = Rule(
     f"{TOWER}.merger.embedding_projection.kernel",
     "model.embed_vision.embedding_projection.weight",
@@ -253,7 +255,8 @@ class Gemma4Model(PatchedImageTextModel):
     def patch_form(self) -> PatchForm:
         """The patches that the tower reads."""
         vision = self.config.vision_config
-        return PatchForm(vision.patch_size, vision.num_channels, vision.spatial_merge_size)
+        merge = vision.spatial_merge_size
+        return PatchForm(vision.patch_size, vision.num_channels, merge, most=MOST_FEATURES)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Gemma4Config, model_type="gemma4")

@@ -71,10 +71,15 @@ class ImageTextProcessor(Protocol):
 
 
 @dataclass(frozen=True)
-class _Source:
-    """The encoded bytes of an image, and the field of the request."""
+class ImageSource:
+    """An image, and the field of the request.
 
-    data: bytes
+    Attributes:
+        data: the encoded bytes, or the decoded image.
+        param: the field of the request for errors.
+    """
+
+    data: bytes | PIL.Image.Image
     param: str
 
 
@@ -100,7 +105,7 @@ class ChatImages:
         ends_row = getattr(processor, "image_break_token_id", None)
         self._of_image = {token for token in (self._token, ends_row) if token is not None}
 
-    async def sources(self, messages: Sequence[ChatMessage]) -> list[_Source]:
+    async def sources(self, messages: Sequence[ChatMessage]) -> list[ImageSource]:
         """Return the encoded images of a conversation in order.
 
         Raises:
@@ -131,13 +136,13 @@ class ChatImages:
             )
         return [await self._source(part, path) for path, part in parts]
 
-    async def _source(self, part: ImagePart, path: str) -> _Source:
+    async def _source(self, part: ImagePart, path: str) -> ImageSource:
         if part.image_url is None:
             IMAGE.refuse("is missing", f"{path}.image_url")
         url, param = part.image_url.url, part.content_field(path)
         if url[:5].lower() == "data:":
-            return _Source(_decoded(url, param), param)
-        return _Source(await self._downloaded(url, param), param)
+            return ImageSource(_decoded(url, param), param)
+        return ImageSource(await self._downloaded(url, param), param)
 
     async def _downloaded(self, url: str, param: str) -> bytes:
         try:
@@ -192,7 +197,9 @@ class ChatImages:
         ) as answer:
             yield answer
 
-    def expanded(self, text: str, sources: Sequence[_Source]) -> tuple[str, list[ProcessedMedium]]:
+    def expanded(
+        self, text: str, sources: Sequence[ImageSource]
+    ) -> tuple[str, list[ProcessedMedium]]:
         """Process the images, and replace the text of each image by the tokens of its features.
 
         Args:
@@ -224,9 +231,10 @@ class ChatImages:
         return located(tokens, images, self._token, self._of_image, IMAGE)
 
     def _processed(
-        self, processor: ImageTextProcessor, source: _Source, *, alone: bool
+        self, processor: ImageTextProcessor, source: ImageSource, *, alone: bool
     ) -> ProcessedMedium:
-        image = opened(source.data, source.param)
+        data = source.data
+        image = opened(data, source.param) if isinstance(data, bytes) else data.convert("RGB")
         images: list[Any] = [image]
         own = getattr(processor, "image_processor", None)
         if not alone and COUNTS in (getattr(own, "model_input_names", None) or ()):
