@@ -171,7 +171,8 @@ class eSurgeLM(TemplateLM):
         """Return the log-probability of each continuation, and whether it is greedy."""
         if not any(len(request.args) > 2 for request in requests):
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        scored, inputs = list[Scored](), list[tuple[EncoderInput, ...]]()
+        scored: list[Scored] = []
+        inputs: list[tuple[EncoderInput, ...]] = []
         for request in requests:
             context, continuation, media = request.args
             spaces = len(context) - len(context.rstrip())
