@@ -31,7 +31,7 @@ from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, Question, onlin
 from ed_trainers.online.scorer import Scorer, Scores
 from ed_trainers.options.groups import GroupArguments, GRPOArguments
 from ed_trainers.options.online import OnlineArguments
-from ed_trainers.rollout import Weights
+from ed_trainers.rollout import AheadRollout, Weights
 from ed_trainers.trainer import Trainer
 
 #: Number of consecutive steps with equal rewards in every group after which a warning is printed.
@@ -308,8 +308,11 @@ def correction(
 def require_equal_bits(run: MethodRun[GRPOArguments], figures: dict[str, float]) -> None:
     """Raise EasyDeLError if the engine and a learner with `batch_invariant` differ in a bit.
 
-    Filters of the sampling are computed in another order, so their rounding is allowed.
+    Filters of the sampling are computed in another order, so their rounding is allowed. A rollout
+    that samples ahead uses earlier weights, so its log-probabilities differ.
     """
+    if isinstance(run.rollout, AheadRollout) and run.rollout.max_staleness:
+        return
     options, worst = run.arguments, figures.get("sampling/sampling_logp_difference/max", 0.0)
     filtered = Truncation(options.top_k, options.top_p, options.min_p).active
     if run.learner.config.batch_invariant and not filtered and worst > 0:
