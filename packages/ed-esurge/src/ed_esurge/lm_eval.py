@@ -174,7 +174,8 @@ class eSurgeLM(TemplateLM):
         scored: list[Scored] = []
         inputs: list[tuple[EncoderInput, ...]] = []
         for request in requests:
-            context, continuation, media = request.args
+            arguments = cast("tuple[str, str, dict[str, Any]]", request.args)
+            context, continuation, media = arguments
             spaces = len(context) - len(context.rstrip())
             cut = len(context) - spaces
             whole, own = self._with_images(context + continuation, media)
