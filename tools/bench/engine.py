@@ -89,7 +89,7 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
     for seqs in options.python:
         made = engine(model, pieces, seqs, max_num_seq_buckets=(seqs,))
         runner: Any = made.loop.runner
-        runner.functions = Instant(runner.functions)
+        runner.functions = Instant(runner.functions, runner.max_logprobs)
         for number, prompt in enumerate(prompts(seqs, 4)):
             made.add_request(str(number), prompt, greedy(400))
         spent = []
@@ -108,8 +108,8 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
 class Instant:
     """Device functions whose steps immediately return one token per sequence."""
 
-    def __init__(self, real: Functions) -> None:
-        self._real = real
+    def __init__(self, real: Functions, max_logprobs: int) -> None:
+        self._real, self._max_logprobs = real, max_logprobs
         self._packed: dict[int, np.ndarray] = {}
 
     def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ class Instant:
         if kind != "sample":
             return self._real[name]
         if rows not in self._packed:
-            width = 3 + 2 * self._real.max_logprobs
+            width = 3 + 2 * self._max_logprobs
             self._packed[rows] = np.full((rows, width), 300, np.int32)
         packed = self._packed[rows]
         return lambda state, logits, numbers, allowed: (packed, state)
