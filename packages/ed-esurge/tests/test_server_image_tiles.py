@@ -38,7 +38,8 @@ class Served:
         if "image_grid_thw" in output:  # packed patches of all images
             return {name: np.asarray(output[name]) for name in ("pixel_values", "image_grid_thw")}
         if {"image_sizes", "image_position_ids"} & {*output}:  # padded tiles, or padded patches
-            return {name: x for name, x in output.items() if name in self.model.input_names}
+            read = {*self.model.input_names, "batch_num_images"}
+            return {name: x for name, x in output.items() if name in read}
         found = {name: np.asarray(output[name]) for name in self.model.image_names}
         ranks = {"pixel_values": 5, "pixel_attention_mask": 4}
         return {name: x if x.ndim == ranks[name] else x[None] for name, x in found.items()}
