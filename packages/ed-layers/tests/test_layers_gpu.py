@@ -13,13 +13,14 @@ import pytest
 from attention_cases import CELLS, SEGMENTS
 from attention_reference import error
 from ed_infra.logging import forget_said
-from ed_layers.attention.kernels.gpu import KERNELS, has_tokamax
+from ed_layers.attention.kernels.gpu import KERNELS
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
 ]
 
+# bfloat16 has 8 bits: half a step is 2e-3 of a value; of inputs that are rounded already.
 FORWARD, GRADIENT = 1e-2, 2e-2
 #: Rows that are one segment at the left, for which the kernels receive lengths.
 LEFT = np.where(np.arange(SEGMENTS.shape[1]) < np.array([[61], [40]]), 1, 0)
@@ -33,8 +34,9 @@ SUPPORTED = [
 
 
 def mechanisms(cell: str) -> list[str]:
-    """Return the mechanisms with a GPU kernel for a cell."""
-    return sorted({k.mechanism for k in KERNELS if not CELLS[cell].features & k.lacks})
+    """Return the mechanisms with an installed GPU kernel for a cell."""
+    fit = (k for k in KERNELS if k.available() and not CELLS[cell].features & k.lacks)
+    return sorted({kernel.mechanism for kernel in fit})
 
 
 @pytest.mark.parametrize("backward", ["triton", "xla"])
@@ -42,6 +44,9 @@ def mechanisms(cell: str) -> list[str]:
 @pytest.mark.parametrize("cell", SUPPORTED)
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_gpu_kernels_match_float64(cell, rows, backward, width, monkeypatch, caplog) -> None:
+    names = mechanisms(cell)
+    if not names:
+        pytest.skip("needs tokamax, whose kernel alone has a soft cap")
     monkeypatch.setattr(cases, "HEAD_DIM", width)
     case = cases.case_of(CELLS[cell], segments=ROWS[rows])
     rounded = {n: np.asarray(jnp.asarray(getattr(case, n), "bfloat16"), "f") for n in "qkv"}
@@ -49,9 +54,7 @@ def test_gpu_kernels_match_float64(cell, rows, backward, width, monkeypatch, cap
     d_out = cases.noise(case)
     expected = case.run(d_out)
     failures = {}
-    for name in mechanisms(cell):
-        if name == "flash_attn2" and "soft_cap" in cell and not has_tokamax():
-            continue
+    for name in names:
         forget_said()
         cases.program.cache_clear()  # a program logs its kernel when it is traced
         caplog.clear()
