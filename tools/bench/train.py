@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.bench import decode
 from tools.bench.measure import command_line, machine, resident, status, table
 from tools.bench.torch_device import torch_device
 
@@ -62,17 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
-    "1b": {
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+    "1b": {**decode.SHAPES["llama-1b"], "vocab_size": decode.VOCAB},
     "bert-base": {"vocab_size": 30522},
     "t5-small": {"vocab_size": 32128},
 }

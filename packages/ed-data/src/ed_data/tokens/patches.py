@@ -133,7 +133,7 @@ class PatchEncoder(ImageEncoder):
 
 
 class PlacedEncoder(PatchEncoder):
-    """Packs the patches of images of a processor that tells the place of each patch (Gemma 4).
+    """Packs the patches of images of a processor that returns the place of each patch (Gemma 4).
 
     The image processor returns `pixel_values` [1, q, f], the patches of an image row by row and
     padding, and `image_position_ids` [1, q, 2], the column and row of each patch or -1. An image

@@ -196,6 +196,7 @@ def prepare(
             structure = _known_structure(cls, config, path, dtype, param_dtype, precision)
         else:
             structure = _structure(cls, config, dtype, param_dtype, precision, rules)
+        # The state is filled; the structure is kept for the next load.
         graphdef, state = structure[0], jax.tree.map(lambda leaf: leaf, structure[1])
         names = rules_of_files(rules_of(cls), config)
         return Draft(
