@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECORD = "trained_on.json"
-#: Attempts to replace the folder of a tokenizer, which other processes may replace, too.
-_ATTEMPTS = 10
 T = TypeVar("T")
 
 
@@ -36,8 +33,8 @@ def load_or_train(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
-    The tokenizer is stored in `directory` with a record of its options and data. If they change,
-    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask
+    The tokenizer is stored below `directory` with a record of its options and data. If they change,
+    another tokenizer is trained. Held-out texts are not read. `mask_token` adds a mask
     token, and `special_tokens` adds others.
 
     Raises:
@@ -79,22 +76,24 @@ def kept_or_made(
     load: Callable[[Path], T],
     facts: Mapping[str, Any],
 ) -> T:
-    """Return the tokenizer or processor in `directory` if its record is equal; else make it.
+    """Return the tokenizer or processor in `directory` with an equal record; else make it.
 
     Args:
         options: the options of the training.
         mixture: the texts.
-        directory: the folder of the tokenizer and its record.
+        directory: the folder with one folder per tokenizer and record.
         schema: the fields of the texts.
         make: makes and returns the tokenizer or processor.
         load: returns the one in a folder.
         facts: further values that determine the result.
     """
     record = _record(options, mixture, schema, facts)
-    if _is_kept(directory, record):
-        return load(directory)
+    # One folder per record, so that no process replaces a folder which another one reads.
+    kept = directory / hashlib.sha256(record.encode()).hexdigest()[:16]
+    if kept.is_dir():
+        return load(kept)
     made = make()
-    _publish(made, record, directory)
+    _publish(made, record, kept)
     return made
 
 
@@ -118,30 +117,20 @@ def _record(
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
 
 
-def _is_kept(directory: Path, record: str) -> bool:
-    kept = directory / _RECORD
-    return kept.is_file() and kept.read_text() == record
-
-
-def _publish(tokenizer: Any, record: str, directory: Path) -> None:
+def _publish(tokenizer: Any, record: str, kept: Path) -> None:
     """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer.
 
     The processes of a run may publish the same tokenizer. The first of them is kept, because the
     others may already read that folder.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{kept.name}.", dir=kept.parent))
     tokenizer.save_pretrained(part)
     (part / _RECORD).write_text(record)
     part.chmod(0o755)  # mkdtemp creates a private folder
-    for attempt in range(_ATTEMPTS):
-        try:
-            part.rename(directory)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _ATTEMPTS - 1:
-                raise
-        if _is_kept(directory, record):
-            shutil.rmtree(part)
-            return
-        shutil.rmtree(directory, ignore_errors=True)  # of other options or data
+    try:
+        part.rename(kept)
+    except OSError:
+        shutil.rmtree(part)
+        if not kept.is_dir():
+            raise
