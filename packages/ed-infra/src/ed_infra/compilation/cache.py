@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from ed_infra.compilation.private_files import UntrustedFileError, make_private
 from ed_infra.logging import get_logger
@@ -18,6 +20,7 @@ logger = get_logger(__name__)
 IMPORTED = time.time()
 #: Threads of XLA in a process with several simulated CPU devices.
 THREADS = "64"
+_DESCRIBES_EQUALLY = "describes_cpus_equally"
 
 
 def keep_compiled_programs() -> None:
@@ -39,10 +42,40 @@ def keep_compiled_programs() -> None:
             logger.warning("compiled programs are not kept: %s", error)
             return
         jax.config.update("jax_compilation_cache_dir", str(_home() / "jax"))
+    _describe_cpus_equally()
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         # A program from the cache starts independent collectives at the same time, and each one
         # blocks a thread per device. With one thread per device, the default, this can deadlock.
         os.environ.setdefault("NPROC", THREADS)
+
+
+def _describe_cpus_equally() -> None:
+    """Let the processes of a run on CPUs read the programs that process 0 wrote to jax's cache.
+
+    Only process 0 writes to the cache. The names of the programs depend on a description of the
+    devices, and on CPUs this description differs between processes. Without this function, all
+    other processes compile every program at every start.
+    """
+    from jax._src import cache_key  # there is no public setting
+
+    from ed_infra.compilation.fingerprint import instructions
+
+    name = "_hash_accelerator_config"
+    own: Any = getattr(cache_key, name, None)
+    if own is None or hasattr(own, _DESCRIBES_EQUALLY) or len(signature(own).parameters) != 2:
+        return
+
+    def describe(found: Any, devices: Any) -> None:
+        all_devices = [*devices.flat]
+        processes = {device.process_index for device in all_devices}
+        if len(processes) == 1 or any(device.platform != "cpu" for device in all_devices):
+            own(found, devices)
+            return
+        places = [f"{d.id} {d.process_index} {d.device_kind}" for d in all_devices]
+        found.update("\0".join([*places, *instructions()]).encode())
+
+    setattr(describe, _DESCRIBES_EQUALLY, True)
+    setattr(cache_key, name, describe)
 
 
 def engines_folder() -> Path | None:
