@@ -115,17 +115,11 @@ class Memory:
     # ---- placement of arrays
 
     @property
-    def everywhere(self) -> jax.sharding.Sharding | None:
-        """The replicated sharding; None for a single device."""
-        if self._mesh.size == 1:
-            return None
-        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
-
-    @property
     def placement(self) -> jax.sharding.Sharding:
-        """The sharding of the arrays that `replicated` returns."""
-        device = self._mesh.devices.flat[0]
-        return self.everywhere or jax.sharding.SingleDeviceSharding(device)
+        """The sharding of the arrays that `replicated` returns: replicated over all devices."""
+        if self._mesh.size == 1:
+            return jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
+        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
 
     def replicated(self, tree: Tree) -> Tree:
         """Replicate arrays over the devices."""

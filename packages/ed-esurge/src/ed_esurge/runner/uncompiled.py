@@ -97,8 +97,9 @@ class UncompiledFunctions:
 
     def jitted(self, name: ProgramKey) -> Any:
         """Return a function that `jax.jit` compiles."""
-        everywhere = self.memory.everywhere
-        # Outputs that become inputs keep their sharding, so that the next step is not retraced.
+        # Outputs that become inputs have the sharding that warm-up and lowered arguments have, so
+        # that no function is traced again.
+        everywhere = self.memory.placement
         cache, state = jax.tree.map(lambda x: x.sharding, self._abstract_arrays()[:2])
         if isinstance(name, StepShape):
             return jax.jit(
