@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import base64
 import io
+import itertools
 import wave
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
     second = SAMPLES + 5000 if whole else 6000
     sounds = [sound(1, 9000), sound(2, second), sound(3, SAMPLES)]
     text = {"type": "text", "text": "what [AUDIO]?"}
-    replies, wanted = [], []
+    replies, wanted, logprobs = [], [], []
     with background(engine) as url:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         for chosen in ([], sounds[:1], sounds, sounds[::-1]):
@@ -126,9 +127,11 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
                 messages=[{"role": "user", "content": content}],
                 max_tokens=8,
                 temperature=0,
+                logprobs=True,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )
             replies.append((answer.prompt_token_ids, answer.choices[0].token_ids))
+            found = [each.logprob for each in answer.choices[0].logprobs.content]
             # The arrays and tokens of `VoxtralProcessor` of transformers.
             start = tokens("<|user|>what ", add_special_tokens=False)["input_ids"]
             prompt = start + tokens("[AUD", add_special_tokens=False)["input_ids"]
@@ -153,11 +156,19 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
             arrays = {"input_features": np.stack(features)[None]} if features else {}
             if features and not whole:
                 arrays["feature_attention_mask"] = np.stack(masks)[None]
-            out = model.generate(np.array([prompt]), max_new_tokens=8, eos_token_id=[], **arrays)
+            out = model.generate(
+                np.array([prompt]),
+                max_new_tokens=8,
+                eos_token_id=[],
+                output_logprobs=True,
+                **arrays,
+            )
             wanted.append((prompt, out.sequences[0, len(prompt) :].tolist()))
+            logprobs.append(out.logprobs[0])
+            np.testing.assert_allclose(found, logprobs[-1], atol=1e-4)
         chosen = [part(wav(each)) for each in sounds[:2]]
         messages: Any = [{"role": "user", "content": [text, *chosen]}]
-        options: dict[str, Any] = {"model": engine.model_name, "temperature": 0}
+        options = {"model": engine.model_name, "temperature": 0}
         chat = client.chat.completions.create(messages=messages, max_tokens=8, **options)
         items: Any = [
             {"role": "user", "content": [{"type": "input_text", "text": text["text"]}, *chosen]}
@@ -172,7 +183,9 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
             client.responses.create(input=items, **options)
         assert refused.value.param == "input[0].content[1].input_audio"
     assert replies == wanted
-    assert len({tuple(each) for _, each in replies}) == 4, "the recordings have no effect"
+    # The most probable tokens of different recordings may be the same, their probabilities not.
+    for one, other in itertools.combinations(logprobs, 2):
+        assert np.abs(one - other).max() > 1e-2, "the recordings have no effect"
     assert engine.loop.runner.num_traces == before
 
 
