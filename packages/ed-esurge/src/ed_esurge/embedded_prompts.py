@@ -9,11 +9,10 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.body.decoder import Decoder
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.encoder_items import ItemArrays, PlacedItem, encoder_names
 from jaxtyping import Float
 
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import ItemArrays
-from ed_esurge.model import encoder_names
 from ed_esurge.sampling import SamplingParams
 
 #: Name of the array of an item.
@@ -71,7 +70,7 @@ class EmbeddedPrompts:
         """See `EncoderItems.count`."""
         return self.longest
 
-    def check(self, item: EncoderInput) -> str | None:
+    def check(self, item: PlacedItem) -> str | None:
         """See `EncoderItems.check`."""
         shape = np.shape(item.arrays[EMBEDS])
         if shape == (item.length, self.features):
@@ -91,7 +90,7 @@ class EmbeddedPrompts:
             part = row[EMBEDS][start : start + self.longest]
             yield {EMBEDS: part}, len(part)
 
-    def positions(self, count: int, items: Sequence[EncoderInput]) -> None:
+    def positions(self, count: int, items: Sequence[PlacedItem]) -> None:
         """Return None."""
 
     def prompt(

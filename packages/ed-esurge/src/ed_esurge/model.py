@@ -19,6 +19,7 @@ from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
+from ed_models.tasks.encoder_items import encoder_names
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -145,20 +146,6 @@ def embedding_settings_of(model: LanguageModel) -> EmbeddingSettings | None:
 def is_encoder(model: LanguageModel) -> bool:
     """Return whether the model returns one vector per prompt, and generates no tokens."""
     return isinstance(model, Embedder | SequenceClassifier)
-
-
-# Arrays of `model.input_names` that describe tokens.
-_TOKEN_ARRAYS = {"input_ids", "attention_mask", "segment_ids", "position_ids", "token_type_ids"}
-
-
-def encoder_names(model: LanguageModel) -> tuple[str, ...]:
-    """Return the names of the arrays that the model's encoder accepts, such as `pixel_values`; ()
-    without an encoder."""
-    return tuple(
-        name
-        for name in model.input_names
-        if name not in _TOKEN_ARRAYS and not name.startswith("decoder_")
-    )
 
 
 def reads_ahead(model: LanguageModel) -> Literal["image", "prompt"] | None:

@@ -39,6 +39,8 @@ SIZES, GRIDS = "image_sizes", "image_grids"
 #: Name of the column and row of each patch of an image in the output of a processor, [i, p, 2], in
 #: which -1 is padding (Gemma 4).
 POSITIONS = "image_position_ids"
+#: Name of outputs of a vision encoder, [b, n, d], which a model reads instead of images.
+IMAGE_FEATURES = "image_features"
 #: Name of the mask of spectrograms, [b, i, frames]: 1 for frames of sound, 0 for the padding after.
 SOUND = "feature_attention_mask"
 #: Name of the numbers of images of each text in the output of a processor. A processor that returns
@@ -62,6 +64,7 @@ AXES: Mapping[str, LogicalAxes] = {
     "input_features": ("batch", None, None),
     "input_values": ("batch", None),
     "encoder_outputs": ("batch", None, "embed"),
+    IMAGE_FEATURES: ("batch", None, None),
     "inputs_embeds": ("batch", "sequence", "embed"),
     "pixel_values": ("batch", None, None, None, None),
     GRID: ("batch", None, None),

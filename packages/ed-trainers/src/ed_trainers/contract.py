@@ -172,6 +172,17 @@ class RunData(NamedTuple):
     state: EasyDeLState
 
 
+class FeaturesOfImages(Protocol):
+    """A function that replaces the images of prepared batches by features."""
+
+    #: Number of images that the encoder computed since the start.
+    encoded: int
+
+    def __call__(self, batch: Prepared, /) -> Prepared:
+        """Return the batch with features instead of images."""
+        ...
+
+
 @dataclass(frozen=True)
 class Method(Generic[A]):
     """A training method: functions of a run. Every function gets the `MethodRun` first.
@@ -237,11 +248,13 @@ class MethodRun(Generic[A]):
         learned: returns the parameters that are trained, without those of an extension.
         present_reference: returns the present weights of a synchronized reference.
         following: the synchronized frozen model, set by the part that synchronizes it.
+        images: replaces the images of prepared batches by features, see `image_feature_cache_gib`.
         frozen: the models that are not trained, as the compiled steps receive them.
     """
 
     frozen: Frozen
     following: Following | None = None
+    images: FeaturesOfImages | None = None
 
     def __init__(
         self,
@@ -305,13 +318,22 @@ class MethodRun(Generic[A]):
 
     def prepare(self, batch: HostBatch) -> Prepared:
         """Return the arrays that `loss` reads; see `Method.prepare`."""
-        return self.record.prepare(self, batch)
+        return self.with_features(self.record.prepare(self, batch))
+
+    def with_features(self, prepared: Prepared) -> Prepared:
+        """Return a batch with features instead of images, if the run keeps features."""
+        return prepared if self.images is None else self.images(prepared)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Figures of the prepared batches, for the log."""
+        return {} if self.images is None else {"encoded_images": self.images.encoded}
 
     def held_out(self, batches: Iterable[HostBatch], state: EasyDeLState) -> Iterator[Prepared]:
         """Yield the prepared batches of one pass over held-out data."""
         if self.record.held_out is None:
             return map(self.prepare, batches)
-        return self.record.held_out(self, batches, state)
+        return map(self.with_features, self.record.held_out(self, batches, state))
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `Method.loss`."""

@@ -29,6 +29,7 @@ from ed_trainers.report import write_report
 from ed_trainers.rewards import RewardFunction
 from ed_trainers.rollout import AheadRollout, Rollout, Weights
 from ed_trainers.running.evaluation import Evaluator
+from ed_trainers.running.image_features import ImageFeatures
 from ed_trainers.running.loop import Job, TrainingLoop
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import disk
@@ -183,6 +184,12 @@ class Trainer:
             self._reference = self.method.following.begin
             if self._state is not None:
                 self._state = self._with_reference(self._state)
+        if arguments.image_feature_cache_gib is not None:
+            frozen_models = self.method.frozen.merge(self.method.frozen.leaves)
+            most = int(arguments.image_feature_cache_gib * 2**30)
+            self.method.images = ImageFeatures(
+                self._model, first, frozen_models, self.weights, most
+            )
         self.feed = None if train_dataset is None else self._feed_of(train_dataset)
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:

@@ -5,12 +5,12 @@ Engines that execute the same commands between the same steps plan the same step
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from ed_infra.content import content_key
 
 from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -43,12 +43,7 @@ class EncoderInput:
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], start: int, length: int) -> EncoderInput:
         """Create an item and compute its key."""
-        key = hashlib.blake2b(digest_size=16)
-        for name, array in sorted(arrays.items()):
-            key.update(f"{name} {array.dtype} {array.shape} ".encode())
-            key.update(np.ascontiguousarray(array).tobytes())
-        key.update(f"{length}".encode())
-        return cls(key.digest(), dict(arrays), start, length)
+        return cls(content_key(arrays, length), dict(arrays), start, length)
 
     @classmethod
     def at(cls, arrays: Mapping[str, np.ndarray], places: Sequence[int]) -> EncoderInput:

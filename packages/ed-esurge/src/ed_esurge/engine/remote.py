@@ -7,10 +7,10 @@ from typing import NoReturn
 
 from ed_models.adapters.values import Adapter
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.encoder_items import EncoderItems
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
-from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.runner.protocol import Runner, RunnerWeights
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import Leaf, NewWeights

@@ -11,6 +11,7 @@ from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
 from ed_models.generation.prompts import is_encoder_decoder, longest_sequence
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.encoder_items import EncoderItems, items_of
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.encoder_cache import EncoderCache
@@ -20,7 +21,6 @@ from ed_esurge.core.pages import PageGroup
 from ed_esurge.core.proposals import PromptLookup, Proposer, ReceivedProposals
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.embedded_prompts import EmbeddedPrompts
-from ed_esurge.encoder_items import EncoderItems, items_of
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     is_recurrent,

@@ -9,8 +9,8 @@ from typing import Any
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
+from ed_models.tasks.audio_text import RecordingForm
 
-from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.engine.intake import ContextLengthError, TokenIdError
 from ed_esurge.outputs import LabelSet
 

@@ -14,12 +14,12 @@ import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
+from ed_models.tasks.audio_text import RecordingForm
 
 from ed_esurge.certificates import certificate_summary
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import RecordingForm
 from ed_esurge.engine.connection import Connection
 from ed_esurge.engine.followers import Follower
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions, seed_of, seeds_of

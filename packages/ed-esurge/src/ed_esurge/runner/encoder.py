@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 from ed_infra.inputs import Inputs
+from ed_models.tasks.encoder_items import EncoderItems, ItemArrays, batch_of_one
 
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError
-from ed_esurge.encoder_items import EncoderItems, ItemArrays, batch_of_one
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.weights import ServedWeights, abstract
 

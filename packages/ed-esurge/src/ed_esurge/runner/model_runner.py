@@ -9,11 +9,11 @@ import numpy as np
 from ed_models.adapters.slots import slot_values
 from ed_models.adapters.values import Adapter, uses_dora
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.encoder_items import EncoderItems
 from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
-from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder

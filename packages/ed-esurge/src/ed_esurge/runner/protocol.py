@@ -11,10 +11,10 @@ from typing import NoReturn, Protocol
 
 from ed_models.adapters.values import Adapter
 from ed_models.protocol import LanguageModel
+from ed_models.tasks.encoder_items import EncoderItems
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
-from ed_esurge.encoder_items import EncoderItems
 from ed_esurge.grammars.store import Grammar
 from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.result import StepResult

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 import jax
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Encoded, Features, Inputs
+from ed_infra.inputs import IMAGE_FEATURES, Encoded, Features, Inputs
 from ed_infra.outputs import CausalLMOutput
 from jaxtyping import Array, Float, Int
 
@@ -35,7 +35,7 @@ class ImageTextLM(CausalLM):
 
     #: Names of the arrays of images.
     image_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
-    input_names = (*CausalLM.input_names, *image_names)
+    input_names = (*CausalLM.input_names, *image_names, IMAGE_FEATURES)
     #: Which tokens attend to later ones: those of an image, those of a prompt, or none. A step of
     #: the engine computes them together.
     reads_ahead: Literal["image", "prompt"] | None = None
@@ -51,6 +51,7 @@ class ImageTextLM(CausalLM):
         input_ids: Int[Array, "b s"] | None = None,
         *,
         pixel_values: Float[Array, "b i c h w"] | None = None,
+        image_features: Float[Array, "b n d"] | None = None,
         features: Features | None = None,
         token_type_ids: Int[Array, "b s"] | None = None,
         **inputs: Any,
@@ -60,6 +61,8 @@ class ImageTextLM(CausalLM):
         Args:
             input_ids: token ids [b, s], with one image token for each image feature.
             pixel_values: images [b, i, c, h, w]; rows with fewer images are padded at the end.
+            image_features: embeddings that `encode` returned for the images of each row, padded
+                with zeros, instead of `pixel_values`.
             features: outputs of `encode` assigned to tokens, instead of `pixel_values`.
             token_type_ids: 0 for the tokens of a prompt, 1 for those after a prompt. Only models
                 whose prompt tokens attend to later ones read the types.
@@ -67,12 +70,15 @@ class ImageTextLM(CausalLM):
         """
         given = {name: inputs.pop(name, None) for name in self.image_names}
         others = {name: array for name, array in given.items() if array is not None}
-        if pixel_values is not None and features is None:
+        if features is None and (pixel_values is not None or image_features is not None):
             if input_ids is None:
-                raise ConfigError("pixel_values require input_ids, which contain the image tokens")
-            encoded = self.encode(Inputs({"pixel_values": pixel_values, **others}))
+                raise ConfigError("images require input_ids, which contain the image tokens")
+            if pixel_values is not None:
+                encoded = self.encode(Inputs({"pixel_values": pixel_values, **others}))
+                image_features = encoded.embeddings
+            assert image_features is not None
             image_token_id: int = self.config.image_token_id
-            features = Features.at(encoded.embeddings, input_ids == image_token_id)
+            features = Features.at(image_features, input_ids == image_token_id)
         if self.reads_ahead == "image" and features is not None:
             inputs["ahead"] = ahead_in_image(features.index >= 0, inputs)
         elif self.reads_ahead == "prompt":

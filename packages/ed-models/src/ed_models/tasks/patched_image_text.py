@@ -79,6 +79,7 @@ class PatchedImageTextLM(ImageTextLM):
         *,
         pixel_values: Float[Array, "b p f"] | None = None,
         image_grid_thw: Int[Array, "b i 3"] | None = None,
+        image_features: Float[Array, "b n d"] | None = None,
         features: Features | None = None,
         position_ids: Int[Array, "b s"] | Int[Array, "3 b s"] | None = None,
         **inputs: Any,
@@ -89,6 +90,8 @@ class PatchedImageTextLM(ImageTextLM):
             input_ids: token ids [b, s], with one image token for each image feature.
             pixel_values: patches [b, p, f]; rows with fewer patches are padded at the end.
             image_grid_thw: number of patches of each image along time, height and width.
+            image_features: embeddings that `encode` returned for the images of each row, padded
+                with zeros, instead of `pixel_values`.
             features: outputs of `encode` assigned to tokens, instead of `pixel_values`.
             position_ids: rotary positions [3, b, s]. Positions [b, s] are those of texts without
                 images: with `image_grid_thw`, the positions are computed from the tokens, and the
@@ -96,8 +99,8 @@ class PatchedImageTextLM(ImageTextLM):
             inputs: further arguments of `CausalLM.__call__`.
         """
         if image_grid_thw is None:
-            if pixel_values is not None and features is None:
-                raise ConfigError("pixel_values are packed patches: pass image_grid_thw, too")
+            if features is None and (pixel_values is not None or image_features is not None):
+                raise ConfigError("images are packed patches: pass image_grid_thw, too")
             return super().__call__(
                 input_ids, features=features, position_ids=position_ids, **inputs
             )
@@ -107,7 +110,9 @@ class PatchedImageTextLM(ImageTextLM):
         image_grid_thw = jnp.asarray(image_grid_thw)
         if pixel_values is not None and features is None:
             arrays = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
-            features = Features.at(self.encode(Inputs(arrays)).embeddings, placeholders)
+            image_features = self.encode(Inputs(arrays)).embeddings
+        if image_features is not None and features is None:
+            features = Features.at(image_features, placeholders)
         cache, offsets = inputs.get("past_key_values"), None
         if position_ids is None or position_ids.ndim == 2:
             segments = segments_of(input_ids, inputs)

@@ -320,7 +320,8 @@ class Phase(Generic[A]):
         run = self._programs.get(question)
         if run is None:
             run = self._programs[question] = self._program(question, weights.graphdef)
-        size, inputs = self.run.rows, Inputs(rows, self._axes if axes is None else axes)
+        size = self.run.rows
+        inputs = self.run.with_features(Inputs(rows, self._axes if axes is None else axes))
         count = len(next(iter(rows.values())))
         state, leaves = weights.state, self.run.frozen.leaves
         pieces = []

@@ -149,6 +149,10 @@ class TrainingArguments(Options):
     """Number of microbatches of an optimizer step; the result does not depend on it."""
     eval_batch_size: Count | None = None
     """Number of sequences per evaluation batch. None: the batches of the loader."""
+    image_feature_cache_gib: Positive | None = None
+    """Host memory in GiB for the outputs of a frozen vision encoder. Equal images, also of later
+    epochs, are then encoded once. The least recently used outputs are dropped. None: each step
+    encodes the images of its rows."""
     max_length: Count | None = None
     """Length of a sequence, for code that builds the loader from these options."""
     seed: Seed = 42

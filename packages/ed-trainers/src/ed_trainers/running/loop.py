@@ -294,7 +294,8 @@ class TrainingLoop:
             self._lent.pop().end()
         self._leaves, report = self._call(placed)
         self.step += 1
-        previous, self._pending = self._pending, (self.step, report, feed.figures)
+        figures = {**feed.figures, **self.job.method.figures}
+        previous, self._pending = self._pending, (self.step, report, figures)
         if previous is not None:
             self._finish(*previous)
 
