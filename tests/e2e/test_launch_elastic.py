@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 KILLS = int(os.environ.get("EASYDEL_ELASTIC_KILLS", "5"))
+_OF_TESTS = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
 ELARGE = str(Path(sys.executable).parent / "elarge")
 RUN = """\
 model:
@@ -75,7 +76,9 @@ class ElasticLaunch:
         words = [ELARGE, "launch", "run.yaml", "--on", "local", "--processes-per-host", "4"]
         words += ["--elastic", "2", "--rejoin", str(rejoin)]
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": programs, "XLA_FLAGS": ""}
+        # As a user starts a run: with the cache of the command line, which stores train steps.
+        kept = {name: value for name, value in os.environ.items() if name not in _OF_TESTS}
+        environment = {**kept, "PATH": programs, "XDG_CACHE_HOME": str(folder.parent / "cache")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 words, cwd=folder, env=environment, stdout=log, stderr=log

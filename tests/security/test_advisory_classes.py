@@ -40,7 +40,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 #: Modules that may unpickle, and the reason why the sender is trusted.
 UNPICKLERS = {
     "ed_data/tokens/worker.py": "reads the pipe of the parent process",
-    "ed_esurge/runner/programs.py": "reads files that only this user can write",
+    "ed_infra/compilation/programs.py": "reads files that only this user can write",
 }
 
 

@@ -15,9 +15,9 @@ import jax
 import pytest
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.runner.functions import Functions
-from ed_esurge.runner.programs import Loading
-from ed_infra.compilation.cache import compiled_afresh, engines_folder
+from ed_infra.compilation.cache import compiled_afresh, programs_folder
 from ed_infra.compilation.private_files import UntrustedFileError, user_key
+from ed_infra.compilation.programs import Loading
 from ed_infra.testing import tiny_llama
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 24)]]
@@ -40,7 +40,7 @@ def home(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(folder)
     jax.config.update(name, str(folder / "easydel" / "jax"))
     try:
-        yield engines_folder()
+        yield programs_folder("engines")
     finally:
         jax.config.update(name, before)
         del os.environ["XDG_CACHE_HOME"]

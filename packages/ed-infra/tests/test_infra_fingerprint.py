@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.compilation import cache as compile_cache
-from ed_infra.compilation.fingerprint import NoFingerprintError, _source, fingerprint
+from ed_infra.compilation.fingerprint import NoFingerprintError, fingerprint, source_hash
 
 
 @dataclass
@@ -93,7 +93,7 @@ def test_the_sources_of_classes_count(tmp_path, monkeypatch):
             patch.syspath_prepend(folder.parent)
             patch.delitem(sys.modules, "own_package", raising=False)
             own = __import__("own_package").Own
-            _source.cache_clear()
+            source_hash.cache_clear()
             names.append(fingerprint(own, imported=time.time()))
             with pytest.raises(NoFingerprintError, match="after this process began"):
                 fingerprint(own, imported=time.time() - 3600)
@@ -129,9 +129,9 @@ def test_engine_programs_are_not_stored_next_to_user_cache(monkeypatch, tmp_path
     before = jax.config.values["jax_compilation_cache_dir"]
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-        assert compile_cache.engines_folder() is None
+        assert compile_cache.programs_folder("engines") is None
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "easydel" / "jax"))
-        assert compile_cache.engines_folder() == tmp_path / "easydel" / "engines"
+        assert compile_cache.programs_folder("engines") == tmp_path / "easydel" / "engines"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import itemgetter
 
 import jax
@@ -33,7 +34,8 @@ def one_step(model, batch, accumulation=1, loss=None, **given):
     placed = trainer.placement.place(parts, stacked=True)
     treedef = jax.tree.structure(state)
     if loss is not None:
-        trainer.method.loss = loss
+        record = trainer.method.record
+        trainer.method.record = replace(record, loss=lambda run, *inputs: loss(*inputs))
     step = build_train_step(state, trainer.method, schedule, rows=rows // accumulation, seed=0)
     leaves, report = step(tuple(jax.tree.leaves(state)), placed)
     after = jax.tree.map(np.array, jax.tree.unflatten(treedef, leaves).graphstate)

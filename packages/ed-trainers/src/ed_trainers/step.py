@@ -23,6 +23,7 @@ from ed_trainers.optimizers import Schedule, global_norm, was_skipped
 from ed_trainers.placement import replicated
 from ed_trainers.roles.frozen import Frozen
 from ed_trainers.state import EasyDeLState
+from ed_trainers.step_program import ObservedRun, StoredStep
 
 T = TypeVar("T")
 Leaves = tuple[jax.Array, ...]
@@ -46,7 +47,7 @@ class Step(Generic[T]):
 
     def __init__(
         self,
-        function: jax.stages.Wrapped,
+        function: jax.stages.Wrapped | StoredStep,
         frozen: Leaves,
         before: jax.stages.Wrapped | None = None,
     ):
@@ -100,8 +101,9 @@ def build_train_step(
     """
     treedef = jax.tree.structure(state)
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-    loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
-    statistics_of = _function_of(state.graphdef, method.statistics, method.frozen)
+    run = ObservedRun(method)
+    loss_of = _loss_of(state.graphdef, run.loss, method.frozen)
+    statistics_of = _function_of(state.graphdef, run.statistics, method.frozen)
     following = method.frozen.following
 
     def numbered(batch: Batch) -> tuple[jax.Array, Batch]:
@@ -194,7 +196,12 @@ def build_train_step(
 
     out = (shardings, replicated(shardings[0]))
     compiled = jax.jit(step, donate_argnums=0, out_shardings=out)
-    return Step(compiled, method.frozen.fixed, totals_of)
+    record, frozen = method.record, method.frozen
+    parts = (record.loss, record.statistics, state.graphdef, state.tx, schedule, rows, seed)
+    stored = StoredStep(
+        compiled, run, method.learner.config, method.arguments, (*parts, *frozen.description)
+    )
+    return Step(stored, frozen.fixed, totals_of)
 
 
 def build_eval_step(state: EasyDeLState, method: MethodRun) -> EvalStep:

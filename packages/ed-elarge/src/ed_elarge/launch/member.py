@@ -75,6 +75,9 @@ def _prepare(file: str) -> None:
     import ed_models.auto  # noqa: F401
     import ed_trainers.trainer  # noqa: F401
     from ed_infra import registry
+    from ed_infra.compilation.cache import IMPORTED
+    from ed_infra.compilation.fingerprint import NoFingerprintError, source_hash
+    from ed_trainers.step_program import PACKAGES
 
     import ed_elarge.actions.execution
     import ed_elarge.building.parts
@@ -89,6 +92,9 @@ def _prepare(file: str) -> None:
         if config is None:
             config = json.loads((Path(section.name_or_path or "") / "config.json").read_text())
         registry.get_config(config["model_type"])
+    with suppress(NoFingerprintError):  # the processes find their compiled step by these hashes
+        for package in (*PACKAGES, "optax"):
+            source_hash(package, IMPORTED)
 
 
 class _Member:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from ed_infra.compilation.cache import IMPORTED
 from ed_infra.compilation.fingerprint import NoFingerprintError, fingerprint
 from ed_infra.compilation.private_files import (
     UntrustedFileError,
@@ -32,8 +33,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
 
 from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.runner.functions import PACKAGES
 from ed_esurge.runner.host_pages import HostMemory
-from ed_esurge.runner.programs import IMPORTED, PACKAGES
 from ed_esurge.runner.weights import ServedWeights
 
 logger = get_logger(__name__)

@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.compilation.cache import compiled_afresh
+from ed_infra.compilation.cache import compiled_afresh, programs_folder
+from ed_infra.compilation.programs import Programs
 from ed_layers.cache import Cache
+from ed_layers.programs import programs_of
 from tqdm import tqdm
 
 from ed_esurge.model import platform_of
@@ -23,12 +25,13 @@ from ed_esurge.runner import filters
 from ed_esurge.runner.background import BackgroundCompilation
 from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE
-from ed_esurge.runner.programs import Programs
 from ed_esurge.runner.sampler import SamplerState
 from ed_esurge.runner.uncompiled import COPY, FILTER, PLACE, PUT, ProgramKey, UncompiledFunctions
 
 #: Options of XLA for functions that are replaced soon: half the time of the default level.
 FIRST_OPTIONS = {"xla_backend_optimization_level": 0}
+#: Packages whose sources determine the functions.
+PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
 #: Number of arrays [n, v] of the sampler at the same time.
 SAMPLER_ARRAYS = 6
 
@@ -265,7 +268,7 @@ class Functions:
 
     def _programs(self) -> Programs[ProgramKey] | None:
         """Return the files of compiled functions that processes share."""
-        if not self._ahead_of_time:
+        if not self._ahead_of_time or jax.process_count() > 1:
             return None
         memory, weights = self._memory, self._weights
         sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs)
@@ -273,7 +276,8 @@ class Functions:
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
-        return Programs.of(weights.model, *parts)
+        home = programs_folder("engines")
+        return programs_of(weights.model.config, home, parts, PACKAGES)
 
     def _loaded(self, name: ProgramKey) -> Callable[..., Any] | None:
         """Return the function of an earlier process, or None."""

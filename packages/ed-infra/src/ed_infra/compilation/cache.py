@@ -1,4 +1,4 @@
-"""Setup of jax's persistent compilation cache, and the folder for compiled engine programs."""
+"""Setup of jax's persistent compilation cache, and the folders for compiled programs."""
 
 from __future__ import annotations
 
@@ -78,17 +78,20 @@ def _describe_cpus_equally() -> None:
     setattr(cache_key, name, describe)
 
 
-def engines_folder() -> Path | None:
-    """Return the folder for compiled programs of engines, or None if they are not stored.
+def programs_folder(kind: str) -> Path | None:
+    """Return the folder for compiled programs of a kind, or None if they are not stored.
 
     The folder is next to jax's cache if `keep_compiled_programs` enabled it. With a cache that the
     user configured, only jax stores programs.
+
+    Args:
+        kind: name of the folder, such as "engines".
     """
     import jax
 
     chosen = jax.config.values["jax_compilation_cache_dir"]
-    kept = jax.config.values["jax_enable_compilation_cache"] and jax.process_count() == 1
-    return _home() / "engines" if kept and chosen == str(_home() / "jax") else None
+    kept = jax.config.values["jax_enable_compilation_cache"]
+    return _home() / kind if kept and chosen == str(_home() / "jax") else None
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def fingerprint(*values: object, packages: Iterable[str] = (), imported: float) 
     parts = [
         *description.parts,
         *_surroundings(),
-        *(_source(root, imported) for root in sorted(roots)),
+        *(source_hash(root, imported) for root in sorted(roots)),
     ]
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -185,7 +185,7 @@ def instructions() -> list[str]:
 
 
 @functools.cache
-def _source(package: str, imported: float) -> str:
+def source_hash(package: str, imported: float) -> str:
     """Return a hash of the Python files of an imported package."""
     module = sys.modules.get(package)
     places = [Path(place) for place in getattr(module, "__path__", [])]

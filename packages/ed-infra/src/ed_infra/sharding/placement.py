@@ -194,19 +194,17 @@ def create_sharded(build: Callable[[], M], config: ShardedConfig, **settings: An
         config: The configuration with mesh and rules.
         settings: `mesh` and `overrides` of `specs`.
     """
+
+    def parts() -> tuple[nnx.GraphDef, nnx.State]:
+        return nnx.split(build())
+
     with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(build)
-        graphdef, abstract_state = nnx.split(abstract)
-        placed = shardings(abstract_state, config, **settings)
-        order = [path for path, _ in nnx.to_flat_state(abstract_state)]
-        by_path = dict(nnx.to_flat_state(placed))
-
-        def arrays() -> list[jax.Array]:
-            flat = dict(nnx.to_flat_state(nnx.state(build())))
-            return [_array(flat[path]) for path in order]
-
-        values = jax.jit(arrays, out_shardings=[by_path[path] for path in order])()
-        return nnx.merge(graphdef, _filled(abstract_state, values))
+        # Both calls of jax use one trace, because they receive the same function.
+        abstract = jax.eval_shape(parts)
+        placed = jax.tree.leaves(shardings(abstract[1], config, **settings))
+        structure = jax.tree.structure(abstract)
+        graphdef, state = jax.jit(parts, out_shardings=jax.tree.unflatten(structure, placed))()
+        return nnx.merge(graphdef, state)
 
 
 def _filled(state: nnx.State, values: Iterable[Any]) -> Any:

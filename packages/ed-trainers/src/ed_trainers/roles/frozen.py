@@ -127,6 +127,13 @@ class Frozen:
         )
 
     @property
+    def description(self) -> tuple[object, ...]:
+        """What a program reads of the models besides their arrays."""
+        following = self.following
+        moves = () if following is None else (following.name, following.alpha, following.every)
+        return self._graphdefs, str(self._treedef), moves
+
+    @property
     def leaves(self) -> tuple[jax.Array, ...]:
         """All present arrays of the models, in the order of the argument of `merge`."""
         return self.joined(self.fixed, None if self.following is None else self.following.present())

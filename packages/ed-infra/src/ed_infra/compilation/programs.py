@@ -1,7 +1,8 @@
 """Cache of compiled functions in files, so that a later start does not trace or compile.
 
-Each fingerprint has a folder, in which files are identified by name. All files are read before the
-engine is ready. Loading the programs is slower and continues in background threads.
+Each fingerprint has a folder, in which files are identified by name. `ed_layers.programs` finds the
+folder of a model. An engine reads all files before it is ready; loading the programs is slower and
+continues in background threads. A trainer loads its step at the first call.
 
 jax's format is a pickle, and a pickle can run code. Only files of this user are read, from folders
 that other users cannot change. Each file begins with an authentication code under the user's key.
@@ -24,29 +25,23 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 
-from ed_infra.compilation.cache import IMPORTED, engines_folder
-from ed_infra.compilation.fingerprint import NoFingerprintError, fingerprint
+from jax.experimental import serialize_executable
+
 from ed_infra.compilation.private_files import (
     UntrustedFileError,
     check_private,
     make_private,
     read_private,
-    user_key,
     write_private,
 )
 from ed_infra.logging import get_logger, once
 from ed_infra.sharding.mesh import Device
-from ed_layers import native
-from ed_layers.attention.registry import kernels
-from ed_models.protocol import LanguageModel
-from jax.experimental import serialize_executable
 
 logger = get_logger(__name__)
 
 NameT = TypeVar("NameT")
 #: Age in seconds at which an unused folder is deleted.
 KEPT = 60 * 24 * 3600
-PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
 _CODE = 32  # bytes of the authentication code at the beginning of a file
 _UNUSABLE = "unusable"  # marker file: programs of this kind cannot be cached
 #: Functions that were loaded or written last, by the authentication codes of their files. The next
@@ -69,34 +64,6 @@ class Programs(Generic[NameT]):
     def __init__(self, folder: Path, devices: list[Device], key: bytes) -> None:
         self.folder, self._devices, self._key = folder, devices, key
 
-    @classmethod
-    def of(cls, model: LanguageModel, *parts: object) -> Programs[NameT] | None:
-        """Return the functions of a model, or None if compiled programs are not cached.
-
-        Args:
-            model: the model; the functions run on its mesh.
-            parts: all data that determines the functions.
-        """
-        home = engines_folder()
-        if home is None:
-            return None
-        with native.chosen_by(model.config):
-            kernels_in_use = native.describe()  # XLA requires them when a program is loaded
-        try:
-            name = fingerprint(
-                *parts, kernels_in_use, kernels(), packages=PACKAGES, imported=IMPORTED
-            )
-        except NoFingerprintError as error:
-            once(logger, f"compiled programs are kept by jax alone: {error}")
-            return None
-        try:
-            key = user_key(home.parent)
-        except (OSError, UntrustedFileError) as error:
-            once(logger, f"compiled programs are kept by jax alone: {error}")
-            return None
-        found = cls(home / name, list(model.config.mesh.devices.flat), key)
-        return found if found.usable else None
-
     @property
     def usable(self) -> bool:
         """Whether functions can be cached in this folder."""
@@ -116,6 +83,22 @@ class Programs(Generic[NameT]):
     def loading(self, names: Sequence[NameT]) -> Loading[NameT] | None:
         """Load all functions in the given order. Return None if a file is missing, damaged or not
         authentic."""
+        contents = self._contents(names)
+        return None if contents is None else Loading(contents, self._load)
+
+    def load(self, name: NameT) -> Callable[..., Any] | None:
+        """Load one function. Return None if its file is missing, damaged or not authentic, or if
+        the backend cannot read the program."""
+        contents = self._contents([name])
+        if contents is None:
+            return None
+        try:
+            return self._load(contents[name])
+        except Exception as error:  # the backend reads less than it writes
+            self.give_up(error)
+            return None
+
+    def _contents(self, names: Sequence[NameT]) -> dict[NameT, bytes] | None:
         contents = {}
         try:
             check_private(self.folder)
@@ -131,7 +114,7 @@ class Programs(Generic[NameT]):
             return None
         except OSError:
             return None
-        return Loading(contents, self._load)
+        return contents
 
     def _load(self, content: bytes) -> Callable[..., Any]:
         """Return the function of a file."""
