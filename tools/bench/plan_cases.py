@@ -41,6 +41,12 @@ BASE: Case = {
     "method": "sft",
 }
 SMALL_HEAD = {"vocab_size": 1024, "length": 1024}
+_TP8: Case = {
+    "mesh": [1, 1, 1, 8, 1],
+    "num_key_value_heads": 8,
+    "vocab_size": 64000,
+    "rows": 2,
+}
 #: Steps of Llama, Qwen3 and Mixtral on simulated devices.
 STEPS: dict[str, Case] = {
     "base": {},
@@ -73,8 +79,17 @@ STEPS: dict[str, Case] = {
     "tp 2": {"mesh": [1, 4, 1, 2, 1]},
     "tp 2, small head": {**SMALL_HEAD, "mesh": [1, 4, 1, 2, 1]},
     "tp 4": {"mesh": [1, 2, 1, 4, 1]},
+    "tp 8": _TP8,
+    "tp 8, 4 rows": {**_TP8, "rows": 4},
+    "tp 8, all kept": {**_TP8, "remat": ""},
+    "tp 4, dp 2": {**_TP8, "mesh": [2, 1, 1, 4, 1], "rows": 4},
+    "tp 4, sp 2": {**_TP8, "mesh": [1, 1, 1, 4, 2]},
     "dp 8": {"mesh": [8, 1, 1, 1, 1]},
     "dp 8, small head": {**SMALL_HEAD, "mesh": [8, 1, 1, 1, 1]},
+    "dp 8, 32000 words": {"mesh": [8, 1, 1, 1, 1], "vocab_size": 32000},
+    "dp 8, 1024 features": {"mesh": [8, 1, 1, 1, 1], "vocab_size": 32000, "hidden_size": 1024},
+    "dp 8, adapters": {"mesh": [8, 1, 1, 1, 1], "vocab_size": 32000, "lora": 8},
+    "dp 8, dpo": {"mesh": [8, 1, 1, 1, 1], "vocab_size": 32000, "method": "dpo", "rows": 8},
     "dp 2": {"mesh": [2, 4, 1, 1, 1]},
     "sp 2": {"mesh": [1, 4, 1, 1, 2]},
     "sp 2, small head": {**SMALL_HEAD, "mesh": [1, 4, 1, 1, 2]},

@@ -31,6 +31,8 @@ class Buffers:
         softmax: copies of the logits of a chunk.
         sums: copies of the head's gradient while the loss adds those of several chunks.
         streams: copies of the hidden states in the loss: of one chunk, of several chunks.
+        reduced: copies of the gradients outside the layers while devices with different tokens add
+            them.
         casts: whether the gathered head exists in the dtype of its storage too.
     """
 
@@ -49,6 +51,7 @@ class Buffers:
     softmax: float
     sums: float
     streams: tuple[float, float]
+    reduced: float
     casts: bool
 
     def of_layer(self, values: LayerValues, policy: str, *, adapted: bool) -> float:
@@ -84,6 +87,7 @@ class Buffers:
         several: bool,
         referred: bool,
         gathered: bool,
+        split: bool,
     ) -> float:
         """Return the bytes of the loss, besides what the forward pass keeps.
 
@@ -96,15 +100,18 @@ class Buffers:
             several: whether the loss loops over several chunks, and adds their gradients.
             referred: whether the step also computes the logits of a reference.
             gathered: whether the devices gather the head, which otherwise is a parameter.
+            split: whether each device has a part of the vocabulary. Then the gradient of the head
+                exists only after the logits.
         """
         head, gradient = size * table, 4 * table if trained else 0
         if self.casts and stored != size:
             head += stored * table
         others = logits if referred else 0
-        one = self.softmax * logits + others + head + gradient + self.streams[0] * stream
+        one = self.softmax * logits + others + self.streams[0] * stream
+        one += max(0, gradient - logits) if split else gradient
+        one += head if gathered else 0
         if several:  # the sum of the gradients exists beside the gradient of a chunk
             one += max(0, self.sums - 2) * gradient + (self.streams[1] - self.streams[0]) * stream
-            one -= 0 if gathered else head
         added = logits + others + head + self.sums * gradient + self.streams[1] * stream
         return max(one, added) if several else one
 
@@ -126,7 +133,8 @@ CPU = Buffers(
     softmax=2,
     sums=3,
     streams=(3, 5),
+    reduced=2,
     casts=False,
 )
 #: TPUs and GPUs: a rough estimate. Three steps that libtpu compiled check the numbers.
-ACCELERATOR = replace(CPU, tables=1, softmax=1, sums=1, streams=(8, 8), casts=True)
+ACCELERATOR = replace(CPU, tables=1, softmax=1, sums=1, streams=(8, 8), reduced=1, casts=True)

@@ -1,7 +1,8 @@
 """The memory of a train step on one device. No jax.
 
 Arguments (parameters, optimizer state, batch) follow exactly from shapes and shardings. Temporary
-buffers are an estimate of the larger of two moments: the loss, and the backward pass of a layer.
+buffers are an estimate of the largest of three moments: the loss, the backward pass of a layer, and
+the sum of the gradients of devices with different tokens.
 `docs/plan.md` states the measured errors.
 """
 
@@ -24,13 +25,21 @@ ARGUMENTS = (
 )
 
 
+#: The part of each moment in which the temporary buffers can be largest.
+_MOMENTS = {
+    "loss": "logits and head",
+    "layer": "layer buffers",
+    "reduction": "sums of gradients",
+}
+
+
 @dataclass(frozen=True)
 class PlannedStep:
     """The parts of a train step, in bytes on one device.
 
     Attributes:
         parts: part -> bytes. The parts after `ARGUMENTS` are temporary buffers.
-        moment: when the temporary buffers are largest: "loss" or "layer".
+        moment: when the temporary buffers are largest: "loss", "layer" or "reduction".
     """
 
     parts: dict[str, int]
@@ -92,6 +101,7 @@ def step(
         several=tokens > chunk,
         referred=settings.refers,
         gathered=_gathers_head(shapes, mesh),
+        split=table < shapes.vocabulary * shapes.hidden,
     )
     inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
     # The gradients of one microbatch exist beside the sums of all.
@@ -99,9 +109,15 @@ def step(
     copies = tables * 4 * table if settings.lora is None else 0
     layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
     layer += buffers.experts * size * _experts(shapes.tensors, mesh)
-    moment = "loss" if loss >= layer else "layer"
-    parts["logits and head"] = int(loss) if moment == "loss" else 0
-    parts["layer buffers"] = int(layer) if moment == "layer" else 0
+    # The activations no longer exist when the gradients of the tables are added.
+    outside = whole - sum(4 * mesh.shard(t) for t in trained if ".layers." in t.name)
+    axes = (mesh.axis.data_parallel_axis, mesh.axis.sequence_parallel_axis)
+    replicated = any(mesh.ways(axis) > 1 for axis in axes)
+    reduction = buffers.reduced * outside * replicated - parts["activations"]
+    bytes_at = {"loss": loss, "layer": layer, "reduction": reduction}
+    moment = max(bytes_at, key=bytes_at.__getitem__)
+    for name, key in _MOMENTS.items():
+        parts[key] = int(bytes_at[name]) if name == moment else 0
     return PlannedStep(parts, moment)
 
 
