@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import jax
@@ -118,11 +118,22 @@ class Functions:
             self.compile_all(progress)
             return
         generic = self._buckets.generic
-        first: list[ProgramKey] = [generic, ("sample", generic.seqs)]
+        first = self._new([generic, ("sample", generic.seqs)])
         # The functions that the background has not compiled when they are used.
-        self._made |= self._quickly_compiled(self._new(first), progress)
-        context = compiled_afresh if self._kept else nullcontext
-        background = BackgroundCompilation(names, self._compile_one, context)
+        stored = self._kept.quickly_compiled if self._kept else None
+        quick = self._quickly_loaded(stored, first, progress)
+        options = FIRST_OPTIONS if platform_of(self._weights.model) == "cpu" else None
+        made = {} if quick else self._compile(first, progress, options)
+        self._made |= quick or made
+
+        @contextmanager
+        def background_work() -> Iterator[None]:
+            if stored and made:  # the engine is ready before its functions are written
+                stored.write(made)
+            with compiled_afresh() if self._kept else nullcontext():
+                yield
+
+        background = BackgroundCompilation(names, self._compile_one, background_work)
         self.background, self._uncompiled.uncounted = background, lambda: background.here
 
     def _new(self, names: list[ProgramKey]) -> list[ProgramKey]:
@@ -130,21 +141,17 @@ class Functions:
         loading = self._loading
         return [name for name in names if loading is None or name not in loading]
 
-    def _quickly_compiled(
-        self, names: list[ProgramKey], progress: tqdm[NoReturn]
+    @staticmethod
+    def _quickly_loaded(
+        stored: Programs[ProgramKey] | None, names: list[ProgramKey], progress: tqdm[NoReturn]
     ) -> dict[ProgramKey, Callable[..., Any]]:
-        """Return functions that the background replaces by faster ones."""
+        """Return the functions that an earlier process compiled quickly; {} if one is missing."""
         progress.reset(len(names))
-        stored = self._kept.quickly_compiled if self._kept else None
         loading = stored.loading(names) if stored else None
         if loading is not None:
             with suppress(Exception):  # the backend reads less than it writes
                 return {name: loading.take(name) for name in names}
-        options = FIRST_OPTIONS if platform_of(self._weights.model) == "cpu" else None
-        made = self._compile(names, progress, options)
-        if stored:
-            stored.write(made)
-        return made
+        return {}
 
     def _by_need(self) -> list[ProgramKey]:
         """Return all functions: the small ones that the generic shape may need, the shape of one
