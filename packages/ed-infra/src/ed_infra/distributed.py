@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +21,8 @@ logger = ed_logging.get_logger(__name__)
 
 # First byte of the reply in `from_main`.
 _DONE, _FAILED = b"\0", b"\1"
+# Seconds between two attempts to reach process 0, and of all attempts.
+_TRY, _REACH = 0.02, 60.0
 # A launcher that starts several processes sets one of these variables.
 _LAUNCHERS = (
     "SLURM_JOB_ID",
@@ -78,11 +82,29 @@ def initialize(
 
 def _connect(**settings: Any) -> None:
     """Connect the processes."""
+    if settings.get("process_id"):
+        _await_coordinator(settings["coordinator_address"])
     jax.distributed.initialize(**settings)
     if jax.default_backend() == "cpu":
         # The CPU connects the processes at their first collective operation, and waits 30 seconds
         # for each. Here all processes are present; later, one of them may be slower.
         broadcast(np.int64(0))
+
+
+def _await_coordinator(address: str) -> None:
+    """Wait until process 0 accepts connections.
+
+    A client of jax that comes earlier tries again only after a second. After `_REACH` seconds jax
+    waits, and reports why process 0 cannot be reached.
+    """
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + _REACH
+    while port.isdecimal() and time.monotonic() < end:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(_TRY)
 
 
 def _joined() -> bool:

@@ -71,26 +71,41 @@ def run_member(folder: str, words: Sequence[str], run: Callable[[Sequence[str]],
 
 
 def _prepare(file: str) -> None:
-    """Import the modules of the run, but use no device: then jax has no threads before a fork."""
-    import ed_models.auto  # noqa: F401
+    """Import the modules of the run, but use no device: then jax has no threads before a fork.
+
+    Each process of the run would import a missing module again.
+    """
+    import ed_data.build  # noqa: F401
+    import ed_models.auto
+    import ed_models.checkpoints.tokenizers  # noqa: F401
     import ed_trainers.trainer  # noqa: F401
+    import transformers.convert_slow_tokenizer  # noqa: F401
     from ed_infra import registry
     from ed_infra.compilation.cache import IMPORTED
     from ed_infra.compilation.fingerprint import NoFingerprintError, source_hash
+    from ed_layers.attention.registry import kernels
+    from ed_trainers.methods import trainer_class
     from ed_trainers.step_program import PACKAGES
 
     import ed_elarge.actions.execution
     import ed_elarge.building.parts
+    import ed_elarge.building.tokenizer_training
+    import ed_elarge.engine.end_tokens
     import ed_elarge.evaluation.heldout_metrics  # noqa: F401
     from ed_elarge.config import nodes
     from ed_elarge.config.normalize import normalize
 
     with suppress(Exception):  # the process of the run reports what is wrong with its file
-        section = normalize(nodes.read(file), require_actions=True).model
-        assert section is not None
-        config = section.config
+        kernels()
+        run = normalize(nodes.read(file), require_actions=True)
+        assert run.model is not None
+        assert run.trainer is not None
+        trainer_class(run.method)
+        if run.trainer.use_tensorboard:
+            import tensorboardX  # noqa: F401
+        config = run.model.config
         if config is None:
-            config = json.loads((Path(section.name_or_path or "") / "config.json").read_text())
+            config = json.loads((Path(run.model.name_or_path or "") / "config.json").read_text())
         registry.get_config(config["model_type"])
     with suppress(NoFingerprintError):  # the processes find their compiled step by these hashes
         for package in (*PACKAGES, "optax"):
