@@ -55,9 +55,9 @@ def run(home) -> list[list[float]]:
 
 @pytest.mark.nightly
 def test_second_run_of_several_processes_compiles_nothing(tmp_path) -> None:
-    for total, requests, hits in run(tmp_path):
-        assert total == 84
-        assert requests > hits == 0
+    first = run(tmp_path)
+    assert [total for total, _, _ in first] == [84] * PROCESSES
+    assert first[0][1] > first[0][2] == 0, "process 0 compiles; the others may read its programs"
     for total, requests, hits in run(tmp_path):
         assert total == 84
         assert requests == hits > 0

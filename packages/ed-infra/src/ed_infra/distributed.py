@@ -101,8 +101,14 @@ def _await_coordinator(address: str) -> None:
     end = time.monotonic() + _REACH
     while port.isdecimal() and time.monotonic() < end:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-            return
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            with socket.socket(*found[:3]) as client:
+                client.settimeout(1.0)
+                # A socket can connect to itself if it has the port for which it waits.
+                client.bind(("", 0))
+                if client.getsockname()[1] != int(port):
+                    client.connect(found[4])
+                    return
         except OSError:
             time.sleep(_TRY)
 
