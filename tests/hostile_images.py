@@ -61,8 +61,8 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
 
 
-def png(width: int, height: int, *chunks: bytes) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+def png(width: int, height: int, *chunks: bytes, bits: int = 8, color: int = 2) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
     parts = (b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), *chunks, chunk(b"IEND", b""))
     return b"".join(parts)
 
@@ -73,7 +73,7 @@ def damaged() -> dict[str, bytes]:
     color, found = picture(), {}
     for format in ("PNG", "JPEG", "WEBP", "BMP"):
         whole = encoded(color, format)
-        for share in (3, 20, 60):
+        for share in (3, 20, 40, 60, 80):
             found[f"{share} % of {format}"] = whole[: len(whole) * share // 100]
     whole = encoded(color, "PNG")
     pixels = zlib.compress(b"\0" * 100)
@@ -91,6 +91,10 @@ def damaged() -> dict[str, bytes]:
         "signature of PNG": b"\x89PNG\r\n\x1a\n",
         "signature of JPEG": b"\xff\xd8\xff\xe0",
         "signature of GIF": b"GIF89a",
+        "signature of BMP": b"BM",
+        "archive": b"PK\x03\x04" + b"\0" * 60,
+        "unknown kind of color": png(9, 9, chunk(b"IDAT", pixels), color=7),
+        "three bits per color": png(9, 9, chunk(b"IDAT", pixels), bits=3),
         "no pixels": png(0, 0, chunk(b"IDAT", pixels)),
         "no rows": png(9, 0, chunk(b"IDAT", pixels)),
         "no data": png(9, 9),

@@ -49,7 +49,7 @@ class Clients:
     async def send(self, number: int, http: httpx.AsyncClient, free: asyncio.Semaphore) -> None:
         """Send a request, and count how it ended."""
         bad = number % 20 == 19
-        images = [self.hostile[number % len(self.hostile)]] if bad else []
+        images = [self.hostile[number // 20 % len(self.hostile)]] if bad else []
         if not bad:
             images = [picture(seed % 50) for seed in range(number, number + number % 3)]
         content = [*map(part, images), {"type": "text", "text": f"what {number % 90}?"}]
@@ -101,6 +101,7 @@ def test_2000_requests_with_disconnects_release_everything(tmp_path):
     engine = engine_of(parser.parse_args([str(tmp_path), *flags.split()]))
     with background(engine) as url:
         clients, peaks = Clients(url, engine.model_name), []
+        assert len(clients.hostile) > 50, "each is sent at least once"
         for first in range(0, 2000, 400):
             asyncio.run(clients.run(first, first + 400))
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
