@@ -122,6 +122,7 @@ def calls_of(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 
 
 @pytest.mark.nightly
+@pytest.mark.proves("image_feature_cache_gib")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_equal_those_without_kept_features_and_images_are_encoded_once(
     family: str, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
