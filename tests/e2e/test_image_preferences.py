@@ -306,6 +306,22 @@ def test_resumed_run_with_images_equals_uninterrupted_run(folder: Path, method: 
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.nightly
+def test_kept_features_of_images_do_not_change_grpo(folder: Path) -> None:
+    rules = {"trainable_rules": [["language_model|lm_head", True]], "max_training_steps": 3}
+    found = []
+    for name, option in (("pixels", {}), ("kept", {"image_feature_cache_gib": 0.01})):
+        made = document(folder, f"grpo-{name}", "grpo", **rules, **option)
+        del made["reference_model"]
+        found.append(trained(made)[0])
+    for name in ("loss", "reward", "kl"):
+        values = [[row[name] for row in rows if name in row] for rows in found]
+        assert len(values[0]) == 3
+        np.testing.assert_allclose(*values, atol=1e-5)
+    encoded = [row["encoded_images"] for row in found[1]]
+    assert 0 < encoded[-1] <= 20, "completions of a prompt share its images"
+
+
 PARTS = ("vision_tower", "multi_modal_projector", "language_model")
 
 

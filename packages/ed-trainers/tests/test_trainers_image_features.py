@@ -129,6 +129,15 @@ def test_trained_encoder_is_refused(qwen, trained):
         features_of(qwen, trainable=[(trained, True), *LANGUAGE])
 
 
+def test_adapters_of_the_encoder_that_are_not_trained_are_refused(qwen):
+    from ed_infra.specs import LoraSpec
+    from ed_models.adapters.lora import apply_lora
+
+    model = apply_lora(qwen, LoraSpec(rank=2, targets=("visual",)))
+    with pytest.raises(ConfigError, match=r"adapters that are not trained \(model.visual.*lora"):
+        features_of(model)
+
+
 def test_frozen_model_with_another_encoder_is_refused(qwen):
     assert features_of(qwen, frozen={"reference": qwen})
     other = type(qwen).create(qwen.config, seed=4)

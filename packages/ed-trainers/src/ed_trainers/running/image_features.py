@@ -201,7 +201,7 @@ class ImageFeatures:
 
 
 def _check_frozen(read: Mapping[Path, jax.Array], state: EasyDeLState) -> None:
-    """Check that training changes no array that the encoder reads."""
+    """Check that training changes no array that the encoder reads, and that none is an adapter."""
     flat = nnx.to_flat_state(state.graphother)
     moving = {normalize(path) for path, variable in flat if isinstance(variable, Updated)}
     moving |= {normalize(path) for path, _ in nnx.to_flat_state(state.graphstate)}
@@ -213,6 +213,13 @@ def _check_frozen(read: Mapping[Path, jax.Array], state: EasyDeLState) -> None:
             f"its {len(read)} parameters ({shown}), so the kept outputs would be out of date: "
             "freeze the vision tower and the projector by trainable_rules, omit them from the "
             "targets of adapters, or omit the option"
+        )
+    adapters = {normalize(path) for path, variable in flat if isinstance(variable, nnx.LoRAParam)}
+    if own := sorted(".".join(map(str, path)) for path in read if path in adapters):
+        raise ConfigError(
+            f"{OPTION} keeps outputs of the vision encoder, and the encoder has adapters that are "
+            f"not trained ({own[0]}), which a reference without adapters would read, too: merge "
+            "these adapters into the model, or omit the option"
         )
 
 
