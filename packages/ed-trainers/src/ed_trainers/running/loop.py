@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
-from ed_infra.distributed import from_main
+from ed_infra.distributed import barrier, from_main
 from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.batches import Feed
@@ -257,9 +257,11 @@ class TrainingLoop:
                 self._finish_pending()
                 self._profile.stop()
             if self._memory is not None and self.step % self.arguments.memory_save_steps == 0:
-                # The row of this step must outlive a lost process if the copy does.
+                # The row of this step must outlive a lost process if the copy does. Process 0 has
+                # written the row when the processes meet.
                 self._finish_pending()
                 with self.meter.spending("checkpoint"):
+                    barrier("memory copy")
                     self._memory.save(self.step, self._state(), run=self._run_facts())
             probes = [p for p in self.job.probes if self._is_time(p.every)]
             if probes or self._evaluation_is_due() or self._save_is_due():
