@@ -156,7 +156,7 @@ def test_run_continues_with_three_processes_and_takes_the_fourth_back(
 
 def test_random_kills_change_no_loss(tmp_path: Path, record_property) -> None:
     choose = random.Random(KILLS)
-    steps = 60 * KILLS + 80
+    steps = 45 * KILLS + 80
     expected = uninterrupted(tmp_path / "alone", steps)
     launch = ElasticLaunch(tmp_path / "elastic", steps, rejoin=2)
     done, seconds = 0, []
