@@ -27,13 +27,12 @@ class Buffers:
             expert, multiplied, and added to their tokens.
         weights: gathered copies of the weights of a layer.
         experts: copies of the experts of a layer that a device holds.
-        tables: copies of the head's size (float32) that exist while the layers run backward.
+        tables: copies of the head's size (as stored) that exist while the layers run backward.
         softmax: copies of the logits of a chunk.
         sums: copies of the head's gradient while the loss adds those of several chunks.
         streams: copies of the hidden states in the loss: of one chunk, of several chunks.
         reduced: copies of the gradients outside the layers while devices with different tokens add
             them.
-        casts: whether the gathered head exists in the dtype of its storage too.
     """
 
     d: float
@@ -52,7 +51,6 @@ class Buffers:
     sums: float
     streams: tuple[float, float]
     reduced: float
-    casts: bool
 
     def of_layer(self, values: LayerValues, policy: str, *, adapted: bool) -> float:
         """Return the values of a token in the backward pass of one layer.
@@ -103,9 +101,7 @@ class Buffers:
             split: whether each device has a part of the vocabulary. Then the gradient of the head
                 exists only after the logits.
         """
-        head, gradient = size * table, 4 * table if trained else 0
-        if self.casts and stored != size:
-            head += stored * table
+        head, gradient = size * table, stored * table if trained else 0
         others = logits if referred else 0
         one = self.softmax * logits + others + self.streams[0] * stream
         one += max(0, gradient - logits) if split else gradient
@@ -134,7 +130,6 @@ CPU = Buffers(
     sums=3,
     streams=(3, 5),
     reduced=2,
-    casts=False,
 )
-#: TPUs and GPUs: a rough estimate. Three steps that libtpu compiled check the numbers.
-ACCELERATOR = replace(CPU, tables=1, softmax=1, sums=1, streams=(8, 8), reduced=1, casts=True)
+#: TPUs and GPUs: a rough estimate, chosen with the steps of `tools/bench/plan_slices.py`.
+ACCELERATOR = replace(CPU, tables=0.5, softmax=1, sums=1, streams=(8, 8), reduced=1)

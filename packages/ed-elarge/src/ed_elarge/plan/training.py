@@ -105,8 +105,9 @@ def step(
     )
     inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
     # The gradients of one microbatch exist beside the sums of all.
-    tables = buffers.tables + (2 if settings.accumulation > 1 else 0)
-    copies = tables * 4 * table if settings.lora is None else 0
+    sums = 8 if settings.accumulation > 1 else 0
+    copies = (buffers.tables * DTYPE_SIZES[settings.param_dtype] + sums) * table
+    copies *= settings.lora is None
     layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
     layer += buffers.experts * size * _experts(shapes.tensors, mesh)
     # The activations no longer exist when the gradients of the tables are added.
