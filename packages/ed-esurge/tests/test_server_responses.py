@@ -145,6 +145,25 @@ def test_stored_responses_can_be_retrieved_and_deleted(client):
         client.responses.retrieve(loose.id)
 
 
+def test_fields_about_client_and_billing_change_no_answer(client, engine):
+    plain = client.responses.create(model="scripted", input="reply plain")
+    prompt = engine.prompts[-1]
+    fields = {"client_metadata": {"build": "7"}, "prompt_cache_retention": "24h"}
+    other = client.responses.create(
+        model="scripted",
+        input="reply plain",
+        metadata={"run": "a"},
+        service_tier="auto",
+        safety_identifier="user",
+        prompt_cache_key="key",
+        extra_body=fields,
+    )
+    assert engine.prompts[-1] == prompt
+    assert other.output_text == plain.output_text
+    assert other.metadata == {"run": "a"}
+    assert "client_metadata" not in other.model_dump()
+
+
 def test_response_store_evicts_oldest_responses():
     engine = ScriptedEngine(max_model_len=4096)
     with background(engine, limits={"max_stored_responses": 2}) as url:
