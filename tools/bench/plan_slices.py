@@ -72,12 +72,12 @@ class Verdict:
     @property
     def cells(self) -> list[str]:
         """The row of the table."""
-        case = self.compiled.case
+        case, needed = self.compiled.case, self.compiled.needed
         shape = f"{case['hidden_size']} x {case['num_hidden_layers']}, {case['length']} tokens"
         return [
             case["topology"],
             f"{shape}, {case['remat'] or 'all kept'}",
-            "" if self.error is None else f"{self.compiled.needed / self.limit:.3f}",
+            "" if needed is None else f"{needed / self.limit:.3f}",
             "" if self.error is None else f"{self.error:+.1%}",
             "equal" if self.agrees else "**different**",
         ]
