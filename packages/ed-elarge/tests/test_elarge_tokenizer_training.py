@@ -51,4 +51,4 @@ def test_processes_that_train_the_same_tokenizer_at_the_same_time_keep_one(tmp_p
             assert [*processes.map(process, range(count))] == [tokenizer] * count
         assert not loaded, "a process loaded a tokenizer although none was stored"
         assert len(load_or_train(options, mixture, folder)) == len(tokenizer)
-        assert not [*folder.glob(".*")]
+        assert not [*tmp_path.glob(".made.*")]

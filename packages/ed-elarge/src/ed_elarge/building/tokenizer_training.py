@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +16,11 @@ from ed_data.config import Inform, Mixture
 from ed_data.schema import TEXT, Schema
 
 from ed_elarge.config.sections import TokenizerTraining
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +40,8 @@ def load_or_train(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
-    The tokenizer is stored below `directory` with a record of its options and data. If they change,
-    another tokenizer is trained. Held-out texts are not read. `mask_token` adds a mask
+    The tokenizer is stored in `directory` with a record of its options and data. If they change,
+    the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask
     token, and `special_tokens` adds others.
 
     Raises:
@@ -76,24 +83,22 @@ def kept_or_made(
     load: Callable[[Path], T],
     facts: Mapping[str, Any],
 ) -> T:
-    """Return the tokenizer or processor in `directory` with an equal record; else make it.
+    """Return the tokenizer or processor in `directory` if its record is equal; else make it.
 
     Args:
         options: the options of the training.
         mixture: the texts.
-        directory: the folder with one folder per tokenizer and record.
+        directory: the folder of the tokenizer and its record.
         schema: the fields of the texts.
         make: makes and returns the tokenizer or processor.
         load: returns the one in a folder.
         facts: further values that determine the result.
     """
     record = _record(options, mixture, schema, facts)
-    # One folder per record, so that no process replaces a folder which another one reads.
-    kept = directory / hashlib.sha256(record.encode()).hexdigest()[:16]
-    if kept.is_dir():
-        return load(kept)
+    if _is_kept(directory, record):
+        return load(directory)
     made = make()
-    _publish(made, record, kept)
+    _publish(made, record, directory)
     return made
 
 
@@ -117,20 +122,45 @@ def _record(
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
 
 
-def _publish(tokenizer: Any, record: str, kept: Path) -> None:
+def _is_kept(directory: Path, record: str) -> bool:
+    try:
+        return (directory / _RECORD).read_text() == record
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _publish(tokenizer: Any, record: str, directory: Path) -> None:
     """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer.
 
     The processes of a run may publish the same tokenizer. The first of them is kept, because the
     others may already read that folder.
     """
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{kept.name}.", dir=kept.parent))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     tokenizer.save_pretrained(part)
     (part / _RECORD).write_text(record)
     part.chmod(0o755)  # mkdtemp creates a private folder
+    with _locked(directory.parent):
+        if not _is_kept(directory, record):
+            shutil.rmtree(directory, ignore_errors=True)  # of other options or data
+            try:
+                part.rename(directory)
+            except OSError:  # without locks, another process can be faster
+                if not _is_kept(directory, record):
+                    raise
+    shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude other processes. Systems without locks of folders exclude none."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        part.rename(kept)
-    except OSError:
-        shutil.rmtree(part)
-        if not kept.is_dir():
-            raise
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
