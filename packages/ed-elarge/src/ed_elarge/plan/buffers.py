@@ -101,11 +101,10 @@ class Buffers:
             split: whether each device has a part of the vocabulary. Then the gradient of the head
                 exists only after the logits.
         """
-        head, gradient = size * table, stored * table if trained else 0
+        head, gradient = size * table * gathered, stored * table * trained
         others = logits if referred else 0
-        one = self.softmax * logits + others + self.streams[0] * stream
+        one = self.softmax * logits + others + head + self.streams[0] * stream
         one += max(0, gradient - logits) if split else gradient
-        one += head if gathered else 0
         if several:  # the sum of the gradients exists beside the gradient of a chunk
             one += max(0, self.sums - 2) * gradient + (self.streams[1] - self.streams[0]) * stream
         added = logits + others + head + self.sums * gradient + self.streams[1] * stream
