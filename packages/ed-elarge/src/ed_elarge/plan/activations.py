@@ -148,7 +148,14 @@ def _norms(shapes: ModelShapes) -> Literal["before", "after", "both", "parallel"
 
 def _bodies(shapes: ModelShapes) -> int:
     """Return the largest number of layers in one iteration, plus those alone between loops."""
-    kinds = [cache.window for cache in shapes.caches]
+    rotated, every = (
+        shapes.config.get("no_rope_layers"),
+        shapes.config.get("no_rope_layer_interval"),
+    )
+    if rotated is None:  # SmolLM3: by default, every n-th layer rotates nothing
+        rotated = [not every or (i + 1) % every > 0 for i in range(shapes.layers)]
+    windows = [cache.window for cache in shapes.caches]
+    kinds = [*zip(windows, map(bool, rotated), strict=False)]
     runs = runs_of(kinds) if len(kinds) == shapes.layers else ()
     between = sum(run.count == 1 for run in runs[:-1])
     return max((run.period for run in runs), default=1) + between
