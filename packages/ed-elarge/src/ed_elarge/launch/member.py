@@ -99,10 +99,7 @@ def _prepare(file: str) -> None:
         kernels()
         run = normalize(nodes.read(file), require_actions=True)
         assert run.model is not None
-        assert run.trainer is not None
         trainer_class(run.method)
-        if run.trainer.use_tensorboard:
-            import tensorboardX  # noqa: F401
         config = run.model.config
         if config is None:
             config = json.loads((Path(run.model.name_or_path or "") / "config.json").read_text())
