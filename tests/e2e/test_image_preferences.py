@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 from ed_elarge import eLargeModel
-from ed_elarge.__main__ import run_file
 from ed_infra.testing import require_torch
 from safetensors.numpy import load_file
 
 from tests.image_checkpoints import save_checkpoint
+from tests.image_runs import trained
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -83,19 +83,6 @@ def document(folder: Path, name: str, method: str, **trainer: Any) -> dict[str, 
         },
         "actions": ["train"],
     }
-
-
-def trained(made: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Run a document, and return the logged figures and the arrays of the saved model."""
-    directory = Path(made["trainer"]["save_directory"])
-    file = directory.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(made))
-    assert run_file(str(file)) == 0
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    saved = directory / "model"
-    if not (saved / "model.safetensors").is_file():
-        return [json.loads(line) for line in lines], {}
-    return [json.loads(line) for line in lines], load_file(saved / "model.safetensors")
 
 
 def their_logps(path: Path, rows: dict[str, np.ndarray]) -> list[Any]:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import yaml
 from ed_elarge import eLargeModel
-from ed_elarge.__main__ import run_file
 from ed_infra.testing import require_torch
-from safetensors.numpy import load_file
 
 from tests.image_checkpoints import save_checkpoint
+from tests.image_runs import trained
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -64,16 +63,6 @@ def document(folder: Path, name: str, steps: int, **trainer: Any) -> dict[str, A
         },
         "actions": ["train"],
     }
-
-
-def trained(made: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Run a document, and return the rows of the metrics and the arrays of the saved model."""
-    directory = Path(made["trainer"]["save_directory"])
-    file = directory.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(made))
-    assert run_file(str(file)) == 0
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], load_file(directory / "model/model.safetensors")
 
 
 def loss_of_trl(folder: Path, batch: dict[str, np.ndarray]) -> float:
@@ -126,5 +115,6 @@ def test_resumed_sft_with_images_equals_uninterrupted_run(folder: Path) -> None:
     trained(document(folder, "parts", 2, save_steps=2))
     rows, found = trained(document(folder, "parts", 4, save_steps=2))
     assert max(row["step"] for row in rows) == 4
+    assert wanted
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)

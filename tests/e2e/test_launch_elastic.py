@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench.recovery import ELARGE, MODEL_AND_DATA
+
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(7200),
@@ -26,19 +28,10 @@ pytestmark = [
 
 KILLS = int(os.environ.get("EASYDEL_ELASTIC_KILLS", "5"))
 _OF_TESTS = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
-ELARGE = str(Path(sys.executable).parent / "elarge")
-RUN = """\
-model:
-  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
-  tokenizer: {train: {vocab_size: 400}}
-sharding: {axis_dims: [1, -1, 1, 1, 1]}
-mixture:
-  informs: [{type: python, data_files: "pydoc_data.topics:topics"}]
-  pack_tokens: true
-  pack_seq_length: 64
-trainer: {trainer_type: sft, total_batch_size: 8, max_training_steps: STEPS, log_steps: 1,
-  save_steps: 200, memory_save_steps: 5, learning_rate: 1.0e-5, save_directory: runs/elastic}
+RUN = f"""\
+{MODEL_AND_DATA}\
+trainer: {{trainer_type: sft, total_batch_size: 8, max_training_steps: STEPS, log_steps: 1,
+  save_steps: 200, memory_save_steps: 5, learning_rate: 1.0e-5, save_directory: runs/elastic}}
 actions: [train]
 """
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.snippets.pages import blocks
+from tools.bench.recovery import MODEL_AND_DATA
 from tools.workspace import ROOT
 
 ray = pytest.importorskip("ray")
@@ -25,18 +26,10 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc"),
 ]
 
-RUN = """\
-model:
-  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
-  tokenizer: {train: {vocab_size: 400}}
-sharding: {axis_dims: [1, -1, 1, 1, 1]}
-mixture:
-  informs: [{type: python, data_files: "pydoc_data.topics:topics"}]
-  pack_tokens: true
-  pack_seq_length: 64
-trainer: {trainer_type: sft, total_batch_size: 4, max_training_steps: 80, log_steps: 1,
-  save_steps: 20, save_directory: runs/ray}
+RUN = f"""\
+{MODEL_AND_DATA}\
+trainer: {{trainer_type: sft, total_batch_size: 4, max_training_steps: 80, log_steps: 1,
+  save_steps: 20, save_directory: runs/ray}}
 actions: [train]
 """
 #: Online training: the samples of each step come from the engine of the run.

@@ -28,7 +28,8 @@ from pathlib import Path
 from tools.bench.measure import command_line, machine, table
 
 ELARGE = str(Path(sys.executable).parent / "elarge")
-RUN = """\
+#: A tiny model and its data on all devices, without the trainer.
+MODEL_AND_DATA = """\
 model:
   config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
     num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
@@ -38,8 +39,11 @@ mixture:
   informs: [{type: python, data_files: "pydoc_data.topics:topics"}]
   pack_tokens: true
   pack_seq_length: 64
-trainer: {trainer_type: sft, total_batch_size: 8, max_training_steps: 1000000, log_steps: 1,
-  memory_save_steps: 5, learning_rate: 1.0e-5, save_directory: run}
+"""
+RUN = f"""\
+{MODEL_AND_DATA}\
+trainer: {{trainer_type: sft, total_batch_size: 8, max_training_steps: 1000000, log_steps: 1,
+  memory_save_steps: 5, learning_rate: 1.0e-5, save_directory: run}}
 actions: [train]
 """
 STARTED, RESTORED = "processes on the members", "was read from the memory of the hosts"

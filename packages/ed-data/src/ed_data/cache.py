@@ -93,12 +93,29 @@ def _begin(target: Path, is_folder: bool) -> tuple[Path, int]:
         os.close(held)
 
 
-def _lock(descriptor: int) -> bool | None:
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Wait for the lock of an existing folder, and hold the lock in the block.
+
+    On file systems without locks, nothing is excluded.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> bool | None:
     """Return whether the lock was acquired; None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ed_data.cache import exclusive
 from ed_data.config import Inform, Mixture
 from ed_data.schema import TEXT, Schema
 
 from ed_elarge.config.sections import TokenizerTraining
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,7 +134,7 @@ def _publish(tokenizer: Any, record: str, directory: Path) -> None:
     tokenizer.save_pretrained(part)
     (part / _RECORD).write_text(record)
     part.chmod(0o755)  # mkdtemp creates a private folder
-    with _locked(directory.parent):
+    with exclusive(directory.parent):
         if not _is_kept(directory, record):
             shutil.rmtree(directory, ignore_errors=True)  # of other options or data
             try:
@@ -149,18 +143,3 @@ def _publish(tokenizer: Any, record: str, directory: Path) -> None:
                 if not _is_kept(directory, record):
                     raise
     shutil.rmtree(part, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Exclude other processes. Systems without locks of folders exclude none."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -148,11 +148,9 @@ def _norms(shapes: ModelShapes) -> Literal["before", "after", "both", "parallel"
 
 def _bodies(shapes: ModelShapes) -> int:
     """Return the largest number of layers in one iteration, plus those alone between loops."""
-    rotated, every = (
-        shapes.config.get("no_rope_layers"),
-        shapes.config.get("no_rope_layer_interval"),
-    )
+    rotated = shapes.config.get("no_rope_layers")
     if rotated is None:  # SmolLM3: by default, every n-th layer rotates nothing
+        every = shapes.config.get("no_rope_layer_interval")
         rotated = [not every or (i + 1) % every > 0 for i in range(shapes.layers)]
     windows = [cache.window for cache in shapes.caches]
     kinds = [*zip(windows, map(bool, rotated), strict=False)]

@@ -23,8 +23,6 @@ ARGUMENTS = (
     *("parameters", "adapters", "reference", "masters", "moments", "ema", "batch"),
     *("KV pages", "sampler state"),
 )
-
-
 #: The part of each moment in which the temporary buffers can be largest.
 _MOMENTS = {
     "loss": "logits and head",
@@ -111,7 +109,7 @@ def step(
     layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
     layer += buffers.experts * size * _experts(shapes.tensors, mesh)
     # The activations no longer exist when the gradients of the tables are added.
-    outside = whole - sum(4 * mesh.shard(t) for t in trained if ".layers." in t.name)
+    outside = sum(4 * mesh.shard(t) for t in trained if ".layers." not in t.name)
     axes = (mesh.axis.data_parallel_axis, mesh.axis.sequence_parallel_axis)
     replicated = any(mesh.ways(axis) > 1 for axis in axes)
     reduction = buffers.reduced * outside * replicated - parts["activations"]
