@@ -15,8 +15,8 @@ from ed_esurge.testing import ScriptedEngine
 ROOT = Path(__file__).parents[2]
 
 
-def rows() -> list[tuple[str, list[str], str]]:
-    """Return the rows of the tables: table, paths, and the second column."""
+def rows() -> list[tuple[str, list[str], str, str]]:
+    """Return the rows of the tables: table, paths, what the server does, and the client."""
     text = (ROOT / "docs/serving.md").read_text()
     section = text.split("## Endpoints of other servers")[1].split("\n## ")[0]
     found, table = [], ""
@@ -28,15 +28,15 @@ def rows() -> list[tuple[str, list[str], str]]:
             table = cells[0]
             continue
         paths = re.findall(r"`(?:[A-Z]+ )?(/[^`]*)`", cells[0])
-        found.append((table, paths, cells[1]))
+        found.append((table, paths, cells[1], cells[2]))
     return found
 
 
 def test_tables_of_endpoints_list_exactly_the_routes_of_the_server() -> None:
     routes = {endpoint.path for endpoint in ENDPOINTS}
-    listed = {path for _, paths, what in rows() for path in paths if not _absent(what)}
+    listed = {path for _, paths, what, _ in rows() for path in paths if not _absent(what)}
     assert listed == routes
-    for table, paths, what in rows():
+    for table, paths, what, _ in rows():
         if _absent(what) and not what.startswith("absent: defaults"):  # `POST /props`
             assert not routes.intersection(paths), (table, paths)
             assert ":" in what or "over HTTP" in what, f"{paths}: the reason is missing"
