@@ -3,6 +3,9 @@
     uv run python -m tools.bench.vision_prefill
     uv run python -m tools.bench.vision_prefill --shape tiny --images 1 --rounds 1     a trial
 
+On a GPU, `JAX_DEFAULT_MATMUL_PRECISION=highest` makes both contenders compute float32 products in
+float32; jax would use TF32.
+
 Both contenders load one checkpoint with random weights, and compute the first token after a prompt
 with images and 64 tokens of text: the vision tower, the projector and the language model with its
 keys and values. Ours is the engine (`eSurge.generate` with one token), without prefix cache. Each
@@ -26,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from tools.bench.measure import Run, Timed, all_turns, command_line, cores, machine, table
+from tools.bench.torch_device import torch_device
 
 _TEXT = {"vocab_size": 32000, "num_attention_heads": 9, "num_key_value_heads": 3}
 _SMOL = {**_TEXT, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -114,17 +118,20 @@ class Torch:
 
         self.torch, self.dtype = torch, getattr(torch, dtype)
         kind: Any = AutoModelForImageTextToText
-        self.model = kind.from_pretrained(directory, dtype=self.dtype).eval()
+        self.model = kind.from_pretrained(directory, dtype=self.dtype).eval().to(torch_device())
 
     def __call__(self, ids: np.ndarray, arrays: Arrays) -> int:
         """Return the first token after a prompt."""
         torch = self.torch
-        given = {name: torch.from_numpy(x) for name, x in arrays.items()}
+        device = torch_device()
+        given = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
         given["pixel_values"] = given["pixel_values"].to(self.dtype)
         if "image_grid_thw" in given:
-            given["mm_token_type_ids"] = torch.from_numpy((ids == IMAGE).astype(np.int32)[None])
+            given["mm_token_type_ids"] = torch.from_numpy((ids == IMAGE).astype(np.int32)[None]).to(
+                device
+            )
         with torch.inference_mode():
-            tokens = torch.from_numpy(ids)[None]
+            tokens = torch.from_numpy(ids)[None].to(device)
             out = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **given)
         return int(out.logits[0, -1].argmax())
 
