@@ -31,7 +31,12 @@ import numpy as np
 from tools.bench.measure import Run, Timed, all_turns, command_line, cores, machine, table
 from tools.bench.torch_device import torch_device
 
-_TEXT = {"vocab_size": 32000, "num_attention_heads": 9, "num_key_value_heads": 3}
+_TEXT = {
+    "vocab_size": 32000,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+}
 _SMOL = {**_TEXT, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 _TINY = {**_TEXT, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2}
 _BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
