@@ -326,7 +326,7 @@ def test_encoder_trains_and_is_loaded_by_transformers(
     }
     assert train(tmp_path, sections, ["train"]) == 0
     saved = tmp_path / "run" / "model"
-    assert ("serve it" in capsys.readouterr().out) == (task == "sequence-classification")
+    assert ("serve the model" in capsys.readouterr().out) == (task == "sequence-classification")
     config = json.loads((saved / "config.json").read_text())
     assert config["architectures"] == [kind]
     if names := trainer.get("label_names"):

@@ -111,6 +111,8 @@ def test_a_default_is_that_of_the_nearest_class(method):
         ({"save_directory": __file__}, "save_directory", "is a file"),
         ({"save_directory": f"{__file__}/runs"}, "save_directory", "is a file"),
         ({"save_directory": " "}, "save_directory", "is empty"),
+        ({"save_directory": "s3://bucket/run"}, "save_directory", "set mirror_address"),
+        ({"mirror_address": "s3://"}, "mirror_address", "names no bucket"),
     ],
 )
 def test_a_mistake_is_an_error_at_its_key(given, where, words):

@@ -54,8 +54,6 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
     if not sys.stderr.isatty():
         # tqdm reads the variable at import; lm-eval and datasets draw progress bars into files
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # transformers reads the variable at import, and advises to install torch, which is not used
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = Session(eLargeModel.from_run(run))
     check_machine(run)

@@ -191,11 +191,11 @@ class Summary:
             lines.append(f"  {'evaluation':<29}{self.results}")
         if self._served():
             uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
-            lines += ["Next commands", f"  serve it:  {uv}elarge {directory / 'serve.yaml'}"]
+            lines += ["Next commands", f"  serve the model:  {uv}elarge {directory / 'serve.yaml'}"]
             if self.task in (*GENERATING, TaskType.AUTO_BIND):
                 route, request = self._suggestion()
                 lines.append(
-                    f"  ask it:    curl -s http://127.0.0.1:11556/v1/{route} "
+                    f"  send a request:   curl -s http://127.0.0.1:11556/v1/{route} "
                     f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'"
                 )
         return "\n".join(lines)

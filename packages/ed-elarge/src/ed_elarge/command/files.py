@@ -38,7 +38,7 @@ def init(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(template(name, str(path)), "utf-8")
         (path.parent / SCHEMA_FILE).write_text(json.dumps(schema()) + "\n", "utf-8")
-        print(f"wrote {path}; check it: elarge {path} --dry-run")
+        print(f"wrote {path}; check the file: elarge {path} --dry-run")
 
     raise typer.Exit(guarded(work))
 

@@ -6,6 +6,7 @@ input (a message, and a traceback only with `--verbose`); 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Annotated, Any
 
@@ -100,6 +101,8 @@ def main() -> None:
     """Entry point of `elarge` and of `python -m ed_elarge`."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # transformers reads the variable at import, and advises to install torch, which is not used
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app(prog_name="elarge")
     except Exception:

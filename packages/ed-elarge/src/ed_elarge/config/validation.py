@@ -139,7 +139,8 @@ def _words(item: Any) -> str:
         return f"must be a mapping of keys to values, got {_short(value)}"
     if not message.startswith("Input should be"):
         return message  # a complete message of this project
-    message = f"{message.replace('Input should be', 'must be')}, got {_short(value)}"
+    message = message.replace("Input should be", "must be").replace("a valid tuple", "a list")
+    message = f"{message}, got {_short(value)}"
     if kind in ("literal_error", "enum") and isinstance(value, str):
         expected = str(item["ctx"]["expected"]).replace(" or ", ", ")
         message += did_you_mean(value, [word.strip("'") for word in expected.split(", ")])

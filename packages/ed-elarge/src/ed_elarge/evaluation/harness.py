@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,8 +96,9 @@ class Tasks:
             The results of lm-eval as JSON values.
         """
         from ed_esurge.lm_eval import eSurgeLM
-        from lm_eval.evaluator import simple_evaluate
+        from lm_eval import evaluator
 
+        evaluator.get_git_commit_hash = _commit
         options = self.options
         adapter = eSurgeLM(
             engine, max_gen_toks=options.max_new_tokens, batch_size=options.batch_size
@@ -109,7 +111,7 @@ class Tasks:
         if options.temperature:
             keywords["do_sample"] = True
         keywords |= options.gen_kwargs or {}
-        results = simple_evaluate(
+        results = evaluator.simple_evaluate(
             model=adapter,
             tasks=list(options.tasks),
             task_manager=self.manager,
@@ -158,6 +160,20 @@ def shown(metrics: dict[str, float]) -> dict[str, float]:
     if "bits_per_byte" not in metrics:
         return metrics
     return {k: v for k, v in metrics.items() if k not in ("word_perplexity", "byte_perplexity")}
+
+
+def _commit() -> str | None:
+    """Return the commit of the working folder, or None.
+
+    lm-eval's own function lets git print an error in a folder without a repository.
+    """
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def _plain(value: object) -> object:

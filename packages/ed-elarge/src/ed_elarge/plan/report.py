@@ -166,7 +166,7 @@ def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
         out.append("  " + change_text(change))
     if name == "training":
         out.append(
-            f"largest microbatch: {part['largest_microbatch']} sequences; longest sequence: "
+            f"largest microbatch: {part['largest_microbatch']:,} sequences; longest sequence: "
             f"{part['longest_sequence']:,} tokens (each with all other values unchanged)"
         )
     else:

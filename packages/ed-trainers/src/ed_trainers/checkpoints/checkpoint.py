@@ -159,7 +159,7 @@ class Checkpoints:
             self._base = fingerprint(frozen)
         facts = {"format": FORMAT, "base": self._base, **run}
         size = size_of(arrays.values())
-        without = f", without the {disk.in_bytes(size_of(frozen.values()))} that do not learn"
+        without = f" ({disk.in_bytes(size_of(frozen.values()))} of frozen parameters are not saved)"
         self._say(f"checkpoint {step}: {disk.in_bytes(size)}{without if frozen else ''}")
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), run=ocp.args.JsonSave(facts)

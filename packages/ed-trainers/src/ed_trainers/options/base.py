@@ -376,7 +376,23 @@ class TrainingArguments(Options):
     def _can_be_a_directory(cls, value: str) -> str:
         if not value.strip():
             raise conflict("save_directory is empty: name a directory, '.' for the present one")
+        if "://" in value:
+            raise conflict(
+                f"save_directory {value!r} is an address, and checkpoints are written to a local "
+                "directory: name a directory, and set mirror_address to the address, to which "
+                "complete checkpoints are copied"
+            )
         for path in (Path(value), *Path(value).parents):
             if path.is_file():
                 raise conflict(f"{path} is a file: save_directory must name a directory")
+        return value
+
+    @field_validator("mirror_address")
+    @classmethod
+    def _names_a_place(cls, value: str | None) -> str | None:
+        scheme, sign, rest = (value or "").partition("://")
+        if sign and not rest.strip("/"):
+            raise conflict(
+                f"mirror_address {value!r} names no bucket: write {scheme}://BUCKET/PATH"
+            )
         return value

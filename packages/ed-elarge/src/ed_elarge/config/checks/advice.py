@@ -21,8 +21,8 @@ def _unsaved_model(run: RunConfig) -> Iterator[Problem]:
     used = [action.name for action in run.actions if action.name in _AFTER_TRAINING]
     if run.trainer is not None and not run.trainer.do_last_save and run.will("train") and used:
         message = (
-            f"the trained model is not saved: {', '.join(dict.fromkeys(used))} of this run use the "
-            "model in memory, and no later run can load it"
+            f"the trained model is not saved: {', '.join(dict.fromkeys(used))} of this run can use "
+            "the model in memory, and no later run can load it"
         )
         yield Problem(("trainer", "do_last_save"), message)
 
