@@ -117,21 +117,23 @@ inline int64_t bytes_of(Stored kind) {
 inline void run(ffi::ThreadPool& pool, const Attend& p) {
   const Attention& attention = level().attention;
   struct Task {
-    int64_t row, first, last;
+    int64_t row, group, first, last;
   };
+  // Tasks of one head follow each other: its keys and values then stay in the second level cache.
+  // The last queries of a row see the most keys, so these queries come first.
   std::vector<Task> tasks;
   int64_t share = attention.queries_of_task(p);
-  for (int64_t row = 0; row < p.rows; ++row) {
+  for (int64_t row = p.rows - 1; row >= 0; --row) {
     int64_t count = p.first_query ? p.first_query[row + 1] - p.first_query[row] : p.queries;
-    for (int64_t first = 0; first < count; first += share)
-      tasks.push_back({row, first, std::min(count, first + share)});
+    for (int64_t group = 0; group < p.groups; ++group)
+      for (int64_t last = count; last > 0; last -= share)
+        tasks.push_back({row, group, std::max<int64_t>(0, last - share), last});
   }
   auto one = [&](int64_t i) {
-    // The last queries of a row see the most keys, so these queries come first.
-    const Task& task = tasks[tasks.size() - 1 - i / p.groups];
-    attention.forward(p, task.row, i % p.groups, task.first, task.last);
+    const Task& task = tasks[i];
+    attention.forward(p, task.row, task.group, task.first, task.last);
   };
-  parallel(pool, tasks.size() * p.groups, one);
+  parallel(pool, tasks.size(), one);
 }
 
 }  // namespace ed

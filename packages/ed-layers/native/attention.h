@@ -3,7 +3,8 @@
 // share a key head. Blocks of keys that no query of the block sees are left out.
 #pragma once
 
-#include "blocks.h"
+#include "block_products.h"
+#include "softmax.h"
 
 namespace ed {
 namespace {
@@ -13,7 +14,8 @@ int64_t queries_of_task(const Attend& p) {
 }
 
 // Attention of queries [first, last) of a row, by the heads that share key head `group`.
-void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
+template <typename Products>
+void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
   int64_t repeat = p.heads / p.groups, count = last - first, rows = count * repeat;
   int64_t token = (p.first_query ? p.first_query[row] : row * p.queries) + first;
   int64_t slots = p.lengths ? p.lengths[row] : p.slots;
@@ -21,24 +23,17 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
   int64_t place = 0;
   if (p.lengths) place = slots - (p.first_query[row + 1] - p.first_query[row]) + first;
   queries.read(p.q_segments, p.q_index, row * p.queries + first, place, count);
-  Block k(p.key_dim), v(p.value_dim);
-  Turned turned(p.key_dim);
-  int64_t width = k.width, out_width = v.width;
-  Scratch q(rows * width), out(rows * out_width), scores(rows * kKeys), of_rows(2 * rows);
-  float *largest = of_rows.data, *sum = of_rows.data + rows;
+  Products products(p, rows);
+  RunningSoftmax softmax(rows);
+  float *largest = softmax.largest, *sum = softmax.sum;
+  int64_t out_width = products.out_width;
+  Scratch out(rows * out_width), scores(rows * kKeys);
   alignas(64) uint32_t places[kKeys];
   alignas(64) float factors[kKeys];
-  std::memset(q.data, 0, rows * width * sizeof(float));
   std::memset(out.data, 0, rows * out_width * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r) {
-    int64_t from = ((token + r / repeat) * p.heads + group * repeat + r % repeat) * p.key_dim;
-    for (int64_t c = 0; c < p.key_dim; ++c) {
-      float number = p.q_is_bfloat16 ? widen(static_cast<const uint16_t*>(p.q)[from + c])
-                                     : static_cast<const float*>(p.q)[from + c];
-      q.data[r * width + c] = number * p.scale;
-    }
-    largest[r] = kNothing, sum[r] = 0;
-  }
+  for (int64_t r = 0; r < rows; ++r)
+    products.read_query(
+        r, ((token + r / repeat) * p.heads + group * repeat + r % repeat) * p.key_dim);
   int64_t begin = 0, unread = 0;
   if (p.lengths) {  // places in order: what lies behind or before all queries is not looked at
     slots = least(slots, place + count);
@@ -52,24 +47,8 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
     keys.read(p.k_segments, p.k_index, row * p.slots + at, at, n);
     Seen what = seen(p, queries, keys);
     if (what == Seen::kNone) continue;
-    k.read(p, p.keys, row, group, at, n, unread - at);
-    std::memset(scores.data, 0, rows * kKeys * sizeof(float));
-    if (rows <= kFewQueries && !p.fixed) {
-      for (int64_t j = n; j < (n + 7) / 8 * 8; ++j) k.rows[j] = k.rows[n - 1];  // of no account
-      for (int64_t j = 0; j < n; j += 8)
-        for (int64_t r = 0; r < rows; ++r) {
-          Vec dots[8] = {};
-          for (int64_t c = 0; c < width; c += kLanes) {
-            Vec number = load(q.data + r * width + c);
-            ED_UNROLL
-            for (int i = 0; i < 8; ++i) dots[i] += number * load(k.rows[j + i] + c);
-          }
-          totals<8>(dots, scores.data + r * kKeys + j);
-        }
-    } else {
-      turned.of(k, n);
-      accumulate(q.data, width, 1, rows, turned.pointers(), p.key_dim, kKeys, scores.data, kKeys);
-    }
+    Place block{row, group, at, n, unread - at};
+    products.score(block, scores.data);
     for (int64_t r = 0; r < rows; ++r) {
       float* own = scores.data + r * kKeys;
       if (p.soft_cap != 0)
@@ -81,33 +60,8 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
       }
       if (what == Seen::kSome) mask(p, queries, r / repeat, keys, own);
       for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
-      Vec high = load(own);
-      for (int64_t j = kLanes; j < kKeys; j += kLanes) {
-        Vec next = load(own + j);
-        high = next > high ? next : high;
-      }
-      float top = largest[r];
-      for (int l = 0; l < kLanes; ++l) top = high[l] > top ? high[l] : top;
-      if (top == kNothing) {
-        // Nothing is seen, or nothing but NaN, which is then the result.
-        for (int64_t j = 0; j < n; ++j)
-          if (own[j] != own[j]) largest[r] = 0, sum[r] = own[j];
-        std::memset(own, 0, kKeys * sizeof(float));
-        continue;
-      }
-      Vec added = {};
-      for (int64_t j = 0; j < kKeys; j += kLanes) {
-        Vec weight = exponential(load(own + j) - top);
-        store(own + j, weight);
-        added += weight;
-      }
-      float shrink = exponential(broadcast(largest[r] - top))[0];
-      sum[r] = sum[r] * shrink + total(added);
-      if (largest[r] != top)
-        for (int64_t c = 0; c < out_width; c += kLanes)
-          store(out.data + r * out_width + c, load(out.data + r * out_width + c) * shrink);
-      largest[r] = top;
     }
+    softmax.weigh(scores.data, out.data, out_width);
     if (p.drop_below > 0) {
       hash_places(p, at, places);
       for (int64_t r = 0; r < rows; ++r) {
@@ -116,8 +70,7 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
         for (int64_t j = 0; j < kKeys; j += kLanes) store(own + j, load(own + j) * load(factors + j));
       }
     }
-    v.read(p, p.values, row, group, at, n, unread - at);
-    accumulate(scores.data, kKeys, 1, rows, v.rows, n, out_width, out.data, out_width);
+    products.add_values(block, scores.data, out.data);
   }
   for (int64_t r = 0; r < rows; ++r) {
     int64_t head = group * repeat + r % repeat, to = (token + r / repeat) * p.heads + head;
@@ -138,6 +91,14 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
         static_cast<float*>(p.out)[to * p.value_dim + c] = number;
     }
   }
+}
+
+void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
+#if defined(__AVX512BF16__)
+  if (PairProducts::take(p, (last - first) * (p.heads / p.groups)))
+    return forward_by<PairProducts>(p, row, group, first, last);
+#endif
+  forward_by<PlainProducts>(p, row, group, first, last);
 }
 
 // Gradients by one query head. Blocks of keys are the outer loop: each is turned once.
@@ -166,8 +127,9 @@ void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v
       Seen what = seen(p, queries, keys);
       if (what == Seen::kNone) continue;
       if (!is_turned) {
-        k.read(p, p.keys, row, group, at, n), k_turned.of(k, n);
-        v.read(p, p.values, row, group, at, n), v_turned.of(v, n);
+        Place block{row, group, at, n, 0};
+        k.read(p, p.keys, block), k_turned.of(k, n);
+        v.read(p, p.values, block), v_turned.of(v, n);
         is_turned = true;
       }
       q.read_tokens(q_of, p.heads, head, token, rows);

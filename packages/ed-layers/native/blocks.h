@@ -14,7 +14,12 @@ constexpr float kNothing = -__builtin_inff();
 
 // e^x to 2 units in the last place; 0 below -87.
 inline Vec exponential(Vec x) {
-  Vec least_x = broadcast(-87.0f), y = x < least_x ? least_x : x;
+  Vec least_x = broadcast(-87.0f);
+#if defined(__AVX512F__)
+  Vec y = x;  // a mask replaces results below the least x
+#else
+  Vec y = x < least_x ? least_x : x;
+#endif
   Vec n = y * 1.44269504f;
   n = (n + 0x1.8p23f) - 0x1.8p23f;
   Vec r = y - n * 0.693145752f;
@@ -26,10 +31,15 @@ inline Vec exponential(Vec x) {
   p = p * r + 1.6666665e-1f;
   p = p * r + 5.0000001e-1f;
   p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)least_x, _CMP_NLT_UQ);
+  return (Vec)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
+#else
   // The power of two by its exponent's bits. NaN keeps NaN by the product.
   Ints power = __builtin_convertvector(n == n ? n : Vec{}, Ints) + 127;
   Vec result = p * (Vec)(power << 23);
   return x < least_x ? Vec{} : result;
+#endif
 }
 
 // tanh(x) by the exponential of its size; by its series where that would cancel.
@@ -86,18 +96,29 @@ inline void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t ro
   });
 }
 
+// Slots [first, first + count) of a row and head. Slot `first + skipped` takes the place of the
+// slots before: no query sees these.
+struct Place {
+  // The number at which slot `first + i` begins, and the index of its row or page.
+  struct At {
+    int64_t number, row, slot;
+  };
+  At at(const Attend& p, const Slots& from, int64_t i) const {
+    int64_t slot = first + i, at_row = row;
+    if (p.pages) at_row = p.pages[row * p.pages_of_row + slot / p.page_size], slot %= p.page_size;
+    return {at_row * from.row + head * from.head + slot * from.slot, at_row, slot};
+  }
+
+  int64_t row, head, first, count, skipped;
+};
+
 // Rows of numbers, [count][whole vectors of `dim`]: where they lie, or copies.
 struct Block {
   explicit Block(int64_t dim) : dim(dim), width(whole_vectors(dim)), copies(kKeys * width) {}
 
-  // Slots [first, first + count) of a row and head. Slot `first + skipped` takes the place of the
-  // slots before: no query sees these.
-  void read(const Attend& p, const Slots& from, int64_t row, int64_t head, int64_t first,
-            int64_t count, int64_t skipped = 0) {
-    for (int64_t i = most(0, skipped); i < count; ++i) {
-      int64_t slot = first + i, at_row = row;
-      if (p.pages) at_row = p.pages[row * p.pages_of_row + slot / p.page_size], slot %= p.page_size;
-      int64_t at = at_row * from.row + head * from.head + slot * from.slot;
+  void read(const Attend& p, const Slots& from, const Place& place) {
+    for (int64_t i = most(0, place.skipped); i < place.count; ++i) {
+      auto [at, at_row, slot] = place.at(p, from, i);
       rows[i] = copies.data + i * width;
       float* to = copies.data + i * width;
       if (from.kind == Stored::kFloat32) {
@@ -111,7 +132,7 @@ struct Block {
         convert(static_cast<const uint16_t*>(from.data) + at, to, dim, 1,
                 [](uint16_t x) { return widen(x); });
       } else {
-        const float* scale = from.scale + at_row * from.scale_row + head * from.scale_head +
+        const float* scale = from.scale + at_row * from.scale_row + place.head * from.scale_head +
                              slot * from.scale_slot;
         int64_t size = dim / from.scale_groups;
         for (int64_t n = 0; n < from.scale_groups; ++n, scale += from.scale_group) {
@@ -125,7 +146,7 @@ struct Block {
       }
       for (int64_t c = dim; c < width; ++c) to[c] = 0;
     }
-    for (int64_t i = 0; i < skipped; ++i) rows[i] = rows[skipped];
+    for (int64_t i = 0; i < place.skipped; ++i) rows[i] = rows[place.skipped];
   }
 
   // Tokens of q, or of what lies like it, for one head.
@@ -162,13 +183,17 @@ struct Turned {
   const float** pointers() { return reinterpret_cast<const float**>(rows.data); }
 
   // What is beyond `count` is zero.
-  void of(const Block& block, int64_t count) {
+  void of(const Block& block, int64_t count) { of(block.rows, block.width, count); }
+
+  // The same of rows of `width` words of four bytes, a multiple of four: float32, or pairs of bfloat16.
+  template <typename T>
+  void of(const T* const* block, int64_t width, int64_t count) {
     alignas(64) static const float zeros[16] = {};
     for (int64_t key = 0; key < kKeys; key += 4)
-      for (int64_t i = 0; i < block.width; i += 4) {
+      for (int64_t i = 0; i < width; i += 4) {
         Four r[4];
         for (int64_t j = 0; j < 4; ++j)
-          std::memcpy(&r[j], key + j < count ? block.rows[key + j] + i : zeros, 16);
+          std::memcpy(&r[j], key + j < count ? words(block[key + j]) + i : zeros, 16);
         Four a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
         Four b = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
         Four c = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
@@ -182,6 +207,12 @@ struct Turned {
   }
 
   Scratch panel, rows;
+
+ private:
+  template <typename T>
+  static const float* words(const T* row) {
+    return reinterpret_cast<const float*>(row);
+  }
 };
 
 // Segments and indices of some tokens, and their bounds among those that are no padding.

@@ -33,6 +33,23 @@ bool finite(const std::vector<float>& numbers) {
   return true;
 }
 
+// The numbers in bfloat16, without the lower bits.
+std::vector<uint16_t> halves(const std::vector<float>& numbers) {
+  std::vector<uint16_t> upper(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    uint32_t of_number;
+    std::memcpy(&of_number, &numbers[i], sizeof of_number);
+    upper[i] = static_cast<uint16_t>(of_number >> 16);
+  }
+  return upper;
+}
+
+bool finite(const std::vector<uint16_t>& numbers) {
+  for (uint16_t x : numbers)
+    if ((x & 0x7f80) == 0x7f80) return false;
+  return true;
+}
+
 // One product of a random shape and format.
 bool product(const ed::Level& level) {
   ed::Product p{};
@@ -83,6 +100,15 @@ bool product(const ed::Level& level) {
   return finite(y);
 }
 
+// The forward pass of attention, in tasks.
+void attend(const ed::Level& level, const ed::Attend& p) {
+  int64_t share = level.attention.queries_of_task(p);
+  for (int64_t row = 0; row < p.batch; ++row)
+    for (int64_t group = 0; group < p.groups; ++group)
+      for (int64_t first = 0; first < p.queries; first += share)
+        level.attention.forward(p, row, group, first, std::min(p.queries, first + share));
+}
+
 // Attention of a random shape, forward and backward.
 bool attention(const ed::Level& level) {
   ed::Attend p{};
@@ -113,13 +139,16 @@ bool attention(const ed::Level& level) {
   p.causal = draw(0, 1), p.scale = 0.3f, p.soft_cap = draw(0, 1) ? 4.0f : 0.0f;
   p.window = draw(0, 1) ? draw(1, 80) : 0, p.chunk = draw(0, 1) ? draw(1, 80) : 0;
   if (draw(0, 1)) p.sinks = sinks.data();
-  int64_t share = level.attention.queries_of_task(p);
-  for (int64_t row = 0; row < p.batch; ++row)
-    for (int64_t group = 0; group < p.groups; ++group)
-      for (int64_t first = 0; first < p.queries; first += share)
-        level.attention.forward(p, row, group, first, std::min(p.queries, first + share));
+  attend(level, p);
+  ed::Attend in_halves = p;
+  auto half_q = halves(q), half_k = halves(k), half_v = halves(v);
+  std::vector<uint16_t> half_out(out.size());
+  in_halves.q = half_q.data(), in_halves.q_is_bfloat16 = true, in_halves.out = half_out.data();
+  in_halves.keys.data = half_k.data(), in_halves.keys.kind = ed::Stored::kBfloat16;
+  in_halves.values.data = half_v.data(), in_halves.values.kind = ed::Stored::kBfloat16;
+  attend(level, in_halves);
   p.d_out = d_out.data(), p.shared = shared.data(), p.d_q = d_q.data();
-  bool fine = finite(out);
+  bool fine = finite(out) && finite(half_out);
   for (int64_t head = 0; head < p.heads; ++head) {
     level.attention.backward(p, p.batch - 1, head, d_k.data(), d_v.data(),
                              d_distance.data());

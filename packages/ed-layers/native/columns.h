@@ -112,21 +112,36 @@ inline __m512i pair_order() {
                           6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
 }
 
-// The same of bfloat16 numbers: w has pairs of inputs side by side, [k / 2, kBlock, 2]. An odd k
-// has a last input without a partner, whose place in w is zero.
-template <int R>
+// Write the numbers of two rows side by side: [count, 2], up to a multiple of 32 with zeros. A row
+// that is null has zeros.
+ED_INLINE void pair_rows(const uint16_t* even, const uint16_t* odd, int64_t count, uint16_t* to) {
+  const __m512i low = pair_order();
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t c = 0; c < count; c += 32) {
+    __mmask32 mask = count - c >= 32 ? ~0u : (1u << (count - c)) - 1;
+    __m512i a = even ? _mm512_maskz_loadu_epi16(mask, even + c) : _mm512_setzero_si512();
+    __m512i b = odd ? _mm512_maskz_loadu_epi16(mask, odd + c) : _mm512_setzero_si512();
+    _mm512_storeu_si512(to + 2 * c, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(to + 2 * c + 32, _mm512_permutex2var_epi16(a, high, b));
+  }
+}
+
+// sums [R, V vectors] += x [R, k] * w [k, V vectors] of bfloat16 numbers: w has pairs of inputs side
+// by side, [k / 2, V vectors, 2]. An odd k has a last input without a partner, whose place in w is
+// zero.
+template <int R, int V>
 void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int64_t w_stride,
                     int64_t k, float* sums, int64_t sums_stride) {
-  __m512 acc[R][kVectors];
+  __m512 acc[R][V];
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c)
+    for (int c = 0; c < V; ++c)
       acc[r][c] = _mm512_loadu_ps(sums + r * sums_stride + c * kLanes);
   auto add = [&](int64_t i, int bytes) __attribute__((always_inline)) {
-    __m512i row[kVectors];
+    __m512i row[V];
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c)
+    for (int c = 0; c < V; ++c)
       row[c] = _mm512_loadu_si512(w + (i / 2) * w_stride + c * 2 * kLanes);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -134,7 +149,7 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
       std::memcpy(&pair, x + r * x_stride + i, bytes);
       __m512i numbers = _mm512_set1_epi32(pair);
       ED_UNROLL
-      for (int c = 0; c < kVectors; ++c)
+      for (int c = 0; c < V; ++c)
         acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)numbers, (__m512bh)row[c]);
     }
   };
@@ -144,7 +159,7 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c)
+    for (int c = 0; c < V; ++c)
       _mm512_storeu_ps(sums + r * sums_stride + c * kLanes, acc[r][c]);
 }
 
@@ -152,20 +167,12 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
 void unpack_pairs(const Product& p, int64_t i, int64_t k, int64_t column, int64_t width,
                   uint16_t* panel) {
   auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + column;
-  const __m512i low = pair_order();
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += 2 * kTile) {
     const uint16_t* next = j + 1 < k ? w + p.outputs : nullptr;
     prefetch(w + 2 * kTile);
     prefetch(w + 2 * kTile + 32);
     if (next) prefetch(next + 2 * kTile), prefetch(next + 2 * kTile + 32);
-    for (int64_t c = 0; c < width; c += 32) {
-      __mmask32 mask = width - c >= 32 ? ~0u : (1u << (width - c)) - 1;
-      __m512i even = _mm512_maskz_loadu_epi16(mask, w + c);
-      __m512i odd = next ? _mm512_maskz_loadu_epi16(mask, next + c) : _mm512_setzero_si512();
-      _mm512_storeu_si512(panel + 2 * c, _mm512_permutex2var_epi16(even, low, odd));
-      _mm512_storeu_si512(panel + 2 * c + 32, _mm512_permutex2var_epi16(even, high, odd));
-    }
+    pair_rows(w, next, width, panel);
   }
 }
 #endif
@@ -300,9 +307,9 @@ void part_of_pairs(const Product& p, int64_t row, int64_t rows, int64_t first, i
       unpack_pairs(p, i, k, column, count, both);
       row_blocks<kRows>(rows, [&](auto r, int64_t at) {
         for (int64_t c = 0; c < count; c += kBlock)
-          multiply_pairs<decltype(r)::value>(numbers + at * p.inputs, p.inputs, both + 2 * c,
-                                             2 * kTile, k, sums + column - first + at * width + c,
-                                             width);
+          multiply_pairs<decltype(r)::value, kVectors>(
+              numbers + at * p.inputs, p.inputs, both + 2 * c, 2 * kTile, k,
+              sums + column - first + at * width + c, width);
       });
     }
   }

@@ -189,6 +189,16 @@ inline float total(Vec v) {
 #endif
 }
 
+inline float highest(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float top = v[0];
+  for (int l = 1; l < kLanes; ++l) top = v[l] > top ? v[l] : top;
+  return top;
+#endif
+}
+
 // The totals of Q vectors, each as `total` has it. Eight at once take a third of the instructions.
 template <int Q>
 ED_INLINE void totals(const Vec* v, float* to) {
