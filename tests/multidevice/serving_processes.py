@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_execution": True},
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
     "offload": {"kv_offloading_size": 2.0**-10},
+    "stored": {"kv_offloading_size": 2.0**-10, "num_pages": 40},
 }
 
 
@@ -101,6 +102,15 @@ def served(engine: eSurge) -> list[Any]:
     return [failed, *(output.outputs[0].token_ids for output in outputs)]
 
 
+def stored(engine: eSurge) -> list[Any]:
+    """Return the tokens of two prompts, and how many of their tokens had stored pages."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = [[*range(10 * n + 3, 10 * n + 43)] for n in range(2)]
+    outputs = [engine.generate(prompt, params)[0] for prompt in prompts]
+    cached = [output.metrics.num_cached_tokens for output in outputs]
+    return [cached, *(output.outputs[0].token_ids for output in outputs)]
+
+
 def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
     """Return the pages of engines whose second process has little or no memory."""
     made: dict[str, Any] = {}
@@ -122,16 +132,21 @@ def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
 def main(folder: Path, dims: tuple[int, ...], case: str) -> None:
     assert distributed.initialize()
     assert jax.process_count() == 2
-    ours = engine(dims, **CASES[case])
-    break_requests(ours)
+    options = dict(CASES[case])
+    if case == "stored":
+        options["prefix_cache_directory"] = str(folder / "pages")
+    ours = engine(dims, **options)
+    if case != "stored":
+        break_requests(ours)
     if distributed.is_main():
-        tokens = served(ours)
+        tokens = stored(ours) if case == "stored" else served(ours)
         ours.terminate()
         (folder / "tokens.json").write_text(json.dumps(tokens))
         (folder / "stats.json").write_text(json.dumps(ours.stats()))
     else:
         ours.follow()
-    (folder / f"sizes_{jax.process_index()}.json").write_text(json.dumps(sizes(dims)))
+    if case != "stored":
+        (folder / f"sizes_{jax.process_index()}.json").write_text(json.dumps(sizes(dims)))
 
 
 if __name__ == "__main__":

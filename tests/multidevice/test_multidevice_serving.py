@@ -63,6 +63,30 @@ def test_two_processes_execute_same_engine_steps(
     assert "hbm_utilization 0.85 of 1.0 GiB leaves 0.00 GiB" in first["none"]
 
 
+@pytest.mark.parametrize("dims", [(1, 1, 1, 4, 1), (2, 1, 1, 2, 1)], ids=["shared", "replicas"])
+def test_each_process_stores_its_parts_of_prefix_pages(tmp_path: Path, dims) -> None:
+    command = ["-m", "tests.multidevice.serving_processes", str(tmp_path), *map(str, dims)]
+
+    def run() -> list:
+        run_processes([*command, "stored"], tmp_path, processes=2, devices=2)
+        return json.loads((tmp_path / "tokens.json").read_text())
+
+    (cached, *expected), pages = run(), tmp_path / "pages"
+    assert cached == [0, 0]
+    cached, *tokens = run()
+    assert cached == [32, 32]  # full pages of 8 before the last token
+    assert tokens == expected
+    # A page without the part of one process is computed again. Each replica has own pages.
+    folders = sorted(pages.iterdir())
+    assert len(folders) == 2
+    for file in folders[0].glob("*/*.page"):
+        file.write_bytes(file.read_bytes()[:-1])
+    cached, *tokens = run()
+    assert sorted(cached) == ([0, 0] if dims[0] == 1 else [0, 32])
+    assert tokens == expected
+    assert run()[0] == [32, 32]
+
+
 @pytest.mark.parametrize("dims", ["1,1,1,-1,1", "-1,1,1,1,1"])
 def test_first_process_serves_and_others_exit_with_it(tmp_path: Path, dims: str) -> None:
     fields = tiny_llama(vocab_size=260, num_hidden_layers=2)

@@ -177,6 +177,11 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class StorePages:
+    """Write the pages of the prefix cache to `prefix_cache_directory`."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAdapter:
     """Load a LoRA adapter under a name before the next step.
 
@@ -209,6 +214,7 @@ Command = (
     | UpdateWeights
     | DropWeights
     | ResetPrefixCache
+    | StorePages
     | LoadAdapter
     | UnloadAdapter
 )

@@ -59,11 +59,6 @@ def loop_over(
     meshes = replica_meshes(model, config)
     shared = over_processes(model)
     transport: Transport = MultiProcess() if shared else SingleProcess()
-    if shared and config.prefix_cache_directory is not None:
-        raise ConfigError(
-            "prefix_cache_directory stores whole pages, and devices of several processes hold "
-            "parts of this model's: omit the option"
-        )
 
     def setup_of(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
         if is_encoder(model):

@@ -4,6 +4,9 @@ An engine writes the pages of its prefix cache when it is shut down, and reads t
 when it starts. A file contains one page of one group. Its folder is a hash of the model, its
 weights, the options and the sources; its name is the key of the page, which identifies the whole
 prefix. A checksum covers the content. A damaged file is deleted, and its page is computed again.
+
+If the devices of several processes hold a page, each process stores its part, in a folder that
+depends on the part. A page is restored if all its parts are there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,6 +36,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
 
 from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.transport import Transport
 from ed_esurge.runner.functions import PACKAGES
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.weights import ServedWeights
@@ -52,12 +56,16 @@ class DiskPages:
         directory: created if it does not exist. Several engines may share a directory.
         most_bytes: limit of all files in the directory. The least recently used are deleted.
 
+    Attributes:
+        written: number of files that this object wrote.
+
     Raises:
         ConfigError: the directory cannot be used.
     """
 
     def __init__(self, directory: str | Path, most_bytes: int) -> None:
         self._root, self._most = Path(directory).expanduser(), most_bytes
+        self.written = 0
         # Digests by id of the array. References are weak, so that replaced weights are freed.
         self._digests: dict[int, tuple[weakref.ref[jax.Array], bytes]] = {}
         try:
@@ -69,35 +77,61 @@ class DiskPages:
                 "this user"
             ) from error
 
-    def read(self, loops: Sequence[EngineLoop]) -> int:
-        """Copy the stored pages to the host memory of each loop. Return the number of pages."""
-        return sum(self._read(loop) for loop in loops)
+    def read(self, loop: EngineLoop, transport: Transport) -> None:
+        """Copy the stored pages to the host memory of a loop. A collective operation.
 
-    def write(self, loops: Sequence[EngineLoop]) -> int:
-        """Store the pages of each loop, and delete files beyond the limit.
-
-        Returns:
-            the number of new files.
+        Args:
+            loop: the loop, which may run in other processes.
+            transport: connection to the other processes, which restore the same pages.
         """
+        prefixes = loop.scheduler.pages.prefixes
+        if prefixes is None:
+            return
+        here, memory = self._stored(loop), loop.runner.host
+        names = None if here is None else {group: [*files] for group, files in here.items()}
+        known = [one for one in transport.gather(names) if one is not None]
+        if not known:
+            return
+        damaged: list[list[str]] = []
         count = 0
-        for loop in loops:
-            try:
-                count += self._write(loop)
-            except OSError as error:
-                logger.warning("prefix pages were not stored: %s", error)
+        for group, index in prefixes.host.items():
+            lists = [of_process.get(group, []) for of_process in known]
+            common = set(lists[0]).intersection(*lists[1:])
+            for name in [name for name in lists[0] if name in common][-index.places :]:
+                place = index.restore(_key(name))
+                if place is None:
+                    break
+                count += 1
+                if here is None or not isinstance(memory, HostMemory):
+                    continue
+                content = self._content(here[group][name])
+                if content is None or not memory.fill(group, place, content):
+                    damaged.append([group, name])
+        lost = {(group, name) for one in transport.gather(damaged) for group, name in one}
+        for group, name in sorted(lost):
+            prefixes.host[group].discard(_key(name))
+        logger.info("%d prefix pages were read from %s", count - len(lost), self._root)
+
+    def write(self, loop: EngineLoop) -> None:
+        """Store the pages of a loop, and delete files beyond the limit."""
+        self._write(loop)
         self._delete_oldest()
-        return count
 
     def _folder(self, loop: EngineLoop) -> Path | None:
         """Return the folder of the pages of a loop; None if its model has no hash."""
-        weights = loop.runner.weights
-        if not isinstance(weights, ServedWeights) or not weights.there:
+        weights, memory = loop.runner.weights, loop.runner.host
+        if (
+            not isinstance(weights, ServedWeights)
+            or not isinstance(memory, HostMemory)
+            or not weights.there
+        ):
             return None
         try:
             name = fingerprint(
                 weights.graphdefs,
                 [str(like) for like in weights.like],
                 loop.scheduler.pages.page_size,
+                memory.parts(),
                 packages=PACKAGES,
                 imported=IMPORTED,
             )
@@ -110,40 +144,32 @@ class DiskPages:
         return self._root / hashlib.sha256(name.encode() + parts).hexdigest()[:32]
 
     def _digest(self, leaf: jax.Array) -> bytes:
-        """Return the hash of an array, which is computed once."""
+        """Return the hash of an array, or of its parts in this process, which is computed once."""
         known = self._digests.get(id(leaf))
         if known is not None and known[0]() is leaf:
             return known[1]
-        array = np.ascontiguousarray(np.asarray(leaf))
-        found = hashlib.blake2b(array.reshape(-1).view(np.uint8).data).digest()
+        parts = {str(part.index): part.data for part in leaf.addressable_shards}
+        hashes = []
+        for _, part in sorted(parts.items()):
+            array = np.ascontiguousarray(np.asarray(part))
+            hashes.append(hashlib.blake2b(array.reshape(-1).view(np.uint8).data).digest())
+        found = hashes[0] if len(hashes) == 1 else hashlib.sha256(b"".join(hashes)).digest()
         self._digests[id(leaf)] = weakref.ref(leaf), found
         return found
 
-    def _read(self, loop: EngineLoop) -> int:
-        memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
+    def _stored(self, loop: EngineLoop) -> dict[str, dict[str, Path]] | None:
+        """Return the files of each group by name, the least recently used first; None if other
+        processes hold all pages of the loop."""
+        if not isinstance(loop.runner.host, HostMemory) or loop.scheduler.pages.prefixes is None:
+            return None
         folder = self._folder(loop)
-        if (
-            not isinstance(memory, HostMemory)
-            or prefixes is None
-            or folder is None
-            or not folder.is_dir()
-        ):
-            return 0
+        if folder is None or not folder.is_dir():
+            return {}
         check_private(folder)
-        count = 0
-        for group, index in prefixes.host.items():
-            files = self._files(folder, group)[-index.places :]
-            for path in files:
-                content = self._content(path)
-                if content is None:
-                    continue
-                key = bytes.fromhex(path.name.removesuffix(_SUFFIX))
-                place = index.restore(key)
-                if place is None or not memory.fill(group, place, content):
-                    break
-                count += 1
-        logger.info("%d prefix pages were read from %s", count, folder)
-        return count
+        return {
+            group: {path.name: path for path in self._files(folder, group)}
+            for group in loop.scheduler.pages.prefixes.host
+        }
 
     @staticmethod
     def _content(path: Path) -> bytes | None:
@@ -159,25 +185,34 @@ class DiskPages:
         path.unlink(missing_ok=True)
         return None
 
-    def _write(self, loop: EngineLoop) -> int:
+    def _write(self, loop: EngineLoop) -> None:
         memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
         folder = self._folder(loop)
         if not isinstance(memory, HostMemory) or prefixes is None or folder is None or loop.spoilt:
-            return 0
-        make_private(folder)
-        count, now = 0, time.time()
+            return
+        now, failed = time.time(), False
         for group in prefixes.host:
-            (folder / _group(group)).mkdir(mode=0o700, exist_ok=True)
-            pages = [*_pages(loop, group)]
             # Later pages of a prompt are useless without the earlier, so they are the oldest.
-            for age, (key, content) in enumerate(pages):
+            for age, (key, content) in enumerate(_pages(loop, group)):
+                # All processes read all pages of the device, also after an error of one disk.
+                if failed:
+                    continue
                 path = folder / _group(group) / f"{key.hex()}{_SUFFIX}"
-                if not path.exists():
-                    data = content()
-                    write_private(path, _MAGIC + _checksum(path.name, data) + data)
-                    count += 1
-                os.utime(path, (now - age / 1000, now - age / 1000))
-        return count
+                try:
+                    self._write_page(path, content)
+                    os.utime(path, (now - age / 1000, now - age / 1000))
+                except OSError as error:
+                    logger.warning("prefix pages were not stored: %s", error)
+                    failed = True
+
+    def _write_page(self, path: Path, content: Callable[[], bytes]) -> None:
+        if path.exists():
+            return
+        make_private(path.parent.parent)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        data = content()
+        write_private(path, _MAGIC + _checksum(path.name, data) + data)
+        self.written += 1
 
     def _delete_oldest(self) -> None:
         files = []
@@ -200,6 +235,11 @@ class DiskPages:
 
 def _group(name: str) -> str:
     return name or "all"
+
+
+def _key(name: str) -> bytes:
+    """Return the key of the page in a file."""
+    return bytes.fromhex(name.removesuffix(_SUFFIX))
 
 
 def _checksum(name: str, content: bytes) -> bytes:

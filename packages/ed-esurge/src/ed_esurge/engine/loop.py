@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -24,6 +24,7 @@ from ed_esurge.core.commands import (
     ResetPrefixCache,
     Resume,
     Sleep,
+    StorePages,
     UnloadAdapter,
     UpdateWeights,
     WakeUp,
@@ -84,6 +85,8 @@ class EngineLoop:
         self.ledger = Ledger(scheduler, tokenizer, seed)
         self._overlap, self._ahead = overlap, ahead
         self._pending: StepResult | None = None
+        self.store_pages: Callable[[EngineLoop], None] = lambda loop: None
+        """Writes the pages of the prefix cache of a loop."""
         self.spoilt = False
         """Whether pages contain values that are not finite."""
         self._refusals: list[Refusal] = []
@@ -149,6 +152,8 @@ class EngineLoop:
                 self.runner.weights.drop()
             case ResetPrefixCache():
                 self._settle()
+            case StorePages():
+                self.store_pages(self)
             case LoadAdapter():
                 self._load_adapter(command)
             case UnloadAdapter(name):

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause
+from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause, StorePages
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.engine.assembly import loop_over
@@ -142,7 +142,9 @@ class eSurge(EngineControl):
         if config.prefix_cache_directory is not None:
             most = int(config.prefix_cache_directory_size * 2**30)
             self._disk = DiskPages(config.prefix_cache_directory, most)
-            self._disk.read(self._loops)
+            for loop in self._loops:
+                self._disk.read(loop, self.transport)
+                loop.store_pages = self._disk.write
         if not config.silent_mode:
             logger.info("%s: %s", self.model_name, self.describe())
 
@@ -487,10 +489,14 @@ class eSurge(EngineControl):
         """Write the pages of the prefix cache to `prefix_cache_directory`, if the option is set.
 
         Returns:
-            the number of new files.
+            the number of new files of this process.
         """
+        if self._disk is None:
+            return 0
         with self._lock:
-            return 0 if self._disk is None else self._disk.write(self._loops)
+            before = self._disk.written
+            self._execute(StorePages())
+            return self._disk.written - before
 
     def terminate(self) -> None:
         """Abort all requests and free the pages. The engine cannot be used afterwards."""

@@ -78,6 +78,10 @@ class HostMemory:
                 cache = replace(cache, caches={**cache.caches, name: pages})
         return cache
 
+    def parts(self) -> list[str]:
+        """Return a description of the parts of pages that this process keeps."""
+        return [f"{name}: {group.parts()}" for name, group in sorted(self._groups.items())]
+
     def on_device(self, group: str, numbers: Sequence[int]) -> Iterator[bytes]:
         """Yield the content of pages on the device."""
         cache = self.device()
@@ -174,6 +178,10 @@ class HostGroup:
             ]
             for place in range(len(batch)):
                 yield b"".join(array[place].tobytes() for array in arrays)
+
+    def parts(self) -> list[tuple[Part, ...]]:
+        """Return the parts of each array that this process keeps."""
+        return [tuple(parts) for parts in self._arrays]
 
     def content(self, place: int) -> bytes:
         """Return the content of a place: the parts of this process."""
