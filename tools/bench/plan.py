@@ -1,6 +1,6 @@
 """Compare the predictions of `elarge plan` with compilers, and with the memory of processes.
 
-    python -m tools.bench.plan steps       45 steps of Llama, Qwen3 and Mixtral: the CPU compiler
+    python -m tools.bench.plan steps       68 steps of Llama, Qwen3 and Mixtral: the CPU compiler
     python -m tools.bench.plan families    two steps of each family: the CPU compiler
     python -m tools.bench.plan meshes      20 meshes of eight devices: the CPU compiler
     python -m tools.bench.plan resident    five runs on one CPU device: resident memory

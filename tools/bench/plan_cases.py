@@ -47,6 +47,17 @@ _TP8: Case = {
     "vocab_size": 64000,
     "rows": 2,
 }
+#: Gradients of whole weights need more memory than the tokens.
+_FEW_TOKENS: Case = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "head_dim": 128,
+    "length": 256,
+    "rows": 8,
+}
 #: Steps of Llama, Qwen3 and Mixtral on simulated devices.
 STEPS: dict[str, Case] = {
     "base": {},
@@ -115,6 +126,8 @@ STEPS: dict[str, Case] = {
     "grpo, 32000 words": {"method": "grpo", "vocab_size": 32000},
     "grpo, adapters": {"method": "grpo", "lora": 8},
     "gspo, tp 2": {"method": "gspo", "mesh": [1, 4, 1, 2, 1]},
+    "few tokens, 64000 words": {**_FEW_TOKENS, "vocab_size": 64000},
+    "few tokens, small head": {**_FEW_TOKENS, "vocab_size": 1024},
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 #: Fields of families that differ from those of `BASE`; None omits a field.

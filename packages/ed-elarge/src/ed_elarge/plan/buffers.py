@@ -33,6 +33,8 @@ class Buffers:
         streams: copies of the hidden states in the loss: of one chunk, of several chunks.
         reduced: copies of the gradients outside the layers while devices with different tokens add
             them.
+        scattered: copies of the whole gradient of a gathered tensor while the devices add and split
+            the gradient. They are the most memory if a device has few tokens.
     """
 
     d: float
@@ -51,6 +53,7 @@ class Buffers:
     sums: float
     streams: tuple[float, float]
     reduced: float
+    scattered: float
 
     def of_layer(self, values: LayerValues, policy: str, *, adapted: bool) -> float:
         """Return the values of a token in the backward pass of one layer.
@@ -129,6 +132,7 @@ CPU = Buffers(
     sums=3,
     streams=(3, 5),
     reduced=2,
+    scattered=2,
 )
 #: TPUs and GPUs: a rough estimate, chosen with the steps of `tools/bench/plan_slices.py`.
-ACCELERATOR = replace(CPU, tables=0.5, softmax=1, sums=1, streams=(8, 8), reduced=1)
+ACCELERATOR = replace(CPU, tables=0.5, softmax=1, sums=1, streams=(8, 8), reduced=1, scattered=0)

@@ -106,13 +106,18 @@ def step(
     sums = 8 if settings.accumulation > 1 else 0
     copies = (buffers.tables * DTYPE_SIZES[settings.param_dtype] + sums) * table
     copies *= settings.lora is None
-    layer = inner + buffers.weights * 4 * _largest_layer(shapes.tensors, mesh) + copies
+    weights = 4 * _largest_layer(shapes.tensors, mesh)
+    scattered = buffers.scattered * (settings.lora is None)
+    layer = max(inner + buffers.weights * weights, scattered * weights + 4 * stream) + copies
     layer += buffers.experts * size * _experts(shapes.tensors, mesh)
     # The activations no longer exist when the gradients of the tables are added.
     outside = sum(4 * mesh.shard(t) for t in trained if ".layers." not in t.name)
     axes = (mesh.axis.data_parallel_axis, mesh.axis.sequence_parallel_axis)
     replicated = any(mesh.ways(axis) > 1 for axis in axes)
-    reduction = buffers.reduced * outside * replicated - parts["activations"]
+    # The gradients of the table of the embedding and of the head, which may be one parameter.
+    tables = 2 * DTYPE_SIZES[settings.param_dtype] * table * _gathers_head(shapes, mesh)
+    reduction = max(buffers.reduced * outside * replicated, scattered * tables)
+    reduction -= parts["activations"]
     bytes_at = {"loss": loss, "layer": layer, "reduction": reduction}
     moment = max(bytes_at, key=bytes_at.__getitem__)
     for name, key in _MOMENTS.items():
