@@ -73,7 +73,9 @@ def by_matrix(
             keys,
         )
         weights = jnp.where(stays, weights / (1 - scoring.dropout), 0)
-    weights = checkpoint_name(weights.astype(v.dtype), "attn_weights")
+    # A cache of smaller numbers must not round the weights and the sum of float32 queries.
+    weights = weights.astype(jnp.promote_types(q.dtype, v.dtype))
+    weights = checkpoint_name(weights, "attn_weights")
     return combine(weights, v, kv_order, one_by_sum).reshape(b, s, h, -1)
 
 
@@ -137,12 +139,13 @@ def score(
 
 
 def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: bool) -> jax.Array:
-    """Return the weighted sum of values, [b, s, g, r, k]."""
+    """Return the weighted sum of values, [b, s, g, r, k], in the dtype of the weights."""
 
     def by_matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
         b, groups, repeat, s, _ = weights.shape
         joined, v = weights.reshape(b, groups, repeat * s, -1), slots_last(v, kv_order)
-        out = batched(joined, v, dtype=jnp.promote_types(v.dtype, jnp.float32)).astype(v.dtype)
+        out = batched(joined, v, dtype=jnp.promote_types(v.dtype, jnp.float32))
+        out = out.astype(weights.dtype)
         return out.reshape(b, groups, repeat, s, -1).transpose(0, 3, 1, 2, 4)
 
     def by_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
