@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+from ed_esurge.config import EngineConfig
 from ed_esurge.server.launch import serve
 from ed_esurge.speech.engine import SpeechEngine
 from ed_esurge.testing import ScriptedEngine, ScriptedTranscriber, byte_tokenizer
@@ -41,7 +42,10 @@ def scripted() -> Any:
     """Return an engine that follows a script, and a model for speech with a word per second."""
     tokenizer = byte_tokenizer(TEMPLATE)
     engine = ScriptedEngine(
-        lambda tokens, _: reply(tokenizer.decode(tokens)), tokenizer=tokenizer, max_model_len=16384
+        lambda tokens, _: reply(tokenizer.decode(tokens)),
+        tokenizer=tokenizer,
+        max_model_len=16384,
+        config=EngineConfig(),  # reduces `max_tokens`: litellm sends 128,000
     )
     return {MODEL: engine, "speech": SpeechEngine(ScriptedTranscriber())}
 
