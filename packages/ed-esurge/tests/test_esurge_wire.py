@@ -53,6 +53,7 @@ COMMANDS = [
     commands.UpdateWeights([ARRAY, jnp.ones((2,), jnp.bfloat16), np.float32(3)[None][0:0]]),
     commands.DropWeights(),
     commands.ResetPrefixCache(),
+    commands.StorePages(),
     commands.LoadAdapter("x", {"q": LayerAdapter(LoraSpec(rank=3), ARRAY, ARRAY.T)}, "path"),
     commands.UnloadAdapter("x"),
 ]
