@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +130,28 @@ def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
     return made
 
 
+def run(folder: Path, engine: eSurge, requests: Callable[[eSurge], list[Any]]) -> None:
+    """Execute requests in the first process, and write their tokens and the engine's metrics."""
+    if not distributed.is_main():
+        engine.follow()
+        return
+    tokens = requests(engine)
+    engine.terminate()
+    (folder / "tokens.json").write_text(json.dumps(tokens))
+    (folder / "stats.json").write_text(json.dumps(engine.stats()))
+
+
 def main(folder: Path, dims: tuple[int, ...], case: str) -> None:
     assert distributed.initialize()
     assert jax.process_count() == 2
-    options = dict(CASES[case])
     if case == "stored":
-        options["prefix_cache_directory"] = str(folder / "pages")
-    ours = engine(dims, **options)
-    if case != "stored":
-        break_requests(ours)
-    if distributed.is_main():
-        tokens = stored(ours) if case == "stored" else served(ours)
-        ours.terminate()
-        (folder / "tokens.json").write_text(json.dumps(tokens))
-        (folder / "stats.json").write_text(json.dumps(ours.stats()))
-    else:
-        ours.follow()
-    if case != "stored":
-        (folder / f"sizes_{jax.process_index()}.json").write_text(json.dumps(sizes(dims)))
+        pages = str(folder / "pages")
+        run(folder, engine(dims, **CASES[case], prefix_cache_directory=pages), stored)
+        return
+    ours = engine(dims, **CASES[case])
+    break_requests(ours)
+    run(folder, ours, served)
+    (folder / f"sizes_{jax.process_index()}.json").write_text(json.dumps(sizes(dims)))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def prepare_eval(elm: eLargeModel, options: EvalOptions) -> None:
 
 
 def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> None:
-    """Load the model, unless processes of their own load it."""
+    """Load the model, unless separate processes load it."""
     if getattr(options, "data_parallel_size", 1) == 1:
         elm.build_model()
 

@@ -124,7 +124,7 @@ def _is_kept(directory: Path, record: str) -> bool:
 
 
 def _publish(tokenizer: Any, record: str, directory: Path) -> None:
-    """Write a temporary folder and rename it, so that a crash leaves no incomplete tokenizer.
+    """Write a temporary folder and rename it: a crash causes no incomplete tokenizer.
 
     The processes of a run may publish the same tokenizer. The first of them is kept, because the
     others may already read that folder.

@@ -186,9 +186,8 @@ class DiskPages:
         return None
 
     def _write(self, loop: EngineLoop) -> None:
-        memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
-        folder = self._folder(loop)
-        if not isinstance(memory, HostMemory) or prefixes is None or folder is None or loop.spoilt:
+        prefixes = loop.scheduler.pages.prefixes
+        if prefixes is None or loop.spoilt or (folder := self._folder(loop)) is None:
             return
         now, failed = time.time(), False
         for group in prefixes.host:
