@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
+from ed_infra.garbage import uncollected
 
 from ed_esurge.command.flags import read_config
 
@@ -69,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in words[:1]:
             commands.add_parser(name, help=doc)
             continue
-        module = _module(name)
+        with uncollected():
+            module = _module(name)
         own = commands.add_parser(
             name,
             help=doc,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 from ed_infra.errors import ConfigError
+from ed_infra.garbage import uncollected
 
 from ed_esurge.command.flags import mapping_of, options_of
 from ed_esurge.command.load import add_model_arguments, name_of, served_engine
@@ -174,23 +174,14 @@ def adapters_of(modules: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def run(values: argparse.Namespace) -> int:
-    """Load and serve the models, in this process or in several."""
-    # Imports and engines create many objects that stay. Collections would only visit them.
-    gc.disable()
-    try:
-        return _run(values)
-    finally:
-        gc.enable()
-
-
 def _server() -> Callable[..., None]:
     from ed_esurge.server import serve
 
     return serve
 
 
-def _run(values: argparse.Namespace) -> int:
+def run(values: argparse.Namespace) -> int:
+    """Load and serve the models, in this process or in several."""
     if values.model is None and (values.model_dir is None or values.also or values.lora_modules):
         raise ConfigError("name a MODEL, or a directory of models with --model-dir")
     if values.model is None and values.served_model_name:
@@ -214,15 +205,15 @@ def _run(values: argparse.Namespace) -> int:
         values.max_loras = str(len(adapters))
     check_replicas(values)
     check_nodes(values)
-    with ThreadPoolExecutor(1) as aside, ExitStack() as stack:
-        serving = aside.submit(_server)  # imports the server while the engine is built
-        engines = stack.enter_context(_running_engines(values))
-        serve = serving.result()
-        for name, directory in adapters.items():
-            loading = engines.load_lora_adapter(name, directory)
-            if loading is not None:  # of replicas
-                asyncio.run(loading)
-        gc.enable()
+    with ExitStack() as stack:
+        with uncollected(), ThreadPoolExecutor(1) as aside:
+            serving = aside.submit(_server)  # imports the server while the engine is built
+            engines = stack.enter_context(_running_engines(values))
+            serve = serving.result()
+            for name, directory in adapters.items():
+                loading = engines.load_lora_adapter(name, directory)
+                if loading is not None:  # of replicas
+                    asyncio.run(loading)
         serve(
             engines,
             values.host,

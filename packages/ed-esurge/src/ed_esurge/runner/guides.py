@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 
@@ -143,8 +142,7 @@ class Guides:
     def everything(self, rows: int) -> jax.Array:
         """Return a mask on the device that allows every token in `rows` rows."""
         if rows not in self._everything:
-            ones = jnp.full((rows, self._words), -1, jnp.int32)
-            self._everything[rows] = self._place(ones)
+            self._everything[rows] = self._place(np.full((rows, self._words), -1, np.int32))
         return self._everything[rows]
 
     def masks(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | None:

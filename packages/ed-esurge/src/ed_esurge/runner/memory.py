@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from ed_layers.cache import Cache, HybridCache, PagedCache
+from ed_layers.cache.storage import zeros
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.runner.sampler import SamplerState
@@ -73,12 +74,11 @@ class Memory:
         # Committed like the outputs of a step: jit would trace again for an uncommitted array.
         self.cache = cache if self._mesh.size > 1 else self.replicated(cache)
         self.state = self.replicated(SamplerState.create(self.max_num_seqs, self._vocab_size))
-        self.sums = self.replicated(jnp.zeros((self.max_num_seqs, self._width), jnp.float32))
+        self.sums = self.replicated(zeros((self.max_num_seqs, self._width), jnp.float32))
         if self.encoder_rows:
             dtype = cast(Any, self._model).dtype
-            self.encoded = self.replicated(
-                jnp.zeros((self.encoder_rows, self._encoder_features), dtype)
-            )
+            shape = (self.encoder_rows, self._encoder_features)
+            self.encoded = self.replicated(zeros(shape, dtype))
         return self.cache
 
     def free(self) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from ed_layers.cache.storage import zeros
 from ed_layers.sums import logsumexp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
@@ -88,8 +89,8 @@ class SamplerState:
 
     @classmethod
     def create(cls, rows: int, vocab: int) -> SamplerState:
-        bias, seen = jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows, vocab), jnp.int32)
-        return cls(bias, seen, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32))
+        bias, seen = zeros((rows, vocab), jnp.float32), zeros((rows, vocab), jnp.int32)
+        return cls(bias, seen, zeros((rows,), jnp.int32), zeros((rows,), jnp.float32))
 
     def put(
         self, slot: jax.Array, bias: jax.Array, seen: jax.Array, mu: jax.Array | float = math.nan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any, Unpack
 
 import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.garbage import settle
 from starlette.applications import Starlette
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
@@ -232,15 +232,9 @@ def serve(
 
 def _announce(url: str) -> None:
     print(f"serving at {url} (Ctrl-C stops)", flush=True)
-    cleaner = threading.Timer(SETTLING_SECONDS, _freeze)
+    cleaner = threading.Timer(SETTLING_SECONDS, settle)
     cleaner.daemon = True
     cleaner.start()
-
-
-def _freeze() -> None:
-    """Exclude the objects of the start from garbage collections, which stop all threads."""
-    gc.collect()
-    gc.freeze()
 
 
 @contextmanager

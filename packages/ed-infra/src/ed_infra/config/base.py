@@ -36,6 +36,7 @@ from ed_infra.config.fields import (
 )
 from ed_infra.config.files import StoredConfig, reading_file
 from ed_infra.config.frozen import MeshRecipe, Runtime, freeze, thaw
+from ed_infra.config.hugging_face import share_table_of_names
 from ed_infra.config.subclass import (
     architecture_value,
     as_config_error,
@@ -55,6 +56,7 @@ from ed_infra.sharding.partition import PartitionManager
 from ed_infra.specs import FORMAT_OF_BITS, EasyDeLQuantizationConfig, to_json
 
 logger = get_logger(__name__)
+share_table_of_names()
 
 _MISSING = object()
 _MESH_FIELDS = ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims", "backend")

@@ -72,7 +72,7 @@ class RecurrentCache:
         where = store.place(("batch",), (batch_size,))
 
         def make(lead: tuple[int, ...], state: StateSpec) -> jax.Array:
-            return zeros(lead, (batch_size, *state.shape), state.dtype, where)
+            return zeros((batch_size, *state.shape), state.dtype, where, lead=lead)
 
         states = specs[0].states
         return cls({x.name: store.layers(len(specs), partial(make, state=x)) for x in states})

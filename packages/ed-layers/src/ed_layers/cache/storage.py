@@ -12,6 +12,7 @@ from typing import Literal, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
@@ -79,11 +80,11 @@ class Storage:
 
         def make(lead: tuple[int, ...]) -> Numbers:
             if self.format is None:
-                return zeros(lead, shape, self.dtype, sharding)
+                return zeros(shape, self.dtype, sharding, lead=lead)
             scales = dims_of_scales(shape, slot_axis, self.format.groups(shape[-1]))
             where = sharding_of_scales(sharding, len(shape), slot_axis)
-            codes = zeros(lead, shape, self.format.dtype, sharding)
-            return Codes(codes, zeros(lead, scales, jnp.float32, where))
+            codes = zeros(shape, self.format.dtype, sharding, lead=lead)
+            return Codes(codes, zeros(scales, jnp.float32, where, lead=lead))
 
         return self.layers(num_layers, make)
 
@@ -104,16 +105,28 @@ def replicated(place: Place) -> Place:
 
 
 def zeros(
-    lead: tuple[int, ...], shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: Sharding | None = None,
+    *,
+    lead: tuple[int, ...] = (),
 ) -> jax.Array:
-    """Allocate zeros on their devices; the layer axis of a stack is never sharded."""
+    """Allocate zeros on their devices; the layer axis of a stack is never sharded.
+
+    On CPUs, other threads write the zeros after this function has returned.
+    """
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(*(None,) * len(lead), *sharding.spec)
         sharding = NamedSharding(sharding.mesh, spec)
-    array = jnp.zeros((*lead, *shape), dtype, device=sharding)
-    if sharding is not None and isinstance(array, Tracer):
-        return jax.device_put(array, sharding)  # a constraint within a compiled function
-    return array
+    example = jax.device_put(np.zeros((), dtype))
+    if isinstance(example, Tracer):
+        array = jnp.zeros((*lead, *shape), dtype)
+        return array if sharding is None else jax.device_put(array, sharding)
+    devices = example.devices() if sharding is None else sharding.device_set
+    here = all(each.process_index == jax.process_index() for each in devices)
+    if here and all(each.platform == "cpu" for each in devices):
+        return jax.device_put(np.zeros((*lead, *shape), dtype), sharding)
+    return jnp.zeros((*lead, *shape), dtype, device=sharding)
 
 
 def dims_of_scales(dims: Sequence[DimT], slot_axis: int, groups: DimT) -> tuple[DimT, ...]:

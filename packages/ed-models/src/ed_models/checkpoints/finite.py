@@ -17,7 +17,7 @@ _FIRST = {
     "float8_e5m2": 0x7C,
     "float8_e4m3fn": 0x7F,
 }
-_BLOCK = 2**18  # bytes: the second maximum reads from the processor's cache
+_BLOCK = 2**20  # bytes: the second maximum reads from the processor's cache
 
 
 def is_finite(values: np.ndarray) -> bool:

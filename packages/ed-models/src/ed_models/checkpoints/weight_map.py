@@ -17,7 +17,8 @@ from ed_models.weights.blocks import Piece, Shape, positions_between
 from ed_models.weights.rules import Rule
 
 _MOST_THREADS = 8
-_OF_A_THREAD = 2**21  # bytes that are worth a thread
+_OF_A_THREAD = 2**22  # bytes that are worth a thread
+_IN_CACHE = 2**22  # bytes that the processor keeps in its cache while it transposes them
 
 
 class WeightMap:
@@ -169,7 +170,7 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
     fills a cache line. Types that numpy knows only through ml_dtypes are moved as integers of
     their size.
     """
-    if not _is_transposed(source):
+    if not _is_transposed(source) or source.nbytes <= _IN_CACHE:
         target[...] = source
         return
     bits = f"u{target.dtype.itemsize}"
