@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_execution": True},
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
     "offload": {"kv_offloading_size": 2.0**-10},
+    "draft_offload": {
+        "speculative_config": {"method": "draft_model", "num_speculative_tokens": 3},
+        "kv_offloading_size": 2.0**-10,
+    },
     "stored": {"kv_offloading_size": 2.0**-10, "num_pages": 40},
 }
 

@@ -181,15 +181,59 @@ def test_sharded_engine_reuses_host_pages_with_same_tokens(make_llama, surge):
     assert stats["num_compiled"] == compiled
 
 
-def test_page_budget_reserves_memory_for_copies(llama, monkeypatch):
+@pytest.mark.nightly
+@pytest.mark.parametrize("stored", [False, True], ids=["offloaded", "stored"])
+def test_pages_of_a_draft_model_are_restored_with_those_of_the_model(llama, tmp_path, stored):
+    """The draft model has the weights of the model, so all proposals from right pages are accepted.
+
+    Offloaded: three prompts of ten pages alternate in a pool of sixteen. Stored: the engine starts
+    again for each turn.
+    """
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(3, 250, size=41).tolist() for _ in range(3)]
+    params = GREEDY.replace(max_tokens=13, logprobs=None)
+    options = {**OPTIONS, "kv_offloading_size": MIB, "compile_runner": False}
+    options |= {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}}
+    if stored:
+        options |= {"prefix_cache_directory": str(tmp_path / "pages"), "num_pages": 64}
+    engine, turns = eSurge(llama, draft_model=llama, **options), []
+    for _ in range(3):
+        before = engine.stats()
+        tokens = [engine.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+        after = engine.stats()
+        drafted, accepted, restored = (
+            after[name] - before[name]
+            for name in (
+                "spec_decode_num_draft_tokens",
+                "spec_decode_num_accepted_tokens",
+                "external_prefix_cache_hits",
+            )
+        )
+        turns.append((tokens, drafted, accepted))
+        assert restored == (3 * 40 if len(turns) > 1 else 0)
+        if stored:
+            engine.terminate()
+            engine = eSurge(llama, draft_model=llama, **options)
+    assert turns[0][2] > 0.9 * turns[0][1]
+    assert turns[1] == turns[2] == turns[0]
+    # A place contains a page of each model: layers, keys and values, tokens, heads, numbers.
+    assert engine.loop.runner.host.places == int(MIB * 2**30) // (2 * 2 * 2 * 4 * 4 * 8 * 4)
+
+
+@pytest.mark.parametrize("models", [1, 2], ids=["one_model", "with_draft_model"])
+def test_page_budget_reserves_memory_for_copies(llama, monkeypatch, models):
     monkeypatch.setattr(Functions, "workspace_bytes", lambda self: 0)
 
     def needed(**options) -> int:
-        setup = Setup.resolve(llama, EngineConfig(**OPTIONS, **options))
+        draft = {}
+        if models == 2:
+            options |= {"speculative_config": {"method": "draft_model"}}
+            draft = {"draft": llama}
+        setup = Setup.resolve(llama, EngineConfig(**OPTIONS, **options), **draft)
         return setup._workspace({"full": 16})
 
     more = needed(kv_offloading_size=1) - needed()
-    assert more == COPIES * PAGES_AT_ONCE * page_bytes(llama, OPTIONS["page_size"])
+    assert more == models * COPIES * PAGES_AT_ONCE * page_bytes(llama, OPTIONS["page_size"])
 
 
 def test_invalid_host_page_options_raise_error(llama, caplog):
@@ -197,9 +241,6 @@ def test_invalid_host_page_options_raise_error(llama, caplog):
         EngineConfig(kv_offloading_size=1, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match=r"holds no page of 4 tokens, which takes 1\.9\de-06 GiB"):
         eSurge(llama, kv_offloading_size=1e-6, **OPTIONS)
-    asked = {"method": "draft_model"}
-    with pytest.raises(ConfigError, match="a draft model needs its own"):
-        eSurge(llama, draft_model=llama, speculative_config=asked, kv_offloading_size=1, **OPTIONS)
     forget_said()
     with caplog.at_level(logging.WARNING):
         eSurge(llama, kv_offloading_size=MIB, compile_runner=False, **OPTIONS)

@@ -186,12 +186,10 @@ def test_two_models_with_draft_offload_and_stored_pages_are_replicated(
 ) -> None:
     one, two = texts(directory, "one"), texts(directory, "two")
     draft = {"method": "draft_model", "model": str(directory / "two"), "num_speculative_tokens": 2}
+    offload = ["--kv-offloading-size", "0.01", "--num-pages", "10"]
     for options in (
-        ["--speculative-config", json.dumps(draft)],
-        [
-            *("--kv-offloading-size", "0.01", "--num-pages", "10"),
-            *("--prefix-cache-directory", str(tmp_path / "pages")),
-        ],
+        ["--speculative-config", json.dumps(draft), *offload],
+        [*offload, "--prefix-cache-directory", str(tmp_path / "pages")],
     ):
         flags = [*DP, "--also", str(directory / "two"), *options]
         with serving(directory / "one", *flags) as server:

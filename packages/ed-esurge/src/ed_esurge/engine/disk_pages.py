@@ -37,6 +37,7 @@ from ed_infra.logging import get_logger
 
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.transport import Transport
+from ed_esurge.runner.drafts import DraftModel
 from ed_esurge.runner.functions import PACKAGES
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.weights import ServedWeights
@@ -126,10 +127,13 @@ class DiskPages:
             or not weights.there
         ):
             return None
+        proposer, used = loop.scheduler.proposer, [weights]
+        if isinstance(proposer, DraftModel):  # a page contains its keys and values
+            used.append(proposer.runner.weights)
         try:
             name = fingerprint(
-                weights.graphdefs,
-                [str(like) for like in weights.like],
+                [each.graphdefs for each in used],
+                [str(like) for each in used for like in each.like],
                 loop.scheduler.pages.page_size,
                 memory.parts(),
                 packages=PACKAGES,
@@ -140,7 +144,8 @@ class DiskPages:
             return None
 
         with ThreadPoolExecutor(THREADS) as threads:
-            parts = b"".join(threads.map(self._digest, weights.leaves))
+            leaves = [leaf for each in used for leaf in each.leaves]
+            parts = b"".join(threads.map(self._digest, leaves))
         return self._root / hashlib.sha256(name.encode() + parts).hexdigest()[:32]
 
     def _digest(self, leaf: jax.Array) -> bytes:

@@ -103,8 +103,12 @@ class Setup:
                     "of this one has a state, which each token changes; leave the option out"
                 )
         platform = platform_of(model)
-        if config.kv_offloading_size is not None:
-            _check_offloading(model, draft)
+        if config.kv_offloading_size is not None and platform == "cpu":
+            once(
+                logger,
+                "kv_offloading_size is of no use on a CPU, whose pages are in host memory already: "
+                "raise cpu_cache_gib or num_pages instead",
+            )
         together = reads_ahead(model)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
         if together == "prompt" and config.max_num_batched_tokens is None:
@@ -175,8 +179,9 @@ class Setup:
         wanted = self.config.kv_offloading_size
         if wanted is None:
             return 0
-        cache = self.model.init_paged_cache(1, self.config.page_size)
-        one = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        models = [self.model] if self.draft is None else [self.model, self.draft]
+        caches = [model.init_paged_cache(1, self.config.page_size) for model in models]
+        one = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
         if wanted * GIB < one:
             raise ConfigError(
                 f"kv_offloading_size {wanted} GiB holds no page of {self.config.page_size} tokens, "
@@ -232,7 +237,12 @@ class Setup:
         if not isinstance(runner, ModelRunner):
             return ReceivedProposals(wanted.num_speculative_tokens)
         pages = {GROUP: runner.num_pages[GROUP]}
-        drafting = self._runner(pages, model=self.draft)
+        memory = runner.host
+        drafting = self._runner(
+            pages, model=self.draft, host_places=0 if memory is None else memory.places
+        )
+        if memory is not None:
+            memory.draft = drafting.host
         return DraftModel(drafting, wanted.num_speculative_tokens, self.limits.token_budget)
 
     def _runner(
@@ -323,6 +333,8 @@ class Setup:
         trial, copies = self._runner(num_pages), 0
         if self.config.kv_offloading_size is not None:
             copied = [page_bytes(self.model, self.config.page_size, group) for group in num_pages]
+            if self.draft is not None:
+                copied.append(page_bytes(self.draft, self.config.page_size))
             copies = COPIES * PAGES_AT_ONCE * sum(copied)
         try:
             return trial.functions.workspace_bytes() + trial.memory.state_bytes() + copies
@@ -372,25 +384,6 @@ def _check_together(
             f"a step computes all tokens of {unit} together, {needed} tokens, but has room for "
             f"{room}: raise max_num_batched_tokens ({limits.token_budget}), or lower max_num_seqs "
             f"({limits.max_num_seqs}) or max_model_len; omit long_prefill_token_threshold"
-        )
-
-
-def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None:
-    """Check that pages of the model can be offloaded to host memory.
-
-    Raises:
-        ConfigError: there is a draft model.
-    """
-    if draft is not None:
-        raise ConfigError(
-            "kv_offloading_size keeps pages of the served model, and a draft model needs its own "
-            "beside them: use the method ngram, or leave kv_offloading_size out"
-        )
-    if platform_of(model) == "cpu":
-        once(
-            logger,
-            "kv_offloading_size is of no use on a CPU, whose pages are in host memory already: "
-            "raise cpu_cache_gib or num_pages instead",
         )
 
 

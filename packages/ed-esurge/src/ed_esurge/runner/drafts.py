@@ -58,6 +58,8 @@ class DraftModel(Proposer):
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         """Compute the tokens of a step with the draft model, and draft the next tokens."""
+        if GROUP in plan.moves:
+            self.runner.move({GROUP: plan.moves[GROUP]})
         begun = {new.request_id: new for new in plan.started}
         # `Scheduler.schedule` proposes nothing while requests wait.
         waits = any(request.status is Status.WAITING for request in requests.values())

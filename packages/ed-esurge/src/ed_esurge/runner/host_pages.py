@@ -47,17 +47,28 @@ class HostMemory:
         traced: wrapper that counts the traces of compiled functions.
 
     Attributes:
-        bytes_saved, bytes_loaded: bytes copied from and to the device since the start.
         device: returns the cache on the device; None = its pages are not allocated.
+        draft: the same places for the pages of the draft model; None without a draft model.
     """
 
     def __init__(self, cache: Cache, places: int, traced: Traced) -> None:
         self.places = places
-        self.bytes_saved = self.bytes_loaded = 0
+        self.draft: HostMemory | None = None
+        self._saved = self._loaded = 0
         self.device: Callable[[], Cache | None] = lambda: None
         self._groups = {
             name: HostGroup(pages, places, traced) for name, pages in groups(cache).items()
         }
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes copied from the device since the start."""
+        return self._saved + (0 if self.draft is None else self.draft.bytes_saved)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes copied to the device since the start."""
+        return self._loaded + (0 if self.draft is None else self.draft.bytes_loaded)
 
     def compile(self) -> None:
         """Compile the copy programs. Otherwise the first copy compiles them."""
@@ -68,8 +79,8 @@ class HostMemory:
         """Execute the copies of a plan and return the new cache. Loads donate the given cache."""
         for name, (saves, loads) in moves.items():
             group, pages = self._groups[name], groups(cache)[name]
-            self.bytes_saved += len(saves) * group.page_bytes
-            self.bytes_loaded += len(loads) * group.page_bytes
+            self._saved += len(saves) * group.page_bytes
+            self._loaded += len(loads) * group.page_bytes
             group.save(pages, saves)
             if loads:
                 pages = group.load(pages, loads)
@@ -80,21 +91,38 @@ class HostMemory:
 
     def parts(self) -> list[str]:
         """Return a description of the parts of pages that this process keeps."""
-        return [f"{name}: {group.parts()}" for name, group in sorted(self._groups.items())]
+        own = [f"{name}: {group.parts()}" for name, group in sorted(self._groups.items())]
+        return own if self.draft is None else [*own, *self.draft.parts()]
 
     def on_device(self, group: str, numbers: Sequence[int]) -> Iterator[bytes]:
         """Yield the content of pages on the device."""
         cache = self.device()
-        if cache is not None and numbers:
-            yield from self._groups[group].on_device(groups(cache)[group], numbers)
+        if cache is None or not numbers:
+            return
+        own = self._groups[group].on_device(groups(cache)[group], numbers)
+        draft = self._draft(group)
+        if draft is None:
+            yield from own
+        else:
+            for one, other in zip(own, draft.on_device(group, numbers), strict=True):
+                yield one + other
 
     def content(self, group: str, place: int) -> bytes:
         """Return the content of a place."""
-        return self._groups[group].content(place)
+        own, draft = self._groups[group].content(place), self._draft(group)
+        return own if draft is None else own + draft.content(group, place)
 
     def fill(self, group: str, place: int, content: bytes) -> bool:
         """Write the content of a place. Return False if it has another length."""
-        return self._groups[group].fill(place, content)
+        own, draft = self._groups[group], self._draft(group)
+        if draft is not None and not draft.fill(group, place, content[own.place_bytes :]):
+            return False
+        return own.fill(place, content[: own.place_bytes] if draft is not None else content)
+
+    def _draft(self, group: str) -> HostMemory | None:
+        """Return the memory of the draft model, if it has pages of this group."""
+        draft = self.draft
+        return draft if draft is not None and group in draft._groups else None
 
 
 class HostGroup:
@@ -190,7 +218,7 @@ class HostGroup:
 
     def fill(self, place: int, content: bytes) -> bool:
         """Write the content of a place. Return False if it has another length."""
-        if len(content) != sum(array[0].nbytes for array in self._flat):
+        if len(content) != self.place_bytes:
             return False
         at = 0
         for array in self._flat:
@@ -199,6 +227,11 @@ class HostGroup:
             array[place] = values.reshape(one.shape)
             at += one.nbytes
         return True
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of a place: the parts of this process."""
+        return sum(array[0].nbytes for array in self._flat)
 
     @property
     def _flat(self) -> list[np.ndarray]:

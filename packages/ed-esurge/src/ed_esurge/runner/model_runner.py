@@ -13,7 +13,7 @@ from ed_models.tasks.encoder_items import EncoderItems
 from flax import nnx
 from tqdm import tqdm
 
-from ed_esurge.core.plan import StepPlan
+from ed_esurge.core.plan import Moves, StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import vocab_size_of
 from ed_esurge.runner.batch import BatchBuilder
@@ -199,6 +199,11 @@ class ModelRunner:
 
     # ---- one step
 
+    def move(self, moves: Moves) -> None:
+        """Copy pages between the device and host memory."""
+        if self.host is not None and self.memory.cache is not None:
+            self.memory.cache = self.host.move(self.memory.cache, moves)
+
     def run(self, plan: StepPlan) -> StepResult:
         """Start a step and return without waiting for the device.
 
@@ -216,8 +221,7 @@ class ModelRunner:
             assert self._encoder is not None, "the scheduler plans encoder outputs"
             self._encoder.run(plan.items)
         adjusted = slots.take(plan)
-        if self.host is not None and memory.cache is not None:
-            memory.cache = self.host.move(memory.cache, plan.moves)
+        self.move(plan.moves)
         if plan.copies and memory.cache is not None:
             memory.cache = functions.with_copies(memory.cache, plan.copies)
         for _, _, line in adjusted:
