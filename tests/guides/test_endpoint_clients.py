@@ -46,6 +46,13 @@ def with_openai(url: str, recorded: Hooks) -> None:
     client.responses.retrieve(answer.id)
     assert client.responses.input_items.list(answer.id).data
     client.responses.delete(answer.id)
+    # The paths of llama.cpp's server without a version.
+    root = client.with_options(base_url=url.removesuffix("/v1"))
+    assert root.models.list().data
+    root.chat.completions.create(model="scripted", messages=MESSAGES)
+    root.responses.create(model="scripted", input="a")
+    root.responses.input_tokens.count(model="scripted", input="a")
+    root.audio.transcriptions.create(model="speech", file=("a.wav", recording()))
     client.audio.transcriptions.create(model="speech", file=("a.wav", recording()))
     with pytest.raises(openai.BadRequestError, match="translate"):
         client.audio.translations.create(model="speech", file=("a.wav", recording()))

@@ -248,7 +248,7 @@ def test_tokenize_and_detokenize_round_trip_text(client):
     assert answer["max_model_len"] == 256
     assert answer["token_strs"][:2] == ["<s>", "a"]
     back = post("/../detokenize", cast_to=object, body={"tokens": answer["tokens"][1:]})
-    assert back == {"prompt": text}
+    assert back == {"prompt": text, "content": text}
     body = {"messages": [{"role": "user", "content": "a"}]}
     rendered = post("/../tokenize", cast_to=object, body=body)
     assert rendered["count"] == len("<|user|>a\n<|assistant|>")

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from ed_esurge.server.launch import background
-from ed_esurge.server.llama_cpp import infill, props, slots
+from ed_esurge.server.llama_cpp import generated, props, slots
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "reply call"}]}
@@ -53,7 +53,7 @@ def test_apply_template_returns_the_prompt_of_a_chat_request(http, engine):
 def test_infill_places_the_texts_around_the_gap(http, engine):
     body = {"input_prefix": "reply plain(", "input_suffix": "<|fim_middle|>)", "n_predict": 6}
     answer = http.post("/infill", json=body).json()
-    infill.InfillAnswer.model_validate(answer)
+    generated.GeneratedAnswer.model_validate(answer)
     expected = "<|fim_prefix|>reply plain(<|fim_suffix|><|fim_middle|>)<|fim_middle|>"
     assert engine.prompts[-1] == expected
     assert answer["content"] == "It is "
@@ -77,6 +77,96 @@ def test_infill_of_a_model_without_tokens_for_gaps_is_refused():
         error = httpx.post(url.replace("/v1", "/infill"), json=body).json()["error"]
         assert error["param"] == "input_suffix"
         assert "fill in the middle" in error["message"]
+
+
+def test_completion_continues_text_and_token_ids(http, engine):
+    body = {"prompt": "reply plain", "n_predict": 6}
+    answer = http.post("/completion", json=body).json()
+    generated.GeneratedAnswer.model_validate(answer)
+    assert engine.prompts[-1] == "<s>reply plain"
+    assert answer["content"] == "It is "
+    assert (answer["stop_type"], answer["tokens_predicted"]) == ("limit", 6)
+    assert answer["tokens_evaluated"] == 1 + len("reply plain")
+    assert "completion_probabilities" not in answer
+    params = [*engine.requests.values()][-1]
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+    # Without a limit the text ends with the end of the sequence.
+    assert http.post("/completion", json={"prompt": "reply plain"}).json()["stop_type"] == "eos"
+    with http.stream("POST", "/completion", json={**body, "stream": True}) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line]
+    assert "".join(event["content"] for event in events) == "It is "
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    ids = engine.tokenizer(" plain", add_special_tokens=False)["input_ids"]
+    for prompt in (["reply", *ids], engine.tokenizer("reply plain")["input_ids"], ["reply plain"]):
+        assert http.post("/completion", json={**body, "prompt": prompt}).json()["content"]
+        assert engine.prompts[-1] == "<s>reply plain"
+
+
+def test_options_of_a_completion_reach_the_engine(http, engine):
+    body = {"prompt": "reply plain", "n_predict": 3}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    more = {
+        "logit_bias": [[70, 1.5], [71, False]],
+        "repeat_penalty": 1.2,
+        "cache_prompt": True,
+        "json_schema": schema,
+        "n_probs": 2,
+    }
+    answer = http.post("/completion", json={**body, **more}).json()
+    params = [*engine.requests.values()][-1]
+    assert params.logit_bias == {70: 1.5, 71: -100.0}
+    assert params.repetition_penalty == 1.2
+    assert json.loads(params.structured_outputs.json_schema) == schema
+    first = answer["completion_probabilities"][0]
+    assert first["id"] == answer["tokens"][0]
+    assert len(answer["completion_probabilities"]) == 3 and len(first["top_logprobs"]) == 2
+    assert first["top_logprobs"][0]["id"] == first["id"]
+    http.post("/completion", json={**body, "ignore_eos": True})
+    assert [*engine.requests.values()][-1].ignore_eos
+    http.post("/completion", json={**body, "grammar": 'root ::= "a" | "b"'})
+    grammar = [*engine.requests.values()][-1].structured_outputs.grammar
+    assert grammar == 'root ::= "a" | "b"'
+    for wrong, param in (
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [999999]}, "prompt"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema"),
+        ({"samplers": ["top_k"]}, "samplers"),
+        ({"logit_bias": [["word", 1]]}, "logit_bias"),
+        ({"repeat_penalty": 1.5, "repeat_last_n": 64}, "repeat_last_n"),
+        ({"n_predict": 10**7, "num_ctx": 9}, "prompt"),
+    ):
+        refused = http.post("/completion", json={**body, **wrong})
+        assert refused.status_code == 400, (wrong, refused.text)
+        assert refused.json()["error"]["param"].startswith(param), refused.text
+    # A window of penalties has no effect without penalties, and 0 disables them.
+    neutral = {"repeat_penalty": 1.0, "repeat_last_n": 64}
+    assert http.post("/completion", json={**body, **neutral}).status_code == 200
+    http.post("/completion", json={**body, "repeat_penalty": 1.5, "repeat_last_n": 0})
+    assert [*engine.requests.values()][-1].repetition_penalty == 1.0
+
+
+def test_paths_without_version_have_the_answers_of_their_endpoints(http, engine):
+    client = openai.OpenAI(base_url=str(http.base_url), api_key="none", max_retries=0)
+    answer = client.chat.completions.create(**CHAT)
+    assert answer.choices[0].message.content.startswith("One moment.")
+    assert [model.id for model in client.models.list()] == ["scripted"]
+    counted = client.responses.input_tokens.count(model="scripted", input="reply call")
+    assert counted.input_tokens == answer.usage.prompt_tokens
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        assert http.post(path, json=CHAT).json()["input_tokens"] == answer.usage.prompt_tokens
+    assert http.get("/v1/health").json() == http.get("/health").json()
+
+
+def test_tokens_have_the_names_of_llama_cpp(http, engine):
+    tokens = http.post("/tokenize", json={"content": "ab"}).json()["tokens"]
+    assert tokens == engine.tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["content"] == "ab"
+    whole = http.post("/tokenize", json={"content": "ab", "add_special": True}).json()["tokens"]
+    assert whole == engine.tokenizer("ab")["input_ids"]
+    both = http.post("/tokenize", json={"content": "ab", "prompt": "ab"})
+    assert both.status_code == 400
 
 
 def test_samplers_of_llama_cpp_reach_the_engine(http, engine):

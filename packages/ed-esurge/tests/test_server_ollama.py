@@ -115,6 +115,27 @@ def test_ollama_options_reach_the_engine(client, engine):
         client.chat("scripted", say("plain"), options={"num_ctx": 64, "num_predict": 8})
 
 
+def test_repeat_last_n_is_all_tokens_or_none(client, engine):
+    for last, penalty in ((-1, 1.3), (0, 1.0)):
+        options = {"repeat_penalty": 1.3, "repeat_last_n": last}
+        client.chat("scripted", say("plain"), options=options)
+        assert params_of(engine).repetition_penalty == penalty
+    client.chat("scripted", say("plain"), options={"repeat_last_n": 64})
+    with pytest.raises(ollama.ResponseError, match=r"options\.repeat_last_n.*64 would limit"):
+        client.chat("scripted", say("plain"), options={"repeat_penalty": 1.3, "repeat_last_n": 64})
+
+
+def test_requests_of_curl_without_a_content_type_are_read(root):
+    """The examples of Ollama send JSON with `curl -d`, whose content type is that of a form."""
+    data = json.dumps({"model": "scripted", "messages": say("plain"), "stream": False})
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = httpx.post(f"{root}/api/chat", content=data, headers=form)
+    assert answer.json()["message"]["content"] == TOOL_REPLIES["plain"]
+    for name, value in (("Origin", root), ("Referer", root), ("Sec-Fetch-Site", "same-origin")):
+        by_page = httpx.post(f"{root}/api/chat", content=data, headers={**form, name: value})
+        assert by_page.status_code == 400, name
+
+
 def test_ollama_format_compiles_a_grammar(client, engine):
     client.chat("scripted", say("plain"), format="json")
     assert params_of(engine).structured_outputs.json_schema == '{"type": "object"}'

@@ -195,6 +195,8 @@ class DetokenizedText(AnswerBody):
     """Answer of `POST /detokenize`."""
 
     prompt: str
+    content: str
+    """llama.cpp's name of `prompt`."""
 
 
 class HealthState(AnswerBody):

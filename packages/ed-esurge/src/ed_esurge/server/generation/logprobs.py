@@ -115,6 +115,19 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def token_probabilities(
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
+) -> list[dict[str, Any]]:
+    """Return `completion_probabilities` of llama.cpp: the entries of chats, with token ids."""
+    content: list[dict[str, Any]] = chat_logprobs(texts, tokens, logprobs, top)["content"]
+    for token, position, entry in zip(tokens, logprobs, content, strict=True):
+        entry["id"] = token
+        best = _alternatives(position, top)
+        for (other, _), alternative in zip(best, entry["top_logprobs"], strict=True):
+            alternative["id"] = other
+    return content
+
+
 def prompt_logprobs(
     texts: TokenTexts, positions: Sequence[PositionLogprobs | None] | None, count: int
 ) -> list[dict[str, Any] | None]:

@@ -8,7 +8,7 @@ keys follow the option `unknown_fields` of the server. Fields marked *extension*
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, model_validator
 
@@ -503,22 +503,38 @@ class ChatRequest(GenerationRequest, OtherTemplates):
 
 
 class TokenizeRequest(RequestBody):
-    """Body of `POST /tokenize`: either `prompt`, or the `messages` of a chat request."""
+    """Body of `POST /tokenize`: `prompt`, the `messages` of a chat request, or `content`."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"add_special": "add_special_tokens"}
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    """llama.cpp's name of `prompt`; special tokens are then added only with `add_special`."""
     messages: Annotated[
         Annotated[list[ChatMessage], Field(fail_fast=True)] | None, few(MAX_MESSAGES)
     ] = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
+    parse_special: Annotated[
+        None, unsupported("special tokens in a text are always read", True)
+    ] = None
+    with_pieces: Annotated[None, unsupported("pieces; send return_token_strs", False)] = None
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
+        given = [self.prompt, self.messages, self.content]
+        if given.count(None) != 2:
             raise InvalidField("send either `prompt` or `messages`", "prompt")
         return self
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the special tokens at the beginning and the end are added to a text."""
+        if self.content is not None and "add_special_tokens" not in self.model_fields_set:
+            return False
+        return self.add_special_tokens
 
 
 class DetokenizeRequest(RequestBody):

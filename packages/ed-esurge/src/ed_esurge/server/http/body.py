@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.admission import RESERVATION, Reservation
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.errors import APIError, is_ollama
 from ed_esurge.server.http.fields import IgnoredKeys, validated
 
 T = TypeVar("T")
@@ -75,7 +75,8 @@ async def read(
             code="unsupported_encoding",
         )
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
+    is_json = content_type == "application/json" or content_type.endswith("+json")
+    if not is_json and not _is_plain_curl(request, content_type):
         # This check also rejects forms of foreign web pages.
         raise APIError(
             "the request body is not a JSON object sent with Content-Type: application/json",
@@ -85,6 +86,18 @@ async def read(
     raw = b"".join(parts)
     request.scope[BODY_BYTES] = len(raw)
     return await aside(lambda: validated(kind, _parsed(raw), ignored), len(raw))
+
+
+def _is_plain_curl(request: Request, content_type: str) -> bool:
+    """Return whether a program sent a request of Ollama's API as `curl -d` does.
+
+    The examples of Ollama omit the content type. A form of a web page has the same type, and one
+    of these headers.
+    """
+    headers = request.headers
+    by_page = "origin" in headers or "sec-fetch-site" in headers or "referer" in headers
+    form = content_type == "application/x-www-form-urlencoded"
+    return form and not by_page and is_ollama(request.url.path)
 
 
 async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import unsupported
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, LlamaSamplers, Stops
 
@@ -25,6 +26,9 @@ FIELDS = {
     "repeat_penalty": "repetition_penalty",
     "num_predict": "max_tokens",
 }
+
+#: Penalties -> the value without an effect.
+PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class SamplingOptions(LlamaSamplers):
@@ -47,9 +51,8 @@ class SamplingOptions(LlamaSamplers):
     repeat_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repeat_last_n: Annotated[
-        None, unsupported("the penalties read all tokens; send repeat_last_n -1", -1, 0)
-    ] = None
+    repeat_last_n: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    """Number of the last tokens that penalties read: -1 = all, 0 = no penalties."""
     tfs_z: Annotated[None, unsupported("tail-free sampling; send min_p", 1, 1.0)] = None
     penalize_newline: Annotated[
         None, unsupported("exceptions of penalties; send logit_bias", True)
@@ -61,10 +64,25 @@ class SamplingOptions(LlamaSamplers):
 
 
 def chat_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat request for options in Ollama's spelling."""
+    """Return the fields of a chat request for options in Ollama's spelling.
+
+    Raises:
+        APIError: 400, penalties of the last tokens, which the engine does not compute.
+    """
     fields = {field: options[name] for name, field in FIELDS.items() if name in options}
     if (fields.get("max_tokens") or 0) < 0:
         del fields["max_tokens"]
     if options.get("seed") == -1:  # a random seed
         del fields["seed"]
-    return fields
+    last = options.get("repeat_last_n", -1)
+    if last == -1:
+        return fields
+    active = [name for name, neutral in PENALTIES.items() if options.get(name, neutral) != neutral]
+    if last > 0 and active:
+        raise APIError(
+            f"{last} would limit {', '.join(active)} to the last tokens, and the penalties of this "
+            "server read all tokens: send -1, or 0 for no penalties",
+            param="repeat_last_n",
+            code="unsupported_value",
+        )
+    return {name: value for name, value in fields.items() if name not in map(FIELDS.get, active)}

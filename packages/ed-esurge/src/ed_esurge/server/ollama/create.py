@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.errors import APIError, renamed
 from ed_esurge.server.http.fields import RequestBody, few, unsupported
 from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition, ModelName
-from ed_esurge.server.library.parameters import SamplingOptions
+from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
 from ed_esurge.server.ollama.replies import LINES, json_line
 from ed_esurge.server.ollama.requests import ModelReference, OllamaMessage, chat_messages
 from ed_esurge.server.routing import REFUSALS, Endpoint
@@ -82,6 +82,8 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
         )
     if not server.has_weights(body.source) and body.source not in definitions:
         server.find(body.source, "")  # raises the error
+    with renamed({"repeat_last_n": "parameters.repeat_last_n"}):
+        chat_fields(body.parameters.values())  # checks the combination
     definition = ModelDefinition(
         source=body.source,
         system=body.system,

@@ -29,7 +29,10 @@ NAMES = {
     "repetition_penalty": "options.repeat_penalty",
     "response_format": "format",
     "reasoning_effort": "think",
-    **{f"{name}": f"options.{name}" for name in ("temperature", "top_p", "top_k", "stop", "seed")},
+    **{
+        name: f"options.{name}"
+        for name in ("temperature", "top_p", "top_k", "stop", "seed", "repeat_last_n")
+    },
 }
 MAX_IMAGES = 64
 

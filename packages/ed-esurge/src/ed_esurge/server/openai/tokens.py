@@ -37,7 +37,7 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
         tokens = prompt.tokens
     else:
         (tokens,) = await prompts.encode(
-            [body.prompt or ""], add_special_tokens=body.add_special_tokens
+            [body.prompt or body.content or ""], add_special_tokens=body.adds_special_tokens
         )
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -54,9 +54,10 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
 
 
 async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Request) -> JSONResponse:
-    """Return the text of token ids."""
+    """Return the text of token ids, with the names of vLLM and of llama.cpp."""
     model.prompts.check_ids(body.tokens, "tokens")
-    return JSONResponse({"prompt": await model.prompts.decode(body.tokens)})
+    text = await model.prompts.decode(body.tokens)
+    return JSONResponse({"prompt": text, "content": text})
 
 
 async def info(server: ServedModels, request: Request) -> JSONResponse:

@@ -1,0 +1,226 @@
+"""Requests and answers that `/completion` and `/infill` share: text, counts and times."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ed_esurge.outputs import CompletionOutput
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.logprobs import token_probabilities
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import ChatGeneration
+from ed_esurge.server.generation.prompts import EncodedPrompt
+from ed_esurge.server.generation.requests import MAX_BIASES, MAX_LOGPROBS, ChatRequest
+from ed_esurge.server.http.errors import APIError, InvalidField, renamed
+from ed_esurge.server.http.fields import JsonSchema, few, unsupported, validated
+from ed_esurge.server.http.streaming import StreamFormat, encode
+from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
+
+#: llama.cpp's defaults, which differ from those of OpenAI.
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+#: Field of a chat request -> field of this API.
+NAMES = {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "structured_outputs.grammar": "grammar",
+    "response_format": "json_schema",
+    "top_logprobs": "n_probs",
+}
+
+
+def _biases(value: object) -> object:
+    """Convert llama.cpp's list of pairs to an object; false forbids a token."""
+    pairs = [*value.items()] if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list):
+        return value
+    found = {}
+    for place, pair in enumerate(pairs):
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
+            raise InvalidField(f"item {place} is not a pair of a token id and a number")
+        token, bias = pair
+        found[str(token)] = -100 if bias is False else bias
+    return found
+
+
+class LlamaRequest(SamplingOptions):
+    """Fields that the bodies share."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"n_predict": "num_predict"}
+
+    model: str | None = None
+    stream: bool = False
+    grammar: Annotated[str | None, Field(max_length=2**16)] = None
+    """A grammar in GBNF or Lark, which the text follows."""
+    json_schema: JsonSchema | None = None
+    logit_bias: Annotated[dict[str, Any] | None, few(MAX_BIASES), BeforeValidator(_biases)] = None
+    """Token ids and numbers that are added to their logits; false forbids a token."""
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    """Number of the most probable tokens in `completion_probabilities`; 0 = omitted."""
+    ignore_eos: bool = False
+    # These fields select a place or a cache of llama.cpp, and do not change the answer.
+    id_slot: int | None = None
+    cache_prompt: bool | None = None
+    return_tokens: bool | None = None
+    samplers: Annotated[
+        None, unsupported("the order of the samplers is fixed; omit unused samplers", [])
+    ] = None
+    lora: Annotated[None, unsupported("adapters of one request; select one by `model`", [])] = None
+    t_max_predict_ms: Annotated[None, unsupported("a limit of time; send n_predict", 0, -1)] = None
+    n_cmpl: Annotated[None, unsupported("several answers; use /v1/completions with n", 1)] = None
+
+    def chat(self) -> dict[str, Any]:
+        """Return the fields of a chat request for these fields."""
+        fields = {"stream": self.stream, **chat_fields({**DEFAULTS, **self.values()})}
+        if self.grammar:
+            fields["structured_outputs"] = {"grammar": self.grammar}
+        if self.json_schema is not None:
+            schema = {"name": "answer", "schema": self.json_schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.n_probs:
+            fields |= {"logprobs": True, "top_logprobs": self.n_probs}
+        return {**fields, "ignore_eos": self.ignore_eos, "logit_bias": self.logit_bias}
+
+
+class Timings(AnswerBody):
+    """Measured times of a request."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+
+
+class TokenProbability(AnswerBody):
+    """The log-probability of one token."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class CompletionProbability(TokenProbability):
+    """The log-probabilities of a token of the answer, and of the most probable tokens."""
+
+    top_logprobs: list[TokenProbability]
+
+
+class GeneratedAnswer(AnswerBody):
+    """Answer of an endpoint. The fields after `stop` belong to the last event of a stream."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    completion_probabilities: list[CompletionProbability] | None = None
+    model: str | None = None
+    tokens_predicted: int | None = None
+    tokens_evaluated: int | None = None
+    tokens_cached: int | None = None
+    truncated: bool | None = None
+    stop_type: Literal["eos", "word", "limit"] | None = None
+    stopping_word: str | None = None
+    timings: Timings | None = None
+
+
+async def generated(
+    model: ServedModel,
+    body: LlamaRequest,
+    request: Request,
+    tokens: Sequence[int],
+    kind: str,
+    *,
+    message: str,
+) -> Response:
+    """Continue token ids, and answer in the format of llama.cpp.
+
+    Args:
+        kind: prefix of the request id.
+        message: the field of the body with the text, for errors.
+
+    Raises:
+        APIError: 400, the prompt is too long, or an option does not fit the model.
+    """
+    with renamed({**NAMES, "messages": message}):
+        fields = {"messages": [{"role": "user", "content": ""}], **body.chat()}
+        turn = await ChatGeneration.begin(
+            model,
+            validated(ChatRequest, fields),
+            request,
+            kind,
+            plain=EncodedPrompt([*tokens]),
+            context=body.num_ctx,
+            own_options=True,
+        )
+
+    async def whole() -> dict[str, Any]:
+        (choice,) = await turn.choices()
+        return {**_head(turn, choice.out, choice.reply.content), **_last(turn, choice.out)}
+
+    async def events() -> AsyncGenerator[str]:
+        async with aclosing(turn.pieces()) as items:
+            async for pieces in items:
+                for piece in pieces:
+                    text = "".join(getattr(event, "text", "") for event in piece.events)
+                    yield _event({**_head(turn, piece.out, text), "stop": False})
+                    if piece.finish is not None:
+                        end = {"index": 0, "content": "", "tokens": []}
+                        yield _event({**end, **_last(turn, piece.out)})
+
+    return await turn.generation.answer(body.stream, events, whole, StreamFormat(_error_event))
+
+
+def _event(fields: Mapping[str, Any]) -> str:
+    return f"data: {encode(fields)}\n\n"
+
+
+def _error_event(error: APIError) -> str:
+    return _event(error.envelope())
+
+
+def _head(turn: ChatGeneration, out: CompletionOutput, text: str) -> dict[str, Any]:
+    known: dict[str, Any] = {"index": 0, "content": text, "tokens": out.token_ids}
+    if turn.body.logprobs:
+        texts, top = turn.model.texts_for(turn.body), turn.body.top_logprobs or 0
+        shown = token_probabilities(texts, out.token_ids, out.logprobs or [], top)
+        known["completion_probabilities"] = shown
+    return known
+
+
+def _last(turn: ChatGeneration, out: CompletionOutput) -> dict[str, Any]:
+    counts, times = turn.generation, turn.generation.times
+    word = out.stop_reason if isinstance(out.stop_reason, str) else ""
+    kind = "word" if word else "limit" if out.finish_reason == "length" else "eos"
+    assert times is not None, "the last event follows an output"
+    ended = times.last_token_time or times.arrival_time
+    first = times.first_token_time or ended
+    begun = times.first_scheduled_time or first
+    predicted = (ended - first) * 1000
+    return {
+        "stop": True,
+        "model": turn.model.name,
+        "tokens_predicted": counts.completion_tokens,
+        "tokens_evaluated": counts.prompt_tokens,
+        "tokens_cached": counts.cached_tokens,
+        "truncated": counts.truncated_tokens > 0,
+        "stop_type": kind,
+        "stopping_word": word,
+        "timings": {
+            "cache_n": counts.cached_tokens,
+            "prompt_n": counts.prompt_tokens - counts.cached_tokens,
+            "prompt_ms": (first - begun) * 1000,
+            "predicted_n": counts.completion_tokens,
+            "predicted_ms": predicted,
+            "predicted_per_second": (counts.completion_tokens - 1) / predicted * 1000
+            if predicted > 0
+            else None,
+        },
+    }

@@ -1,0 +1,38 @@
+"""`POST /v1/chat/completions/input_tokens`: the number of tokens of a conversation."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ed_esurge.server.generation.abilities import GENERATES
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import check_template
+from ed_esurge.server.generation.requests import ChatRequest
+from ed_esurge.server.http.body import size_of
+from ed_esurge.server.responses.endpoint import ResponseTokenCount
+from ed_esurge.server.routing import post
+
+
+async def count(model: ServedModel, body: ChatRequest, request: Request) -> Response:
+    """Return the number of prompt tokens of a chat request. Nothing is generated.
+
+    Raises:
+        APIError: 400, there is no template, or the template rejects the conversation.
+    """
+    model.formats.check(body)
+    check_template(model, body)
+    prompt = await model.prompts.chat(body, size_of(request))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
+ENDPOINTS = (
+    post(
+        "/v1/chat/completions/input_tokens",
+        "Count the prompt tokens of a conversation.",
+        count,
+        ChatRequest,
+        ResponseTokenCount,
+        ability=GENERATES,
+    ),
+)
