@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
-from ed_elarge.plan import devices, families, settings, shapes, training
+from ed_elarge.plan import devices, families, report, settings, shapes, training
 from ed_elarge.plan.mesh import mesh_of
 from ed_infra.errors import ConfigError
 
@@ -229,6 +230,21 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
         section = section.setdefault(name, {})
     section[last] = yaml.safe_load(value)
     assert plan(run_of(changed), made.hardware).training.memory.total == best.total  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("times", "close"), [(0.9, False), (0.97, True), (1.03, True), (1.1, False)]
+)
+def test_plan_near_the_limit_says_that_a_compiler_decides(times: float, close: bool):
+    from ed_elarge.plan.estimate import plan
+
+    run, hardware = run_of(run_file()), devices.parse("v5e:2x4", None)
+    made = plan(run, hardware)
+    share = made.training.memory.total * times / hardware.device.usable  # type: ignore[union-attr]
+    device = replace(hardware.device, memory_gib=hardware.device.memory_gib * share)
+    values = report.to_dict(plan(run, replace(hardware, device=device)))
+    assert values["fits"] == (times > 1)
+    assert (report.CLOSE_TEXT in "\n".join(report.lines(values))) == close
 
 
 def test_plan_of_pairs_has_two_sequences_of_a_row_and_a_reference():

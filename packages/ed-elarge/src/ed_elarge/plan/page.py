@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ed_elarge.plan.devices import GIB
-from ed_elarge.plan.report import change_text
+from ed_elarge.plan.report import CLOSE_TEXT, change_text
 
 _COLORS = (
     "#4269d0",
@@ -68,6 +68,8 @@ def _part(name: str, part: Mapping[str, Any]) -> Iterable[str]:
     free, fits = abs(memory["free"]) / GIB, memory["fits"]
     words = f"fits, {free:.2f} GiB free" if fits else f"does not fit, {free:.2f} GiB missing"
     yield f"<p class='verdict {'yes' if fits else 'no'}'>{words}</p>"
+    if part.get("close"):
+        yield f"<p>{CLOSE_TEXT[0].upper()}{CLOSE_TEXT[1:]}.</p>"
     rows = [
         (f"<span class='key' style='background:{color}'></span>{_text(key)}", _gib(size))
         for (key, size), color in zip(memory["parts"].items(), _COLORS, strict=False)

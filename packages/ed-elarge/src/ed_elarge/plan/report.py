@@ -14,6 +14,13 @@ from ed_elarge.plan.timing import Time
 
 #: Meshes that the text shows; the files contain all of them.
 SHOWN = 5
+#: Distance from the limit, relative to it, within which the estimate cannot decide. Of the steps in
+#: `docs/slices.json` beyond this distance, libtpu disagrees with one of 29.
+CLOSE = 0.06
+CLOSE_TEXT = (
+    f"within {CLOSE:.0%} of the limit the estimate can be wrong: --compile tpu, or a first step on "
+    "the hardware, decides"
+)
 
 
 def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,6 +61,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             "samples": plan.training.settings.form.samples,
             "exact_bytes": plan.training.step.arguments,
             "estimated_bytes": plan.training.step.temporary,
+            "close": is_close(plan.training.memory),
             "largest_microbatch": most.rows,
             "longest_sequence": most.length,
             "changes": [vars(change) for change in of_plan(plan, candidates[0])],
@@ -82,6 +90,11 @@ def _part(part: TrainingPlan | ServingPlan) -> dict[str, Any]:
         "memory": _memory(part.memory),
         "time": _time(part.time),
     }
+
+
+def is_close(memory: MemoryParts) -> bool:
+    """Return whether the memory is so close to the limit that the estimate cannot decide."""
+    return abs(memory.total / memory.limit - 1) < CLOSE
 
 
 def _memory(memory: MemoryParts) -> dict[str, Any]:
@@ -162,6 +175,8 @@ def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
         out.append(f"  {key:<20}{size / GIB:>10.3f} GiB")
     out.append(f"  {'total':<20}{memory['total'] / GIB:>10.3f} GiB of {memory['limit'] / GIB:.2f}")
     out.append(_verdict(memory) + (_margin(part) if name == "training" else ""))
+    if part.get("close"):
+        out.append(f"  {CLOSE_TEXT}")
     for change in part.get("changes", ())[:3] if not memory["fits"] else ():
         out.append("  " + change_text(change))
     if name == "training":
