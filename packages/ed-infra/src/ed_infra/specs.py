@@ -25,7 +25,13 @@ QUANTIZATION_FORMATS: dict[str, tuple[int, bool]] = {
     "mxfp4": (4, False),
     "w8a8": (8, True),
     "w4a8": (4, True),
+    "gguf": (8, False),
+    "gguf_a8": (8, True),
 }
+#: Formats that keep the codes of a GGUF file while it is loaded. No number is converted to them.
+KEPT_CODES: tuple[str, ...] = ("gguf", "gguf_a8")
+#: The pattern of `EasyDeLQuantizationConfig`.
+_PATTERN = r"^(?!.*(?:embed|norm|lm_head)).*$"
 
 #: Formats of a key-value cache.
 KV_CACHE_FORMATS: tuple[str, ...] = ("int8", "fp8")
@@ -62,13 +68,17 @@ class EasyDeLQuantizationConfig:
         simulate: Whether products use rounded values of weights that are trained unrounded
             (quantization-aware training).
         pattern: Regular expression over canonical names that selects the layers, unless rules do.
+            With the codes of a GGUF file, the default selects every matrix.
+        float_zero: Whether the zeros of groups are float32 numbers, as the codes of some GGUF
+            formats need them; for int8 and int4.
     """
 
     dtype: str = "nf4"
     group_size: int | None = None
     double_quantization: bool = False
     simulate: bool = False
-    pattern: str = r"^(?!.*(?:embed|norm|lm_head)).*$"
+    pattern: str = _PATTERN
+    float_zero: bool = False
 
     def __post_init__(self) -> None:
         name = QUANTIZATION_ALIASES.get(self.dtype, self.dtype)
@@ -76,6 +86,13 @@ class EasyDeLQuantizationConfig:
             known = [*QUANTIZATION_FORMATS, *QUANTIZATION_ALIASES]
             raise unknown_name("quantization format", self.dtype, known)
         object.__setattr__(self, "dtype", name)
+        if name in KEPT_CODES:
+            if self.group_size is not None:
+                raise ConfigError(f"group_size is not for {name}: the file determines the groups")
+            if self.pattern == _PATTERN:
+                object.__setattr__(self, "pattern", "")
+        if self.float_zero and name not in ("int8", "int4"):
+            raise ConfigError(f"float_zero is for int8 and int4, not for {name}")
         if self.group_size is not None and not _is_count(self.group_size):
             raise ConfigError(f"group_size must be at least 1 or None, got {self.group_size!r}")
         if name.startswith("mx") and self.group_size not in (None, 32):

@@ -8,7 +8,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.specs import EasyDeLQuantizationConfig
+from ed_infra.errors import ConfigError
+from ed_infra.specs import KEPT_CODES, EasyDeLQuantizationConfig
 from jaxtyping import Array, Float
 
 from ed_layers.quantization.formats import ACTIVATIONS_TOO, FORMATS, StorageFormat
@@ -69,6 +70,11 @@ def encoded(
         absorbed: whether products without activations also use the matrix; activations are then not
             quantized.
     """
+    if spec.dtype in KEPT_CODES:
+        raise ConfigError(
+            f"{spec.dtype} keeps the codes of a GGUF file and cannot convert numbers: load the "
+            "file with quantization_config and apply_quantization=True, or select another format"
+        )
     w = encode(
         matrix.mT if rows else matrix,
         ACTIVATIONS_TOO.get(spec.dtype, spec.dtype),
@@ -76,7 +82,14 @@ def encoded(
         double=spec.double_quantization,
         activations=spec.quantizes_activations and not absorbed,
     )
+    w = with_float_zero(w) if spec.float_zero else w
     return w.transposed() if rows else w
+
+
+def with_float_zero(w: QArray) -> QArray:
+    """Return a matrix whose zeros are float32 numbers, one for each scale."""
+    zero = jnp.zeros(w.scale.shape, jnp.float32) if w.zero is None else w.zero
+    return replace(w, zero=zero.astype(jnp.float32))
 
 
 #: Number of scales that share a scale, in double quantization.

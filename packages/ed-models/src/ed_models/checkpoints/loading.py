@@ -30,6 +30,7 @@ from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
 from ed_models.checkpoints.filling import fill, fill_quantized, fill_simulated, fill_stored
+from ed_models.checkpoints.gguf.kept_codes import kept_codes
 from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.task_rules import rules_of
@@ -187,7 +188,8 @@ def prepare(
             f"the matrices in {files.directory} are quantized, and codes cannot be quantized "
             "again: omit quantization_config, or quantize the original checkpoint"
         )
-    rules = quantization if stored is None else stored
+    kept = kept_codes(files, quantization)
+    rules = stored if kept is not None or stored is not None else quantization
     check_depth(config, files)
 
     def draft(config: EasyDeLBaseConfig) -> Draft:
@@ -232,6 +234,10 @@ def prepare(
             )
             made, config = other, untied
         files = merged or files
+    if kept is not None:
+        files, stored = kept.files_and_rules(files, made.graphdef, made.state, made.weights)
+        rules = stored
+        made = made if stored is None else draft(config)
     check(made.weights, made.state, files, stored=stored is not None)
     return CheckedFiles(made, config, files, stored is not None)
 

@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import EasyDeLQuantizationConfig
-from ed_layers.quantization.encoding import encode
+from ed_layers.quantization.encoding import encode, with_float_zero
 from ed_layers.quantization.formats import ACTIVATIONS_TOO
 from ed_layers.quantization.model import MATRICES, quantized_matrices, rules_of
 from ed_layers.quantization.qarray import QArray
@@ -57,7 +58,13 @@ def encoded_as(matrix: jax.Array, form: QArray) -> QArray:
         double=isinstance(form.scale, Scales),
         activations=form.activations,
     )
+    w = with_float_zero(w) if has_float_zero(form) else w
     return w.transposed() if form.axis == -1 else w
+
+
+def has_float_zero(matrix: QArray) -> bool:
+    """Return whether the zeros of a quantized matrix are float32 numbers."""
+    return matrix.zero is not None and matrix.zero.dtype == jnp.float32
 
 
 def stored_rules(
@@ -94,7 +101,7 @@ def quantization_settings(model: nnx.Module) -> dict[str, Any] | None:
     rules = [
         [pattern, dict(fields)]
         for fields, modules in by_fields.items()
-        for pattern in _patterns(modules)
+        for pattern in patterns_of(modules)
     ]
     return {"quant_method": METHOD, "rules": rules} if rules else None
 
@@ -104,10 +111,11 @@ def _fields(matrix: QArray) -> dict[str, Any]:
     names = {stored: name for name, stored in ACTIVATIONS_TOO.items()}
     dtype = names[matrix.format] if matrix.activations else matrix.format
     fields: dict[str, Any] = {"dtype": dtype, "group_size": matrix.group_size}
-    return fields | ({"double_quantization": True} if isinstance(matrix.scale, Scales) else {})
+    fields |= {"double_quantization": True} if isinstance(matrix.scale, Scales) else {}
+    return fields | ({"float_zero": True} if has_float_zero(matrix) else {})
 
 
-def _patterns(modules: Iterable[str]) -> Iterator[str]:
+def patterns_of(modules: Iterable[str]) -> Iterator[str]:
     """Regular expressions that match these modules and no others, few for many layers."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name in sorted(modules):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, takewhile
 
@@ -106,17 +106,13 @@ class WeightMap:
         Raises:
             CheckpointError: A value is not finite.
         """
-        for piece in self.by_ours[name]:
-            hit = _intersect(piece, window)
-            if hit is not None:
-                target, source = hit
-                copy(out[(*target, ...)], read(piece.hf, source).transpose(piece.perm))
-                if check_finite and not is_finite(out[(*target, ...)]):
-                    raise CheckpointError(
-                        f"tensor {piece.hf!r} has NaN or infinite numbers in {out.dtype}: download "
-                        "the file again, or load in a dtype with a larger range; "
-                        "check_finite=False loads the tensor unchanged"
-                    )
+        for piece, part in filled(self.by_ours[name], window, read, out):
+            if check_finite and not is_finite(part):
+                raise CheckpointError(
+                    f"tensor {piece.hf!r} has NaN or infinite numbers in {out.dtype}: download "
+                    "the file again, or load in a dtype with a larger range; "
+                    "check_finite=False loads the tensor unchanged"
+                )
 
     def save(self, hf_name: str, read: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
         """Return the Hugging Face tensor.
@@ -139,6 +135,29 @@ class WeightMap:
             copy(out[(*_index(piece.hf_region), ...)], block)
         assert out is not None
         return out
+
+
+def filled(
+    pieces: Iterable[Piece],
+    window: Sequence[range],
+    read: Callable[[str, Index], np.ndarray],
+    out: np.ndarray,
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Fill `out` with a window of the tensor of ours that consists of the blocks.
+
+    Args:
+        window, read, out: see `WeightMap.load`.
+
+    Yields:
+        Each block that the window needs, and its part of `out`, which is filled.
+    """
+    for piece in pieces:
+        hit = _intersect(piece, window)
+        if hit is not None:
+            target, source = hit
+            part = out[(*target, ...)]
+            copy(part, read(piece.hf, source).transpose(piece.perm))
+            yield piece, part
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:

@@ -61,17 +61,17 @@ def read_slice(data: np.ndarray, tensor: Location, index: Slices) -> np.ndarray:
         tensor: the location of the tensor.
         index: a slice with a positive step for each dimension.
     """
-    raw = data[tensor.start : tensor.stop]
     if tensor.format in PLAIN:
+        raw = data[tensor.start : tensor.stop]
         return raw.view(PLAIN[tensor.format]).reshape(tensor.shape)[index]
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     block = _block_of(tensor.format)
-    *rows, columns = tensor.shape
+    columns = tensor.shape[-1]
     *at, along = index
     which, inside = covering(along, columns, block.elements)
-    blocks = raw.reshape(*rows, columns // block.elements, block.bytes)[(*at, which)]
+    blocks = raw_blocks(data, tensor)[(*at, which)]
     *kept, count, _ = blocks.shape
     if not blocks.size:
         return np.zeros((*kept, len(range(columns)[along])), np.float32)
@@ -79,6 +79,18 @@ def read_slice(data: np.ndarray, tensor: Location, index: Slices) -> np.ndarray:
     with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
         values = dequantize(flat, GGMLQuantizationType[tensor.format])
     return values.reshape(*kept, count * block.elements)[..., inside]
+
+
+def raw_blocks(data: np.ndarray, tensor: Location) -> np.ndarray:
+    """Return the blocks of a tensor, uint8 [.., columns / elements of a block, bytes of a block].
+
+    Args:
+        data, tensor: see `read_slice`; the format has blocks.
+    """
+    block = _block_of(tensor.format)
+    *rows, columns = tensor.shape
+    raw = data[tensor.start : tensor.stop]
+    return raw.reshape(*rows, columns // block.elements, block.bytes)
 
 
 def _block_of(form: str) -> Any:

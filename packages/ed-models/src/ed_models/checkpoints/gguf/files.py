@@ -73,6 +73,10 @@ class GgufFiles(JoinedFiles):
         own = rules_of_file(self.row, self.header)
         return (*with_bodies(own), *rules, *map(ignore, _HEAD))
 
+    def changes(self, name: str) -> bool:
+        """Return whether the values of Hugging Face differ from those of a tensor."""
+        return _change(name, self.row) is not None
+
     def shaped(self, wanted: Mapping[str, Shape], config: Any) -> GgufFiles:
         """Return the files with the dimensions that the rules expect."""
         changed = {}
