@@ -127,6 +127,26 @@ def test_quantized_file_of_every_architecture_has_llama_cpps_logits_and_tokens(
 
 @pytest.mark.nightly
 @pytest.mark.torch
+@pytest.mark.parametrize("model_type", sorted({row.model_type for row in ROWS}))
+def test_kept_codes_of_every_architecture_have_the_decoded_values(
+    model_type: str, tmp_path: Path
+) -> None:
+    subject = wide_subject(model_type)
+    path = subject.model.save_gguf(tmp_path / "model.gguf", dtype="q4_0")
+    options = {"task": subject.task, "sharding_axis_dims": ONE}
+    plain = hub.from_pretrained(path, **options)
+    rules = {"dtype": "gguf"}
+    kept = hub.from_pretrained(path, quantization_config=rules, apply_quantization=True, **options)
+    decoded = parameters(kept.dequantize())
+    for name, value in parameters(plain).items():
+        np.testing.assert_array_equal(decoded[name], value, err_msg=name)
+    expected = np.asarray(subject.output(forward(plain, **subject.whole())))
+    found = np.asarray(subject.output(forward(kept, **subject.whole())))
+    assert np.abs(found - expected).max() <= CLOSE * np.abs(expected).max()
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
 @pytest.mark.skipif(interpreter() is None, reason="no interpreter with llama.cpp")
 def test_mistral_model_in_a_mistral3_file_has_llama_cpps_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

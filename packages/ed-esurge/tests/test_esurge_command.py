@@ -192,6 +192,23 @@ def test_quantization_flags_set_weight_formats(
 
 
 @pytest.mark.parametrize(
+    ("flags", "formats"),
+    [([], {"int8"}), (["-q", "none"], set()), (["-q", "nf4"], {"nf4"})],
+    ids=str,
+)
+def test_gguf_file_is_served_with_its_codes(
+    llama: Any, directory: Path, tmp_path: Path, flags: list[str], formats: set[str]
+) -> None:
+    path = llama.save_gguf(tmp_path / "model.gguf", tokenizer=str(directory), dtype="q8_0")
+    engine = made(path, *flags)
+    _, state = nnx.split(engine.loop.runner.model)
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, QArray))
+    assert {leaf.format for leaf in leaves if isinstance(leaf, QArray)} == formats
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    assert len(engine.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
     ("dtype", "stored"),
     [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("fp8", "float8_e4m3fn")],
 )

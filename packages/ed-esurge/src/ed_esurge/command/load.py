@@ -76,7 +76,8 @@ def add_model_arguments(
         "-q",
         metavar="FORMAT",
         help=f"quantize the weights while they are read: {', '.join(QUANTIZATION_FORMATS)}, or "
-        "bitsandbytes (nf4); a checkpoint that is packed already is read as it is without this",
+        "bitsandbytes (nf4); default: the codes of a GGUF file are kept (gguf; gguf_a8 also rounds "
+        "activations to 8 bits), and other files are read as --dtype, as with none",
     )
     group.add_argument(
         "--kv-cache-dtype",
@@ -141,6 +142,7 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     from ed_infra.enums import TaskType
     from ed_models.checkpoints import hub
     from ed_models.checkpoints.checks import task_of
+    from ed_models.checkpoints.gguf.directory import weights_of
 
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
@@ -152,6 +154,8 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
     settings = hub.resolve(values.model, weights=False, revision=values.revision)
+    if rules is None and values.quantization is None and weights_of(settings) is not None:
+        rules = {"dtype": "gguf"}
     task = task_of(settings)
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
         task = TaskType.EMBEDDING
@@ -247,7 +251,7 @@ def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def _format_of(name: str | None) -> str | None:
-    if name is None:
+    if name in (None, "none"):
         return None
     found = QUANTIZATION_ALIASES.get(name, _VLLM_FORMATS.get(name, name))
     if found not in QUANTIZATION_FORMATS:
