@@ -4,9 +4,9 @@
     EASYDEL_LLAMA_CPP_PYTHON=PYTHON python -m tools.bench.gguf --layers 8 --batch 1 8 --rounds 5
 
 The files have SmolLM2-135M's shape and random weights; llama.cpp quantizes every matrix. This
-project reads F32, and Q8_0 as codes in groups of 32: `int8` has float32 activations, and `w8a8`
-rounds activations to 8 bits, like llama.cpp. Both programs use all cores and a context of 32
-tokens. A cell contains the minimum and, in parentheses, the median of a step in ms.
+project keeps the codes of the files: `gguf` has float32 activations, and `gguf_a8` rounds
+activations to 8 bits, like llama.cpp. Both programs use all cores and a context of 32 tokens. A
+cell contains the minimum and, in parentheses, the median of a step in ms.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ CONTEXT = 32
 #: Contender of this project -> format of the file, and quantization of the matrices.
 OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "ours F32": ("F32", None),
-    "ours Q8_0, int8": ("Q8_0", {"dtype": "int8", "group_size": 32}),
-    "ours Q8_0, w8a8": ("Q8_0", {"dtype": "w8a8", "group_size": 32}),
+    "ours Q8_0, gguf": ("Q8_0", {"dtype": "gguf"}),
+    "ours Q8_0, gguf_a8": ("Q8_0", {"dtype": "gguf_a8"}),
+    "ours Q4_0, gguf": ("Q4_0", {"dtype": "gguf"}),
+    "ours Q4_0, gguf_a8": ("Q4_0", {"dtype": "gguf_a8"}),
 }
 #: llama.cpp: a prompt for each sequence, steps that warm up, and measured steps.
 PROGRAM = """

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
+from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.adapters.lora import lora_layers
 from run_files import run, small, with_texts
 
@@ -66,13 +67,19 @@ def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.xdist_group("elarge-adaptation")
-@pytest.mark.parametrize("method", [pytest.param("nf4", marks=pytest.mark.nightly), "8bit"])
+@pytest.mark.parametrize("method", ["nf4", "8bit", "gguf"])
 def test_adapters_of_a_quantized_base(
     folder: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a section lora they have rank 16; the loss falls, and the base stays bit for bit."""
-    quantization = {"model": {"quantization_method": method, "group_size": 32}}
+    group = {} if method == "gguf" else {"group_size": 32}
+    quantization = {"model": {"quantization_method": method, **group}}
     settings = adapted(folder, method, quantization=quantization, actions=["train", GENERATE])
+    if method == "gguf":
+        base = folder / "base" / "model"
+        model = AutoEasyDeLModelForCausalLM.from_pretrained(base)
+        file = model.save_gguf(folder / "base.gguf", tokenizer=base, dtype="q8_0")
+        settings["model"] = {"name_or_path": str(file)}
     settings["trainer"] |= {"max_training_steps": 60, "learning_rate": 0.02, "log_steps": 1}
     assert run(settings) == 0
     assert "adapters of rank 16" in capsys.readouterr().out

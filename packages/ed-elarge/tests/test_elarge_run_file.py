@@ -258,6 +258,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "with quantization.model only the adapters",
     ),
     ({"quantization": {"model": {}}}, "quantization.model", "has randomly initialized weights"),
+    (
+        {"quantization": {"model": {"dtype": "gguf"}}, "model": {"name_or_path": "org/name"}},
+        "quantization.model.quantization_method",
+        "gguf keeps the codes of a GGUF file, and model.name_or_path is none",
+    ),
     ({"lora": {"name_or_path": "a/b", "rank": 4}}, "lora", "rank: the adapter of name_or_path"),
     ({"lora": {"name_or_path": "./nowhere"}}, "lora.name_or_path", "no such directory"),
     (

@@ -87,8 +87,9 @@ class EasyDeLQuantizationConfig:
             raise unknown_name("quantization format", self.dtype, known)
         object.__setattr__(self, "dtype", name)
         if name in KEPT_CODES:
-            if self.group_size is not None:
-                raise ConfigError(f"group_size is not for {name}: the file determines the groups")
+            if self.group_size is not None or self.simulate:
+                option = "simulate" if self.simulate else "group_size"
+                raise ConfigError(f"{option} is not for {name}, which keeps the codes of a file")
             if self.pattern == _PATTERN:
                 object.__setattr__(self, "pattern", "")
         if self.float_zero and name not in ("int8", "int4"):

@@ -95,9 +95,11 @@ class WeightFormat(_Format):
     quantization_method: Annotated[
         str, choice("method", QUANTIZATION_FORMATS, QUANTIZATION_ALIASES)
     ] = "nf4"
-    """Format of the weights."""
+    """Format of the weights. `gguf` keeps the codes of a GGUF file; `gguf_a8` also rounds
+    activations to 8 bits."""
     pattern: ParameterPattern | None = None
-    """Regular expression over the names of layers. None: all except embeddings and head."""
+    """Regular expression over the names of layers. None: all except embeddings and head; with the
+    codes of a GGUF file, all."""
     double_quantization: StrictBool = False
     """Also quantize the scales (`nf4` only)."""
     simulate: StrictBool = False

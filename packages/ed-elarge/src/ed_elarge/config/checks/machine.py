@@ -21,6 +21,7 @@ from ed_data.checks import check_names
 from ed_data.config import FILE_TYPES, Inform
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+from ed_infra.specs import KEPT_CODES
 from ed_trainers.options.online import RewardedArguments, RewardName
 from ed_trainers.options.self_play import SelfPlayArguments
 from ed_trainers.rewards import check_name, user_code, wrong_settings
@@ -67,6 +68,7 @@ def model(run: RunConfig) -> Iterator[Problem]:
         return
     here = ("model", "name_or_path")
     yield from _model_directory(here, section.name_or_path, ("config.json",))
+    yield from _kept_codes(run, section.name_or_path)
     config, known = run.known_model, architectures.model_types()
     if config is not None and config.get("model_type") not in known:
         problem = unknown_name("model type", config.get("model_type"), known)
@@ -277,13 +279,29 @@ def _other_model(name: str, section: OtherModelSection | None) -> Iterator[Probl
         yield from _model_directory((name, "name_or_path"), section.name_or_path, ("config.json",))
 
 
+def _kept_codes(run: RunConfig, value: str) -> Iterator[Problem]:
+    """Check that a run which keeps the codes of a GGUF file has one."""
+    form = run.weight_format
+    method = form.quantization_method if form is not None else ""
+    if method in KEPT_CODES and not _has_gguf_file(value):
+        yield Problem(
+            ("quantization", "model", "quantization_method"),
+            f"{method} keeps the codes of a GGUF file, and model.name_or_path is none: name a "
+            "file that ends with .gguf, or select another format",
+        )
+
+
+def _has_gguf_file(value: str) -> bool:
+    return value.endswith(".gguf") or any(Path(value).expanduser().glob("*.gguf"))
+
+
 def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
     directory = Path(value).expanduser()
     is_gguf = value.endswith(".gguf")
     if is_gguf and (directory.is_file() or _HUB_ID.fullmatch(value.rpartition("/")[0])):
         return
     if directory.is_dir():
-        if any(directory.glob("*.gguf")):
+        if _has_gguf_file(value):
             return
         if not any((directory / name).exists() for name in needed):
             yield Problem(path, f"the directory contains no {' or '.join(needed)}")
