@@ -260,7 +260,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"quantization": {"model": {}}}, "quantization.model", "has randomly initialized weights"),
     (
         {"quantization": {"model": {"dtype": "gguf"}}, "model": {"name_or_path": "org/name"}},
-        "quantization.model.quantization_method",
+        "quantization.model.dtype",
         "gguf keeps the codes of a GGUF file, and model.name_or_path is none",
     ),
     ({"lora": {"name_or_path": "a/b", "rank": 4}}, "lora", "rank: the adapter of name_or_path"),

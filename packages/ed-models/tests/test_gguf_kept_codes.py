@@ -230,9 +230,7 @@ def test_invalid_use_raises_an_error(llama: Path, tmp_path: Path) -> None:
         loaded(tmp_path / "model", "gguf")
     with pytest.raises(ConfigError, match="cannot convert numbers"):
         model.quantize({"dtype": "gguf"})
-    with pytest.raises(
-        ConfigError, match="group_size is not for gguf, which"
-    ):
+    with pytest.raises(ConfigError, match="group_size is not for gguf, which"):
         model.quantize({"dtype": "gguf", "group_size": 32})
     rules = [("mlp", {"dtype": "gguf"}), ("", {"dtype": "nf4"})]
     with pytest.raises(ConfigError, match="either the codes of a GGUF file are kept"):
