@@ -1,5 +1,8 @@
 """Families with experts: the auxiliary loss, selection biases, and numbers that no row shows."""
 
+import importlib
+
+import jax
 import numpy as np
 import pytest
 from ed_infra import parameter_names
@@ -9,6 +12,7 @@ from ed_models.conformance import Subject, forward
 from ed_models.families.glm4_moe import Glm4MoeForCausalLM
 from ed_models.families.llama4 import Llama4TextForCausalLM
 from ed_models.families.mixtral import MixtralForCausalLM
+from ed_models.tasks.causal_lm import CausalLM
 from flax import nnx
 
 from tests.conformance.cases import cases
@@ -97,3 +101,46 @@ def test_experts_of_published_qwen3_vl_moe_checkpoints_have_swapped_dimensions(t
     loaded = Qwen3VLMoeTextForCausalLM.from_pretrained(tmp_path)
     ids = np.array([[1, 5, 2]])
     np.testing.assert_allclose(loaded(ids).logits, model(ids).logits, atol=1e-6)
+
+
+@pytest.mark.daily("mixtral-True", "mixtral-False")
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "phimoe", "dbrx", "gpt_oss"]
+)
+def test_returned_experts_repeat_the_forward_pass(family, scan):
+    """Given experts replace the routers' choice, for each layer and each token."""
+    require_torch()
+    module = f"ed_models.families.{family}"
+    causal = next(
+        one
+        for one in vars(importlib.import_module(module)).values()
+        if isinstance(one, type) and issubclass(one, CausalLM) and one.__module__ == module
+    )
+    known = cases(family)[family]
+    subject = Subject(family, next(iter(known.rows)), causal, known)
+    graphdef, state = nnx.split(subject.load(scan_layers=scan))
+
+    @jax.jit
+    def run(routed_experts):
+        inputs = {"input_ids": subject.ids, "attention_mask": subject.mask}
+        model = nnx.merge(graphdef, state)
+        out = model(**inputs, routed_experts=routed_experts, output_routed_experts=True)
+        return out.logits, out.routed_experts
+
+    like = jax.eval_shape(run, None)[1]
+    assert like.shape[:2] == subject.ids.shape
+    layers = like.shape[2]
+    logits, experts = map(np.asarray, run(np.full(like.shape, -1, np.int16)))
+    own = [n for n in range(layers) if experts[:, :, n].max() >= 0]
+    assert own and all((experts[:, :, n] >= 0).all() for n in own)
+    repeated, again = map(np.asarray, run(experts))
+    np.testing.assert_array_equal(again, experts)
+    np.testing.assert_allclose(repeated, logits, atol=1e-5)
+    # Other experts of the last token change its logits, and those of no earlier token.
+    other = experts.copy()
+    other[:, -1:, own] = (experts[:, -1:, own] + 1) % (experts[:, :, own].max() + 1)
+    moved, given = map(np.asarray, run(other))
+    np.testing.assert_array_equal(given, other)
+    np.testing.assert_array_equal(moved[:, :-1], repeated[:, :-1])
+    assert np.abs(moved[:, -1] - repeated[:, -1]).max() > 1e-5

@@ -99,6 +99,9 @@ class CompletionOutput:
             "length", "abort", "error" (see `RequestOutput.error`).
         stop_reason: the stop string or stop token id that ended the completion; None for end of
             sequence.
+        routed_experts: experts of each token but the last one, prompt included, int16 [tokens,
+            layers, k], -1 for layers without experts; in the last delta. None unless the engine
+            returns experts (`return_routed_experts`).
     """
 
     index: int
@@ -108,6 +111,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def finished(self) -> bool:
@@ -122,6 +126,7 @@ class CompletionOutput:
         self.cumulative_logprob = new.cumulative_logprob
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
+        self.routed_experts = new.routed_experts
 
 
 @dataclass(slots=True)

@@ -47,6 +47,9 @@ SOUND = "feature_attention_mask"
 #: the numbers splits an image into tiles only if its text has no other image (LLaVA-OneVision).
 COUNTS = "batch_num_images"
 
+#: Name of the experts of each token in each layer, [b, s, layers, k].
+ROUTED_EXPERTS = "routed_experts"
+
 #: Logical axes of the arrays that models read, by name. An array with another name has the axes
 #: that `Inputs` receives for it, or `batch` followed by unsharded axes.
 AXES: Mapping[str, LogicalAxes] = {
@@ -66,6 +69,7 @@ AXES: Mapping[str, LogicalAxes] = {
     "encoder_outputs": ("batch", None, "hidden_state"),
     IMAGE_FEATURES: ("batch", None, None),
     "inputs_embeds": ("batch", "sequence", "hidden_state"),
+    ROUTED_EXPERTS: ("batch", "sequence", None, None),
     "pixel_values": ("batch", None, None, None, None),
     GRID: ("batch", None, None),
     SIZES: ("batch", None, None),

@@ -6,7 +6,7 @@ Shapes: `b` batch, `s` sequence, `d` hidden, `v` vocab, `n` selected positions, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
@@ -69,17 +69,21 @@ class LayerReport:
         metrics: Statistics for the log, by name.
         updates: Updates of variables without gradients (`ed_layers.updated.Updated`): path within
             the layer, joined by `/` -> the contribution of this batch to the sum of the rule.
+        experts: Number of a layer as text -> the experts that its router chose, int16 [b, s, k];
+            the number is empty within the layer. Only if the call asks for the experts.
     """
 
     losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    experts: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: LayerReport) -> LayerReport:
         return LayerReport(
             add_metrics(self.losses, other.losses),
             add_metrics(self.metrics, other.metrics),
             {**self.updates, **other.updates},
+            {**self.experts, **other.experts},
         )
 
     def under(self, *parts: object) -> LayerReport:
@@ -88,10 +92,38 @@ class LayerReport:
         updates = {f"{lead}/{path}": value for path, value in self.updates.items()}
         return dataclasses.replace(self, updates=updates)
 
-    def over_layers(self) -> LayerReport:
-        """Return the report of stacked layers: losses and metrics summed over the leading axis."""
+    def over_layers(self, layers: Sequence[int]) -> LayerReport:
+        """Return the report of stacked layers: losses and metrics summed over the leading axis.
+
+        Args:
+            layers: number of each layer.
+        """
         losses, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), (self.losses, self.metrics))
-        return LayerReport(losses, metrics, self.updates)
+        experts = {
+            str(layer): chosen[place]
+            for chosen in self.experts.values()
+            for place, layer in enumerate(layers)
+        }
+        return LayerReport(losses, metrics, self.updates, experts)
+
+    def of_layer(self, layer: int) -> LayerReport:
+        """Return the report of one layer with the number of the layer."""
+        experts = {str(layer): chosen for chosen in self.experts.values()}
+        return dataclasses.replace(self, experts=experts)
+
+    def routed_experts(self, layers: int) -> jax.Array | None:
+        """Return the experts of all layers, int16 [b, s, layers, k]; None without experts.
+
+        The experts of a layer without a router are -1.
+
+        Args:
+            layers: number of layers.
+        """
+        if not self.experts:
+            return None
+        none = jnp.full_like(next(iter(self.experts.values())), -1)
+        each = [self.experts.get(str(layer), none) for layer in range(layers)]
+        return jnp.stack(each, axis=2)
 
 
 class _Replaceable:
@@ -126,6 +158,7 @@ class BaseModelOutput(_Replaceable):
         updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
             batch adds to the input of the variable's rule. A train step applies each rule once.
         pooler_output: pooled first token of each row [b, d], of bodies with a pooler (BERT).
+        routed_experts: experts of each token, int16 [b, s, layers, k], or None; see `CausalLM`.
     """
 
     last_hidden_state: jax.Array
@@ -135,6 +168,7 @@ class BaseModelOutput(_Replaceable):
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     pooler_output: jax.Array | None = None
+    routed_experts: jax.Array | None = None
 
 
 @_pytree
@@ -151,6 +185,8 @@ class CausalLMOutput(_Replaceable):
         updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
             batch adds to the input of the variable's rule. A train step applies each rule once.
         loss: scalar, where the call was given labels.
+        routed_experts: experts of each token, int16 [b, s, layers, k], -1 for a layer without
+            experts; None unless the call asked for them.
     """
 
     logits: jax.Array | None = None
@@ -161,6 +197,7 @@ class CausalLMOutput(_Replaceable):
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
+    routed_experts: jax.Array | None = None
 
 
 @_pytree

@@ -82,9 +82,9 @@ AXES: dict[str, tuple[str | None, ...]] = {
     jax.tree_util.register_dataclass,
     data_fields=[
         *("position_ids", "rope", "mask_info", "windows", "ragged", "adapter_ids", "key"),
-        *("buckets", "summary_buckets", "encoded", "added"),
+        *("buckets", "summary_buckets", "encoded", "added", "routed_experts", "given_experts"),
     ],
-    meta_fields=["layerdrop", "mode", "config"],
+    meta_fields=["layerdrop", "returns_experts", "mode", "config"],
 )
 @dataclass(frozen=True)
 class Ctx:
@@ -106,6 +106,10 @@ class Ctx:
         encoded: the encoder output that cross-attention reads; None if there is no encoder, or if
             the cache contains its keys and values.
         added: what the first l layers add to their outputs, [l, b, s, d]; None = nothing.
+        routed_experts: experts of each token in each layer, [b, s, l, k], which replace the choice
+            of the routers; -1 = the router chooses. None: routers choose.
+        given_experts: `routed_experts` of one layer, [b, s, k]; set by `at_layer`.
+        returns_experts: whether routers report their experts; static.
         layerdrop: probability that training skips a layer (Fan et al. 2019); static.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
@@ -122,6 +126,9 @@ class Ctx:
     summary_buckets: Float[Array, "n h"] | None = None
     encoded: Encoded | None = None
     added: Float[Array, "l b s d"] | None = None
+    routed_experts: Int[Array, "b s l k"] | None = None
+    given_experts: Int[Array, "b s k"] | None = None
+    returns_experts: bool = field(default=False)
     layerdrop: float = field(default=0.0)
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
@@ -169,10 +176,14 @@ class Ctx:
         return None if self.mask_info is None else self.mask_info.q_segment_ids != 0
 
     def at_layer(self, layer: int | Int[Array, ""]) -> Ctx:
-        """Return a context with the dropout key of one layer; equal for scanned and unrolled."""
-        if self.key is None:
-            return self
-        return replace(self, key=jax.random.fold_in(self.key, layer))
+        """Return a context with the dropout key and the experts of one layer; equal for scanned
+        and unrolled layers."""
+        changes: dict[str, jax.Array] = {}
+        if self.key is not None:
+            changes["key"] = jax.random.fold_in(self.key, layer)
+        if self.routed_experts is not None:
+            changes["given_experts"] = self.routed_experts[:, :, layer]
+        return replace(self, **changes) if changes else self
 
 
 def named(

@@ -105,6 +105,8 @@ class Sampled:
             order. The model is not trained on them, and their log-probabilities are 0.
         rewards: the value of each reward function, NaN for None, and the reward of an environment;
             None: not scored yet.
+        experts: experts of each token of the prompt and the continuation but the last one, int16
+            [tokens, layers, k], -1 for a choice of the router; None: not recorded.
     """
 
     token_ids: Sequence[int]
@@ -114,6 +116,7 @@ class Sampled:
     versions: Sequence[tuple[int, int]] = ()
     given: Sequence[tuple[int, int]] = ()
     rewards: Sequence[float] | None = None
+    experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from flax import nnx
 
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.engine.end_tokens import stop_after_answers
+from ed_elarge.engine.lending import replays_routing
 from ed_elarge.engine.options import of_rollouts
 from ed_elarge.model import eLargeModel
 
@@ -80,7 +81,12 @@ class EngineWorker:
             length=arguments.row_length,
             completions=arguments.completions_per_generation * (1 + options.max_staleness),
         )
-        self._engine = eSurge(self._model, elm.part("tokenizer"), config)
+        self._engine = eSurge(
+            self._model,
+            elm.part("tokenizer"),
+            config,
+            return_routed_experts=replays_routing(arguments),
+        )
         self._version = -1
         self._open: dict[str, _Open] = {}
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -162,7 +168,8 @@ class EngineWorker:
             elif output.finished:
                 del self._open[output.request_id]
                 ended = new.finish_reason != "length"
-                self._send("done", output.request_id, known, ended=ended)
+                experts = new.routed_experts
+                self._send("done", output.request_id, known, ended=ended, experts=experts)
 
     def _send(self, kind: str, name: str, known: _Open, **more: Any) -> None:
         content = {"tokens": known.tokens, "logprobs": known.logprobs, "version": self._version}

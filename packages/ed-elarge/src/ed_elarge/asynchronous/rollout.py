@@ -264,7 +264,13 @@ class AsynchronousRollout:
     def _on_tokens(self, ledger: SampleLedger, key: SampleKey, message: Mapping[str, Any]) -> bool:
         """Record tokens of an engine; return whether its task is done."""
         done = message["do"] == "done"
-        part = SamplePart(message["tokens"], message["logprobs"], message["version"], done)
+        part = SamplePart(
+            message["tokens"],
+            message["logprobs"],
+            message["version"],
+            done,
+            message.get("experts"),
+        )
         if done and self._options.environment is None:
             self._finish(ledger, key, [*ledger.parts(key), part], ended=message["ended"])
             return True
@@ -403,4 +409,8 @@ def joined(parts: Sequence[SamplePart], *, ended: bool, reward: float | None = N
         logprobs += part.logprobs
     rewards = None if reward is None else [reward]
     first = versions[0][0]
-    return Sampled(tokens, logprobs, first, ended, tuple(versions), tuple(given), rewards)
+    experts = [part.experts for part in parts if part.experts is not None]
+    return Sampled(
+        *(tokens, logprobs, first, ended, tuple(versions), tuple(given), rewards),
+        experts=experts[-1] if experts else None,
+    )

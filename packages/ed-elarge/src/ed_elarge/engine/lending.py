@@ -10,6 +10,8 @@ from ed_esurge.core.commands import DropWeights
 from ed_esurge.tokenizer import Tokenizer
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.groups import GRPOArguments
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.roles.value_head import without_value_head
 from ed_trainers.rollout import Weights
@@ -38,6 +40,7 @@ class LentEngine:
         length: int | None = None,
         completions: int | None = None,
         benchmarks: bool = False,
+        experts: bool = False,
     ) -> LentEngine:
         """Create the engine of a run.
 
@@ -48,6 +51,7 @@ class LentEngine:
             length: Tokens of a row of rollouts; None without rollouts.
             completions: See `options.of_rollouts`.
             benchmarks: See `options.of_rollouts`.
+            experts: Whether the engine returns the experts of each token.
 
         Raises:
             ConfigError: The context is too short for a row.
@@ -56,7 +60,7 @@ class LentEngine:
             config = of_rollouts(
                 config, length=length, completions=completions, benchmarks=benchmarks
             )
-        engine = eSurge(without_value_head(model), tokenizer, config)
+        engine = eSurge(without_value_head(model), tokenizer, config, return_routed_experts=experts)
         if length is not None and engine.max_model_len < length:
             raise ConfigError(
                 f"prompts and completions need up to {length} tokens (max_prompt_length + "
@@ -76,6 +80,11 @@ class LentEngine:
             self.engine.weights(without_value_head(weights.model)),
         ):
             yield self.engine
+
+
+def replays_routing(arguments: TrainingArguments) -> bool:
+    """Return whether training uses the experts with which the engine sampled."""
+    return isinstance(arguments, GRPOArguments) and arguments.routing_replay
 
 
 def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
@@ -99,5 +108,6 @@ def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
             length=sampled.row_length if sampled else None,
             completions=sampled.completions_per_generation if sampled else None,
             benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),
+            experts=replays_routing(arguments),
         ),
     )

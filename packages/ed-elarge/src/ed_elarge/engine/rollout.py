@@ -84,6 +84,7 @@ class EngineRollout:
                 ],
                 weights.version,
                 completion.finish_reason != "length",
+                experts=completion.routed_experts,
             )
             for completion in (output.outputs[0] for output in outputs)
         ]

@@ -41,6 +41,8 @@ def loop_over(
     tokenizer: Tokenizer | None,
     grammars: Grammars | None,
     draft: LanguageModel | None,
+    *,
+    returns_experts: bool = False,
 ) -> tuple[Loop, Transport]:
     """Create the loop and the transport of an engine. Nothing is compiled.
 
@@ -50,6 +52,7 @@ def loop_over(
         tokenizer: tokenizer of the outputs, if any.
         grammars: compiler of structured outputs, if any.
         draft: the user's draft model, if any.
+        returns_experts: whether outputs contain the experts of each token.
 
     Raises:
         ConfigError: see `Setup`; or the mesh has no axis `data_parallelism_axis`.
@@ -61,9 +64,10 @@ def loop_over(
     transport: Transport = MultiProcess() if shared else SingleProcess()
 
     def setup_of(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
-        if is_encoder(model):
+        if is_encoder(model) and not returns_experts:
             return EncoderSetup.resolve(model, config)
-        return Setup.resolve(with_places(model, config), config, draft)
+        placed = with_places(model, config)
+        return Setup.resolve(placed, config, draft, returns_experts=returns_experts)
 
     # The next plan of a remote replica contains proposals that arrive after its step.
     overlap = config.overlap_execution and (draft is None or not shared or len(meshes) == 1)

@@ -54,6 +54,11 @@ class DeltaWriter:
             )
         self._stops = StopStringSearch(stops, include=params.include_stop_str_in_output)
         self._count = 0
+        self._experts: list[tuple[int, np.ndarray]] = []
+
+    def keep_experts(self, start: int, experts: np.ndarray) -> None:
+        """Store the experts of the tokens from position `start` on, int16 [n, layers, k]."""
+        self._experts.append((start, experts))
 
     def take(self, scores: Sequence[TokenScores]) -> CompletionOutput:
         """Return the delta of the next tokens, with `finish_reason` if they end the completion.
@@ -82,7 +87,20 @@ class DeltaWriter:
         elif request.finish_reason is not None and self._count == len(request.output):
             out.finish_reason, out.stop_reason = request.finish_reason, request.stop_reason
         self.finish_reason = out.finish_reason
+        if out.finish_reason is not None:
+            out.routed_experts = self._routed_experts()
         return out
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """Return the experts of all tokens but the last one, which the model has not read. A token
+        that was computed again has the later experts."""
+        if not self._experts:
+            return None
+        tokens = len(self.request.prompt) + self._count - 1
+        found = np.full((tokens, *self._experts[0][1].shape[1:]), -1, np.int16)
+        for start, experts in self._experts:
+            found[start : start + len(experts)] = experts[: max(tokens - start, 0)]
+        return found
 
     def _write(self, out: CompletionOutput, token: int, last: bool) -> None:
         """Append the text of a token to a delta, except for the token that ended the sequence."""

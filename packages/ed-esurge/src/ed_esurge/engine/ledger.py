@@ -167,6 +167,10 @@ class Ledger:
     ) -> CompletionOutput | RequestOutput | None:
         """Return the output of row `index` of a step: `count` tokens or a vector."""
         params = opened.add.params
+        writer = opened.writers.get(row.request_id)
+        experts = None if writer is None else result.experts(index)
+        if writer is not None and experts is not None:
+            writer.keep_experts(row.start, experts)
         if row.scores and isinstance(params, SamplingParams):
             opened.take_prompt(row.start, result.prompt(index, params.prompt_logprobs or 0))
         if count is None:
@@ -174,7 +178,7 @@ class Ledger:
         if not isinstance(params, SamplingParams):
             by_token = params.task == "token_embed"
             return opened.pooled(result.token_states(index) if by_token else result.pooled(index))
-        writer = opened.writers[row.request_id]
+        assert writer is not None, "beam searches take their own candidates"
         if writer.finish_reason is not None:
             return None
         scores = result.sampled(index, count, params.logprobs) if count else []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
+from ed_layers.moe.layer import Router
 from ed_models.generation.prompts import is_encoder_decoder, longest_sequence
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.encoder_items import EncoderItems, items_of
+from flax import nnx
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.encoder_cache import EncoderCache
@@ -60,6 +63,7 @@ class Setup:
         encoder: rows of the table of encoder outputs, and rows per step; None = no encoder. For an
             encoder-decoder: maximum encoder positions of a sequence, and positions per step.
         items: the items of the encoder; None for other models.
+        returns_experts: whether outputs contain the experts of each token.
     """
 
     model: LanguageModel
@@ -70,16 +74,25 @@ class Setup:
     draft: LanguageModel | None = None
     encoder: tuple[int, int] | None = None
     items: EncoderItems | None = None
+    returns_experts: bool = False
 
     @classmethod
     def resolve(
-        cls, model: LanguageModel, config: EngineConfig, draft: LanguageModel | None = None
+        cls,
+        model: LanguageModel,
+        config: EngineConfig,
+        draft: LanguageModel | None = None,
+        *,
+        returns_experts: bool = False,
     ) -> Setup:
         """Limit the options to the capabilities of the model and the platform.
 
         Raises:
-            ConfigError: an end-of-sequence id of the options is outside the vocabulary.
+            ConfigError: an end-of-sequence id of the options is outside the vocabulary, or the
+                model or an option does not permit to return experts.
         """
+        if returns_experts:
+            _check_experts(model, config)
         vocab = vocab_size_of(model)
         for token in config.extra_eos_token_ids:
             if token >= vocab:
@@ -155,7 +168,11 @@ class Setup:
             _check_together(together, config, limits, items.longest)
         if items is not None:
             encoder = (max(ENCODER_STEPS * budget, items.longest), budget)
-        return cls(model, config, limits, buckets, windows_of(model), draft, encoder, items)
+        windows = windows_of(model)
+        return cls(
+            *(model, config, limits, buckets, windows, draft, encoder, items),
+            returns_experts=returns_experts,
+        )
 
     def runner(
         self, grammars: Grammars | None = None, sizes: dict[str, int] | None = None
@@ -195,6 +212,7 @@ class Setup:
         reasons = {
             "a page does not restore the state of its recurrent layers": is_recurrent(self.model),
             "the keys of a prompt depend on all its tokens": reads_ahead(self.model) == "prompt",
+            "a page does not contain the experts of its tokens": self.returns_experts,
         }
         for reason in (reason for reason, holds in reasons.items() if caching and holds):
             caching = False
@@ -268,6 +286,7 @@ class Setup:
             encoder_rows=rows,
             items=items,
             encoder_length=self.encoder_length if model is None else None,
+            returns_experts=self.returns_experts,
         )
 
     def pool_sizes(self) -> dict[str, int]:
@@ -340,6 +359,27 @@ class Setup:
             return trial.functions.workspace_bytes() + trial.memory.state_bytes() + copies
         finally:
             trial.free()
+
+
+def _check_experts(model: LanguageModel, config: EngineConfig) -> None:
+    """Check that the engine can return the experts of each token.
+
+    Raises:
+        ConfigError: the model has no experts, or does not return them, or an option skips tokens.
+    """
+    if not any(isinstance(part, Router) for _, part in nnx.iter_modules(cast(nnx.Module, model))):
+        raise ConfigError(f"{type(model).__name__} has no experts to return: omit the option")
+    if "output_routed_experts" not in inspect.signature(type(model).__call__).parameters:
+        raise ConfigError(
+            f"{type(model).__name__} does not return the experts of its tokens: use the language "
+            "model of its family without an encoder, or omit the option"
+        )
+    for name in ("speculative_config", "kv_offloading_size"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} is not possible while the engine returns experts, because each token must "
+                "be computed once by this model: omit one of the two options"
+            )
 
 
 def _check_encoder_decoder(config: EngineConfig) -> None:

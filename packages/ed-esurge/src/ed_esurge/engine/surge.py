@@ -69,6 +69,8 @@ class eSurge(EngineControl):
         certificate: summary of the certificate of the model, see `ed_esurge.certificates`.
         read_model: reads a model of the same architecture from a directory, for
             `AsyncEngine.load_weights`.
+        return_routed_experts: return the experts of each token in `routed_experts` of the outputs.
+            The engine then computes every token of a prompt, without a prefix cache.
         options: fields of `EngineConfig`; they override `config`.
 
     Example:
@@ -87,6 +89,7 @@ class eSurge(EngineControl):
         processor: Any = None,
         certificate: Mapping[str, Any] | None = None,
         read_model: Callable[[Path], LanguageModel] | None = None,
+        return_routed_experts: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(config, EngineConfig):
@@ -102,7 +105,10 @@ class eSurge(EngineControl):
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)
-        self.loop, self.transport = loop_over(model, config, tokenizer, grammars, draft_model)
+        self.loop, self.transport = loop_over(
+            *(model, config, tokenizer, grammars, draft_model),
+            returns_experts=return_routed_experts,
+        )
         runner = self.loop.runner
         self.max_model_len = self.loop.scheduler.limits.max_model_len
         self.vocab_size = runner.vocab_size

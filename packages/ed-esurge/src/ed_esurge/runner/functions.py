@@ -280,6 +280,7 @@ class Functions:
         memory, weights = self._memory, self._weights
         sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs)
         sizes = (*sizes, self._uncompiled.max_logprobs)
+        sizes = (*sizes, "experts") if self._uncompiled.returns_experts else sizes
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)

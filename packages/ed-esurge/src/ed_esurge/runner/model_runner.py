@@ -48,6 +48,7 @@ class ModelRunner:
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
         items: the items of the encoder whose outputs are in the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
+        returns_experts: whether results contain the experts of each token.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ModelRunner:
         encoder_rows: int = 0,
         items: EncoderItems | None = None,
         encoder_length: int | None = None,
+        returns_experts: bool = False,
     ) -> None:
         self.buckets, self.items = buckets, items
         self.page_size, self.num_pages = page_size, num_pages
@@ -105,6 +107,7 @@ class ModelRunner:
             guides,
             buckets,
             max_logprobs=self.max_logprobs,
+            returns_experts=returns_experts,
         )
         self.functions = Functions(uncompiled, ahead_of_time=ahead_of_time)
         self._encoder: ItemEncoder | SlotEncoder | None = None
@@ -237,7 +240,7 @@ class ModelRunner:
         buffer, places = self._builder.build(plan, shape)
         allowed = slots.guides.allowed(plan, places, shape.seqs)
         assert memory.state is not None, "allocated with the pages"
-        logits, rows, hidden, memory.cache = functions[shape](
+        logits, rows, hidden, memory.cache, experts = functions[shape](
             leaves,
             memory.cache,
             memory.state.last,
@@ -266,7 +269,7 @@ class ModelRunner:
                 hidden, *slots.pooling(plan.rows, shape.tokens), memory.sums
             )
         failures = slots.guides.failures(plan)
-        return StepResult(plan, packed, places, scores, vectors, failures)
+        return StepResult(plan, packed, places, scores, vectors, failures, experts=experts)
 
     # ---- adapters
 

@@ -50,6 +50,7 @@ class StepResult:
         vectors: pooled vectors by slot, float32 [m, d], or None.
         states: vectors of the flat tokens of requests with the task `token_embed`, or None.
         failures: errors of single sequences by request id. Their tokens are invalid.
+        experts: experts of the flat tokens, int16 [T, layers, k], or None.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StepResult:
         vectors: jax.Array | None = None,
         failures: Mapping[str, Exception] | None = None,
         states: jax.Array | None = None,
+        experts: jax.Array | None = None,
     ) -> None:
         self.plan, self.places = plan, places
         self.failures = failures or {}
@@ -69,6 +71,7 @@ class StepResult:
             "scores": scores,
             "vectors": vectors,
             "states": states,
+            "experts": experts,
         }
         self._tokens: list[int] | None = None
 
@@ -171,6 +174,13 @@ class StepResult:
         if not np.isfinite(vectors).all():
             raise NotFinite
         return vectors
+
+    def experts(self, index: int) -> np.ndarray | None:
+        """Return the experts of the tokens of row `index` of the plan, int16 [n, layers, k]; None
+        if the runner does not return experts."""
+        if self._arrays["experts"] is None:
+            return None
+        return self._host("experts")[self._flat(index)].copy()
 
     def _flat(self, index: int) -> slice:
         """Return the places of the tokens of row `index` among the flat tokens of the step."""

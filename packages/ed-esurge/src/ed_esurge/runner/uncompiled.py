@@ -52,6 +52,7 @@ class UncompiledFunctions:
         guides: grammars of structured outputs.
         buckets: shapes of the steps.
         max_logprobs: number of alternatives that a step returns.
+        returns_experts: whether a step returns the experts of its tokens.
 
     Attributes:
         num_traces: number of traces, without those for which `uncounted` returned True.
@@ -68,11 +69,13 @@ class UncompiledFunctions:
         buckets: Buckets,
         *,
         max_logprobs: int,
+        returns_experts: bool = False,
     ) -> None:
         self.num_traces = 0
         self.uncounted: Callable[[], bool] = lambda: False
         self.weights, self.memory, self.builder = weights, memory, builder
         self.buckets, self.max_logprobs, self._guides = buckets, max_logprobs, guides
+        self.returns_experts = returns_experts
         self._arrays: tuple[Any, Any, Any] | None = None
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self.logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
@@ -105,7 +108,7 @@ class UncompiledFunctions:
             return jax.jit(
                 self.traced(self._make_step(name)),
                 donate_argnums=1,
-                out_shardings=(everywhere, everywhere, everywhere, cache),
+                out_shardings=(everywhere, everywhere, everywhere, cache, everywhere),
             )
         if name == PUT:
             return jax.jit(self.traced(SamplerState.put), donate_argnums=0)
@@ -147,7 +150,7 @@ class UncompiledFunctions:
             elif shape == generic:  # computes decode steps until their shapes are compiled
                 of_token = slots.at[inputs.ragged.seq_of_token].get(mode="clip")
                 token_ids = read_last(last, token_ids[0], of_token)[None]
-            more: dict[str, Any] = {}
+            more: dict[str, Any] = {"output_routed_experts": True} if self.returns_experts else {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
             if inputs.positions is not None:
@@ -161,7 +164,8 @@ class UncompiledFunctions:
             )
             assert out.logits is not None
             assert out.last_hidden_state is not None
-            return out.logits, inputs.rows, out.last_hidden_state[0], out.past_key_values
+            experts = None if out.routed_experts is None else out.routed_experts[0]
+            return out.logits, inputs.rows, out.last_hidden_state[0], out.past_key_values, experts
 
         return step
 

@@ -125,21 +125,24 @@ class Stack(nnx.Module):
             for i in range(self.num_layers):
                 graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
                 x, cache, report = alone(Static(graphdef, i), state, x, cache)
-                reports.append(report.under(f"layer_{i}"))
+                reports.append(report.of_layer(i).under(f"layer_{i}"))
         for run, units in self.stored():
             if run.repeats == 1:
                 graphdef, state = units[0]
                 state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
                 x, cache, report = alone(Static(graphdef, run.start), state, x, cache)
                 report = jax.tree.map(lambda leaf: leaf[None], report)
-                reports.append(report.over_layers().under(run.name, 0))
+                reports.append(report.over_layers([run.start]).under(run.name, 0))
                 continue
             body = partial(unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
             xs = [state for _, state in units], jnp.arange(run.repeats)
             (x, cache), (kept, slots) = jax.lax.scan(body, (x, cache), xs)
             if kept is not None:
                 hidden.extend(kept.reshape(run.count, *x.shape))
-            reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
+            reports += [
+                report.over_layers(run.layers(slot)).under(run.name, slot)
+                for slot, report in enumerate(slots)
+            ]
         return x, cache, sum(reports, LayerReport()), (*hidden, x) if keep_hidden else None
 
     def fold(self, call: Callable[[Any, CarryT, Any], CarryT], carry: CarryT) -> CarryT:

@@ -113,12 +113,13 @@ class Router(nnx.Module):
     ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"], LayerReport]:
         """Return the experts of each token, their weights, and the report.
 
-        Padding tokens get the expert number e, which does not exist.
+        Padding tokens get the expert number e, which does not exist. `ctx.given_experts` replaces
+        the choice; the weights of the given experts are computed from the logits as usual.
         """
         logits = self.logits(x)
         logits = ctx.named(logits, "moe_router_logits")
-        chosen, weights = self.choose(logits)
-        real = ctx.real
+        chosen, weights = self.choose(logits, ctx.given_experts)
+        real, routed = ctx.real, chosen
         report = LayerReport()
         if ctx.mode == "train":
             counted = jnp.ones(x.shape[:2], bool) if real is None else real
@@ -127,6 +128,8 @@ class Router(nnx.Module):
                 chosen, report.metrics[DROPPED] = self.admitted(chosen, counted, logits.shape[-1])
         if real is not None:
             chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
+        if ctx.returns_experts:
+            report = replace(report, experts={"": routed.astype(jnp.int16)})
         return chosen, weights, report
 
     def logits(self, x: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
@@ -138,12 +141,18 @@ class Router(nnx.Module):
         return logits
 
     def choose(
-        self, logits: Float[Array, "b s e"]
+        self, logits: Float[Array, "b s e"], given: Int[Array, "b s k"] | None = None
     ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"]]:
-        """Return the best experts of each token, and the weights of their outputs."""
+        """Return the best experts of each token, and the weights of their outputs.
+
+        Args:
+            logits: scores of the experts.
+            given: experts to use instead of the best ones; -1 = the best ones.
+        """
         softmax = self.score == "softmax"
         scores = sums.softmax(logits) if softmax else jax.nn.sigmoid(logits)
         chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
+        chosen = given_or(given, chosen)
         if self.normalize and softmax:
             # Normalizing a softmax over a subset equals the softmax over that subset.
             weights = sums.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
@@ -204,6 +213,11 @@ class Router(nnx.Module):
         if hasattr(self, "e_score_correction_bias"):
             report.updates["e_score_correction_bias"] = load(chosen)
         return report
+
+
+def given_or(given: Int[Array, "b s k"] | None, chosen: Int[Array, "b s k"]) -> jax.Array:
+    """Return the given experts, and the chosen ones where -1 is given."""
+    return chosen if given is None else jnp.where(given >= 0, given.astype(chosen.dtype), chosen)
 
 
 class SparseMLP(nnx.Module):

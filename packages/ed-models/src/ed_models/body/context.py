@@ -40,6 +40,8 @@ def layer_context(
     cache: Cache | None = None,
     ragged: RaggedBatch | None = None,
     key: jax.Array | None = None,
+    routed_experts: jax.Array | None = None,
+    output_routed_experts: bool = False,
     ropes: Mapping[str, RopeSettings] | None = None,
 ) -> tuple[Ctx, Cache | None]:
     """Compute masks and positions for training, generation or serving.
@@ -58,6 +60,8 @@ def layer_context(
             passed with `ragged` instead.
         ragged: the flat batch of a serving step.
         key: random key of dropout and forgetful masking; None = deterministic.
+        routed_experts: experts that replace the choice of the routers, [b, s, layers, k].
+        output_routed_experts: whether the routers report their experts.
         ropes: rotary settings by kind of layer; default: the settings of the config.
 
     Returns:
@@ -109,6 +113,8 @@ def layer_context(
         ragged=ragged,
         adapter_ids=None if ragged is None else ragged.adapter_of_token(),
         key=key,
+        routed_experts=routed_experts,
+        returns_experts=output_routed_experts,
         mode=mode,
         config=config,
     )

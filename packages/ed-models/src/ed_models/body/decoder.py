@@ -175,6 +175,7 @@ class Decoder(EasyDeLBaseModule):
             losses=report.losses,
             aux=report.metrics,
             updates=report.under("layers").updates,
+            routed_experts=report.routed_experts(self.depth(self.config)),
         )
 
     def cache_specs(self) -> list[LayerSpecs]:

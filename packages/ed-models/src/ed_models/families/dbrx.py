@@ -61,8 +61,8 @@ class DbrxRouter(Router):
         super().__init__(parts, ffn.moe_num_experts, ffn.moe_top_k, normalize=False)
         self.order = ffn.moe_normalize_expert_weights
 
-    def choose(self, logits):
-        chosen, weights = super().choose(logits)
+    def choose(self, logits, given=None):
+        chosen, weights = super().choose(logits, given)
         if self.order is not None:
             powers = sums.total(jnp.abs(weights) ** self.order)
             weights = weights / powers ** (1 / self.order)

@@ -130,8 +130,8 @@ class Gemma4TextRouter(Router):
         scale = self.scale_of.get_value().astype(jnp.float32) * x.shape[-1] ** -0.5
         return super().logits(self.norm(x).astype(jnp.float32) * scale)
 
-    def choose(self, logits):
-        chosen, weights = super().choose(logits)
+    def choose(self, logits, given=None):
+        chosen, weights = super().choose(logits, given)
         return chosen, weights * self.per_expert_scale.get_value().astype(jnp.float32)[chosen]
 
 

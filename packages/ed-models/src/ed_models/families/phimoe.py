@@ -24,7 +24,7 @@ from ed_layers import sums
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.moe.experts import Experts
-from ed_layers.moe.layer import Router, SparseMLP
+from ed_layers.moe.layer import Router, SparseMLP, given_or
 from ed_layers.parts import Parts
 
 from ed_models.adapters.peft_layout import Modules
@@ -54,11 +54,12 @@ class PhimoeRouter(Router):
         super().__init__(parts, config.num_local_experts, 2)
         self.near = 2 * config.router_jitter_noise
 
-    def choose(self, logits):
+    def choose(self, logits, given=None):
         left, chosen, weights = logits, [], []
-        for _ in range(2):
-            best = jnp.max(left, axis=-1, keepdims=True)
+        for turn in range(2):
             one = jnp.argmax(left, axis=-1, keepdims=True)
+            one = given_or(None if given is None else given[..., turn : turn + 1], one)
+            best = jnp.take_along_axis(left, one, axis=-1)
             far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > self.near
             shares = sums.softmax(jnp.where(far, -jnp.inf, left))
             chosen.append(one)

@@ -90,6 +90,7 @@ class VocabularyHead(HeadModel[Body]):
             losses=body.losses,
             aux=body.aux,
             updates={f"model/{path}": value for path, value in body.updates.items()},
+            routed_experts=body.routed_experts,
         )
 
 
@@ -141,6 +142,8 @@ class CausalLM(VocabularyHead):
         logits_at: LogitsAt = "all",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        routed_experts: Int[Array, "b s l k"] | None = None,
+        output_routed_experts: bool = False,
     ) -> CausalLMOutput:
         """Run the forward pass of training, generation or serving.
 
@@ -158,8 +161,15 @@ class CausalLM(VocabularyHead):
             logits_at: "all" [b, s, v]; "none"; or indices into the flattened [b * s] -> [n, v].
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
+            routed_experts: experts of each token in each layer, which replace the choice of the
+                routers; -1 = the router chooses. The routers still compute the weights.
+            output_routed_experts: also return the experts of each token.
         """
-        more = {} if ahead is None else {"ahead": ahead}
+        more: dict[str, Any] = {} if ahead is None else {"ahead": ahead}
+        if routed_experts is not None:
+            more["routed_experts"] = routed_experts
+        if output_routed_experts:
+            more["output_routed_experts"] = True
         body = self.model(
             input_ids,
             inputs_embeds=inputs_embeds,

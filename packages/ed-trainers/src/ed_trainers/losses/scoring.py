@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 from ed_infra.errors import ConfigError
+from ed_infra.inputs import ROUTED_EXPERTS
 from ed_infra.outputs import CausalLMOutput, SequenceClassifierOutput
 from ed_models.protocol import LanguageModel
 
@@ -45,7 +46,8 @@ def forward(
     hidden_states: bool = False,
     noise: float | None = None,
 ) -> CausalLMOutput:
-    """Run a model over a batch without logits. The model gets the arrays in its `input_names`.
+    """Run a model over a batch without logits. The model gets the arrays in its `input_names`, and
+    recorded experts.
 
     Args:
         model: learner or frozen model.
@@ -56,6 +58,7 @@ def forward(
     """
     more: dict[str, Any] = {"output_hidden_states": True} if hidden_states else {}
     more |= noise_of(model, batch, key, noise)
+    more |= batch.select((ROUTED_EXPERTS,))
     return model(**batch.select(model.input_names), logits_at="none", key=key, **more)
 
 

@@ -14,11 +14,12 @@ Legend: n completions, s positions, p prompts, g completions of a prompt (n = p 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.errors import EasyDeLError
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
@@ -53,6 +54,13 @@ def rows(
     scores: Scores | None = None,
 ) -> PhaseRows:
     """Return the rows of `group_rows`, with `correction` [n, s] for the engine's sampling."""
+    if not run.arguments.routing_replay:
+        completions = replace(completions, experts=[])
+    elif not completions.experts:
+        raise ConfigError(
+            "routing_replay needs the experts of each token, and the rollout returned none: use "
+            "the engine with a model that has experts, or omit routing_replay"
+        )
     asks = run.arguments.keeps_old or run.arguments.has_reference
     made, figures = group_rows(
         run,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from ed_infra.inputs import ROUTED_EXPERTS
 
 from ed_trainers.contract import Prepared
 from ed_trainers.losses.next_token import next_token_batch
@@ -58,6 +59,7 @@ class Completions:
         rewards: values of reward functions and of an environment, float32 [n, k], NaN for None;
             None: not scored.
         given: the tokens of an environment, see `Sampled.given`; empty: none.
+        experts: the experts of the tokens of each row, see `Sampled.experts`; empty: none.
     """
 
     prompts: list[PromptContent]
@@ -72,6 +74,7 @@ class Completions:
     encode: Callable[[int, PromptContent], list[int]] | None = None
     rewards: np.ndarray | None = None
     given: list[Sequence[tuple[int, int]]] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -96,6 +99,7 @@ class Completions:
             encode=None if encode is None else lambda row, ask: encode(numbers[row], ask),
             rewards=None if self.rewards is None else self.rewards[list(numbers)],
             given=some(self.given) if self.given else [],
+            experts=some(self.experts) if self.experts else [],
         )
 
     def rows(self, length: int) -> Prepared:
@@ -107,11 +111,15 @@ class Completions:
         Returns:
             `input_ids`, `segment_ids`, `position_ids`, `targets` int32 [n, s] and `weights` float32
             [n, s]: 1 where the next token was sampled. With images also their arrays,
-            and `token_type_ids` int32 [n, s]: 0 for the tokens of prompts.
+            and `token_type_ids` int32 [n, s]: 0 for the tokens of prompts. With recorded experts
+            also `routed_experts` int16 [n, s, layers, k], -1 where the router chooses.
         """
         shape = (len(self), length)
-        rows = {name: np.zeros(shape, np.int32) for name in ("input_ids", "segment_ids")}
-        rows["labels"] = np.full(shape, -100, np.int32)
+        rows: dict[str, np.ndarray] = {
+            "input_ids": np.zeros(shape, np.int32),
+            "segment_ids": np.zeros(shape, np.int32),
+            "labels": np.full(shape, -100, np.int32),
+        }
         for row, (prompt, answer) in enumerate(
             zip(self.prompt_ids, self.completion_ids, strict=True)
         ):
@@ -122,6 +130,11 @@ class Completions:
             for first, count in self.given[row] if self.given else ():
                 begin = len(prompt) + first
                 rows["labels"][row, begin : begin + count] = -100
+        if self.experts:
+            chosen = np.full((*shape, *self.experts[0].shape[1:]), -1, np.int16)
+            for row, own in enumerate(self.experts):
+                chosen[row, : len(own)] = own
+            rows[ROUTED_EXPERTS] = chosen
         if self.images:
             prompts = np.asarray([len(prompt) for prompt in self.prompt_ids])[:, None]
             rows["token_type_ids"] = (np.arange(length) >= prompts).astype(np.int32)
@@ -246,6 +259,7 @@ def completions_of(
         encode=None if asked is None else lambda row, prompt: asked(row // copies, prompt),
         rewards=_rewards_of(sampled),
         given=[one.given for one in sampled],
+        experts=[one.experts for one in sampled if one.experts is not None],
     )
 
 

@@ -55,12 +55,15 @@ class SamplePart(NamedTuple):
         logprobs: their log-probabilities; 0 for tokens of an environment.
         version: version of the weights, or `GIVEN`.
         ends: whether the tokens end a message of the model, to which an environment replies.
+        experts: experts of all tokens so far, prompt included, see `Sampled.experts`; None: not
+            recorded.
     """
 
     tokens: list[int]
     logprobs: list[float]
     version: int
     ends: bool = False
+    experts: np.ndarray | None = None
 
 
 class SampleLedger:
@@ -130,6 +133,7 @@ class SampleLedger:
             "logprobs": _packed(part.logprobs, np.float32),
             "version": part.version,
             "ends": part.ends,
+            **_packed_experts(part.experts),
         }
         with self._lock:
             self._parts.setdefault(key, []).append(self._append("part", key[0], content))
@@ -147,6 +151,7 @@ class SampleLedger:
             "given": [list(run) for run in sampled.given],
             "ended": sampled.ended,
             "rewards": _packed(sampled.rewards or (), np.float32),
+            **_packed_experts(sampled.experts),
         }
         with self._lock:
             if key not in self._finished:
@@ -247,6 +252,7 @@ class SampleLedger:
             versions=tuple((int(v), int(n)) for v, n in content["versions"]),
             given=tuple((int(a), int(n)) for a, n in content["given"]),
             rewards=np.frombuffer(rewards, np.float32).tolist() or None,
+            experts=_experts(content),
         )
 
     def parts(self, key: SampleKey) -> list[SamplePart]:
@@ -259,6 +265,7 @@ class SampleLedger:
                 np.frombuffer(content["logprobs"], np.float32).tolist(),
                 content["version"],
                 content["ends"],
+                _experts(content),
             )
             for content in records
         ]
@@ -376,8 +383,23 @@ def _unpacked(payload: bytes) -> tuple[str, int, dict[str, Any]]:
     return kind, number, content
 
 
-def _packed(values: Sequence[float], kind: type[np.generic]) -> bytes:
+def _packed(values: Sequence[float] | np.ndarray, kind: type[np.generic]) -> bytes:
     return np.asarray(values, kind).tobytes()
+
+
+def _packed_experts(experts: np.ndarray | None) -> dict[str, Any]:
+    """Return the field of a record for experts; nothing without experts."""
+    if experts is None:
+        return {}
+    return {"experts": [list(experts.shape), _packed(experts, np.int16)]}
+
+
+def _experts(content: Mapping[str, Any]) -> np.ndarray | None:
+    """Return the experts of a record, int16 [tokens, layers, k]; None without experts."""
+    if "experts" not in content:
+        return None
+    shape, data = content["experts"]
+    return np.frombuffer(data, np.int16).reshape(shape)
 
 
 def _ints(data: bytes) -> list[int]:

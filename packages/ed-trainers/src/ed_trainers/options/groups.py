@@ -84,6 +84,10 @@ class GRPOArguments(
     `sequence_mask` do the same for whole completions."""
     importance_sampling_cap: Positive = 3.0
     """Largest ratio of the correction."""
+    routing_replay: Flag = False
+    """For models with experts: the engine records the experts of each token, and the trained model
+    and the reference use these experts (arXiv:2510.11370). Without this option, rounding lets the
+    trainer choose other experts for some tokens."""
 
     @field_validator("importance_sampling_level")
     @classmethod
