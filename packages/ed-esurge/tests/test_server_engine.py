@@ -157,6 +157,36 @@ def test_metrics_contain_queue_and_cache_figures_of_the_engine(client, url):
         assert f'{name}{{engine="0",model_name="tiny"}}' in text
 
 
+def test_metrics_count_the_tokens_of_each_step(client, engine, url):
+    """The sum of the steps of a request is the number of its computed tokens."""
+
+    def read():
+        lines = httpx.get(url.replace("/v1", "/metrics")).text.splitlines()
+        known = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        labels = '{engine="0",model_name="tiny"}'
+        return [
+            float(known[f"vllm:iteration_tokens_total_{end}{labels}"]) for end in ("sum", "count")
+        ]
+
+    before = read()
+    prompt = list(range(3, 40))
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=6, extra_body={"ignore_eos": True}
+    )
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (37, 6)
+    deadline = time.monotonic() + 10
+    while engine.stats()["num_requests_running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    after = read()
+    # The last sampled token is not an input of a step.
+    assert after[0] - before[0] == 37 + 5
+    assert after[1] - before[1] >= 1 + 5  # a prompt can take several steps
+    text = httpx.get(url.replace("/v1", "/metrics")).text
+    assert f'block_size="{engine.config.page_size}"' in text
+    assert f'num_gpu_blocks="{engine.stats()["num_pages"]}"' in text
+
+
 def test_health_reports_state_of_the_engine_thread(model):
     engine = AsyncEngine(build(model))
     with background(engine) as url:

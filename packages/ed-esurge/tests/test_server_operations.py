@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 import httpx
 import openai
 import pytest
+from ed_esurge.config import EngineConfig
 from ed_esurge.server import create_app, read_keys
 from ed_esurge.server.http import auth
 from ed_esurge.server.launch import background, serve
@@ -160,9 +162,64 @@ def test_metrics_have_vllm_names_and_exact_counts():
     ):
         assert grew(f"{name}_count") == 3
     assert grew("vllm:inter_token_latency_seconds_count") == 7 + 7 + 1
+    assert grew("vllm:request_params_n_sum") == 2 + 2 + 1
+    assert grew("vllm:request_params_max_tokens_sum") == 16 + 16 + 2
+    assert grew("vllm:request_params_n_count") == grew("vllm:request_params_max_tokens_count") == 3
     assert grew("vllm:num_requests_running", engine="0") == 0
     key = 'http_requests_total{handler="/v1/completions",method="POST",status="200"}'
     assert float(after[key]) == 2
+
+
+def test_times_of_requests_follow_their_definitions():
+    """With two completions, a token takes the time of one step, not half of the time."""
+    with background(ScriptedEngine(lambda prompt, choice: "abcdefgh", delay=0.02)) as url:
+        client = openai.OpenAI(base_url=url, api_key="none")
+        client.completions.create(model="scripted", prompt="a", n=2)
+        known = metrics(url)
+
+    def total(name):
+        return float(known[f'vllm:{name}_seconds_sum{{model_name="scripted"}}'])
+
+    phases = total("request_prefill_time") + total("request_decode_time")
+    assert total("request_inference_time") == pytest.approx(phases)
+    assert total("request_time_per_output_token") == pytest.approx(
+        total("request_decode_time") / len("abcdefgh")
+    )
+
+
+def test_adapters_of_unfinished_requests_are_listed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_config.json").write_text("{}")
+    config = EngineConfig(max_loras=3, page_size=32)
+    engine = ScriptedEngine(lambda prompt, choice: "a" * 500, delay=0.01, config=config)
+
+    def listed(url):
+        (line,) = [key for key in metrics(url) if key.startswith("vllm:lora_requests_info")]
+        return dict(re.findall(r'(\w+)="([^"]*)"', line))
+
+    with background(engine, lora_directory=tmp_path) as url:
+        body = {"lora_name": "mine", "lora_path": "mine"}
+        assert httpx.post(f"{url}/load_lora_adapter", json=body).status_code == 200
+        assert (listed(url)["max_lora"], listed(url)["running_lora_adapters"]) == ("3", "")
+        client = openai.OpenAI(base_url=url, api_key="none")
+        options = {"model": "mine", "prompt": "a", "max_tokens": 400, "stream": True}
+        with client.completions.create(**options) as stream:
+            next(iter(stream))
+            assert listed(url)["running_lora_adapters"] == "mine"
+        wait_for(lambda: listed(url)["running_lora_adapters"] == "")
+        (pages,) = [key for key in metrics(url) if key.startswith("vllm:cache_config_info")]
+        assert 'block_size="32"' in pages
+
+
+def test_metrics_of_the_process_are_those_of_the_kernel():
+    with background(ScriptedEngine()) as url:
+        known = metrics(url)
+    resident = float(known["process_resident_memory_bytes"])
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    assert resident == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.2)
+    assert float(known["process_cpu_seconds_total"]) <= sum(os.times()[:2]) + 0.05
+    assert 0 < float(known["process_open_fds"]) <= float(known["process_max_fds"])
 
 
 def test_two_servers_in_one_process_have_separate_metrics():

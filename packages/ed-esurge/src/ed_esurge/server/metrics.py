@@ -217,7 +217,7 @@ class RequestTimer:
     """Measures one request from its arrival to its end."""
 
     __slots__ = (
-        *("_adapter", "_generated", "_last", "_metrics", "_open"),
+        *("_adapter", "_generated", "_last", "_lengths", "_metrics", "_open"),
         *("_prompt_tokens", "_span", "_start"),
     )
 
@@ -237,6 +237,7 @@ class RequestTimer:
         self._prompt_tokens = prompt_tokens
         self._open = completions
         self._generated = 0
+        self._lengths = [0] * completions
         self._start = time.monotonic()
         self._last: float | None = None
 
@@ -247,6 +248,7 @@ class RequestTimer:
             self._span.observe(delta)
         new = delta.num_tokens
         for out in delta.outputs:
+            self._lengths[out.index] += len(out.token_ids)
             if out.finish_reason is not None:
                 self._open -= 1
                 metrics.success[out.finish_reason].inc()
@@ -284,8 +286,9 @@ class RequestTimer:
         _, first_step, first, last = marks
         if first_step is not None and last is not None:
             metrics.inference.observe(last - first_step)
-        if first is not None and last is not None and self._generated > 1:
-            metrics.per_token.observe((last - first) / (self._generated - 1))
+        longest = max(self._lengths, default=0)  # the completion with the last token
+        if first is not None and last is not None and longest > 1:
+            metrics.per_token.observe((last - first) / (longest - 1))
 
     def over(self) -> None:
         """End the request. Completions without a finish reason count as aborted."""
