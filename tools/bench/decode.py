@@ -147,12 +147,14 @@ class Ours:
 
         self.jax = jax
         settings = {"scan_layers": torch_device() != "cpu", "attn_mechanism": mechanism}
+        dtypes: dict[str, Any]
         dtypes = {} if dtype == "float32" else {"dtype": dtype, "param_dtype": dtype}
+        if quantized is not None:
+            rules = [("", quantized)]
+            dtypes |= {"quantization_config": rules, "apply_quantization": True}
         model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(
             directory, config_kwargs=settings, **dtypes
         )
-        if quantized is not None:
-            model = model.quantize([("", quantized)])
         self.model, self.capacity = model, capacity
         graphdef, state = nnx.split(model)
         self.leaves, structure = jax.tree.flatten(state)
