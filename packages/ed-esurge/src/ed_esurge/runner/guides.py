@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 
@@ -98,7 +99,7 @@ class Guides:
         grammars: Grammars | None,
         num_slots: int,
         vocab_size: int,
-        place: Callable[[jax.Array], jax.Array] = lambda array: array,
+        place: Callable[[Any], Any] = jnp.asarray,
     ) -> None:
         self._grammars, self._executor = grammars, None
         self._at: list[Guide | None] = [None] * num_slots
