@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import jax
+import ollama
 import pytest
 from ed_esurge.command import serve
 from ed_esurge.command.bench import RequestTiming, figures, percentile
@@ -319,6 +320,22 @@ def test_run_batch_command_writes_one_result_per_line(directory: Path, tmp_path:
 
 
 @pytest.mark.nightly
+def test_model_of_the_command_line_has_the_facts_of_its_files(directory: Path) -> None:
+    """Clients of Ollama read the family, the size and the length of the context."""
+    with background(made(directory), served_model_name="m") as url:
+        client = ollama.Client(host=url.removesuffix("/v1"))
+        shown, (tag,) = client.show("m"), client.list().models
+    info = shown.modelinfo
+    assert info["general.architecture"] == shown.details.family == "llama"
+    config = json.loads((directory / "config.json").read_text())
+    assert info["llama.context_length"] == config["max_position_embeddings"]
+    assert info["llama.embedding_length"] == config["hidden_size"]
+    assert shown.details.format == "safetensors" and shown.details.quantization_level == "F32"
+    assert tag.size == sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    assert tag.details == shown.details
+    assert tag.details.parameter_size.endswith("K")
+
+
 def test_serve_command_accepts_two_models(directory: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(directory, other)

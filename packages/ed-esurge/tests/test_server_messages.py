@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import anthropic
 import httpx
@@ -297,6 +298,15 @@ def test_unsupported_thread_has_the_error_code_that_clients_expect(client):
         client.beta.messages.create(**ask, thread={"type": "create"})
     details = caught.value.body["error"]["details"]
     assert details == {"error_code": "thread_unsupported_request"}
+
+
+def test_models_have_the_fields_of_anthropic(client):
+    listed = [*client.models.list()]  # reads further pages, if there are any
+    assert [model.id for model in listed] == ["scripted"]
+    (model,) = listed
+    assert (model.type, model.display_name) == ("model", "scripted")
+    assert abs(time.time() - model.created_at.timestamp()) < 3600
+    assert client.models.retrieve("scripted") == model
 
 
 def test_unknown_beta_fields_are_ignored(client):

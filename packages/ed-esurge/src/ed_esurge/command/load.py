@@ -187,6 +187,7 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         processor=processor_of(values, model.input_names),
         certificate=certificate_summary(settings),
         read_model=read_model,
+        directory=settings,
     )
 
 

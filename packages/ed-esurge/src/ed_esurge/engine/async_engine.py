@@ -102,6 +102,11 @@ class AsyncEngine:
         return self.engine.certificate
 
     @property
+    def directory(self) -> Path | None:
+        """The directory of the checkpoint, if the engine was loaded from one."""
+        return self.engine.directory
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         return self.engine.input_names
 
@@ -277,6 +282,7 @@ class AsyncEngine:
         path = Path(source)
         await self.update_model_weights(await asyncio.to_thread(read, path))
         self.engine.certificate = certificate_summary(path)
+        self.engine.directory = path
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache; see `eSurge.reset_prefix_cache`."""

@@ -69,6 +69,7 @@ class eSurge(EngineControl):
         certificate: summary of the certificate of the model, see `ed_esurge.certificates`.
         read_model: reads a model of the same architecture from a directory, for
             `AsyncEngine.load_weights`.
+        directory: directory of the checkpoint, from which the server reads facts about the model.
         return_routed_experts: return the experts of each token in `routed_experts` of the outputs.
             The engine then computes every token of a prompt, without a prefix cache.
         options: fields of `EngineConfig`; they override `config`.
@@ -89,6 +90,7 @@ class eSurge(EngineControl):
         processor: Any = None,
         certificate: Mapping[str, Any] | None = None,
         read_model: Callable[[Path], LanguageModel] | None = None,
+        directory: Path | None = None,
         return_routed_experts: bool = False,
         **options: Any,
     ) -> None:
@@ -99,6 +101,7 @@ class eSurge(EngineControl):
         self.config = config
         self.tokenizer, self.processor = tokenizer, processor
         self.certificate, self.read_model = certificate, read_model
+        self.directory = directory
         self.input_names = tuple(model.input_names)
         self.task, self.labels = task_of(model), labels_of(model)
         self.embedding_settings = embedding_settings_of(model)

@@ -173,6 +173,10 @@ class ModelCard(AnswerBody):
     """null if the model is not loaded and its files do not contain the length."""
     certificate: CertificateSummary | None = None
     """Absent for a model without `certificate.json`."""
+    type: Literal["model"] = "model"
+    """This field and the next two are for Anthropic's clients."""
+    display_name: str | None = None
+    created_at: str | None = None
 
 
 class ModelList(AnswerBody):
@@ -180,6 +184,10 @@ class ModelList(AnswerBody):
 
     object: Literal["list"]
     data: list[ModelCard]
+    first_id: str | None = None
+    """This field and the next two are for Anthropic's clients."""
+    last_id: str | None = None
+    has_more: Literal[False] = False
 
 
 class TokenizedText(AnswerBody):

@@ -56,6 +56,8 @@ class ListedModel:
         model = next((one for one in server.models if base in one.names), None)
         if model is None and files is None:
             model = server.find(base, owner)  # an adapter, or the error
+        if files is None and model is not None and model.lora_name is None:
+            files = _files_of(model)
         return cls(name, model, files, definition)
 
     @property
@@ -94,6 +96,14 @@ class ListedModel:
             "parameter_size": size_name(files.parameters) if files is not None else "",
             "quantization_level": files.quantization if files is not None else "",
         }
+
+
+def _files_of(model: ServedModel) -> CheckpointFiles | None:
+    """Return the checkpoint of a model that was loaded at the start, if its files are known."""
+    directory = getattr(model.engine, "directory", None)
+    if directory is None or not CheckpointFiles.is_checkpoint(directory):
+        return None
+    return CheckpointFiles(directory)
 
 
 def listed(server: ServedModels, owner: str) -> list[ListedModel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from pydantic_core import to_json
@@ -97,8 +98,16 @@ def _plain(value: object) -> Any:
 
 
 async def names(server: ServedModels, request: Request) -> JSONResponse:
-    """Return the models, and the adapters that the key may use."""
-    return JSONResponse({"object": "list", "data": server.cards(owner_of(request.scope))})
+    """Return the models, and the adapters that the key may use, for the clients of both APIs."""
+    data = [_for_both_apis(card) for card in server.cards(owner_of(request.scope))]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return JSONResponse({"object": "list", "data": data, **ends, "has_more": False})
+
+
+def _for_both_apis(card: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of OpenAI's API with the fields of Anthropic's API."""
+    created = datetime.fromtimestamp(card["created"], UTC).isoformat()
+    return {**card, "type": "model", "display_name": card["id"], "created_at": created}
 
 
 async def one(server: ServedModels, request: Request) -> JSONResponse:
@@ -111,7 +120,7 @@ async def one(server: ServedModels, request: Request) -> JSONResponse:
     cards = {card["id"]: card for card in server.cards(owner)}
     if name not in cards:
         server.find(name, owner)  # raises the error
-    return JSONResponse(cards[name])
+    return JSONResponse(_for_both_apis(cards[name]))
 
 
 ENDPOINTS = (
