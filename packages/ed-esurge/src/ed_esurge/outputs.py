@@ -101,7 +101,9 @@ class CompletionOutput:
             sequence.
         routed_experts: experts of each token but the last one, prompt included, int16 [tokens,
             layers, k], -1 for layers without experts; in the last delta. None unless the engine
-            returns experts (`return_routed_experts`).
+            returns experts (`Records.experts`).
+        sampling_masks: for each token of `token_ids` the tokens from which it was sampled, in
+            ascending order, int32. None unless the engine returns masks (`Records.masks`).
     """
 
     index: int
@@ -112,6 +114,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     routed_experts: np.ndarray | None = None
+    sampling_masks: list[np.ndarray] | None = None
 
     @property
     def finished(self) -> bool:
@@ -127,6 +130,8 @@ class CompletionOutput:
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
         self.routed_experts = new.routed_experts
+        if new.sampling_masks is not None:
+            self.sampling_masks = (self.sampling_masks or []) + new.sampling_masks
 
 
 @dataclass(slots=True)

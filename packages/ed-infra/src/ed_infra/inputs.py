@@ -49,6 +49,8 @@ COUNTS = "batch_num_images"
 
 #: Name of the experts of each token in each layer, [b, s, layers, k].
 ROUTED_EXPERTS = "routed_experts"
+#: Name of the tokens from which each token was sampled, as bits, [b, s, w]; of losses.
+SAMPLING_MASKS = "sampling_masks"
 
 #: Logical axes of the arrays that models read, by name. An array with another name has the axes
 #: that `Inputs` receives for it, or `batch` followed by unsharded axes.
@@ -70,6 +72,7 @@ AXES: Mapping[str, LogicalAxes] = {
     IMAGE_FEATURES: ("batch", None, None),
     "inputs_embeds": ("batch", "sequence", "hidden_state"),
     ROUTED_EXPERTS: ("batch", "sequence", None, None),
+    SAMPLING_MASKS: ("batch", "sequence", None),
     "pixel_values": ("batch", None, None, None, None),
     GRID: ("batch", None, None),
     SIZES: ("batch", None, None),

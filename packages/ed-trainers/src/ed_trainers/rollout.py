@@ -107,6 +107,8 @@ class Sampled:
             None: not scored yet.
         experts: experts of each token of the prompt and the continuation but the last one, int16
             [tokens, layers, k], -1 for a choice of the router; None: not recorded.
+        masks: for each token the tokens from which it was sampled, int32 and ascending; empty for
+            tokens of an environment. None: not recorded.
     """
 
     token_ids: Sequence[int]
@@ -117,6 +119,7 @@ class Sampled:
     given: Sequence[tuple[int, int]] = ()
     rewards: Sequence[float] | None = None
     experts: np.ndarray | None = None
+    masks: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.core.commands import Pause
 from ed_esurge.engine.connection import Connection, ConnectionLost
@@ -25,7 +26,7 @@ from flax import nnx
 
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.engine.end_tokens import stop_after_answers
-from ed_elarge.engine.lending import replays_routing
+from ed_elarge.engine.lending import records_of
 from ed_elarge.engine.options import of_rollouts
 from ed_elarge.model import eLargeModel
 
@@ -57,6 +58,7 @@ class _Open:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    masks: list[np.ndarray] | None = None
 
 
 class EngineWorker:
@@ -85,7 +87,7 @@ class EngineWorker:
             self._model,
             elm.part("tokenizer"),
             config,
-            return_routed_experts=replays_routing(arguments),
+            records=records_of(arguments),
         )
         self._version = -1
         self._open: dict[str, _Open] = {}
@@ -152,6 +154,8 @@ class EngineWorker:
         for output in self._engine.step():
             known, new = self._open[output.request_id], output.outputs[0]
             known.tokens += new.token_ids
+            if new.sampling_masks is not None:
+                known.masks = (known.masks or []) + new.sampling_masks
             known.logprobs += [
                 float(position[token].logprob)
                 for token, position in zip(new.token_ids, new.logprobs or (), strict=True)
@@ -172,5 +176,10 @@ class EngineWorker:
                 self._send("done", output.request_id, known, ended=ended, experts=experts)
 
     def _send(self, kind: str, name: str, known: _Open, **more: Any) -> None:
-        content = {"tokens": known.tokens, "logprobs": known.logprobs, "version": self._version}
+        content = {
+            "tokens": known.tokens,
+            "logprobs": known.logprobs,
+            "masks": known.masks,
+            "version": self._version,
+        }
         self._connection.send({"do": kind, "task": "sample", "name": name, **content, **more})

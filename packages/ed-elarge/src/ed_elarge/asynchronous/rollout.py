@@ -270,6 +270,7 @@ class AsynchronousRollout:
             message["version"],
             done,
             message.get("experts"),
+            message["masks"],
         )
         if done and self._options.environment is None:
             self._finish(ledger, key, [*ledger.parts(key), part], ended=message["ended"])
@@ -410,7 +411,12 @@ def joined(parts: Sequence[SamplePart], *, ended: bool, reward: float | None = N
     rewards = None if reward is None else [reward]
     first = versions[0][0]
     experts = [part.experts for part in parts if part.experts is not None]
+    masks = None
+    if any(part.masks is not None for part in parts):
+        nothing = np.zeros(0, np.int32)
+        masks = [m for part in parts for m in part.masks or [nothing] * len(part.tokens)]
     return Sampled(
         *(tokens, logprobs, first, ended, tuple(versions), tuple(given), rewards),
         experts=experts[-1] if experts else None,
+        masks=masks,
     )

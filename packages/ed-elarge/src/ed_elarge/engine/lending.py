@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from ed_esurge import EngineConfig, eSurge
 from ed_esurge.core.commands import DropWeights
+from ed_esurge.records import NOTHING, Records
 from ed_esurge.tokenizer import Tokenizer
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
@@ -40,7 +41,7 @@ class LentEngine:
         length: int | None = None,
         completions: int | None = None,
         benchmarks: bool = False,
-        experts: bool = False,
+        records: Records = NOTHING,
     ) -> LentEngine:
         """Create the engine of a run.
 
@@ -51,7 +52,7 @@ class LentEngine:
             length: Tokens of a row of rollouts; None without rollouts.
             completions: See `options.of_rollouts`.
             benchmarks: See `options.of_rollouts`.
-            experts: Whether the engine returns the experts of each token.
+            records: What the outputs contain in addition.
 
         Raises:
             ConfigError: The context is too short for a row.
@@ -60,7 +61,7 @@ class LentEngine:
             config = of_rollouts(
                 config, length=length, completions=completions, benchmarks=benchmarks
             )
-        engine = eSurge(without_value_head(model), tokenizer, config, return_routed_experts=experts)
+        engine = eSurge(without_value_head(model), tokenizer, config, records=records)
         if length is not None and engine.max_model_len < length:
             raise ConfigError(
                 f"prompts and completions need up to {length} tokens (max_prompt_length + "
@@ -82,9 +83,11 @@ class LentEngine:
             yield self.engine
 
 
-def replays_routing(arguments: TrainingArguments) -> bool:
-    """Return whether training uses the experts with which the engine sampled."""
-    return isinstance(arguments, GRPOArguments) and arguments.routing_replay
+def records_of(arguments: TrainingArguments) -> Records:
+    """Return what training repeats of the sampling."""
+    if not isinstance(arguments, GRPOArguments):
+        return NOTHING
+    return Records(arguments.routing_replay, arguments.sampling_mask_replay)
 
 
 def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
@@ -108,6 +111,6 @@ def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
             length=sampled.row_length if sampled else None,
             completions=sampled.completions_per_generation if sampled else None,
             benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),
-            experts=replays_routing(arguments),
+            records=records_of(arguments),
         ),
     )

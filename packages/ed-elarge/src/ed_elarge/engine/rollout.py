@@ -85,6 +85,7 @@ class EngineRollout:
                 weights.version,
                 completion.finish_reason != "length",
                 experts=completion.routed_experts,
+                masks=completion.sampling_masks,
             )
             for completion in (output.outputs[0] for output in outputs)
         ]

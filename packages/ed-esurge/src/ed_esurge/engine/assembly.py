@@ -29,6 +29,7 @@ from ed_esurge.model import (
     served_model,
     with_places,
 )
+from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ def loop_over(
     grammars: Grammars | None,
     draft: LanguageModel | None,
     *,
-    returns_experts: bool = False,
+    records: Records = NOTHING,
 ) -> tuple[Loop, Transport]:
     """Create the loop and the transport of an engine. Nothing is compiled.
 
@@ -52,7 +53,7 @@ def loop_over(
         tokenizer: tokenizer of the outputs, if any.
         grammars: compiler of structured outputs, if any.
         draft: the user's draft model, if any.
-        returns_experts: whether outputs contain the experts of each token.
+        records: what outputs contain in addition.
 
     Raises:
         ConfigError: see `Setup`; or the mesh has no axis `data_parallelism_axis`.
@@ -64,10 +65,15 @@ def loop_over(
     transport: Transport = MultiProcess() if shared else SingleProcess()
 
     def setup_of(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
-        if is_encoder(model) and not returns_experts:
+        if is_encoder(model):
+            if any(records):
+                raise ConfigError(
+                    f"{type(model).__name__} samples no tokens, so nothing can be recorded: omit "
+                    "records"
+                )
             return EncoderSetup.resolve(model, config)
         placed = with_places(model, config)
-        return Setup.resolve(placed, config, draft, returns_experts=returns_experts)
+        return Setup.resolve(placed, config, draft, records=records)
 
     # The next plan of a remote replica contains proposals that arrive after its step.
     overlap = config.overlap_execution and (draft is None or not shared or len(meshes) == 1)

@@ -60,10 +60,16 @@ class DeltaWriter:
         """Store the experts of the tokens from position `start` on, int16 [n, layers, k]."""
         self._experts.append((start, experts))
 
-    def take(self, scores: Sequence[TokenScores]) -> CompletionOutput:
+    def take(
+        self, scores: Sequence[TokenScores], masks: Sequence[np.ndarray] | None = None
+    ) -> CompletionOutput:
         """Return the delta of the next tokens, with `finish_reason` if they end the completion.
 
         An empty list ends a sequence that samples no tokens.
+
+        Args:
+            scores: the tokens.
+            masks: the tokens from which each token was sampled; None without records.
         """
         request, params = self.request, self.params
         out = CompletionOutput(self.index)
@@ -82,6 +88,8 @@ class DeltaWriter:
                 out.cumulative_logprob = self.total
             if self._stops.found is not None:
                 break
+        if masks is not None:
+            out.sampling_masks = [*masks[: len(out.token_ids)]]
         if self._stops.found is not None:
             out.finish_reason, out.stop_reason = "stop", self._stops.found
         elif request.finish_reason is not None and self._count == len(request.output):

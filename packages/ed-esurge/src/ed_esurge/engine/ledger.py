@@ -182,7 +182,7 @@ class Ledger:
         if writer.finish_reason is not None:
             return None
         scores = result.sampled(index, count, params.logprobs) if count else []
-        out = writer.take(scores)
+        out = writer.take(scores, result.masks(index, count))
         if out.finish_reason is not None:
             self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
         return out

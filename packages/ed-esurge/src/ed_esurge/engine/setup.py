@@ -32,6 +32,7 @@ from ed_esurge.model import (
     vocab_size_of,
     windows_of,
 )
+from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
@@ -63,7 +64,7 @@ class Setup:
         encoder: rows of the table of encoder outputs, and rows per step; None = no encoder. For an
             encoder-decoder: maximum encoder positions of a sequence, and positions per step.
         items: the items of the encoder; None for other models.
-        returns_experts: whether outputs contain the experts of each token.
+        records: what outputs contain in addition.
     """
 
     model: LanguageModel
@@ -74,7 +75,7 @@ class Setup:
     draft: LanguageModel | None = None
     encoder: tuple[int, int] | None = None
     items: EncoderItems | None = None
-    returns_experts: bool = False
+    records: Records = NOTHING
 
     @classmethod
     def resolve(
@@ -83,7 +84,7 @@ class Setup:
         config: EngineConfig,
         draft: LanguageModel | None = None,
         *,
-        returns_experts: bool = False,
+        records: Records = NOTHING,
     ) -> Setup:
         """Limit the options to the capabilities of the model and the platform.
 
@@ -91,8 +92,13 @@ class Setup:
             ConfigError: an end-of-sequence id of the options is outside the vocabulary, or the
                 model or an option does not permit to return experts.
         """
-        if returns_experts:
+        if records.experts:
             _check_experts(model, config)
+        if records.masks and config.speculative_config is not None:
+            raise ConfigError(
+                "speculative_config is not possible while the engine returns sampling masks, "
+                "because accepted proposals have none: omit one of the two options"
+            )
         vocab = vocab_size_of(model)
         for token in config.extra_eos_token_ids:
             if token >= vocab:
@@ -171,7 +177,7 @@ class Setup:
         windows = windows_of(model)
         return cls(
             *(model, config, limits, buckets, windows, draft, encoder, items),
-            returns_experts=returns_experts,
+            records=records,
         )
 
     def runner(
@@ -212,7 +218,7 @@ class Setup:
         reasons = {
             "a page does not restore the state of its recurrent layers": is_recurrent(self.model),
             "the keys of a prompt depend on all its tokens": reads_ahead(self.model) == "prompt",
-            "a page does not contain the experts of its tokens": self.returns_experts,
+            "a page does not contain the experts of its tokens": self.records.experts,
         }
         for reason in (reason for reason, holds in reasons.items() if caching and holds):
             caching = False
@@ -286,7 +292,7 @@ class Setup:
             encoder_rows=rows,
             items=items,
             encoder_length=self.encoder_length if model is None else None,
-            returns_experts=self.returns_experts,
+            records=self.records,
         )
 
     def pool_sizes(self) -> dict[str, int]:

@@ -48,6 +48,7 @@ from ed_esurge.model import (
 )
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
+from ed_esurge.records import NOTHING, Records
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.tokenizer import Tokenizer
@@ -70,8 +71,9 @@ class eSurge(EngineControl):
         read_model: reads a model of the same architecture from a directory, for
             `AsyncEngine.load_weights`.
         directory: directory of the checkpoint, from which the server reads facts about the model.
-        return_routed_experts: return the experts of each token in `routed_experts` of the outputs.
-            The engine then computes every token of a prompt, without a prefix cache.
+        records: what the outputs contain in addition: `routed_experts` and `sampling_masks` of
+            `CompletionOutput`. An engine that records experts computes every token of a prompt,
+            without a prefix cache.
         options: fields of `EngineConfig`; they override `config`.
 
     Example:
@@ -91,7 +93,7 @@ class eSurge(EngineControl):
         certificate: Mapping[str, Any] | None = None,
         read_model: Callable[[Path], LanguageModel] | None = None,
         directory: Path | None = None,
-        return_routed_experts: bool = False,
+        records: Records = NOTHING,
         **options: Any,
     ) -> None:
         if not isinstance(config, EngineConfig):
@@ -110,7 +112,7 @@ class eSurge(EngineControl):
         grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)
         self.loop, self.transport = loop_over(
             *(model, config, tokenizer, grammars, draft_model),
-            returns_experts=return_routed_experts,
+            records=records,
         )
         runner = self.loop.runner
         self.max_model_len = self.loop.scheduler.limits.max_model_len

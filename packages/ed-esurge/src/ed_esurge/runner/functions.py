@@ -280,7 +280,7 @@ class Functions:
         memory, weights = self._memory, self._weights
         sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs)
         sizes = (*sizes, self._uncompiled.max_logprobs)
-        sizes = (*sizes, "experts") if self._uncompiled.returns_experts else sizes
+        sizes = (*sizes, self._uncompiled.records) if any(self._uncompiled.records) else sizes
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
@@ -321,7 +321,7 @@ class Functions:
         elif name == PLACE:
             self._weights.put(function(self._weights.places, *arguments[1:]))
         elif name[0] == "sample":
-            _, memory.state = function(memory.state, *self._zeros(arguments[1:]))
+            _, memory.state, _ = function(memory.state, *self._zeros(arguments[1:]))
         elif name == FILTER:
             few, numbers, _, allowed = arguments
             function(*self._zeros((few, numbers)), memory.state, self._zeros(allowed))

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ed_esurge.core.plan import Moves, StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import vocab_size_of
+from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.encoder import ItemEncoder, SlotEncoder
@@ -48,7 +49,7 @@ class ModelRunner:
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
         items: the items of the encoder whose outputs are in the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
-        returns_experts: whether results contain the experts of each token.
+        records: what results contain in addition.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ModelRunner:
         encoder_rows: int = 0,
         items: EncoderItems | None = None,
         encoder_length: int | None = None,
-        returns_experts: bool = False,
+        records: Records = NOTHING,
     ) -> None:
         self.buckets, self.items = buckets, items
         self.page_size, self.num_pages = page_size, num_pages
@@ -107,7 +108,7 @@ class ModelRunner:
             guides,
             buckets,
             max_logprobs=self.max_logprobs,
-            returns_experts=returns_experts,
+            records=records,
         )
         self.functions = Functions(uncompiled, ahead_of_time=ahead_of_time)
         self._encoder: ItemEncoder | SlotEncoder | None = None
@@ -251,7 +252,7 @@ class ModelRunner:
         if len(index):
             allowed = functions.filtered(logits, allowed, index, numbers, memory.state)
         sampled = functions["sample", shape.seqs](memory.state, logits, rows, allowed)
-        packed, memory.state = sampled
+        packed, memory.state, masks = sampled
         for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
         scores = vectors = None
@@ -269,7 +270,9 @@ class ModelRunner:
                 hidden, *slots.pooling(plan.rows, shape.tokens), memory.sums
             )
         failures = slots.guides.failures(plan)
-        return StepResult(plan, packed, places, scores, vectors, failures, experts=experts)
+        return StepResult(
+            *(plan, packed, places, scores, vectors, failures), experts=experts, masks=masks
+        )
 
     # ---- adapters
 

@@ -51,6 +51,7 @@ class StepResult:
         states: vectors of the flat tokens of requests with the task `token_embed`, or None.
         failures: errors of single sequences by request id. Their tokens are invalid.
         experts: experts of the flat tokens, int16 [T, layers, k], or None.
+        masks: bits of the tokens from which the rows were sampled, int32 [n, w], or None.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StepResult:
         failures: Mapping[str, Exception] | None = None,
         states: jax.Array | None = None,
         experts: jax.Array | None = None,
+        masks: jax.Array | None = None,
     ) -> None:
         self.plan, self.places = plan, places
         self.failures = failures or {}
@@ -72,6 +74,7 @@ class StepResult:
             "vectors": vectors,
             "states": states,
             "experts": experts,
+            "masks": masks,
         }
         self._tokens: list[int] | None = None
 
@@ -181,6 +184,21 @@ class StepResult:
         if self._arrays["experts"] is None:
             return None
         return self._host("experts")[self._flat(index)].copy()
+
+    def masks(self, index: int, many: int) -> list[np.ndarray] | None:
+        """Return the tokens from which row `index` of the plan sampled its first tokens, in
+        ascending order, int32; None if the runner does not return masks.
+
+        Args:
+            index: index of the row.
+            many: number of sampled tokens.
+        """
+        if self._arrays["masks"] is None:
+            return None
+        first = self.places[index]
+        lines = np.ascontiguousarray(self._host("masks")[first : first + many]).view(np.uint8)
+        bits = np.unpackbits(lines, axis=1, bitorder="little")
+        return [np.flatnonzero(line).astype(np.int32) for line in bits]
 
     def _flat(self, index: int) -> slice:
         """Return the places of the tokens of row `index` among the flat tokens of the step."""

@@ -154,6 +154,19 @@ def sample(
     max_logprobs: int,
     allowed: Int[Array, "n w"] | None = None,
 ) -> tuple[SampledTokens, SamplerState]:
+    """Sample a token per row, without masks; see `sample_with_mask`."""
+    return sample_with_mask(logits, rows, state, max_logprobs, allowed, masks=False)[:2]
+
+
+def sample_with_mask(
+    logits: Float[Array, "n v"],
+    rows: SamplerRows,
+    state: SamplerState,
+    max_logprobs: int,
+    allowed: Int[Array, "n w"] | None = None,
+    *,
+    masks: bool,
+) -> tuple[SampledTokens, SamplerState, Int[Array, "n w"] | None]:
     """Sample a token per row and add the token to the counts of the state.
 
     Args:
@@ -163,6 +176,10 @@ def sample(
         max_logprobs: number of alternatives l.
         allowed: bit mask of the allowed tokens, 32 bits per number; None = all tokens. A row with
             filters of `ed_esurge.runner.filters` has their mask and no other filters.
+        masks: whether to return the mask of the tokens that could be sampled.
+
+    Returns:
+        the tokens, the state, and bits of the tokens that could be sampled, 32 per number, or None.
     """
     logits = logits.astype(jnp.float32)
     has_row = rows.slot < state.bias.shape[0]
@@ -175,7 +192,7 @@ def sample(
     everything = jnp.full(greedy.shape, -jnp.inf)
 
     def drawn() -> tuple[jax.Array, jax.Array]:
-        tokens, cutoff = draw(adjusted, rows)
+        tokens, cutoff = draw(adjusted, rows, cutoffs=masks)
         return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything)
 
     tokens, cutoff = jax.lax.cond(jnp.any(random), drawn, lambda: (greedy, everything))
@@ -205,7 +222,8 @@ def sample(
     )
     kept = replace(state, seen=seen, mu=mu)
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    return SampledTokens(jnp.where(finite, tokens, -1), *scores), kept
+    mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
+    return SampledTokens(jnp.where(finite, tokens, -1), *scores), kept, mask
 
 
 def limits_after(
@@ -246,6 +264,13 @@ def permit(logits: Float[Array, "n v"], allowed: Int[Array, "n w"]) -> Float[Arr
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
+def bits(kept: Bool[Array, "n v"]) -> Int[Array, "n w"]:
+    """Return a mask of tokens as bits, 32 per number."""
+    padded = jnp.pad(kept, ((0, 0), (0, -kept.shape[1] % 32))).reshape(len(kept), -1, 32)
+    numbers = jnp.sum(padded.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1)
+    return jax.lax.bitcast_convert_type(numbers.astype(jnp.uint32), jnp.int32)
+
+
 def scaled_logits(logits: jax.Array, rows: SamplerRows) -> jax.Array:
     """Divide the logits by the temperature (1 for greedy rows) and subtract the maximum."""
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -275,20 +300,24 @@ def sampled_from(
     return jnp.where(kept, scaled, -jnp.inf)
 
 
-def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
+def draw(
+    logits: jax.Array, rows: SamplerRows, *, cutoffs: bool = False
+) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
     """Sample every row with its temperature and filters.
 
     Args:
         logits: adjusted logits.
         rows: sampling options.
+        cutoffs: whether the caller needs the smallest logits in every case.
 
     Returns:
         the tokens, and the smallest logit that the filters keep. The latter is -inf for a
-        row without filters, and may be -inf if no row requests processed log-probabilities.
+        row without filters, and may be -inf if no row requests processed log-probabilities and
+        `cutoffs` is False.
     """
     vocab = logits.shape[1]
     random = rows.temperature > 0
-    wants_cutoff = jnp.any(rows.processed > 0)
+    wants_cutoff = jnp.any(rows.processed > 0) | cutoffs
     unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
     # The result for greedy rows is not used.
     scaled = scaled_logits(logits, rows)

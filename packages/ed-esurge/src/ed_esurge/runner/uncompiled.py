@@ -18,6 +18,7 @@ from ed_layers import native
 from ed_models.adapters.slots import slot_values
 from flax import nnx
 
+from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner import filters
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
@@ -26,7 +27,7 @@ from ed_esurge.runner.hidden_states import pool, score
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copied
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
-from ed_esurge.runner.sampler import SamplerRows, SamplerState, read_last, sample
+from ed_esurge.runner.sampler import SamplerRows, SamplerState, read_last, sample_with_mask
 from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 
 # - a shape: the step, which computes logits and hidden states;
@@ -52,7 +53,7 @@ class UncompiledFunctions:
         guides: grammars of structured outputs.
         buckets: shapes of the steps.
         max_logprobs: number of alternatives that a step returns.
-        returns_experts: whether a step returns the experts of its tokens.
+        records: what a step returns in addition.
 
     Attributes:
         num_traces: number of traces, without those for which `uncounted` returned True.
@@ -69,13 +70,13 @@ class UncompiledFunctions:
         buckets: Buckets,
         *,
         max_logprobs: int,
-        returns_experts: bool = False,
+        records: Records = NOTHING,
     ) -> None:
         self.num_traces = 0
         self.uncounted: Callable[[], bool] = lambda: False
         self.weights, self.memory, self.builder = weights, memory, builder
         self.buckets, self.max_logprobs, self._guides = buckets, max_logprobs, guides
-        self.returns_experts = returns_experts
+        self.records = records
         self._arrays: tuple[Any, Any, Any] | None = None
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self.logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
@@ -121,7 +122,7 @@ class UncompiledFunctions:
             return jax.jit(
                 self.traced(self._make_sample()),
                 donate_argnums=0,
-                out_shardings=(everywhere, state),
+                out_shardings=(everywhere, state, everywhere),
             )
         if name[0] == "pool":
             return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
@@ -150,7 +151,7 @@ class UncompiledFunctions:
             elif shape == generic:  # computes decode steps until their shapes are compiled
                 of_token = slots.at[inputs.ragged.seq_of_token].get(mode="clip")
                 token_ids = read_last(last, token_ids[0], of_token)[None]
-            more: dict[str, Any] = {"output_routed_experts": True} if self.returns_experts else {}
+            more: dict[str, Any] = {"output_routed_experts": True} if self.records.experts else {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
             if inputs.positions is not None:
@@ -171,9 +172,12 @@ class UncompiledFunctions:
 
     def _make_sample(self) -> Callable[..., Any]:
         def of_logits(state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array):
-            sampled, state = sample(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed)
+            sampled, state, masks = sample_with_mask(
+                *(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed),
+                masks=self.records.masks,
+            )
             slots = rows[OF_STEP.index("state_slots")]
-            return sampled.pack(), state.note(slots, sampled.tokens)
+            return sampled.pack(), state.note(slots, sampled.tokens), masks
 
         return of_logits
 

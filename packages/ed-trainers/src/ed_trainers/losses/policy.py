@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ed_infra.inputs import SAMPLING_MASKS
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_layers.losses import split, target_logit
 from ed_layers.projections.head import Head
 from ed_layers.sums import logsumexp
 from ed_models.protocol import LanguageModel
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ed_trainers.contract import Batch
 from ed_trainers.losses.scoring import forward
@@ -27,6 +28,8 @@ from ed_trainers.placement import Placement
 
 # Logits and their softmax exist at the same time, [c, v] each.
 DEFAULT_CHUNK = 256
+# Replaces the logarithm of a probability of 0 in a product with this probability.
+_LEAST = -1e30
 
 
 class Truncation(NamedTuple):
@@ -104,21 +107,28 @@ def token_policy(
         chunk: number of tokens whose logits exist at the same time on a device; None uses the
             default.
         truncation: compute `sampled_logps` with these filters.
+
+    With `sampling_masks` int32 [b, s, w] in the rows (`Completions.token_masks`), all figures are
+    those of the distribution over the tokens of the mask.
     """
     output = forward(model, rows, key)
     assert output.last_hidden_state is not None
     size = chunk or DEFAULT_CHUNK
 
-    def local(hidden: jax.Array, head: Head, targets: jax.Array) -> tuple[jax.Array, ...]:
+    def local(
+        hidden: jax.Array, head: Head, targets: jax.Array, *masks: jax.Array
+    ) -> tuple[jax.Array, ...]:
         @jax.checkpoint
-        def of_chunk(carry: None, part: tuple[jax.Array, jax.Array]):
+        def of_chunk(carry: None, part: tuple[jax.Array, ...]):
             logits = head(part[0]) / temperature
+            if masks:
+                logits = jnp.where(unpacked(part[2], part[1], logits.shape[-1]), logits, -jnp.inf)
             # The engine subtracts the maximum first, too: the bits are then equal.
             logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
             with head.kernels():
                 logp = logits - logsumexp(logits)[:, None]
             fixed = jax.lax.stop_gradient(logp)
-            entropy = -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
+            entropy = -jnp.sum(jnp.exp(fixed) * jnp.maximum(fixed, _LEAST), axis=-1)
             chosen = target_logit(logp, part[1])
             if truncation is None:
                 return carry, (chosen, entropy)
@@ -127,15 +137,29 @@ def token_policy(
             return carry, (chosen, entropy, jnp.minimum(truncated, 0.0))
 
         flat = hidden.reshape(-1, hidden.shape[-1])
-        parts = split(flat, size), split(targets.reshape(-1), size)
+        parts = (split(flat, size), split(targets.reshape(-1), size))
+        parts += tuple(split(mask.reshape(-1, mask.shape[-1]), size) for mask in masks)
         _, found = jax.lax.scan(of_chunk, None, parts)
         return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in found)
 
     targets = rows["targets"]
     sharding = placement.sharding(targets.shape)
     spec = sharding.spec
-    run = by_device(local, sharding, (spec, PartitionSpec(), spec), spec)
-    return output, Policy(*run(output.last_hidden_state, model.head(), targets))
+    masks = () if SAMPLING_MASKS not in rows else (rows[SAMPLING_MASKS],)
+    specs = (spec, PartitionSpec(), spec, *(spec for _ in masks))
+    run = by_device(local, sharding, specs, spec)
+    return output, Policy(*run(output.last_hidden_state, model.head(), targets, *masks))
+
+
+def unpacked(
+    mask: Int[Array, "c w"], targets: Int[Array, " c"], vocabulary: int
+) -> Bool[Array, "c v"]:
+    """Return which tokens a mask contains; the targets, and all tokens of an empty mask (padding)
+    are always among them."""
+    bits = (mask[:, :, None] >> jnp.arange(32)) & 1
+    kept = bits.reshape(len(mask), -1)[:, :vocabulary] > 0
+    every = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
+    return kept | (every == targets[:, None]) | ~jnp.any(kept, axis=-1, keepdims=True)
 
 
 def old_logps(batch: Batch, policy: Policy) -> jax.Array:

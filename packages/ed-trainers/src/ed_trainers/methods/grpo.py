@@ -20,12 +20,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.inputs import SAMPLING_MASKS
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
-from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
+from ed_trainers.losses.policy import (
+    Policy,
+    Truncation,
+    clip_metrics,
+    old_logps,
+    row_metrics,
+)
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, Question, online_method, policy_of
@@ -61,6 +68,11 @@ def rows(
             "routing_replay needs the experts of each token, and the rollout returned none: use "
             "the engine with a model that has experts, or omit routing_replay"
         )
+    if run.arguments.sampling_mask_replay and not completions.masks:
+        raise ConfigError(
+            "sampling_mask_replay needs the tokens from which each token was sampled, and the "
+            "rollout returned none: use the engine, or omit sampling_mask_replay"
+        )
     asks = run.arguments.keeps_old or run.arguments.has_reference
     made, figures = group_rows(
         run,
@@ -89,7 +101,9 @@ def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dic
     """
     out = {}
     if run.arguments.keeps_old:
-        _, own = policy_of(run, models.learner, batch, truncated=run.arguments.corrects)
+        # With masks, the log-probabilities are those of the sampling already.
+        truncated = run.arguments.corrects and not run.arguments.sampling_mask_replay
+        _, own = policy_of(run, models.learner, batch, truncated=truncated)
         out["old_logps"] = own.logps
         if own.sampled_logps is not None:
             out["sampled_logps"] = own.sampled_logps
@@ -141,6 +155,9 @@ def group_rows(
     assert isinstance(options, GroupArguments), "the options of a method that compares groups"
     assert isinstance(options, OnlineArguments), "the method samples"
     made = dict(completions.rows(options.row_length))
+    if isinstance(options, GRPOArguments) and options.sampling_mask_replay:
+        size = run.learner.config.get_text_config().vocab_size
+        made[SAMPLING_MASKS] = completions.token_masks(options.row_length, size)
     if options.mask_truncated_completions:
         made["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
     if asks:

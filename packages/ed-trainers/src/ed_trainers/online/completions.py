@@ -60,6 +60,7 @@ class Completions:
             None: not scored.
         given: the tokens of an environment, see `Sampled.given`; empty: none.
         experts: the experts of the tokens of each row, see `Sampled.experts`; empty: none.
+        masks: see `Sampled.masks`; empty: none.
     """
 
     prompts: list[PromptContent]
@@ -75,6 +76,7 @@ class Completions:
     rewards: np.ndarray | None = None
     given: list[Sequence[tuple[int, int]]] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
+    masks: list[Sequence[np.ndarray]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -100,6 +102,7 @@ class Completions:
             rewards=None if self.rewards is None else self.rewards[list(numbers)],
             given=some(self.given) if self.given else [],
             experts=some(self.experts) if self.experts else [],
+            masks=some(self.masks) if self.masks else [],
         )
 
     def rows(self, length: int) -> Prepared:
@@ -167,6 +170,26 @@ class Completions:
     def _sampled_documents(self) -> list[list[int]]:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [[*prompt, *answer] for prompt, answer in pairs]
+
+    def token_masks(self, length: int, vocabulary: int) -> np.ndarray:
+        """Return the recorded masks at the positions that predict the tokens, int32 [n, s, w].
+
+        A number has the bits of 32 tokens, the lowest bit first. Positions without a record have
+        all bits.
+
+        Args:
+            length: s.
+            vocabulary: number of tokens; w is a 32nd, rounded up.
+        """
+        words = -(-vocabulary // 32)
+        placed = np.full((len(self), length, words), -1, np.int32)
+        for row, (prompt, masks) in enumerate(zip(self.prompt_ids, self.masks, strict=True)):
+            for place, kept in enumerate(masks, len(prompt) - 1):
+                if len(kept):
+                    bits = np.zeros(words * 32, np.uint8)
+                    bits[kept] = 1
+                    placed[row, place] = np.packbits(bits, bitorder="little").view(np.int32)
+        return placed
 
     def at_tokens(self, values: Sequence[Sequence[float]], length: int) -> np.ndarray:
         """Return values of tokens at the positions that predict them, float32 [n, s]; 0 elsewhere.
@@ -260,6 +283,7 @@ def completions_of(
         rewards=_rewards_of(sampled),
         given=[one.given for one in sampled],
         experts=[one.experts for one in sampled if one.experts is not None],
+        masks=[one.masks for one in sampled if one.masks is not None],
     )
 
 

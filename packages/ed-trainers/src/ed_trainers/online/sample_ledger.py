@@ -57,6 +57,7 @@ class SamplePart(NamedTuple):
         ends: whether the tokens end a message of the model, to which an environment replies.
         experts: experts of all tokens so far, prompt included, see `Sampled.experts`; None: not
             recorded.
+        masks: see `Sampled.masks`.
     """
 
     tokens: list[int]
@@ -64,6 +65,7 @@ class SamplePart(NamedTuple):
     version: int
     ends: bool = False
     experts: np.ndarray | None = None
+    masks: Sequence[np.ndarray] | None = None
 
 
 class SampleLedger:
@@ -133,7 +135,7 @@ class SampleLedger:
             "logprobs": _packed(part.logprobs, np.float32),
             "version": part.version,
             "ends": part.ends,
-            **_packed_experts(part.experts),
+            **_packed_records(part),
         }
         with self._lock:
             self._parts.setdefault(key, []).append(self._append("part", key[0], content))
@@ -151,7 +153,7 @@ class SampleLedger:
             "given": [list(run) for run in sampled.given],
             "ended": sampled.ended,
             "rewards": _packed(sampled.rewards or (), np.float32),
-            **_packed_experts(sampled.experts),
+            **_packed_records(sampled),
         }
         with self._lock:
             if key not in self._finished:
@@ -253,6 +255,7 @@ class SampleLedger:
             given=tuple((int(a), int(n)) for a, n in content["given"]),
             rewards=np.frombuffer(rewards, np.float32).tolist() or None,
             experts=_experts(content),
+            masks=_masks(content),
         )
 
     def parts(self, key: SampleKey) -> list[SamplePart]:
@@ -266,6 +269,7 @@ class SampleLedger:
                 content["version"],
                 content["ends"],
                 _experts(content),
+                _masks(content),
             )
             for content in records
         ]
@@ -387,11 +391,16 @@ def _packed(values: Sequence[float] | np.ndarray, kind: type[np.generic]) -> byt
     return np.asarray(values, kind).tobytes()
 
 
-def _packed_experts(experts: np.ndarray | None) -> dict[str, Any]:
-    """Return the field of a record for experts; nothing without experts."""
-    if experts is None:
-        return {}
-    return {"experts": [list(experts.shape), _packed(experts, np.int16)]}
+def _packed_records(of: SamplePart | Sampled) -> dict[str, Any]:
+    """Return the fields of a record for experts and masks; nothing without them."""
+    found: dict[str, Any] = {}
+    if of.experts is not None:
+        found["experts"] = [list(of.experts.shape), _packed(of.experts, np.int16)]
+    if of.masks is not None:
+        counts = [len(mask) for mask in of.masks]
+        kept = np.concatenate([np.zeros(0, np.int32), *of.masks])
+        found["masks"] = [_packed(counts, np.int32), _packed(kept, np.int32)]
+    return found
 
 
 def _experts(content: Mapping[str, Any]) -> np.ndarray | None:
@@ -400,6 +409,14 @@ def _experts(content: Mapping[str, Any]) -> np.ndarray | None:
         return None
     shape, data = content["experts"]
     return np.frombuffer(data, np.int16).reshape(shape)
+
+
+def _masks(content: Mapping[str, Any]) -> list[np.ndarray] | None:
+    """Return the masks of a record; None without masks."""
+    if "masks" not in content:
+        return None
+    counts, kept = (np.frombuffer(data, np.int32) for data in content["masks"])
+    return np.split(kept, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
 def _ints(data: bytes) -> list[int]:

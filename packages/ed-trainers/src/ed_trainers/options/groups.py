@@ -88,6 +88,12 @@ class GRPOArguments(
     """For models with experts: the engine records the experts of each token, and the trained model
     and the reference use these experts (arXiv:2510.11370). Without this option, rounding lets the
     trainer choose other experts for some tokens."""
+    sampling_mask_replay: Flag = False
+    """For sampling with `top_p`, `top_k` or `min_p`: the engine records the tokens that the filters
+    kept, and the trained model and the reference distribute their probability over these tokens
+    (the sampling mask of DeepSeek-V3.2, arXiv:2512.02556). Without this option, the loss uses the
+    whole vocabulary, and only the correction applies the filters. The masks take a bit for each
+    token of the vocabulary and each position of a row."""
 
     @field_validator("importance_sampling_level")
     @classmethod
@@ -106,6 +112,18 @@ class GRPOArguments(
         upper = 1 + (info.data.get("epsilon_high") or info.data.get("epsilon", 0.2))
         if value <= upper:
             raise conflict(f"delta {value} is not above 1 + epsilon_high, {upper}: raise it")
+        return value
+
+    @field_validator("sampling_mask_replay")
+    @classmethod
+    def _has_filters(cls, value: bool, info: ValidationInfo) -> bool:
+        given = info.data
+        filters = given.get("top_p", 1) < 1 or given.get("top_k", 0) or given.get("min_p", 0)
+        if value and not filters:
+            raise conflict(
+                "sampling_mask_replay repeats the filters of the sampling, and there are none: set "
+                "top_p, top_k or min_p, or omit it"
+            )
         return value
 
     @property

@@ -1,4 +1,4 @@
-"""The engine returns the experts that its routers chose for each token."""
+"""The engine returns the experts of each token, and the tokens from which it was sampled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from ed_esurge import SamplingParams, eSurge
+from ed_esurge.records import Records
 from ed_infra.errors import ConfigError
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -30,7 +31,7 @@ OPTIONS = {
     "max_model_len": 64,
     "silent_mode": True,
     "compile_runner": False,
-    "return_routed_experts": True,
+    "records": Records(experts=True),
 }
 
 
@@ -96,3 +97,43 @@ def test_engine_that_cannot_return_experts_names_the_reason(llama):
         eSurge(llama, **OPTIONS)
     with pytest.raises(ConfigError, match="kv_offloading_size is not possible"):
         eSurge(mixtral(), kv_offloading_size=1, **OPTIONS)
+
+
+@pytest.mark.nightly
+def test_masks_contain_the_tokens_that_the_filters_keep(llama):
+    engine = eSurge(llama, **{**OPTIONS, "records": Records(masks=True)})
+    more = {"ignore_eos": True, "max_tokens": 12, "logprobs": 20}
+    params = [
+        SamplingParams(seed=1, top_k=4, **more),
+        SamplingParams(seed=2, top_p=0.3, **more),
+        SamplingParams(seed=3, min_p=0.2, logprobs_mode="processed_logprobs", **more),
+        SamplingParams(seed=4, allowed_token_ids=[5, 9, 40], top_k=2, **more),
+        SamplingParams(seed=5, **more),
+        SamplingParams(temperature=0, **more),
+    ]
+    prompts = [[*range(3 + n, 20 + n)] for n in range(len(params))]
+    outputs = [output.outputs[0] for output in engine.generate(prompts, params)]
+    for one in outputs:
+        assert len(one.sampling_masks) == len(one.token_ids) == 12
+        for token, mask in zip(one.token_ids, one.sampling_masks, strict=True):
+            assert token in mask and (np.diff(mask) > 0).all()
+    top_k, top_p, min_p, allowed, free, greedy = outputs
+
+    def ranked(scores, least):
+        """The tokens that are at least as probable, relative to the most probable token."""
+        best = max(score.logprob for score in scores.values())
+        return {t for t, score in scores.items() if score.logprob >= best + least}
+
+    for mask, scores in zip(top_k.sampling_masks, top_k.logprobs, strict=True):
+        best = sorted(scores, key=lambda token: -scores[token].logprob)[:4]
+        assert sorted(best) == mask.tolist()
+    for mask, scores in zip(top_p.sampling_masks, top_p.logprobs, strict=True):
+        order = sorted(scores.values(), key=lambda score: -score.logprob)
+        before = np.cumsum([np.exp(score.logprob) for score in order])
+        assert len(mask) == 1 + np.searchsorted(before, 0.3)
+    for mask, scores in zip(min_p.sampling_masks, min_p.logprobs, strict=True):
+        kept = ranked(scores, np.log(0.2) - 1e-6)
+        assert kept == set(mask.tolist()) or len(mask) > 20
+    assert all(len(mask) == 2 and {*mask} < {5, 9, 40} for mask in allowed.sampling_masks)
+    assert all(len(mask) == engine.vocab_size for mask in free.sampling_masks)
+    assert all(len(mask) == engine.vocab_size for mask in greedy.sampling_masks)
