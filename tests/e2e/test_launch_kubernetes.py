@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import pytest
 import yaml
 from ed_elarge.launch import kubernetes
 from ed_elarge.launch.launched_run import LaunchedRun, parse_options
+
+from tests.snippets.pages import executed_by
+from tools.workspace import ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -145,16 +149,16 @@ def test_entry_point_of_a_ray_job_prints_a_placement_for_all_hosts(tmp_path: Pat
     assert "--set trainer.seed=3" in shown["runs"][0][3]["commands"][0]
 
 
-def pod_processes(job: LaunchedRun, port: int) -> list[subprocess.Popen[str]]:
+def pod_processes(manifests: Sequence[Any], folder: Path, port: int) -> list[subprocess.Popen[str]]:
     """Start the containers of the first JobSet as processes of this machine.
 
     The coordinator's name becomes an address, and the folder of the run file that of the run.
     """
-    file, job_set = kubernetes.manifests(job)[:2]
+    file, job_set = manifests[:2]
     spec = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     [container] = spec["template"]["spec"]["containers"]
-    script = container["command"][2].replace("/run-file", str(job.directory))
-    assert (job.directory / "run.yaml").read_text() == file["data"]["run.yaml"]
+    script = container["command"][2].replace("/run-file", str(folder))
+    assert (folder / "run.yaml").read_text() == file["data"]["run.yaml"]
     started = []
     for index in range(spec["completions"]):
         variables = {one["name"]: one.get("value", str(index)) for one in container.get("env", ())}
@@ -165,7 +169,7 @@ def pod_processes(job: LaunchedRun, port: int) -> list[subprocess.Popen[str]]:
         started.append(
             subprocess.Popen(
                 [*container["command"][:2], script],
-                cwd=job.directory,
+                cwd=folder,
                 env={**os.environ, **path, **variables},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -189,7 +193,8 @@ def free_port() -> int:
 
 def test_evicted_pod_ends_all_pods_with_the_code_that_starts_them_again(tmp_path: Path) -> None:
     job = launched(tmp_path, hosts=2)
-    first = pod_processes(job, free_port())
+    manifests = kubernetes.manifests(job)
+    first = pod_processes(manifests, tmp_path, free_port())
     end = time.monotonic() + 600
     while len(losses(tmp_path / "runs/kubernetes")) < 6:
         assert time.monotonic() < end
@@ -197,11 +202,11 @@ def test_evicted_pod_ends_all_pods_with_the_code_that_starts_them_again(tmp_path
         time.sleep(0.5)
     first[1].send_signal(signal.SIGTERM)  # what an eviction sends to one pod
     outputs = [process.communicate(timeout=300)[0] for process in first]
-    policy = kubernetes.manifests(job)[1]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    policy = manifests[1]["spec"]["replicatedJobs"][0]["template"]["spec"]
     [code] = policy["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
     assert [process.returncode for process in first] == [code, code], outputs
 
-    second = pod_processes(job, free_port())
+    second = pod_processes(manifests, tmp_path, free_port())
     outputs = [process.communicate(timeout=600)[0] for process in second]
     assert [process.returncode for process in second] == [0, 0], outputs
     assert "resumed from step" in outputs[0]
@@ -214,3 +219,25 @@ def test_evicted_pod_ends_all_pods_with_the_code_that_starts_them_again(tmp_path
     assert [*found] == [*expected] == [*range(1, 61)]
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=1e-6)
+
+
+def test_command_of_the_page_applies_manifests_whose_containers_train(tmp_path: Path) -> None:
+    (block,) = executed_by("test_launch_kubernetes.py", ROOT / "docs/tasks/kubernetes.md")
+    (tmp_path / "run.yaml").write_text(
+        RUN.replace("max_training_steps: 60", "max_training_steps: 3")
+    )
+    kubectl = tmp_path / "programs/kubectl"  # in place of a cluster
+    kubectl.parent.mkdir()
+    kubectl.write_text('#!/bin/bash\n[ "$*" = "apply -f -" ] && cat > applied.yaml\n')
+    kubectl.chmod(0o700)
+    programs = [str(kubectl.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(programs)}
+    subprocess.run(["bash", "-ec", block.body], cwd=tmp_path, env=environment, check=True)
+
+    manifests = [*yaml.safe_load_all((tmp_path / "applied.yaml").read_text())]
+    queue = manifests[1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert (queue, manifests[1]["kind"]) == ("team", "JobSet")
+    pods = pod_processes(manifests, tmp_path, free_port())
+    outputs = [pod.communicate(timeout=600)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    assert [*losses(tmp_path / "runs/kubernetes")] == [1, 2, 3]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.snippets.pages import blocks
+from tests.snippets.pages import executed_by
 from tools.bench.recovery import MODEL_AND_DATA
 from tools.workspace import ROOT
 
@@ -196,8 +196,7 @@ def test_run_continues_after_an_interrupt_and_after_the_loss_of_a_node(
 
 
 def test_block_of_the_documentation_starts_ray_and_trains(tmp_path: Path) -> None:
-    page = blocks(ROOT / "docs/tasks/several_hosts.md")
-    (block,) = [block for block in page if "test_launch_ray" in (block.skip or "")]
+    (block,) = executed_by("test_launch_ray.py", ROOT / "docs/tasks/ray.md")
     (tmp_path / "run.yaml").write_text(
         RUN.replace("max_training_steps: 80", "max_training_steps: 3")
     )

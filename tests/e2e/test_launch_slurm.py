@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.snippets.pages import create_environment, executed_by
+from tools.workspace import ROOT
+
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(1800),
@@ -157,3 +160,25 @@ def test_queued_again_run_of_two_processes_equals_a_run_of_one(
     assert [*found] == [*expected] == [*range(1, 61)]
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=1e-6)
+
+
+def test_commands_of_the_page_train_a_run_and_a_sweep(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    (block,) = executed_by("test_launch_slurm.py", ROOT / "docs/tasks/slurm.md")
+    (tmp_path / "run.yaml").write_text(
+        RUN.replace("max_training_steps: 60", "max_training_steps: 3")
+    )
+    create_environment(tmp_path)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**cluster, "PATH": programs}
+    shown = subprocess.run(
+        ["bash", "-ec", block.body], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("Submitted batch job") == 2
+    wait(lambda: not output(cluster, "squeue", "--noheader"), 900)
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+    for run in ("", "/sweep-0", "/sweep-1"):
+        assert [*losses(tmp_path / f"runs/slurm{run}")] == [1, 2, 3], logs
+        assert (tmp_path / f"runs/slurm{run}/model").is_dir()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +72,22 @@ def blocks(page: Path) -> list[Block]:
         body = "".join(row.removeprefix(indent) for row in match["body"].splitlines(True))
         found.append(Block(page, line, language, body, flags, options.get("skip")))
     return found
+
+
+def executed_by(test: str, page: Path) -> list[Block]:
+    """Return the blocks of a page that name a file of tests, which executes them."""
+    return [block for block in blocks(page) if test in (block.skip or "")]
+
+
+def create_environment(folder: Path) -> None:
+    """Write `.venv/bin/activate`, which pages name, into a folder: the Python that runs now.
+
+    The script also removes the simulated devices of tests.
+    """
+    script = folder / ".venv/bin/activate"
+    script.parent.mkdir(parents=True)
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    script.write_text(f"export PATH={programs}:$PATH XLA_FLAGS=\n", encoding="utf-8")
 
 
 def joined(chosen: list[Block]) -> str:

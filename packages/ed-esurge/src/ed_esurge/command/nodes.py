@@ -72,10 +72,16 @@ def check_nodes(values: argparse.Namespace) -> None:
         )
     if rank and values.master_addr is None:
         raise ConfigError(f"--node-rank {rank} requires --master-addr, the host of process 0")
-    if count > 1 and (values.model_dir or values.data_parallel_size > 1):
+    if count > 1 and values.model_dir:
         raise ConfigError(
-            "--nnodes serves models that all processes load at the start: omit --model-dir and "
-            "--data-parallel-size, or serve replicas with one process each"
+            "--model-dir loads a model when a request needs it, and the processes of --nnodes must "
+            "load every model together at the start: name the models with MODEL and --also instead"
+        )
+    if count > 1 and values.data_parallel_size > 1:
+        raise ConfigError(
+            f"--data-parallel-size {values.data_parallel_size} starts replicas with one process "
+            f"each, and --nnodes {count} one model over several: omit one of them, or divide the "
+            "devices into replicas by the first of --sharding-axis-dims"
         )
 
 

@@ -71,7 +71,10 @@ def check_replicas(values: argparse.Namespace) -> None:
     if size == 1 and local != 0:
         return
     if values.model is None or values.model_dir is not None:
-        raise ConfigError("--data-parallel-size requires a MODEL, and excludes --model-dir")
+        raise ConfigError(
+            "--data-parallel-size requires a MODEL, which each replica loads at its start: name "
+            "further models with --also instead of --model-dir"
+        )
     if options_of(values, EngineConfig).enable_prompt_embeds:
         raise ConfigError("--enable-prompt-embeds requires one process: omit --data-parallel-size")
     if local is not None and local < size and not os.environ.get(SECRET):
