@@ -134,7 +134,6 @@ class EngineControl:
 
         Raises:
             ConfigError: the level is not 1 or 2.
-            EasyDeLError: the level is 1, and the weights are sharded over several processes.
         """
         self.execute(Sleep(keep_weights=check_level(level) == 1))
 

@@ -20,6 +20,10 @@ from flax import nnx
 
 Tree = TypeVar("Tree")
 Leaf = jax.Array | np.ndarray
+#: First and last + 1 index of each dimension: the part of an array that a device holds.
+Place = tuple[tuple[int, int], ...]
+#: The parts of an array that a process holds.
+Parts = dict[Place, np.ndarray]
 #: Weights that can replace others: a model, its state, or the leaves of its state.
 NewWeights = LanguageModel | nnx.State | list[Leaf]
 
@@ -63,7 +67,7 @@ class ServedWeights:
         self._own: list[jax.Array] | None = leaves
         self._places, self._treedef_of_places = jax.tree.flatten(places)
         self._like_own = abstract(leaves)
-        self._asleep: list[np.ndarray] | None = None  # in host memory
+        self._asleep: list[Parts] | None = None  # in host memory
         self._finite: bool | None = None  # computed on demand
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
         """Shapes, dtypes and shardings of `leaves`."""
@@ -172,25 +176,20 @@ class ServedWeights:
         self._own = self._asleep = None
 
     def to_host(self) -> None:
-        """Move the weights from device memory to host memory.
+        """Move the weights from device memory to host memory. Each process keeps the parts that its
+        devices hold.
 
         Raises:
-            EasyDeLError: the weights were dropped, or other processes hold shards of them.
+            EasyDeLError: the weights were dropped.
         """
-        leaves = self.leaves[: len(self._like_own)]
-        if not all(leaf.is_fully_addressable for leaf in leaves):
-            raise EasyDeLError(
-                "weights that lie on the devices of several processes cannot be kept in one host's "
-                "memory: sleep(level=2), and update_model_weights before waking up"
-            )
-        self._asleep = [np.asarray(jax.device_get(leaf)) for leaf in leaves]
+        self._asleep = [parts_of(leaf) for leaf in self.leaves[: len(self._like_own)]]
         self._own = None
 
     def from_host(self) -> None:
         """Move the weights of `to_host` back to the device. No effect without such weights."""
         if self._asleep is not None:
             pairs = zip(self._like_own, self._asleep, strict=True)
-            self._own = [jax.device_put(leaf, like.sharding) for like, leaf in pairs]
+            self._own = [from_parts(like, parts) for like, parts in pairs]
             self._asleep = None
 
     # ---- slots of adapters
@@ -210,6 +209,27 @@ def with_adapter(
 ) -> list[jax.Array]:
     """Return the adapter slots with an adapter written to one slot. Runs on the device."""
     return [written(leaf, place, value) for leaf, value in zip(places, values, strict=True)]
+
+
+def parts_of(array: jax.Array) -> Parts:
+    """Return the parts of an array on the devices of this process, each part once."""
+    shards = {_place(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    return {place: np.asarray(jax.device_get(data)) for place, data in shards.items()}
+
+
+def from_parts(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
+    """Return the array of `parts_of` on its devices."""
+
+    def of(index: tuple[slice, ...] | None) -> np.ndarray:
+        return parts[_place(index, like.shape)]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, of)
+
+
+def _place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Place:
+    """Return the first and the last + 1 index of each dimension of a part."""
+    assert index is not None, "the device holds a part"
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
 
 
 def abstract(tree: Tree) -> Tree:
