@@ -46,6 +46,7 @@ def test_bench_serve_reports_the_figures_of_vllm_and_saves_them(tmp_path, capsys
     ):
         assert f"{name}:" in shown
     assert (first["completed"], first["failed"], first["total_output_tokens"]) == (4, 0, 20)
+    assert len(first["latencies"]) == len(first["start_times"]) == 4
     assert first["request_rate"] == 200 and second["request_rate"] == "inf"
     assert second["total_output_tokens"] == 28 and len(first["itls"][0]) == 4
     assert first["request_goodput"] == pytest.approx(4 / first["duration"])

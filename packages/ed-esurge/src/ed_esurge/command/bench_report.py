@@ -36,7 +36,7 @@ _LINES = {
     "output_throughput": ("Output token throughput (tok/s)", 2),
     "max_output_tokens_per_s": ("Peak output token throughput (tok/s)", 2),
     "max_concurrent_requests": ("Peak concurrent requests", 2),
-    "total_token_throughput": ("Total Token throughput (tok/s)", 2),
+    "total_token_throughput": ("Total token throughput (tok/s)", 2),
 }
 WIDTH = 50
 #: Results for which a smaller number is better.

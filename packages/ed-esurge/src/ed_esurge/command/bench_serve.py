@@ -144,6 +144,8 @@ def _save(path: str, result: dict[str, Any], answers: list[RequestTiming] | None
                 [b - a for a, b in zip(one.arrivals, one.arrivals[1:], strict=False)]
                 for one in answers
             ],
+            "latencies": [one.arrivals[-1] - one.began if one.arrivals else 0.0 for one in answers],
+            "start_times": [one.began for one in answers],
             "errors": [one.error or "" for one in answers],
         }
     try:
