@@ -121,8 +121,31 @@ class Launch:
                 found.setdefault(int(number), int(path.name))
         return found
 
+    def lose_node(self, cluster) -> None:
+        """Kill a node of this run other than the head, and add another node to the cluster."""
+        raylets = {
+            node.all_processes["raylet"][0].process.pid: node
+            for node in cluster.list_all_nodes()
+            if not node.head
+        }
+        used = [
+            raylets[pid]
+            for process in self.processes().values()
+            for pid in ancestors(process)
+            if pid in raylets
+        ]
+        cluster.remove_node(used[0], allow_graceful=False)
+        cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+
     def end(self, code: int = 0) -> None:
         assert self.process.wait(900) == code, self.lines()
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the processes above a process."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -163,9 +186,7 @@ def test_run_that_loses_a_node_equals_a_run_of_one_process(
     folder.mkdir()
     launch = Launch(cluster, folder, run=run, hosts=nodes)
     launch.reach(len(expected) // 2)
-    lost = next(node for node in cluster.list_all_nodes() if not node.head)
-    cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
-    cluster.remove_node(lost, allow_graceful=False)
+    launch.lose_node(cluster)
     launch.end()
     assert "the run starts again from its checkpoint" in launch.lines()
     found = losses(folder / "runs/ray")
@@ -185,11 +206,9 @@ def test_run_continues_after_an_interrupt_and_after_the_loss_of_a_node(
     assert "/0] stopped by " in launch.lines()
     assert 5 <= len(losses(tmp_path / "runs/ray")) < 80
 
-    lost = next(node for node in cluster.list_all_nodes() if not node.head)
     launch = Launch(cluster, tmp_path)
     launch.reach(45)
-    cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
-    cluster.remove_node(lost, allow_graceful=False)
+    launch.lose_node(cluster)
     launch.end()
     assert "the run starts again from its checkpoint" in launch.lines()
     check_same(tmp_path, expected)
