@@ -10,6 +10,7 @@ import pytest
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
+from ed_infra.testing import require_torch
 
 WIDTH, STEPS = 3, 5
 PROMPT = [5, 17, 80, 33, 90, 12, 44, 61]
@@ -76,6 +77,42 @@ def test_beam_search_returns_the_beams_of_its_definition(served, plain_logits, p
     for choice, (_, total) in zip(choices, expected, strict=True):
         assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-3)
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+def test_beams_equal_those_of_transformers(served, llama, tmp_path):
+    """Without a penalty of the length and an end, both definitions sum the log-probabilities."""
+    torch = require_torch()
+    from transformers import AutoModelForCausalLM
+
+    llama.save_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    engine, _ = served
+    prompts = [PROMPT, PROMPT[::-1], [7, 7, 7, 9]]
+    params = SamplingParams(
+        use_beam_search=True, n=4, max_tokens=8, ignore_eos=True, length_penalty=0.0, logprobs=0
+    )
+    for prompt, found in zip(prompts, engine.generate(prompts, params), strict=True):
+        with torch.no_grad():
+            theirs = reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                num_beams=4,
+                num_return_sequences=4,
+                length_penalty=0.0,
+                max_new_tokens=8,
+                min_new_tokens=8,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+        tokens = theirs.sequences[:, len(prompt) :].tolist()
+        assert [out.token_ids for out in found.outputs] == tokens
+        scores = [out.cumulative_logprob for out in found.outputs]
+        assert scores == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-3)
 
 
 def test_step_computes_one_token_for_each_beam(served):

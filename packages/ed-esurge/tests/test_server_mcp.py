@@ -194,8 +194,9 @@ def test_mcp_servers_over_http_are_called(tmp_path):
             "plain": {"url": url, "require_approval": "never"},
             "headers": {"url": url, "headers": {"X-Key": "a"}, "require_approval": "never"},
         }
+        asks = {"asks": {"url": url}}  # requires approvals by default
         path = tmp_path / "mcp.json"
-        path.write_text(json.dumps({"mcpServers": servers}))
+        path.write_text(json.dumps({"mcpServers": {**servers, **asks}}))
         with background(NamedCalls(), mcp_config=path) as base:
             client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
             for label in servers:
@@ -203,6 +204,15 @@ def test_mcp_servers_over_http_are_called(tmp_path):
                     model="scripted", input="weather", tools=[tool(label)]
                 )
                 assert made.output[1].output == "Bern: 2 sunny days"
+            options = {"model": "scripted", "tools": [tool("asks")]}
+            first = client.responses.create(**options, input="weather")
+            asked = first.output[-1]
+            assert asked.type == "mcp_approval_request"
+            approval = {"type": "mcp_approval_response", "approval_request_id": asked.id}
+            done = client.responses.create(
+                **options, input=[{**approval, "approve": True}], previous_response_id=first.id
+            )
+            assert done.output[0].output == "Bern: 2 sunny days"
     finally:
         process.terminate()
         process.wait()
