@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ed_layers import fixed_order
 from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.blocks.sparse_index import Chosen, Indexer, Places, attend_to_places
 from ed_layers.cache import LayerCacheSpec
@@ -25,6 +27,7 @@ from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import Linear, Product
+from ed_layers.projections.matmul import matmul
 from ed_layers.rotary import apply_rotary
 
 
@@ -38,7 +41,7 @@ class LatentAttention(nnx.Module):
     - *expanded*, without a cache: the layer computes keys and values of all heads and attends as
       any other model. This method needs the fewest products for a whole sequence, and it has
       gradients;
-    - *absorbed*, with a cache: the layer applies the key part of `kv_b_proj` to the queries, and
+    - *absorbed*, with a cache or one order of sums: the layer applies the key part of `kv_b_proj` to the queries, and
       the value part to the result. Attention reads the latents as one key head whose values are a
       part of its keys, so stored latents are never expanded. Prompts use this method too: a
       compiled step does not know whether the cache is empty. Within attention it costs
@@ -117,7 +120,7 @@ class LatentAttention(nnx.Module):
         chosen: Chosen = None
         if hasattr(self, "indexer"):
             chosen, cache = self.indexer(x, compressed, ctx, cache, layer)
-        if cache is None:
+        if cache is None and not fixed_order.active():
             out = self.expanded(q, latents, ctx, chosen)
         else:
             out, cache = self.absorbed(q, latents, ctx, chosen, cache, layer)
@@ -173,11 +176,11 @@ class LatentAttention(nnx.Module):
         cache: Any,
         layer: Layer,
     ) -> tuple[Float[Array, "b s h v"], Any]:
-        """Attend to the latents of a cache."""
+        """Attend to latents, of a cache if there is one."""
         of_keys, of_values = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
         precision = self.kv_b_proj.precision
         plain, turned = jnp.split(q, [self.plain], axis=-1)
-        plain = jnp.einsum("bshn,lhn->bshl", plain, of_keys, precision=precision)
+        plain = _by_heads(plain, of_keys.transpose(1, 2, 0), precision)
         q = jnp.concatenate([plain, turned], axis=-1)
         if isinstance(chosen, Places) and ctx.ragged is not None:
             kv = latents, None
@@ -186,7 +189,7 @@ class LatentAttention(nnx.Module):
         else:
             values = latents[..., : self.rank]
             out, cache = self.attend(q, latents, values, ctx, chosen, cache, layer)
-        return jnp.einsum("bshl,lhv->bshv", out, of_values, precision=precision), cache
+        return _by_heads(out, of_values.transpose(1, 0, 2), precision), cache
 
     def expansion(self, dtype: DTypeLike) -> Float[Array, "l h n+v"]:
         """Return the matrix of `kv_b_proj` by heads. For a layer that replaced `kv_b_proj`
@@ -222,6 +225,16 @@ class LatentAttention(nnx.Module):
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )
+
+
+def _by_heads(
+    x: Float[Array, "b s h i"], w: Float[Array, "h i o"], precision: PrecisionLike
+) -> Float[Array, "b s h o"]:
+    """Return the product of each head with its matrix."""
+    if not fixed_order.active():
+        return jnp.einsum("bshi,hio->bsho", x, w, precision=precision)
+    heads = [matmul(x[:, :, h], w[h], precision=precision) for h in range(len(w))]
+    return jnp.stack(heads, axis=2)
 
 
 def yarn_factor(rope: Any) -> float:
