@@ -69,8 +69,35 @@ class Recorded:
 def test_directory_finds_models_of_two_levels(folder):
     directory = Recorded(folder).directory
     assert directory.names() == ["a", "b", "c", "org/d"]
-    for name in ("notes", "../x", "a/../b", "/etc", "a/b/c", ""):
+    for name in (
+        "notes",
+        "../x",
+        "a/../b",
+        "/etc",
+        "a/b/c",
+        "",
+        "a\0",
+        "x" * 300,
+        "é" * 200,
+        "\ud800",
+    ):
         assert directory.files(name) is None
+
+
+def test_listed_models_are_served_also_through_links(folder, tmp_path_factory):
+    """The operator can link the folder of a model, or of several models, to another place."""
+    other = tmp_path_factory.mktemp("elsewhere")
+    (folder / "a").rename(other / "a")
+    (folder / "a").symlink_to(other / "a")
+    (folder / "org").rename(other / "org")
+    (folder / "org").symlink_to(other / "org")
+    (folder / ".hidden").symlink_to(other / "a")
+    (folder / ".definitions").mkdir()
+    (folder / ".definitions" / "x").symlink_to(other / "a")
+    directory = Recorded(folder).directory
+    assert directory.names() == ["a", "b", "c", "org/d"]
+    assert all(directory.files(name) is not None for name in directory.names())
+    assert directory.files(".hidden") is directory.files(".definitions/x") is None
 
 
 @pytest.mark.parametrize("factor", [0, 1])

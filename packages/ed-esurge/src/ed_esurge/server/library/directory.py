@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Maximum number of models of a directory.
 MAX_MODELS = 1024
+#: Maximum number of bytes of a folder's name, as in the file systems of Linux.
+MAX_NAME_BYTES = 255
 
 
 class LoadableModel(Protocol):
@@ -45,6 +47,15 @@ class LoadedModel(Generic[ServedT]):
     model: ServedT
     size: int
     load_seconds: float
+
+
+def _is_folder_name(part: str) -> bool:
+    """Return whether a part of a name of a client can be the name of a folder here."""
+    return (
+        part != ""
+        and not part.startswith(".")
+        and len(part.encode(errors="replace")) <= MAX_NAME_BYTES
+    )
 
 
 class ModelDirectory(Generic[ServedT]):
@@ -85,17 +96,23 @@ class ModelDirectory(Generic[ServedT]):
         self._sizes: dict[str, int] = {}  # measured by earlier loads
 
     def files(self, name: str) -> CheckpointFiles | None:
-        """Return the files of a model; None = the directory has no such model."""
+        """Return the files of a model; None = the directory has no such model.
+
+        The folder of a model can be a link of the operator to another place.
+        """
         parts = name.split("/")
-        if len(parts) > 2 or any(part in ("", ".", "..") for part in parts) or "\\" in name:
+        if len(parts) > 2 or "\\" in name or not all(map(_is_folder_name, parts)):
             return None
         path = self.folder.joinpath(*parts)
-        inside = path.resolve().is_relative_to(self.folder.resolve())
-        return CheckpointFiles(path) if inside and CheckpointFiles.is_checkpoint(path) else None
+        return CheckpointFiles(path) if CheckpointFiles.is_checkpoint(path) else None
 
     def names(self) -> list[str]:
         """Return the names of the models, sorted."""
-        paths = [path for path in sorted(self.folder.iterdir()) if path.is_dir()]
+        paths = [
+            path
+            for path in sorted(self.folder.iterdir())
+            if path.is_dir() and not path.name.startswith(".")
+        ]
         deeper = [
             inner
             for path in paths
