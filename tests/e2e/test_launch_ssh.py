@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
-        not (os.geteuid() == 0 and Path(SSHD).exists() and Path("/proc").is_dir()),
-        reason="needs root and Debian's package openssh-server",
+        not (Path(SSHD).exists() and Path("/proc").is_dir()),
+        reason="needs Debian's package openssh-server",
     ),
 ]
 
@@ -73,7 +73,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     program = folder / "ssh"
     program.write_text(f'#!/bin/bash\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
     program.chmod(0o700)
-    Path("/run/sshd").mkdir(exist_ok=True)
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd requires the folder if root starts it
     with (folder / "log").open("w") as log:
         server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=log)
     programs = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
