@@ -13,6 +13,8 @@ import argparse
 import base64
 import io
 import json
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -125,6 +127,46 @@ def conversations(tab: Tab, folder: Path) -> None:
     tab.picture(folder / "playground-conversations.png")
 
 
+def editing(tab: Tab, folder: Path) -> None:
+    """An answer that is edited, a stored preset, a grammar, a copied text, and a hidden column."""
+    write(tab, "#set-max_tokens", 60)
+    say(tab, QUESTION)
+    form(tab, "grammar", 'start: "yes" | "no"')
+    write(tab, "#preset-name", "yes or no")
+    tab.click("#group-presets button:last-of-type")
+    tab.until("document.querySelector('#preset').value")
+    tab.js(
+        "document.querySelectorAll('.group').forEach((one) => {"
+        " one.open = ['group-presets', 'group-form'].includes(one.id); })"
+    )
+    tab.click("#open-engine")
+    tab.click('.turn.assistant [aria-label="Edit"]')
+    tab.until("document.activeElement.matches('.edit textarea')")
+    tab.click('.turn.user [aria-label="Copy"]')
+    tab.until("document.querySelector('.turn.user .tip')")
+    tab.picture(folder / "playground-editing.png")
+
+
+def shared(tab: Tab, open_tab: Open, folder: Path) -> None:
+    """A conversation as a page without a server and without scripts."""
+    write(tab, "#set-max_tokens", 120)
+    say(tab, QUESTION)
+    tab.click("#heat")
+    tab.until("document.querySelectorAll('.tok').length > 20")
+    with tempfile.TemporaryDirectory() as place:
+        tab.downloads_to(Path(place))
+        tab.click('#conversations [aria-label="Save as a page to share"]')
+        end = time.monotonic() + 10
+        while not (pages := [*Path(place).glob("*.html")]):
+            if time.monotonic() > end:
+                raise TimeoutError("the page was not saved within 10 s")
+            time.sleep(0.1)
+        page = open_tab(pages[0].as_uri(), **WIDE)
+        page.theme("light")
+        page.until("document.querySelectorAll('.turn').length === 2")
+        page.picture(folder / "playground-shared.png")
+
+
 def attachments(tab: Tab, folder: Path) -> None:
     """Pasted images before they are sent, and the notice for another file."""
     from PIL import Image
@@ -178,6 +220,8 @@ def take(open_tab: Open, engines: Mapping[str, Any], vision: Any, folder: Path) 
         markdown(opened(open_tab, root, PHONE), folder, "playground-markdown-phone.png")
         failed_answer(opened(open_tab, root, PHONE), folder, "playground-failed-phone.png")
         conversations(opened(open_tab, root), folder)
+        editing(opened(open_tab, root), folder)
+        shared(opened(open_tab, root), open_tab, folder)
     if vision is not None:
         with background({"vision": vision}) as url:
             attachments(opened(open_tab, url.removesuffix("v1")), folder)

@@ -63,9 +63,14 @@ def test_banner_and_list_of_conversations_are_pictured(
     open_tab: Any, engine: Any, tmp_path: Path
 ) -> None:
     with background({"quickstart": engine}) as url:
-        states.conversations(states.opened(open_tab, url.removesuffix("v1")), tmp_path)
+        root = url.removesuffix("v1")
+        states.conversations(states.opened(open_tab, root), tmp_path)
+        states.editing(states.opened(open_tab, root), tmp_path)
+        states.shared(states.opened(open_tab, root), open_tab, tmp_path)
     states.banner(open_tab, {"quickstart": engine}, tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "playground-conversations.png",
         "playground-banner.png",
+        "playground-editing.png",
+        "playground-shared.png",
     }
