@@ -41,11 +41,12 @@ class LatentAttention(nnx.Module):
     - *expanded*, without a cache: the layer computes keys and values of all heads and attends as
       any other model. This method needs the fewest products for a whole sequence, and it has
       gradients;
-    - *absorbed*, with a cache or one order of sums: the layer applies the key part of `kv_b_proj` to the queries, and
-      the value part to the result. Attention reads the latents as one key head whose values are a
-      part of its keys, so stored latents are never expanded. Prompts use this method too: a
-      compiled step does not know whether the cache is empty. Within attention it costs
-      `(2 l + p) / (n + p + v)` times the products of the expanded method (3.4 in DeepSeek-V3).
+    - *absorbed*, with a cache or one order of sums (`ed_layers.fixed_order`): the layer applies the
+      key part of `kv_b_proj` to the queries, and the value part to the result. Attention reads the
+      latents as one key head whose values are a part of its keys, so stored latents are never
+      expanded. Prompts use this method too: a compiled step does not know whether the cache is
+      empty. Within attention it costs `(2 l + p) / (n + p + v)` times the products of the expanded
+      method (3.4 in DeepSeek-V3).
 
     The configuration provides the sizes: `num_attention_heads`, `q_lora_rank` (None = queries are
     not compressed), `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`,
