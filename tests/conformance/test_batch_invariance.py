@@ -19,10 +19,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_engine_and_forward_pass_on_a_mesh_have_equal_bits() -> None:
-    model, asked = create("llama", "float32", num_hidden_layers=1), prompts()[:2]
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_engine_and_forward_pass_on_a_mesh_have_equal_bits(model_type: str) -> None:
+    model, asked = create(model_type, "float32", num_hidden_layers=1), prompts()[:2]
     rows, bits = of_engine(model, asked, new=3)
-    mesh = create("llama", "float32", (2, 1, 1, 2, 1), num_hidden_layers=1)
+    mesh = create(model_type, "float32", (2, 1, 1, 2, 1), num_hidden_layers=1)
     for found, expected in zip(of_forward(mesh, rows, 2), bits, strict=True):
         np.testing.assert_array_equal(found, expected)
 
