@@ -13,7 +13,8 @@ from ed_layers.cache import HybridCache
 from ed_layers.moe.layer import Router
 from ed_models.generation.prompts import is_encoder_decoder, longest_sequence
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.encoder_items import EncoderItems, items_of
+from ed_models.tasks.encoder_items import EncoderItems
+from ed_models.tasks.item_kinds import items_of
 from flax import nnx
 
 from ed_esurge.config import EngineConfig

@@ -26,9 +26,9 @@ from ed_models.tasks.encoder_items import (
     ItemArrays,
     batch_of_one,
     encoder_names,
-    items_of,
     used_items,
 )
+from ed_models.tasks.item_kinds import items_of
 from flax import nnx
 from jaxtyping import Float
 

@@ -3,8 +3,6 @@
 Each selected matrix becomes tensors of this project's own layout (`….kernel.codes`,
 `….kernel.scale`, `….kernel.zero`), which are read from the blocks of the file. So the loader reads
 a GGUF file like a checkpoint with quantized matrices.
-
-Legend: i in features, o out features.
 """
 
 from __future__ import annotations
