@@ -211,7 +211,7 @@ def served(folder):
         engine.tokenizer = byte_tokenizer()
         return engine
 
-    loading = ModelLoading(folder, load, lambda files: 0)
+    loading = ModelLoading(folder, load, lambda files: 0, max_model_len=48)
     with background({}, model_directory=loading) as url:
         yield url, loads
 
@@ -231,7 +231,9 @@ def test_server_loads_models_of_a_directory_for_every_api(served):
     other = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     answer = other.completions.create(model="org/d", prompt="Who?", stream=True)
     assert "".join(part.choices[0].text for part in answer) == "I am d"
-    assert {one.id for one in other.models.list()} == {"a", "b", "c", "org/d"}
+    lengths = {one.id: one.model_extra["max_model_len"] for one in other.models.list()}
+    # Without loading: the length of the files, 64, and the limit of the server, 48.
+    assert lengths == {"a": 2048, "b": 48, "c": 48, "org/d": 2048}
     assert {one.model for one in client.ps().models} == {"a", "org/d"}
     assert loads == [("a", False), ("d", False)]
     assert client.generate("a", keep_alive=0).done_reason == "unload"

@@ -53,7 +53,12 @@ def model_directory(values: argparse.Namespace) -> ModelLoading | None:
 
     memory = None if values.model_memory is None else int(values.model_memory * GIB)
     return ModelLoading(
-        folder, load, lambda files: estimate(values, files), memory, float(keep_alive)
+        folder,
+        load,
+        lambda files: estimate(values, files),
+        memory,
+        float(keep_alive),
+        options_of(values, EngineConfig).max_model_len,
     )
 
 

@@ -321,6 +321,7 @@ def _directory(
         estimate=options.estimate,
         memory=options.memory,
         keep_alive=options.keep_alive,
+        max_model_len=options.max_model_len,
     )
     return directory
 

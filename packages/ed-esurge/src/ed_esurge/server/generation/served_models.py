@@ -230,7 +230,7 @@ class ServedModels:
             return self.directory.loaded[name].model.card(name)
         files = self.directory.files(name)
         created = int(files.modified) if files is not None else 0
-        length = files.text_field("max_position_embeddings", "n_positions") if files else None
+        length = self.directory.length(files) if files is not None else None
         known = {"created": created, "root": name, "parent": None, "max_model_len": length}
         summary = certificate_summary(files.path) if files is not None else None
         return {**card, **known, **certified(summary)}

@@ -72,6 +72,7 @@ class ModelDirectory(Generic[ServedT]):
         estimate: returns the bytes that a model will need.
         memory: limit of the bytes of the loaded models; None = no limit.
         keep_alive: seconds without requests after which a model is unloaded.
+        max_model_len: limit of the length of a sequence of every model; None = that of the model.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class ModelDirectory(Generic[ServedT]):
         estimate: Callable[[CheckpointFiles], int],
         memory: int | None = None,
         keep_alive: float = 300.0,
+        max_model_len: int | None = None,
     ) -> None:
         if not folder.is_dir():
             raise ConfigError(f"the directory of models {folder} does not exist")
         self.folder, self.memory, self.keep_alive = folder, memory, keep_alive
+        self.max_model_len = max_model_len
         self._load, self._unload, self._estimate = load, unload, estimate
         self.loaded: dict[str, LoadedModel[ServedT]] = {}
         self._lock = asyncio.Lock()
@@ -105,6 +108,13 @@ class ModelDirectory(Generic[ServedT]):
             return None
         path = self.folder.joinpath(*parts)
         return CheckpointFiles(path) if CheckpointFiles.is_checkpoint(path) else None
+
+    def length(self, files: CheckpointFiles) -> int | None:
+        """Return the maximum length of a sequence of a model; None if its files do not name it."""
+        longest = files.text_field("max_position_embeddings", "n_positions")
+        if longest is None or self.max_model_len is None:
+            return longest
+        return min(longest, self.max_model_len)
 
     def names(self) -> list[str]:
         """Return the names of the models, sorted."""

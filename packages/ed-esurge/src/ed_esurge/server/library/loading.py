@@ -22,6 +22,7 @@ class ModelLoading:
         estimate: see `ModelDirectory`.
         memory: see `ModelDirectory`.
         keep_alive: see `ModelDirectory`.
+        max_model_len: see `ModelDirectory`.
     """
 
     folder: Path
@@ -29,6 +30,7 @@ class ModelLoading:
     estimate: Callable[[CheckpointFiles], int]
     memory: int | None = None
     keep_alive: float = 300.0
+    max_model_len: int | None = None
 
 
 def memory_of(engine: Any) -> int:
