@@ -18,8 +18,8 @@ from jaxtyping import Float, Int, UInt8
 from ed_models.checkpoints.gguf.blocks import mapped, raw_blocks
 from ed_models.checkpoints.gguf.header import GgufHeader
 
-Blocks = UInt8[np.ndarray, "*lead b y"]
-Scales = Float[np.ndarray, "*lead b s"]
+_Blocks = UInt8[np.ndarray, "*lead b y"]
+_Scales = Float[np.ndarray, "*lead b s"]
 
 #: Values of the codes of IQ4_NL.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
@@ -37,44 +37,44 @@ class BlockForm:
         zero: code of the value 0, in formats that subtract nothing from the values.
     """
 
-    codes: Callable[[Blocks], Int[np.ndarray, "*lead b k"]]
-    scales: Callable[[Blocks], tuple[Scales, Scales | None]]
+    codes: Callable[[_Blocks], Int[np.ndarray, "*lead b k"]]
+    scales: Callable[[_Blocks], tuple[_Scales, _Scales | None]]
     group: int = 32
     small: bool = False
     zero: int = 0
 
 
-def _half(blocks: Blocks, start: int) -> Float[np.ndarray, "*lead b one"]:
+def _half(blocks: _Blocks, start: int) -> Float[np.ndarray, "*lead b one"]:
     """Return the float16 number at a byte, in float32."""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2").astype(np.float32)
 
 
-def _nibbles(blocks: Blocks, start: int, count: int) -> UInt8[np.ndarray, "*lead b k"]:
+def _nibbles(blocks: _Blocks, start: int, count: int) -> UInt8[np.ndarray, "*lead b k"]:
     """Return the codes of runs of `count` bytes: first the low halves of a run, then the high."""
     runs = blocks[..., start:].reshape(*blocks.shape[:-1], -1, 1, count)
     codes = runs >> np.array([0, 4], np.uint8)[:, None] & 15
     return codes.reshape(*blocks.shape[:-1], -1)
 
 
-def _one_scale(blocks: Blocks) -> tuple[Scales, None]:
+def _one_scale(blocks: _Blocks) -> tuple[_Scales, None]:
     return _half(blocks, 0), None
 
 
-def _scale_and_least(blocks: Blocks) -> tuple[Scales, Scales]:
+def _scale_and_least(blocks: _Blocks) -> tuple[_Scales, _Scales]:
     return _half(blocks, 0), -_half(blocks, 2)
 
 
-def _five_bits(start: int) -> Callable[[Blocks], Int[np.ndarray, "*lead b k"]]:
+def _five_bits(start: int) -> Callable[[_Blocks], Int[np.ndarray, "*lead b k"]]:
     """Codes with the fifth bits in four bytes at `start`, before the others."""
 
-    def codes(blocks: Blocks) -> Int[np.ndarray, "*lead b k"]:
+    def codes(blocks: _Blocks) -> Int[np.ndarray, "*lead b k"]:
         fifth = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
         return (_nibbles(blocks, start + 4, 16) | fifth << 4).astype(np.int8)
 
     return codes
 
 
-def _six_bit_scales(blocks: Blocks) -> tuple[Scales, Scales]:
+def _six_bit_scales(blocks: _Blocks) -> tuple[_Scales, _Scales]:
     """Return the scales and subtracted numbers of Q4_K and Q5_K: six bits each, in 12 bytes."""
     packed = blocks[..., 4:16]
     low, least, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -83,20 +83,20 @@ def _six_bit_scales(blocks: Blocks) -> tuple[Scales, Scales]:
     return _half(blocks, 0) * scale, _half(blocks, 2) * offset
 
 
-def _q5_k(blocks: Blocks) -> Int[np.ndarray, "*lead b k"]:
+def _q5_k(blocks: _Blocks) -> Int[np.ndarray, "*lead b k"]:
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     fifth = (blocks[..., None, 16:48] >> shifts & 1).reshape(*blocks.shape[:-1], -1)
     return (_nibbles(blocks, 48, 32) | fifth << 4).astype(np.int8)
 
 
-def _q6_k(blocks: Blocks) -> Int[np.ndarray, "*lead b k"]:
+def _q6_k(blocks: _Blocks) -> Int[np.ndarray, "*lead b k"]:
     low = _nibbles(blocks[..., :128], 0, 64)
     pairs = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
     high = pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     return (low | high.reshape(low.shape) << 4).astype(np.int8) - np.int8(32)
 
 
-def _q6_k_scales(blocks: Blocks) -> tuple[Scales, None]:
+def _q6_k_scales(blocks: _Blocks) -> tuple[_Scales, None]:
     return _half(blocks, 208) * blocks[..., 192:208].view(np.int8).astype(np.float32), None
 
 
