@@ -25,7 +25,7 @@ from ed_data.sources.lines import START, LineRecord, Lines, Spot, decoded
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Records = Iterator[LineRecord]
+LineRecords = Iterator[LineRecord]
 _ARROW_ROWS = 1024  # rows converted to Python at a time
 
 
@@ -61,7 +61,7 @@ class SourceFile:
 
 def read_file(
     inform: Inform, file: SourceFile, columns: Sequence[str] | None, start: Spot = START
-) -> Records:
+) -> LineRecords:
     """Yield the records of one file of an inform.
 
     Args:
@@ -83,7 +83,9 @@ def read_file(
         ) from error
 
 
-def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
+def _json(
+    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
+) -> LineRecords:
     with file.open() as stream:
         # The rows of a list have no offset.
         lines = Lines(stream, file.address, start if start.offset else START)
@@ -108,7 +110,7 @@ def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start
             yield LineRecord(place, row, at, lines.spot)
 
 
-def _json_list(file: SourceFile, text: str, first: int) -> Records:
+def _json_list(file: SourceFile, text: str, first: int) -> LineRecords:
     try:
         items = _JSON.decode(text)
     except json.JSONDecodeError as error:
@@ -162,7 +164,9 @@ def _finite(digits: str) -> float:
 _JSON = json.JSONDecoder(object_pairs_hook=_fields, parse_constant=_no_number, parse_float=_finite)
 
 
-def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
+def _csv(
+    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
+) -> LineRecords:
     delimiter = "," if inform.kind == "csv" else "\t"
     with _large_fields(), file.open() as stream, contextlib.ExitStack() as opened:
         lines = Lines(stream, file.address)
@@ -240,7 +244,9 @@ def _large_fields() -> Iterator[None]:
                 csv.field_size_limit(first)
 
 
-def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
+def _txt(
+    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
+) -> LineRecords:
     field = inform.content_field
     with file.open() as stream:
         lines = Lines(stream, file.address, start)
@@ -272,7 +278,7 @@ def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
 
 def _parquet(
     file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
-) -> Records:
+) -> LineRecords:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -296,7 +302,9 @@ def _parquet(
             ) from error
 
 
-def _arrow(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
+def _arrow(
+    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
+) -> LineRecords:
     import pyarrow as pa
 
     with file.open() as stream:
@@ -327,7 +335,7 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
 
 def _numbered(
     file: SourceFile, batches: Iterator[pa.RecordBatch], number: int, start: int
-) -> Records:
+) -> LineRecords:
     """Yield the rows of tables from `start` on; `number` is the number of the first row."""
     for batch in batches:
         if number + batch.num_rows <= start:
@@ -354,7 +362,7 @@ def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | 
     return [name for name in columns if name in names]
 
 
-FormatReader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], Records]
+FormatReader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], LineRecords]
 READERS: dict[str, FormatReader] = {
     "json": _json,
     "csv": _csv,

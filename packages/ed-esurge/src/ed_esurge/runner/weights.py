@@ -21,9 +21,9 @@ from flax import nnx
 Tree = TypeVar("Tree")
 Leaf = jax.Array | np.ndarray
 #: First and last + 1 index of each dimension: the part of an array that a device holds.
-Place = tuple[tuple[int, int], ...]
+_Place = tuple[tuple[int, int], ...]
 #: The parts of an array that a process holds.
-Parts = dict[Place, np.ndarray]
+HostParts = dict[_Place, np.ndarray]
 #: Weights that can replace others: a model, its state, or the leaves of its state.
 NewWeights = LanguageModel | nnx.State | list[Leaf]
 
@@ -67,7 +67,7 @@ class ServedWeights:
         self._own: list[jax.Array] | None = leaves
         self._places, self._treedef_of_places = jax.tree.flatten(places)
         self._like_own = abstract(leaves)
-        self._asleep: list[Parts] | None = None  # in host memory
+        self._asleep: list[HostParts] | None = None  # in host memory
         self._finite: bool | None = None  # computed on demand
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
         """Shapes, dtypes and shardings of `leaves`."""
@@ -211,13 +211,13 @@ def with_adapter(
     return [written(leaf, place, value) for leaf, value in zip(places, values, strict=True)]
 
 
-def parts_of(array: jax.Array) -> Parts:
+def parts_of(array: jax.Array) -> HostParts:
     """Return the parts of an array on the devices of this process, each part once."""
     shards = {_place(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     return {place: np.asarray(jax.device_get(data)) for place, data in shards.items()}
 
 
-def from_parts(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
+def from_parts(like: jax.ShapeDtypeStruct, parts: HostParts) -> jax.Array:
     """Return the array of `parts_of` on its devices."""
 
     def of(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -226,7 +226,7 @@ def from_parts(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
     return jax.make_array_from_callback(like.shape, like.sharding, of)
 
 
-def _place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Place:
+def _place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Place:
     """Return the first and the last + 1 index of each dimension of a part."""
     assert index is not None, "the device holds a part"
     return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
