@@ -25,7 +25,7 @@ from ed_data.sources.lines import START, LineRecord, Lines, Spot, decoded
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LineRecords = Iterator[LineRecord]
+RowReader = Iterator[LineRecord]
 _ARROW_ROWS = 1024  # rows converted to Python at a time
 
 
@@ -61,7 +61,7 @@ class SourceFile:
 
 def read_file(
     inform: Inform, file: SourceFile, columns: Sequence[str] | None, start: Spot = START
-) -> LineRecords:
+) -> RowReader:
     """Yield the records of one file of an inform.
 
     Args:
@@ -85,7 +85,7 @@ def read_file(
 
 def _json(
     file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
-) -> LineRecords:
+) -> RowReader:
     with file.open() as stream:
         # The rows of a list have no offset.
         lines = Lines(stream, file.address, start if start.offset else START)
@@ -110,7 +110,7 @@ def _json(
             yield LineRecord(place, row, at, lines.spot)
 
 
-def _json_list(file: SourceFile, text: str, first: int) -> LineRecords:
+def _json_list(file: SourceFile, text: str, first: int) -> RowReader:
     try:
         items = _JSON.decode(text)
     except json.JSONDecodeError as error:
@@ -164,9 +164,7 @@ def _finite(digits: str) -> float:
 _JSON = json.JSONDecoder(object_pairs_hook=_fields, parse_constant=_no_number, parse_float=_finite)
 
 
-def _csv(
-    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
-) -> LineRecords:
+def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> RowReader:
     delimiter = "," if inform.kind == "csv" else "\t"
     with _large_fields(), file.open() as stream, contextlib.ExitStack() as opened:
         lines = Lines(stream, file.address)
@@ -244,9 +242,7 @@ def _large_fields() -> Iterator[None]:
                 csv.field_size_limit(first)
 
 
-def _txt(
-    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
-) -> LineRecords:
+def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> RowReader:
     field = inform.content_field
     with file.open() as stream:
         lines = Lines(stream, file.address, start)
@@ -278,7 +274,7 @@ def _txt(
 
 def _parquet(
     file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
-) -> LineRecords:
+) -> RowReader:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -304,7 +300,7 @@ def _parquet(
 
 def _arrow(
     file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
-) -> LineRecords:
+) -> RowReader:
     import pyarrow as pa
 
     with file.open() as stream:
@@ -335,7 +331,7 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
 
 def _numbered(
     file: SourceFile, batches: Iterator[pa.RecordBatch], number: int, start: int
-) -> LineRecords:
+) -> RowReader:
     """Yield the rows of tables from `start` on; `number` is the number of the first row."""
     for batch in batches:
         if number + batch.num_rows <= start:
@@ -362,7 +358,7 @@ def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | 
     return [name for name in columns if name in names]
 
 
-FormatReader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], LineRecords]
+FormatReader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], RowReader]
 READERS: dict[str, FormatReader] = {
     "json": _json,
     "csv": _csv,
