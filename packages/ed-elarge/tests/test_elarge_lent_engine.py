@@ -21,7 +21,9 @@ class Made:
 
     max_model_len = 64
 
-    def __init__(self, model: object, tokenizer: object, config: EngineConfig):
+    def __init__(
+        self, model: object, tokenizer: object, config: EngineConfig, records: object = None
+    ):
         self.config, self.commands = config, []
 
     def together(self) -> nullcontext[None]:

@@ -36,7 +36,6 @@ from ed_infra.config.fields import (
 )
 from ed_infra.config.files import StoredConfig, reading_file
 from ed_infra.config.frozen import MeshRecipe, Runtime, freeze, thaw
-from ed_infra.config.hugging_face import share_table_of_names
 from ed_infra.config.subclass import (
     architecture_value,
     as_config_error,
@@ -46,6 +45,7 @@ from ed_infra.config.subclass import (
     known_names,
     outside,
     set_bare_fields,
+    share_table_of_names,
 )
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.logging import get_logger, once
