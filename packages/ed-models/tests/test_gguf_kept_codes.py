@@ -13,6 +13,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_layers.quantization import describe
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints.gguf import codes
+from ed_models.checkpoints.gguf.blocks import mapped, raw_blocks
 from ed_models.checkpoints.gguf.header import read_header
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.saving import layer_values
@@ -85,6 +86,14 @@ def written(path: Path, source: Path, forms: dict[str, str]) -> Path:
     return path
 
 
+def arrays_of(file: Path, name: str, wanted: codes.CodeForm, rows: slice) -> dict[str, np.ndarray]:
+    """Return the arrays of some rows of a tensor."""
+    where = read_header(file).tensors[name]
+    blocks = np.ascontiguousarray(raw_blocks(mapped(file), where)[rows])
+    parts = ["codes", "scale"] if wanted.zero is None else ["codes", "scale", "zero"]
+    return {part: codes.part_of_blocks(blocks, where.format, wanted, part) for part in parts}
+
+
 def created(model_type: str = "llama", **fields: Any) -> Any:
     config = AutoEasyDeLConfig.for_model(model_type, **{**SIZES, **fields}, **ONE)
     return AutoEasyDeLModelForCausalLM.from_config(config, "float32", "float32")
@@ -128,7 +137,7 @@ def test_codes_have_the_values_of_the_blocks(
     header = read_header(file)
     wanted = codes.common_form({form, other or form})
     assert wanted is not None
-    found = codes.read_codes(header, "blk.1.ffn_up.weight", wanted, (slice(3, 90, 2),))
+    found = arrays_of(file, "blk.1.ffn_up.weight", wanted, slice(3, 90, 2))
     numbers = found["codes"]
     if wanted.small:
         numbers = np.stack([numbers & 15, numbers >> 4], -1)
@@ -153,7 +162,7 @@ def test_group_without_scale_keeps_its_number(llama: Path, tmp_path: Path) -> No
     file.write_bytes(content)
     wanted = codes.common_form({"Q4_1"})
     assert wanted is not None
-    found = codes.read_codes(read_header(file), "blk.0.ffn_up.weight", wanted, (slice(0, 1),))
+    found = arrays_of(file, "blk.0.ffn_up.weight", wanted, slice(0, 1))
     low = (found["codes"][0, :32] & 15).reshape(2, 16).astype(np.float32)
     values = (low - found["zero"][0, :2, None]) * found["scale"][0, :2, None]
     np.testing.assert_array_equal(values, [[1.5] * 16, [0] * 16])

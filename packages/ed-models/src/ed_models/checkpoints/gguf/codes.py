@@ -15,9 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from ed_models.checkpoints.gguf.blocks import mapped, raw_blocks
-from ed_models.checkpoints.gguf.header import GgufHeader
-
 _Blocks = UInt8[np.ndarray, "*lead b y"]
 _Scales = Float[np.ndarray, "*lead b s"]
 
@@ -146,49 +143,46 @@ def common_form(formats: Collection[str]) -> CodeForm | None:
     return CodeForm(small, min(form.group for form in forms), zero)
 
 
-def read_codes(
-    header: GgufHeader, name: str, wanted: CodeForm, rows: tuple[slice, ...]
-) -> dict[str, np.ndarray]:
-    """Return the arrays of rows of a tensor [.., columns].
+def part_of_blocks(blocks: _Blocks, name: str, wanted: CodeForm, part: str) -> np.ndarray:
+    """Return one array of the codes in the blocks of rows [.., columns].
 
     Args:
-        name: a tensor of a format in `BLOCKS`.
+        blocks: the blocks of the rows.
+        name: their format, a key of `BLOCKS`.
         wanted: the arrays, see `common_form`.
-        rows: a slice of each dimension but the last.
+        part: `codes`, `scale` or `zero`.
 
     Returns:
         `codes` [.., columns], or [.., columns / 2] with an even column in the lower four bits;
-        `scale` [.., columns / group], float32; and `zero` if the form has zeros.
+        `scale` [.., columns / group], float32; `zero` of the same shape in the dtype of the form.
     """
-    location = header.tensors[name]
-    form = BLOCKS[location.format]
-    blocks = np.ascontiguousarray(raw_blocks(mapped(header.file_of(name)), location)[rows])
+    form = BLOCKS[name]
     lead = blocks.shape[:-2]
-    codes, (scale, offset) = form.codes(blocks), form.scales(blocks)
-    codes = codes.reshape(*lead, -1, form.group)
-    scale = scale.reshape(*lead, -1)
-    zero = np.full_like(scale, form.zero)
+    scale, offset = (None if x is None else x.reshape(*lead, -1) for x in form.scales(blocks))
+    assert scale is not None
+    negative = form.zero != 0 and not wanted.small  # int8 has codes below 0
+    zero, flat = np.full_like(scale, 0 if negative else form.zero), None
     if offset is not None:
-        codes, scale, zero = _with_zeros(codes, scale, offset.reshape(scale.shape))
-    elif not wanted.small and form.zero:  # int8 has codes below 0
-        codes, zero = codes.view(np.int8) - np.int8(form.zero), np.zeros_like(scale)
-    times = form.group // wanted.group
-    scale, zero = np.repeat(scale, times, -1), np.repeat(zero, times, -1)
+        scale, zero, flat = _with_zeros(scale, offset)
+    if part != "codes":
+        values = np.repeat(scale if part == "scale" else zero, form.group // wanted.group, -1)
+        return values if part == "scale" else values.astype(wanted.zero)
+    codes = form.codes(blocks).reshape(*lead, -1, form.group)
+    if flat is not None:
+        codes = np.where(flat[..., None], codes.dtype.type(0), codes)
+    if negative:
+        codes = codes.view(np.int8) - np.int8(form.zero)
     codes = codes.reshape(*lead, -1)
     if wanted.small:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
-    arrays = {"codes": codes.view(np.uint8 if wanted.small else np.int8), "scale": scale}
-    return arrays if wanted.zero is None else {**arrays, "zero": zero.astype(wanted.zero)}
+    return codes.view(np.uint8 if wanted.small else np.int8)
 
 
-def _with_zeros(
-    codes: np.ndarray, scale: np.ndarray, offset: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codes, scales and zeros of the values `code * scale - offset`."""
+def _with_zeros(scale: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scales and zeros of the values `code * scale - offset`, and which groups are flat: all
+    their values are equal, and have the code 0 with the zero 1."""
     with np.errstate(all="ignore"):
         zero = offset / scale
-    # All values of such a group are equal: code 0 with the zero 1.
     flat = (offset != 0) & ~np.isfinite(zero)
-    codes = np.where(flat[..., None], codes.dtype.type(0), codes)
     zero = np.where(flat, np.float32(1), np.where(offset == 0, np.float32(0), zero))
-    return codes, np.where(flat, offset, scale), zero
+    return np.where(flat, offset, scale), zero, flat

@@ -7,9 +7,10 @@ a GGUF file like a checkpoint with quantized matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 from ed_infra import parameter_names
@@ -20,7 +21,8 @@ from ed_layers.projections.embed import Embed
 from ed_layers.quantization.model import MATRICES, QuantizationRules, matrix_of, rules_of
 from flax import nnx
 
-from ed_models.checkpoints.gguf.codes import CodeForm, common_form, read_codes
+from ed_models.checkpoints.gguf.blocks import mapped, raw_blocks
+from ed_models.checkpoints.gguf.codes import CodeForm, common_form, part_of_blocks
 from ed_models.checkpoints.gguf.files import GgufFiles
 from ed_models.checkpoints.gguf.header import GgufHeader
 from ed_models.checkpoints.quantized_tensors import patterns_of
@@ -59,8 +61,15 @@ class _Matrix:
         dtype = ("w4a8" if form.small else "w8a8") if eight_bits else form.format
         return EasyDeLQuantizationConfig(dtype=dtype, group_size=form.group, float_zero=shifted)
 
-    def tensors(self, header: GgufHeader) -> Iterator[tuple[str, Computed]]:
-        """Yield the arrays of the matrix as tensors that are read from the file."""
+    def tensors(
+        self, header: GgufHeader, data: Callable[[Path], np.ndarray]
+    ) -> Iterator[tuple[str, Computed]]:
+        """Yield the arrays of the matrix as tensors that are read from the file.
+
+        Args:
+            header: of the file.
+            data: path of a file -> its bytes.
+        """
         location = header.tensors[self.pieces[0].hf]
         file = header.file_of(self.pieces[0].hf)
         kinds = {"codes": "U8" if self.form.small else "I8", "scale": "F32"}
@@ -70,13 +79,21 @@ class _Matrix:
             shape = list(self.shape)
             shape[self.axis] //= self.per(part)
             entry = TensorEntry(file, kind, tuple(shape), location.start, location.stop)
-            yield f"{self.name}.{part}", Computed(entry, partial(self._read, header, part, entry))
+            read = partial(self._read, header, data, part, entry)
+            yield f"{self.name}.{part}", Computed(entry, read)
 
     def per(self, part: str) -> int:
         """Return the number of codes of an entry of an array."""
         return (2 if self.form.small else 1) if part == "codes" else self.form.group
 
-    def _read(self, header: GgufHeader, part: str, entry: TensorEntry, index: Index) -> np.ndarray:
+    def _read(
+        self,
+        header: GgufHeader,
+        data: Callable[[Path], np.ndarray],
+        part: str,
+        entry: TensorEntry,
+        index: Index,
+    ) -> np.ndarray:
         rest = (slice(None),) * (len(entry.shape) - len(index))
         ranges = [slice(i, i + 1) if isinstance(i, int) else i for i in index]
         window = window_of([*ranges, *rest], entry.shape)
@@ -84,8 +101,10 @@ class _Matrix:
 
         def read(tensor: str, source: Index) -> np.ndarray:
             *rows, along = source
-            values = read_codes(header, tensor, self.form, tuple(rows))[part]  # type: ignore[arg-type]
-            return values[..., along]
+            location = header.tensors[tensor]
+            blocks = raw_blocks(data(header.file_of(tensor)), location)[tuple(rows)]
+            blocks = np.ascontiguousarray(blocks)
+            return part_of_blocks(blocks, location.format, self.form, part)[..., along]
 
         for _ in filled(self._pieces_of(part), window, read, out):
             pass
@@ -138,7 +157,8 @@ class KeptCodes:
         if not found:
             return files, None
         hidden = {piece.hf for matrix in found.values() for piece in matrix.pieces}
-        computed = dict(t for matrix in found.values() for t in matrix.tensors(self.gguf.header))
+        header, data = self.gguf.header, cache(mapped)
+        computed = dict(t for matrix in found.values() for t in matrix.tensors(header, data))
         modules: dict[EasyDeLQuantizationConfig, list[str]] = {}
         for name, matrix in found.items():
             modules.setdefault(matrix.stored, []).append(name.rpartition(".")[0])
