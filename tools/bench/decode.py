@@ -147,14 +147,13 @@ class Ours:
 
         self.jax = jax
         settings = {"scan_layers": torch_device() != "cpu", "attn_mechanism": mechanism}
-        dtypes: dict[str, Any]
-        dtypes = {} if dtype == "float32" else {"dtype": dtype, "param_dtype": dtype}
+        loading: dict[str, Any] = {"config_kwargs": settings}
+        if dtype != "float32":
+            loading |= {"dtype": dtype, "param_dtype": dtype}
         if quantized is not None:
             rules = [("", quantized)]
-            dtypes |= {"quantization_config": rules, "apply_quantization": True}
-        model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(
-            directory, config_kwargs=settings, **dtypes
-        )
+            loading |= {"quantization_config": rules, "apply_quantization": True}
+        model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(directory, **loading)
         self.model, self.capacity = model, capacity
         graphdef, state = nnx.split(model)
         self.leaves, structure = jax.tree.flatten(state)

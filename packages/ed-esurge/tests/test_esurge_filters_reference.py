@@ -8,15 +8,13 @@ llama.cpp is a library in another environment:
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ed_esurge.repetition import RepetitionPenalty, Repetitions
+from other_python import answer_of
 from test_esurge_filters import VOCAB, mask, numpy_mirostat, some_logits, tokens_of
 
 PYTHON = os.environ.get("EASYDEL_LLAMA_CPP_PYTHON")
@@ -40,16 +38,7 @@ FILTERS = [
 
 def reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of llama.cpp."""
-    done = subprocess.run(
-        [str(PYTHON), str(Path(__file__).with_name("llama_samplers.py"))],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return answer_of(PYTHON, "llama_samplers.py", cases, 120)
 
 
 def test_filters_equal_the_samplers_of_llama_cpp() -> None:

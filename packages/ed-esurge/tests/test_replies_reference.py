@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 from ed_esurge.replies.events import Reply
 from ed_esurge.replies.parser import Calls, ReplyParser
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
+from other_python import answer_of
 from reply_transcripts import EXAMPLES, LISTED, SPELLINGS, TOOLS, J
 
 PYTHON = os.environ.get("EASYDEL_VLLM_PYTHON")
@@ -72,16 +71,7 @@ def replies() -> list[tuple[str, str]]:
 
 def test_calls_equal_those_of_the_parsers_of_vllm() -> None:
     given = {"tools": TOOLS, "replies": replies()}
-    done = subprocess.run(
-        [str(PYTHON), str(Path(__file__).with_name("vllm_calls.py"))],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer_of(PYTHON, "vllm_calls.py", given, 300)
     different = []
     for (name, text), theirs in zip(replies(), found, strict=True):
         whole, parser = Reply(), ReplyParser(calls=Calls(TOOL_FORMATS[name], TOOLS))

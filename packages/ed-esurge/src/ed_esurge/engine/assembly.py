@@ -72,8 +72,7 @@ def loop_over(
                     "records"
                 )
             return EncoderSetup.resolve(model, config)
-        placed = with_places(model, config)
-        return Setup.resolve(placed, config, draft, records=records)
+        return Setup.resolve(with_places(model, config), config, draft, records=records)
 
     # The next plan of a remote replica contains proposals that arrive after its step.
     overlap = config.overlap_execution and (draft is None or not shared or len(meshes) == 1)

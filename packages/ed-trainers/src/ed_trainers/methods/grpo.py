@@ -26,13 +26,7 @@ from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
-from ed_trainers.losses.policy import (
-    Policy,
-    Truncation,
-    clip_metrics,
-    old_logps,
-    row_metrics,
-)
+from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, Question, online_method, policy_of

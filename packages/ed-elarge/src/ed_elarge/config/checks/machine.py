@@ -283,7 +283,8 @@ def _kept_codes(run: RunConfig, value: str) -> Iterator[Problem]:
     """Check that a run which keeps the codes of a GGUF file has one."""
     form = run.weight_format
     method = form.quantization_method if form is not None else ""
-    if method in KEPT_CODES and not _has_gguf_file(value):
+    directory = Path(value).expanduser()
+    if method in KEPT_CODES and not (value.endswith(".gguf") or _has_gguf_file(directory)):
         yield Problem(
             ("quantization", "model", "quantization_method"),
             f"{method} keeps the codes of a GGUF file, and model.name_or_path is none: name a "
@@ -291,8 +292,8 @@ def _kept_codes(run: RunConfig, value: str) -> Iterator[Problem]:
         )
 
 
-def _has_gguf_file(value: str) -> bool:
-    return value.endswith(".gguf") or any(Path(value).expanduser().glob("*.gguf"))
+def _has_gguf_file(directory: Path) -> bool:
+    return any(directory.glob("*.gguf"))
 
 
 def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
@@ -301,7 +302,7 @@ def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> It
     if is_gguf and (directory.is_file() or _HUB_ID.fullmatch(value.rpartition("/")[0])):
         return
     if directory.is_dir():
-        if _has_gguf_file(value):
+        if _has_gguf_file(directory):
             return
         if not any((directory / name).exists() for name in needed):
             yield Problem(path, f"the directory contains no {' or '.join(needed)}")
