@@ -19,15 +19,26 @@ from ed_esurge.core.request import RequestError
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.weights import ServedWeights, abstract
 
+#: The arrays of the items of one call, [items, ...], and the rows of the table, [items, positions].
+Call = tuple[Inputs, np.ndarray]
+
+
+#: Numbers of items of one call on a GPU or TPU, largest first.
+AT_ONCE = (4, 2)
+#: Most encoder positions of a call with several items.
+MOST_POSITIONS = 4096
+
 
 class ItemEncoder:
-    """Encodes items, one call per item. Each shape of the arrays is compiled once.
+    """Encodes items. Each shape of the arrays is compiled once for each number of items of a call.
 
     Args:
         weights: weights of the model.
         memory: holder of the table.
         traced: wrapper that counts the traces of compiled functions.
         items: the shapes of the items.
+        at_once: numbers of items of calls with several items, such as `AT_ONCE`; () = each call
+            encodes one item.
         ahead_of_time: whether `compile` compiles without running the encoder.
     """
 
@@ -38,15 +49,16 @@ class ItemEncoder:
         traced: Callable[[Callable[..., Any]], Callable[..., Any]],
         items: EncoderItems,
         *,
+        at_once: tuple[int, ...] = (),
         ahead_of_time: bool = True,
     ) -> None:
         self._weights, self._memory, self._items = weights, memory, items
-        self._ahead_of_time = ahead_of_time
+        self._at_once, self._ahead_of_time = at_once, ahead_of_time
         # The table keeps its sharding, so that steps are not traced again.
         self._written = jax.jit(
             traced(self._write), donate_argnums=1, out_shardings=memory.placement
         )
-        self._compiled: dict[int, Callable[..., Any]] = {}  # by the number of encoder positions
+        self._compiled: dict[tuple[int, ...], Callable[..., Any]] = {}  # by the shape of the rows
 
     def run(self, items: Sequence[EncodedItem]) -> None:
         """Write the outputs of items to the table.
@@ -54,37 +66,67 @@ class ItemEncoder:
         Raises:
             RequestError: an item does not match the model.
         """
+        alike: dict[int, list[tuple[str, Call]]] = {}
         for item in items:
             try:
-                inputs, rows = self._arguments(item.arrays, item.rows)
-                write = self._compiled.get(len(rows), self._written)
-                self._memory.encoded = write(
-                    self._weights.leaves, self._memory.encoded, inputs, rows
-                )
+                inputs, rows = self._call_of_one(item.arrays, item.rows)
             except Exception as error:
                 raise RequestError(item.request_id) from error
+            alike.setdefault(rows.shape[1], []).append((item.request_id, (inputs, rows)))
+        for length, calls in alike.items():
+            for count in self._counts(length):
+                while len(calls) >= count:
+                    self._encode_named(calls[:count])
+                    calls = calls[count:]
+
+    def _encode_named(self, calls: Sequence[tuple[str, Call]]) -> None:
+        """Encode items in one call; after an error one by one, to find the item that causes it."""
+        try:
+            self._encode(joined([call for _, call in calls]))
+        except Exception as error:
+            if len(calls) == 1:
+                raise RequestError(calls[0][0]) from error
+            for named in calls:
+                self._encode_named([named])
 
     def compile(self) -> None:
         """Compile the function for each shape of items. The rows of the table stay unused."""
         for arrays in self._items.examples():
-            if not self._ahead_of_time:
-                self.run([EncodedItem("", arrays, [])])
-                continue
-            inputs, rows = self._arguments(arrays, [])
-            table = abstract(self._memory.encoded)
-            lowered = self._written.lower(self._weights.like, table, inputs, rows)
-            self._compiled[len(rows)] = lowered.compile()
+            one = self._call_of_one(arrays, [])
+            for count in self._counts(one[1].shape[1]):
+                inputs, rows = joined([one] * count)
+                if not self._ahead_of_time:
+                    self._encode((inputs, rows))
+                    continue
+                table = abstract(self._memory.encoded)
+                lowered = self._written.lower(self._weights.like, table, inputs, rows)
+                self._compiled[rows.shape] = lowered.compile()
 
-    def _arguments(self, arrays: ItemArrays, rows: Sequence[int]) -> tuple[Inputs, np.ndarray]:
+    def _counts(self, length: int) -> tuple[int, ...]:
+        """Return the numbers of items of a call, for items of `length` encoder positions."""
+        return (*(n for n in self._at_once if n * length <= MOST_POSITIONS), 1)
+
+    def _call_of_one(self, arrays: ItemArrays, rows: Sequence[int]) -> Call:
         """Return padded arrays, and the row of each encoder position; padding has no row."""
         arrays = self._items.padded(arrays)
-        padded = np.full(self._items.count(arrays), self._memory.encoder_rows, np.int32)
-        padded[: len(rows)] = rows
+        padded = np.full((1, self._items.count(arrays)), self._memory.encoder_rows, np.int32)
+        padded[0, : len(rows)] = rows
         return batch_of_one(arrays), padded
 
+    def _encode(self, call: Call) -> None:
+        write = self._compiled.get(call[1].shape, self._written)
+        self._memory.encoded = write(self._weights.leaves, self._memory.encoded, *call)
+
     def _write(self, leaves: list[Any], table: jax.Array, arrays: Inputs, rows: jax.Array):
-        outputs = self._weights.merged(leaves).encode(arrays).embeddings[0]
-        return table.at[rows].set(outputs.astype(table.dtype), mode="drop")
+        outputs = self._weights.merged(leaves).encode(arrays).embeddings
+        outputs = outputs.reshape(-1, outputs.shape[-1]).astype(table.dtype)
+        return table.at[rows.reshape(-1)].set(outputs, mode="drop")
+
+
+def joined(calls: Sequence[Call]) -> Call:
+    """Return one call for items of one shape."""
+    inputs = {name: np.concatenate([i[name] for i, _ in calls]) for name in calls[0][0]}
+    return Inputs(inputs), np.concatenate([rows for _, rows in calls])
 
 
 #: Smallest number of positions for which `SlotEncoder` compiles a function.

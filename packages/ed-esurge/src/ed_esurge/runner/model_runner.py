@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from ed_esurge.core.plan import Moves, StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
-from ed_esurge.model import vocab_size_of
+from ed_esurge.model import platform_of, vocab_size_of
 from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
-from ed_esurge.runner.encoder import ItemEncoder, SlotEncoder
+from ed_esurge.runner.encoder import AT_ONCE, ItemEncoder, SlotEncoder
 from ed_esurge.runner.functions import Functions
 from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.host_pages import HostMemory
@@ -118,6 +118,7 @@ class ModelRunner:
                 self.memory,
                 uncompiled.traced,
                 items,
+                at_once=() if platform_of(model) == "cpu" or buckets.invariant else AT_ONCE,
                 ahead_of_time=ahead_of_time,
             )
         elif encoder_length is not None:
