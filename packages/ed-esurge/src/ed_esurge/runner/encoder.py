@@ -20,7 +20,7 @@ from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.weights import ServedWeights, abstract
 
 #: The arrays of the items of one call, [items, ...], and the rows of the table, [items, positions].
-Call = tuple[Inputs, np.ndarray]
+EncoderCall = tuple[Inputs, np.ndarray]
 
 
 #: Numbers of items of one call on a GPU or TPU, largest first.
@@ -66,7 +66,7 @@ class ItemEncoder:
         Raises:
             RequestError: an item does not match the model.
         """
-        alike: dict[int, list[tuple[str, Call]]] = {}
+        alike: dict[int, list[tuple[str, EncoderCall]]] = {}
         for item in items:
             try:
                 inputs, rows = self._call_of_one(item.arrays, item.rows)
@@ -79,7 +79,7 @@ class ItemEncoder:
                     self._encode_named(calls[:count])
                     calls = calls[count:]
 
-    def _encode_named(self, calls: Sequence[tuple[str, Call]]) -> None:
+    def _encode_named(self, calls: Sequence[tuple[str, EncoderCall]]) -> None:
         """Encode items in one call; after an error one by one, to find the item that causes it."""
         try:
             self._encode(joined([call for _, call in calls]))
@@ -106,14 +106,14 @@ class ItemEncoder:
         """Return the numbers of items of a call, for items of `length` encoder positions."""
         return (*(n for n in self._at_once if n * length <= MOST_POSITIONS), 1)
 
-    def _call_of_one(self, arrays: ItemArrays, rows: Sequence[int]) -> Call:
+    def _call_of_one(self, arrays: ItemArrays, rows: Sequence[int]) -> EncoderCall:
         """Return padded arrays, and the row of each encoder position; padding has no row."""
         arrays = self._items.padded(arrays)
         padded = np.full((1, self._items.count(arrays)), self._memory.encoder_rows, np.int32)
         padded[0, : len(rows)] = rows
         return batch_of_one(arrays), padded
 
-    def _encode(self, call: Call) -> None:
+    def _encode(self, call: EncoderCall) -> None:
         write = self._compiled.get(call[1].shape, self._written)
         self._memory.encoded = write(self._weights.leaves, self._memory.encoded, *call)
 
@@ -123,7 +123,7 @@ class ItemEncoder:
         return table.at[rows.reshape(-1)].set(outputs, mode="drop")
 
 
-def joined(calls: Sequence[Call]) -> Call:
+def joined(calls: Sequence[EncoderCall]) -> EncoderCall:
     """Return one call for items of one shape."""
     inputs = {name: np.concatenate([i[name] for i, _ in calls]) for name in calls[0][0]}
     return Inputs(inputs), np.concatenate([rows for _, rows in calls])
