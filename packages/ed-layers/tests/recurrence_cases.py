@@ -8,16 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cache_cases import ragged
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_layers.cache import HybridCache, RecurrentSpec
 from ed_layers.context import Ctx
+from ed_layers.native import library
+from flax import nnx
 
 Mix = Callable[[Any, Ctx, Any], tuple[Any, Any]]
+ONE_ORDER = EasyDeLBaseConfig(batch_invariant=True, sharding_axis_dims=(1, 1, 1, 1, 1))
+with_library = pytest.mark.skipif(
+    library.level() is None, reason="not built: python -m ed_layers.native build"
+)
+
+
+def runs(mixer: Any, chunk: int) -> Mix:
+    """Return the mixer as a jitted function."""
+    graphdef, state = nnx.split(mixer)
+
+    def run(state: Any, x: Any, ctx: Any, cache: Any) -> Any:
+        merged = nnx.merge(graphdef, state)
+        merged.chunk = chunk
+        return merged(x, ctx, cache, 0)
+
+    return partial(jax.jit(run), state)
 
 
 def ctx_of(segments: Any, mode: Any = "train") -> Ctx:
@@ -60,3 +82,35 @@ def served(run: Mix, spec: RecurrentSpec, x: np.ndarray) -> list[np.ndarray]:
         for i in range(n):
             got[i].append(np.asarray(out)[0, ends[i] : ends[i + 1]])
     return [np.concatenate(parts) for parts in got]
+
+
+def check_bits(mixer: Any, x: np.ndarray) -> None:
+    """Compare the bits of whole rows [4, s, d], of chunks, of a cache and of a server."""
+    ones = np.ones(x.shape[:2], np.int32)
+    short, long = runs(mixer, 4), runs(mixer, 64)
+    with library.chosen_by(ONE_ORDER):
+        whole = np.asarray(long(x, ctx_of(ones), None)[0])
+        np.testing.assert_array_equal(short(x, ctx_of(ones), None)[0], whole)
+        np.testing.assert_array_equal(in_steps(long, mixer.cache_spec, x, ones), whole)
+        for got, row in zip(served(short, mixer.cache_spec, x), whole, strict=True):
+            np.testing.assert_array_equal(got, row[: len(got)])
+
+
+def check_gradients(mixer: Any, x: np.ndarray) -> None:
+    """Compare the gradients with sums in one order and the ordinary gradients."""
+    graphdef, state = nnx.split(mixer)
+    ones = np.ones(x.shape[:2], np.int32)
+
+    def gradients() -> Any:
+        def loss(state: Any, x: Any) -> Any:
+            merged = nnx.merge(graphdef, state)
+            merged.chunk = 4
+            return jnp.sum(jnp.square(merged(x, ctx_of(ones), None, 0)[0]))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(state, x)
+
+    expected = gradients()
+    with library.chosen_by(ONE_ORDER):
+        got = gradients()
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())

@@ -66,6 +66,35 @@ def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
     assert not fixed_order.active()
 
 
+def test_sums_and_products_by_additions_do_not_depend_on_the_other_rows() -> None:
+    a, b = drawn(5, 3, 37), drawn(5, 37, 4, seed=1)
+    product, long = "rik,rkj->rij", "rik,rik->"
+    with library.chosen_by(ONE):
+        together = np.asarray(jax.jit(lambda a, b: sums.einsum(product, a, b))(a, b))
+        alone = np.asarray(jax.jit(lambda a, b: sums.einsum(product, a, b))(a[3:4], b[3:4]))
+        total = sums.einsum(long, a, a)
+        gradient = jax.grad(lambda a: sums.einsum(long, a, a))(a)
+        require_ordered(lambda: sums.over_axis(a, 1))
+        np.testing.assert_allclose(sums.over_axis(a, 1), a.sum(1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together, jnp.einsum(product, a, b), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(alone, together[3:4])
+    np.testing.assert_allclose(total, jnp.sum(a * a), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * a, rtol=1e-6)
+
+
+def test_exponential_does_not_depend_on_the_number_of_elements() -> None:
+    x = jnp.linspace(-87.2, 88.7, 4001, dtype=jnp.float32)
+    with library.chosen_by(ONE):
+        exp = jax.jit(lambda x: fixed_order.exp(x))
+        whole = np.asarray(exp(x))
+        for size in (1, 2, 3, 5, 7, 11):
+            np.testing.assert_array_equal(exp(x[:size]), whole[:size])
+        limits = fixed_order.exp(jnp.array([0, -jnp.inf, jnp.inf, jnp.nan]))
+        assert jax.grad(fixed_order.exp)(1.5) == pytest.approx(np.exp(1.5))
+    np.testing.assert_allclose(whole, np.exp(np.asarray(x, np.float64)), rtol=1.2e-7)
+    np.testing.assert_array_equal(limits, [1, 0, np.inf, np.nan])
+
+
 def test_sum_that_xla_orders_is_refused_with_its_place() -> None:
     x, w = drawn(4, 40), drawn(40, 24)
 

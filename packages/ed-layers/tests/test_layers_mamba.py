@@ -17,6 +17,7 @@ from ed_layers.parts import Parts
 from ed_layers.recurrence.mamba import MambaMixer
 from ed_layers.recurrence.mamba2 import Mamba2Mixer
 from flax import nnx
+from recurrence_cases import check_bits, check_gradients, with_library
 
 D = 6
 CONFIG = SimpleNamespace(hidden_size=D, initializer_range=0.5, hidden_act="silu")
@@ -192,6 +193,22 @@ def test_gradients_of_a_document_are_those_of_a_sequence_alone(name: str) -> Non
     elsewhere = np.asarray(to_x).copy()
     elsewhere[segment] = 0
     assert not elsewhere.any()
+
+
+@with_library
+@pytest.mark.daily("mamba2")
+@pytest.mark.parametrize("name", MIXERS)
+def test_one_order_of_sums_gives_every_execution_mode_the_same_bits(name: str) -> None:
+    draw = np.random.default_rng(4)
+    check_bits(made(name, 64), draw.normal(size=(4, 24, D)).astype(np.float32))
+
+
+@with_library
+@pytest.mark.daily("mamba2")
+@pytest.mark.parametrize("name", MIXERS)
+def test_gradients_with_one_order_of_sums_are_the_ordinary_gradients(name: str) -> None:
+    draw = np.random.default_rng(5)
+    check_gradients(made(name, 4), draw.normal(size=(2, 9, D)).astype(np.float32))
 
 
 @pytest.mark.nightly

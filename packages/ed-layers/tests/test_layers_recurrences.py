@@ -5,7 +5,6 @@ Legend: n tokens, h heads, k numbers of a key, v numbers of a value, f channels.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,15 @@ from ed_layers.recurrence.rows import Rows
 from ed_layers.recurrence.rwkv import ChannelMixing, TimeMixing, time_mixing
 from ed_layers.recurrence.short_conv import GatedShortConv
 from flax import nnx
-from recurrence_cases import ctx_of, in_steps, served
+from recurrence_cases import (
+    check_bits,
+    check_gradients,
+    ctx_of,
+    in_steps,
+    runs,
+    served,
+    with_library,
+)
 
 D, H, K, V, F = 12, 4, 6, 5, 7
 CONFIG = SimpleNamespace(
@@ -75,18 +82,6 @@ def made(name: str) -> Any:
         variable.set_value(value + 0.3 * rng.normal(size=value.shape).astype(np.float32))
     nnx.update(mixer, nnx.state(mixer))
     return mixer
-
-
-def runs(mixer: Any, chunk: int) -> Any:
-    """The mixer as a jitted function."""
-    graphdef, state = nnx.split(mixer)
-
-    def run(state: Any, x: Any, ctx: Any, cache: Any) -> Any:
-        merged = nnx.merge(graphdef, state)
-        merged.chunk = chunk
-        return merged(x, ctx, cache, 0)
-
-    return partial(jax.jit(run), state)
 
 
 def near(got: Any, expected: Any, bound: float = 5e-6) -> None:
@@ -216,6 +211,20 @@ def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
         front[row, :n] = x[row, real[row] != 0]
         mask = np.where(np.arange(24) < n, 1, 0)[None].repeat(4, axis=0)
         near(out[row, real[row] != 0], short(front, ctx_of(mask), None)[0][row, :n])
+
+
+@with_library
+@pytest.mark.daily("delta")
+@pytest.mark.parametrize("name", MIXERS)
+def test_one_order_of_sums_gives_every_execution_mode_the_same_bits(name: str) -> None:
+    check_bits(made(name), np.random.default_rng(4).normal(size=(4, 24, D)).astype(np.float32))
+
+
+@with_library
+@pytest.mark.daily("delta")
+@pytest.mark.parametrize("name", MIXERS)
+def test_gradients_with_one_order_of_sums_are_the_ordinary_gradients(name: str) -> None:
+    check_gradients(made(name), np.random.default_rng(5).normal(size=(2, 9, D)).astype(np.float32))
 
 
 @pytest.mark.nightly

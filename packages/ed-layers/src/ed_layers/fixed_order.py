@@ -101,6 +101,45 @@ def _rounded(x: jax.Array) -> jax.Array:
 _rounded.defjvps(lambda tangent, _, __: tangent)
 
 
+def exp(x: jax.Array) -> jax.Array:
+    """Return `exp(x)` of float32 numbers.
+
+    XLA's CPU backend has two implementations of `exp`, which differ in the last bit, and selects
+    one of them by the number of elements. In one order of sums, `exp` is therefore a polynomial.
+    """
+    return _exp(x) if active() else jnp.exp(x)
+
+
+#: Coefficients of `exp(r) = 1 + r + r**2 (c[0] r**5 + ... + c[5])` (Cephes).
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+#: ln 2 as a sum of two numbers; products of the first one with small integers are exact.
+_LN2 = (0.693359375, -2.12194440e-4)
+#: The smallest number whose exponential is not 0.
+_LEAST = -87.3
+
+
+@jax.custom_jvp
+def _exp(x: jax.Array) -> jax.Array:
+    # x = n ln 2 + r, so exp(x) = 2**n exp(r).
+    n = jnp.round(jnp.clip(x, _LEAST, 89.0) * 1.44269504)
+    r = jnp.clip(x, _LEAST, 89.0) - _rounded(n * _LN2[0]) - _rounded(n * _LN2[1])
+    y = jnp.full_like(r, _EXP[0])
+    for c in _EXP[1:]:
+        y = _rounded(y * r) + c
+    y = _rounded(y * _rounded(r * r)) + r + 1
+    # Two factors, because 2**128 is not a float32.
+    power = n.astype(jnp.int32)
+    for part in (power >> 1, power - (power >> 1)):
+        y = y * jax.lax.bitcast_convert_type((part + 127) << 23, jnp.float32)
+    return jnp.where(x < _LEAST, 0, y)
+
+
+@_exp.defjvp
+def _exp_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    y = _exp(primals[0])
+    return y, tangents[0] * y
+
+
 @jax.custom_jvp
 def with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
     """Return the first array with the gradient of the second, which has other roundings."""

@@ -156,4 +156,4 @@ class GatedRMSNorm(nnx.Module):
         parts = x.reshape(*x.shape[:-1], self.groups, -1)
         x = (parts * jax.lax.rsqrt(mean(jnp.square(parts)) + self.eps)).reshape(x.shape)
         x = x * self.weight.get_value().astype(jnp.float32)
-        return (x if self.gate_first else x * gate).astype(self.dtype)
+        return rounded((x if self.gate_first else x * gate).astype(self.dtype))

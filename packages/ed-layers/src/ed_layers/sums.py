@@ -1,9 +1,11 @@
-"""Sums over the last axis, in one order if `batch_invariant` selects that order.
+"""Sums over axes, in one order if `batch_invariant` selects that order.
 
 Legend: d summed numbers.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +57,47 @@ def weighted(x: Float[Array, "n k d"], weights: Float[Array, "n k"]) -> Float[Ar
         return jnp.einsum("nkd,nk->nd", x, weights)
     parts = fixed_order.rounded(x * weights[..., None])
     return sum((parts[:, i] for i in range(1, x.shape[1])), start=parts[:, 0])
+
+
+def over_axis(x: Float[Array, "*dims"], axis: int) -> Float[Array, "*dims"]:
+    """Return the sum over an axis, in the dtype of `x`.
+
+    One order: the second half of the axis is added to the first half until one number is left. XLA
+    changes neither the order of such additions nor their results on a mesh, so the sum needs no
+    call of the native library inside a loop.
+    """
+    if not fixed_order.active():
+        return jnp.sum(x, axis=axis)
+    x = jnp.moveaxis(fixed_order.rounded(x), axis, 0)
+    size = 1 << (x.shape[0] - 1).bit_length()
+    x = jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+    while size > 1:
+        size //= 2
+        x = x[:size] + x[size:]
+    return x[0]
+
+
+def einsum(
+    equation: str, a: jax.Array, b: jax.Array, *, precision: jax.lax.PrecisionLike = None
+) -> jax.Array:
+    """Return `jnp.einsum(equation, a, b)`.
+
+    One order: `over_axis` adds the products, which are all in memory. Call the function only for
+    small arrays, such as those of one token.
+    """
+    if not fixed_order.active():
+        return jnp.einsum(equation, a, b, precision=precision)
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    summed = "".join(sorted({*left, *right} - {*out}))
+
+    def spread(x: jax.Array, letters: str) -> jax.Array:
+        kept = [letter for letter in summed + out if letter in letters]
+        x = jnp.transpose(x, [letters.index(letter) for letter in kept])
+        missing = [i for i, letter in enumerate(summed + out) if letter not in letters]
+        return jnp.expand_dims(x, missing)
+
+    products = spread(a, left) * spread(b, right)
+    count = len(summed)
+    terms = math.prod(products.shape[:count])
+    return over_axis(products.reshape(terms, *products.shape[count:]), 0)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers import sums
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import rounded
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
@@ -280,7 +281,7 @@ class SparseMLP(nnx.Module):
         out = self.shared_experts(x, ctx)
         if hasattr(self, "shared_expert_gate"):
             logits = ctx.named(self.shared_expert_gate(x, ctx), "moe_gate_logits")
-            out = out * jax.nn.sigmoid(logits)
+            out = rounded(out * jax.nn.sigmoid(logits))
         return out
 
     def joined(

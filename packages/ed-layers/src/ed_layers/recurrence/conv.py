@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ed_layers import fixed_order
 from ed_layers.cache.spec import StateSpec
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
@@ -52,19 +53,21 @@ class ShortConv(nnx.Module):
         self, x: Float[Array, "r c f"], state: Float[Array, "m k1 f"], rows: Rows
     ) -> tuple[Float[Array, "r c f"], Float[Array, "m k1 f"]]:
         """Return the outputs, and the state after this step."""
-        kernel = self.kernel.get_value().astype(self.dtype)[:, 0]
+        # In one order of sums, 16-bit numbers are rounded once, after all additions.
+        dtype = jnp.float32 if fixed_order.active() else self.dtype
+        kernel = self.kernel.get_value().astype(self.dtype)[:, 0].astype(dtype)
         taps, columns = kernel.shape[0], x.shape[1]
-        x = rows.masked(x.astype(self.dtype))
+        x = fixed_order.rounded(rows.masked(x.astype(self.dtype)))
         whole, state = rows.remembered(x, state)
         begun = rows.begun()
         before = None if begun is None else jnp.pad(begun, ((0, 0), (taps - 1, 0)))
-        out = jnp.zeros_like(x)
+        out = jnp.zeros(x.shape, dtype)
         for tap in range(taps):
             part = jax.lax.slice_in_dim(whole, tap, tap + columns, axis=1)
             if begun is not None and before is not None:
                 same = jax.lax.slice_in_dim(before, tap, tap + columns, axis=1) == begun
                 part = jnp.where(same[..., None], part, 0)
-            out = out + part * kernel[tap]
+            out = out + fixed_order.rounded(part.astype(dtype) * kernel[tap])
         if hasattr(self, "bias"):
             out = out + self.bias.get_value().astype(self.dtype)
-        return out, state
+        return fixed_order.rounded(out.astype(self.dtype)), state

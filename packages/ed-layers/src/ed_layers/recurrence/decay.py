@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers import sums
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.recurrence.rows import reach
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -46,7 +48,7 @@ class Decay:
         g = g.astype(jnp.float32)
         reached = reach(begun, g.shape[1])
         if begun is None:
-            return cls(jnp.cumsum(g, axis=1), reached, None)
+            return cls(g if g.shape[1] == 1 else jnp.cumsum(g, axis=1), reached, None)
         # A product instead of a cumulative sum: other sequences cause no rounding errors.
         at = jnp.einsum("qij,qjhk->qihk", reached.astype(g.dtype), g, precision=EXACT)
         return cls(at, reached, begun == 0)
@@ -59,22 +61,22 @@ class Decay:
         if self.at.shape[-1] == 1:
             at = jnp.moveaxis(self.at[..., 0], 1, 2)
             left = jnp.where(self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf)
-            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(left)
+            return sums.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * exp(left)
         # The exponent belongs to each pair: factors of i and j alone would overflow.
         left = jnp.where(
             self.reach[..., None, None], self.at[:, :, None] - self.at[:, None], -jnp.inf
         )
-        pairs = jnp.sum(a[:, :, None] * b[:, None] * jnp.exp(left), axis=-1)
+        pairs = sums.over_axis(a[:, :, None] * b[:, None] * exp(left), axis=-1)
         return jnp.moveaxis(pairs, 3, 1)
 
     def read(
         self, a: Float[Array, "q c h k"], state: Float[Array, "q h k v"]
     ) -> Float[Array, "q c h v"]:
         """Return the part of the outputs that comes from the state before the chunk."""
-        seen = jnp.exp(self.at)
+        seen = exp(self.at)
         if self.fresh is not None:
             seen = jnp.where(self.fresh[..., None, None], seen, 0)
-        return jnp.einsum("qihk,qhkv->qihv", a * seen, state, precision=EXACT)
+        return sums.einsum("qihk,qhkv->qihv", a * seen, state, precision=EXACT)
 
     def attend(
         self,
@@ -85,7 +87,7 @@ class Decay:
     ) -> Float[Array, "q c h v"]:
         """Return the part of the outputs that comes from the writes `b u^T` of the chunk, including
         the write of the token itself."""
-        own = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
+        own = sums.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
         return self.read(a, state) + own
 
     def write(
@@ -97,8 +99,8 @@ class Decay:
         """Return the state after the chunk."""
         end = self.at[:, -1]
         left = jnp.where(self.reach[:, -1, :, None, None], end[:, None] - self.at, -jnp.inf)
-        kept = jnp.exp(end)
+        kept = exp(end)
         if self.fresh is not None:
             kept = jnp.where(self.fresh[:, -1, None, None], kept, 0)
-        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(left), u, precision=EXACT)
-        return kept[..., None] * state + new
+        new = sums.einsum("qjhk,qjhv->qhkv", b * exp(left), u, precision=EXACT)
+        return rounded(kept[..., None] * state) + new

@@ -24,11 +24,13 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows
+from ed_layers.sums import total
 
 #: Arguments of `delta_rule` for each token: q, k [.., h, k], v [.., h, v], g [.., h, 1 or k], beta
 #: [.., h].
@@ -130,7 +132,7 @@ class GatedDelta(nnx.Module):
     def log_decay(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s h one_or_k"]:
         """Return the log of the decay, float32."""
         a = self.a_proj(x, ctx).astype(jnp.float32) + self.dt_bias.get_value().astype(jnp.float32)
-        rate = jnp.exp(self.A_log.get_value().astype(jnp.float32))
+        rate = exp(self.A_log.get_value().astype(jnp.float32))
         return (-rate * jax.nn.softplus(a))[..., None]
 
     def gate(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s hv"]:
@@ -150,7 +152,7 @@ class GatedDelta(nnx.Module):
             y = rows.enter(getattr(self, f"{name}_proj")(x, ctx), "heads")
             conv, state = getattr(self, f"{name}_conv1d"), states[f"{name}_conv"]
             y, states[f"{name}_conv"] = conv(y, state, rows)
-            y = activation(self.hidden_act)(y).astype(jnp.float32)
+            y = rounded(activation(self.hidden_act)(y)).astype(jnp.float32)
             return y.reshape(*y.shape[:2], -1, size)
 
         q, k = unit(convolved("q", self.key_dim)), unit(convolved("k", self.key_dim))
@@ -158,7 +160,8 @@ class GatedDelta(nnx.Module):
         shared = self.value_heads // k.shape[2]
         q, k = (jnp.repeat(y, shared, axis=2) for y in (q * self.key_dim**-0.5, k))
         g = rows.masked(rows.enter(self.log_decay(x, ctx), "heads"))
-        beta = jax.nn.sigmoid(self.b_proj(x, ctx)).astype(jnp.float32) * self.beta_scale
+        beta = rounded(jax.nn.sigmoid(self.b_proj(x, ctx))).astype(jnp.float32)
+        beta = beta * self.beta_scale
         beta = rows.masked(rows.enter(beta, "heads"))
         y, states["delta"] = rows.scan(delta_rule, states["delta"], (q, k, v, g, beta))
         cache = rows.store(cache, layer, states, self.cache_spec)
@@ -192,7 +195,7 @@ class KimiDelta(GatedDelta):
     def log_decay(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s h one_or_k"]:
         a = self.f_b_proj(self.f_a_proj(x, ctx), ctx).astype(jnp.float32)
         a = a + self.dt_bias.get_value().astype(jnp.float32)
-        rate = jnp.exp(self.A_log.get_value().astype(jnp.float32))
+        rate = exp(self.A_log.get_value().astype(jnp.float32))
         return -rate * jax.nn.softplus(a).reshape(*a.shape[:2], self.value_heads, -1)
 
     def gate(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s hv"]:
@@ -201,7 +204,7 @@ class KimiDelta(GatedDelta):
 
 def unit(x: Float[Array, "*dims k"]) -> Float[Array, "*dims k"]:
     """Scale vectors to length 1."""
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    return x * jax.lax.rsqrt(total(jnp.square(x)) + 1e-6)
 
 
 def log_rates(parts: Parts, shape: tuple[int, ...], rates: tuple[float, float]) -> jax.Array:

@@ -20,6 +20,7 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import rounded
 from ed_layers.parts import Parts
 from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows
@@ -65,7 +66,8 @@ class LightningAttention(nnx.Module):
         """Return the decay rates of the heads of a layer: smaller for later heads and later
         layers."""
         of_head = (2.0 ** (-8 / self.heads)) ** np.arange(1, self.heads + 1)
-        of_layer = 1 - jnp.asarray(layer, jnp.float32) / (self.layers - 1 + 1e-5) + 1e-5
+        depth = rounded(jnp.asarray(layer, jnp.float32) / (self.layers - 1 + 1e-5))
+        of_layer = 1 - depth + 1e-5
         return jnp.asarray(of_head, jnp.float32) * of_layer
 
     def __call__(
@@ -76,7 +78,7 @@ class LightningAttention(nnx.Module):
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
-        both = activation(self.hidden_act)(self.qkv_proj(x, ctx)).astype(jnp.float32)
+        both = rounded(activation(self.hidden_act)(self.qkv_proj(x, ctx))).astype(jnp.float32)
         both = rows.enter(both.reshape(b, s, self.heads, 3 * self.head_dim), "heads")
         q, k, v = jnp.split(both, 3, axis=-1)
         g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers import sums
 from ed_layers.activations import activation
 from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import Rows
@@ -101,16 +103,16 @@ class MambaMixer(nnx.Module):
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.in_proj(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
-        u = activation(self.hidden_act)(u)
+        u = rounded(activation(self.hidden_act)(u))
         dt, b, c = self.selected(u)
         u = u.astype(jnp.float32)
-        rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
+        rates = -exp(self.A_log.get_value().astype(jnp.float32))
         # A step size of zero at padding does not change the state.
         inputs = u, rows.masked(dt), b, c
         y, states["ssm"] = rows.scan(partial(selective_scan, rates), states["ssm"], inputs)
-        y = rows.leave(y + self.D.get_value().astype(jnp.float32) * u)
+        y = rows.leave(y + rounded(self.D.get_value().astype(jnp.float32) * u))
         cache = rows.store(cache, layer, states, self.cache_spec)
-        gate = activation(self.hidden_act)(self.z_proj(x, ctx))
+        gate = rounded(activation(self.hidden_act)(self.z_proj(x, ctx)))
         return self.out_proj((y * gate).astype(self.dtype), ctx), cache
 
     def selected(self, u: Float[Array, "r c f"]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,7 +140,7 @@ def selective_scan(
         begun: see `Step`.
     """
     u, dt, b, c = inputs
-    decay = jnp.exp(dt[..., None] * rates)
+    decay = exp(dt[..., None] * rates)
     added = (dt * u)[..., None] * b[:, :, None]
     if begun is not None:
         starts = jnp.diff(begun, axis=1, prepend=0) > 0
@@ -148,8 +150,8 @@ def selective_scan(
         return before[0] * after[0], after[0] * before[1] + after[1]
 
     decay, added = jax.lax.associative_scan(joined, (decay, added), axis=1)
-    states = decay * state[:, None] + added
-    return states[:, -1], jnp.einsum("rcfn,rcn->rcf", states, c)
+    states = rounded(decay * state[:, None]) + rounded(added)
+    return states[:, -1], sums.einsum("rcfn,rcn->rcf", states, c)
 
 
 def step_bias(parts: Parts, size: int, time_step: tuple[float, float, float]) -> jax.Array:

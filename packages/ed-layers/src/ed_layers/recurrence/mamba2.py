@@ -18,11 +18,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers import sums
 from ed_layers.activations import activation
 from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
@@ -126,19 +128,20 @@ class Mamba2Mixer(nnx.Module):
         bc = jnp.split(rows.enter(self.bc_proj(x, ctx)), 2, axis=-1)
         bc = jnp.concatenate([bc[0] * of_b, bc[1] * of_c], axis=-1)
         bc, states["bc_conv"] = self.bc_conv1d(bc, states["bc_conv"], rows)
-        u = act(u).astype(jnp.float32).reshape(*u.shape[:2], h, p)
-        bc = act(bc).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
+        u = rounded(act(u)).astype(jnp.float32).reshape(*u.shape[:2], h, p)
+        bc = rounded(act(bc)).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
         # A step size of zero at padding does not change the state.
-        dt = rows.masked(self.steps(rows.enter(self.dt_proj(x, ctx) * of_dt, "heads")))
-        rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
+        dt = rows.enter(rounded(self.dt_proj(x, ctx) * of_dt), "heads")
+        dt = rows.masked(self.steps(dt))
+        rates = -exp(self.A_log.get_value().astype(jnp.float32))
         step = partial(state_space_dual, rates, precision=self.precision)
         inputs = u, dt, bc[:, :, 0], bc[:, :, 1]
         y, states["ssm"] = rows.scan(step, states["ssm"], inputs)
-        y = y + self.D.get_value().astype(jnp.float32)[:, None] * u
+        y = y + rounded(self.D.get_value().astype(jnp.float32)[:, None] * u)
         y = rows.leave(y.reshape(*y.shape[:2], h * p))
         cache = rows.store(cache, layer, states, self.cache_spec)
-        z = self.z_proj(x, ctx) * of_z
-        y = self.norm(y, z) if self.has_norm else (y * act(z)).astype(self.dtype)
+        z = rounded(self.z_proj(x, ctx) * of_z)
+        y = self.norm(y, z) if self.has_norm else (y * rounded(act(z))).astype(self.dtype)
         return self.out_proj(y, ctx), cache
 
     def steps(self, dt: Float[Array, "r c h"]) -> Float[Array, "r c h"]:
@@ -169,24 +172,26 @@ def state_space_dual(
     x, dt, b, c = inputs
     rows, columns, h, p = x.shape
     g, n = b.shape[2:]
-    product = partial(jnp.einsum, precision=precision)
+    product = partial(sums.einsum, precision=precision)
     reached = reach(begun, columns)
     # Sums of logarithms since the begin of a sequence, or of the chunk. Earlier tokens do not
     # contribute, not even rounding errors.
     logs = jnp.matmul(
-        reached.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
+        reached.astype(jnp.float32), rounded(dt * rates), precision=jax.lax.Precision.HIGHEST
     ).swapaxes(1, 2)
     gaps = jnp.where(reached[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
-    decay = jnp.exp(gaps).reshape(rows, g, h // g, columns, columns)
+    decay = exp(gaps).reshape(rows, g, h // g, columns, columns)
     scores = product("rtgn,rugn->rgtu", c, b)
     added = (x * dt[..., None]).reshape(rows, columns, g, h // g, p)
     out = product("rgktu,rugkp->rtgkp", decay * scores[:, :, None], added)
-    kept = jnp.exp(logs)
+    kept = exp(logs)
     if begun is not None:
         kept = jnp.where((begun == 0)[:, None], kept, 0)
     state = state.reshape(rows, g, h // g, p, n)
     kept = kept.reshape(rows, g, h // g, columns)
-    out = out + product("rtgn,rgkpn->rtgkp", c, state) * jnp.moveaxis(kept, 3, 1)[..., None]
+    recalled = product("rtgn,rgkpn->rtgkp", c, state) * jnp.moveaxis(kept, 3, 1)[..., None]
+    out = out + rounded(recalled)
     to_end = jnp.moveaxis(decay[..., -1, :], 3, 1)[..., None]
-    new = kept[..., -1, None, None] * state + product("rugn,rugkp->rgkpn", b, added * to_end)
+    new = product("rugn,rugkp->rgkpn", b, added * to_end)
+    new = rounded(kept[..., -1, None, None] * state) + new
     return new.reshape(rows, h, p, n), out.reshape(rows, columns, h, p)

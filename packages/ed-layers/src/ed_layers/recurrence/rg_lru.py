@@ -18,12 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers import fixed_order
 from ed_layers.activations import activation
 from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.parts import Parts
+from ed_layers.projections.matmul import matmul
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import CHUNK, Rows
 
@@ -35,9 +38,12 @@ def diagonal(
 ) -> tuple[Float[Array, "q f"], Float[Array, "q c f"]]:
     """Compute `h[t] = exp(g[t]) h[t - 1] + x[t]` for the inputs (g, x); a `Step` of `Rows.scan`."""
     g, x = inputs
-    a = jnp.exp(g)
+    a = exp(g)
     if begun is not None:
         a = jnp.where(jnp.diff(begun, axis=1, prepend=0)[..., None] > 0, 0, a)
+    if x.shape[1] == 1:
+        h = x + rounded(a * state[:, None])
+        return h[:, 0], h
     x = x.at[:, 0].add(a[:, 0] * state)
 
     def joined(left: Any, right: Any) -> Any:
@@ -85,8 +91,12 @@ class RGLRU(nnx.Module):
         weight = getattr(self, f"{name}_weight").get_value().astype(x.dtype)
         bias = getattr(self, f"{name}_bias").get_value().astype(x.dtype)
         parts = x.reshape(*x.shape[:2], *bias.shape)
-        y = jnp.einsum("bsnw,nwo->bsno", parts, weight) + bias
-        return jax.nn.sigmoid(y.astype(jnp.float32)).reshape(x.shape)
+        if fixed_order.active():
+            blocks = range(len(weight))
+            y = jnp.stack([matmul(parts[:, :, i], weight[i]) for i in blocks], axis=2)
+        else:
+            y = jnp.einsum("bsnw,nwo->bsno", parts, weight)
+        return jax.nn.sigmoid(rounded(y + bias).astype(jnp.float32)).reshape(x.shape)
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
@@ -99,13 +109,13 @@ class RGLRU(nnx.Module):
         u = rows.enter(self.linear_x(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
         rate = jax.nn.softplus(self.recurrent_param.get_value().astype(jnp.float32))
-        g = -8.0 * self.sigmoid("recurrent_gate", u) * rate
+        g = rounded(-8.0 * self.sigmoid("recurrent_gate", u) * rate)
         u = u.astype(jnp.float32) * self.sigmoid("input_gate", u)
         first = rows.enter(ctx.position_ids == 0)[..., None]
         u = u * jnp.where(first, 1.0, root(-jnp.expm1(2 * g)))
         y, states["h"] = rows.scan(diagonal, states["h"], (rows.masked(g), rows.masked(u)))
         cache = rows.store(cache, layer, states, self.cache_spec)
-        y = rows.leave(y).astype(self.dtype)
+        y = rounded(rows.leave(y).astype(self.dtype))
         y = ctx.named(y * activation(self.hidden_act)(self.linear_y(x, ctx)), "attn_output")
         return ctx.named(self.linear_out(y, ctx), "attn_dense"), cache
 

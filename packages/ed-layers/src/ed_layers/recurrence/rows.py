@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from ed_infra.sharding.placement import constrain
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers import fixed_order
 from ed_layers.cache.protocol import StateCache, States
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import RecurrentSpec
@@ -191,6 +192,9 @@ class Rows:
     def scan(self, step: RecurrenceStep, state: Any, inputs: Any) -> tuple[Any, Any]:
         """Run a recurrence over all tokens.
 
+        With sums in one order (`ed_layers.fixed_order`), the recurrence computes one token after
+        another.
+
         Args:
             step: the recurrence for `chunk` tokens of several rows; see `RecurrenceStep`.
             state: a pytree of [m, ...].
@@ -199,6 +203,8 @@ class Rows:
         Returns:
             The outputs, a pytree of [r, c, ...], and the state after this step, in its own dtype.
         """
+        if fixed_order.active():
+            step = token_by_token(step)
         if self.ctx.mode == "train":
             # The backward pass needs only the states between the chunks.
             step = jax.checkpoint(step, prevent_cse=False)
@@ -246,6 +252,35 @@ class Rows:
 
         states, outputs = jax.lax.scan(body, states, (self.owner, inputs))
         return outputs, states
+
+
+def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
+    """Return a recurrence that calls `step` for one token after another.
+
+    A token then has the same operations in a whole prompt, in a chunk and alone. The inputs and
+    results of an operation are rounded, whether XLA stores them or not.
+    """
+
+    def one(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
+        new, outputs = step(state, jax.tree.map(fixed_order.rounded, inputs), begun)
+        new = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes)
+        return jax.tree.map(fixed_order.rounded, (new, outputs))
+
+    def body(state: Any, now: Any) -> tuple[Any, Any]:
+        inputs, starts = jax.tree.map(lambda x: x[:, None], now)
+        state, outputs = one(state, inputs, starts)
+        return state, jax.tree.map(lambda y: y[:, 0], outputs)
+
+    def run(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
+        if jax.tree.leaves(inputs)[0].shape[1] == 1:
+            return one(state, inputs, begun)
+        starts = None if begun is None else jnp.diff(begun, axis=1, prepend=0)
+        tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, starts))
+        state, outputs = jax.lax.scan(body, state, tokens)
+        return state, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), outputs)
+
+    return run
 
 
 def reach(begun: Int[Array, "q c"] | None, columns: int) -> Bool[Array, "q c c"]:

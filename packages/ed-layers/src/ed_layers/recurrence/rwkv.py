@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.cache.protocol import States
 from ed_layers.cache.spec import StateSpec
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
 
@@ -41,9 +42,12 @@ class WeightedSums(NamedTuple):
     def then(self, right: WeightedSums) -> WeightedSums:
         """Return the sums over these tokens, followed by others."""
         m = jnp.maximum(self.m + right.g, right.m)
-        old, new = jnp.exp(self.m + right.g - m), jnp.exp(right.m - m)
+        old, new = exp(self.m + right.g - m), exp(right.m - m)
         return WeightedSums(
-            old * self.n + new * right.n, old * self.d + new * right.d, m, self.g + right.g
+            rounded(old * self.n) + rounded(new * right.n),
+            rounded(old * self.d) + rounded(new * right.d),
+            m,
+            self.g + right.g,
         )
 
 
@@ -105,7 +109,8 @@ class Mixed(nnx.Module):
     def mixed(self, name: str, x: jax.Array, before: jax.Array, ctx: Ctx) -> Float[Array, "b s f"]:
         """Return the output of the layer with this name, for its mixture."""
         share = getattr(self, f"time_mix_{name}").get_value().astype(x.dtype)
-        return getattr(self, name)(x * share + before * (1 - share), ctx)
+        mixture = rounded(x * share) + rounded(before * rounded(1 - share))
+        return getattr(self, name)(mixture, ctx)
 
 
 class TimeMixing(Mixed):
@@ -139,7 +144,7 @@ class TimeMixing(Mixed):
             return rows.enter(self.mixed(name, x, before, ctx), "mlp").astype(jnp.float32)
 
         k, v = entered("key"), entered("value")
-        decay = -jnp.exp(self.time_decay.get_value().astype(jnp.float32))
+        decay = -exp(self.time_decay.get_value().astype(jnp.float32))
         first = self.time_first.get_value().astype(jnp.float32)
         inputs = {
             "k": k,
@@ -150,7 +155,7 @@ class TimeMixing(Mixed):
         }
         y, sums = rows.scan(time_mixing, {name: states[name] for name in "ndm"}, inputs)
         receptance = ctx.named(self.mixed("receptance", x, before, ctx), "attn_receptance")
-        y = jax.nn.sigmoid(receptance) * rows.leave(y).astype(x.dtype)
+        y = jax.nn.sigmoid(receptance) * rounded(rows.leave(y).astype(x.dtype))
         y = self.output(ctx.named(y, "attn_output"), ctx)
         return ctx.named(y, "attn_dense"), {**sums, "attention_x": last}
 

@@ -18,6 +18,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import ScoreRule
+from ed_layers.fixed_order import rounded
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
 
@@ -59,7 +60,7 @@ class FalconH1MLP(GatedMLP):
         gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
         up = ctx.named(self.up_proj(x, ctx), "mlp_up")
         out = self.down_proj(activation(self.hidden_act)(gate * self.of_gate) * up, ctx)
-        return ctx.named(out, "mlp_down") * self.of_output
+        return rounded(ctx.named(out, "mlp_down") * self.of_output)
 
 
 class FalconH1DecoderLayer(DecoderLayer):
@@ -83,7 +84,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         (before, after), (first, last) = self.of_mamba, self.of_attention
         mixed, cache = self.mamba(normed * before, ctx, cache, layer)
         attended, cache = self.self_attn(normed * first, ctx, cache, layer)
-        x = ctx.named(x + mixed * after + attended * last, "residual")
+        x = ctx.named(x + rounded(mixed * after) + rounded(attended * last), "residual")
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
         return x + out, cache, report
 
