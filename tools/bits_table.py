@@ -18,7 +18,8 @@ from tools.pages import heading, row
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/native.md"
-#: Family -> dtype -> condition -> "equal" or a difference; `tools.bench.bits` measures them.
+#: Family -> dtype -> condition -> "equal", a difference or `REFUSED`; `tools.bench.bits` measures
+#: them. A family that is refused has one condition, `REFUSED`, and the reason.
 RESULTS = ROOT / "docs/bits.json"
 BEGIN, END = "<!-- tools/bits_table.py -->\n", "<!-- end -->\n"
 MESHES = ("dp", "fsdp", "tp")
@@ -53,12 +54,13 @@ def store(family: str, dtype: str, cells: Mapping[str, str]) -> None:
 
 
 def equal_rows() -> list[tuple[str, str]]:
-    """Return the families and dtypes whose bits are equal under every condition."""
+    """Return the families and dtypes whose bits are equal under every condition that no error
+    refuses."""
     return [
         (family, dtype)
         for family, rows in read().items()
         for dtype, cells in rows.items()
-        if set(cells.values()) == {"equal"}
+        if "equal" in cells.values() and set(cells.values()) <= {"equal", REFUSED}
     ]
 
 
