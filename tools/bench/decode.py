@@ -141,6 +141,7 @@ class Ours:
         quantized: dict[str, Any] | None = None,
     ):
         import jax
+        from ed_layers.packing import pack
         from ed_models import AutoEasyDeLModelForCausalLM
         from ed_models.generation.sampling import first_argmax
         from flax import nnx
@@ -154,6 +155,8 @@ class Ours:
             rules = [("", quantized)]
             loading |= {"quantization_config": rules, "apply_quantization": True}
         model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(directory, **loading)
+        # As the engine serves codes.
+        model = pack(model, numbers=False)
         self.model, self.capacity = model, capacity
         graphdef, state = nnx.split(model)
         self.leaves, structure = jax.tree.flatten(state)

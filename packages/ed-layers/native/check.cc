@@ -75,9 +75,9 @@ bool product(const ed::Level& level) {
   bool codes = p.format >= ed::Format::kInt8;
   if (codes && p.format != ed::Format::kFp8 && draw(0, 1)) p.zero.data = zero.data();
   bool whole = (p.format == ed::Format::kInt8 || p.format == ed::Format::kFourBits) && draw(0, 1);
+  int64_t fours = p.format == ed::Format::kFourBits ? 8 : 4;  // inputs of four bytes
   p.in_panels = !p.transposed && outputs % ed::kTile == 0 &&
-                (p.format == ed::Format::kFloat32 ||
-                 (p.format == ed::Format::kInt8 && whole && p.group % 4 == 0));
+                (p.format == ed::Format::kFloat32 || (whole && p.group % fours == 0));
   std::vector<int8_t> numbers;
   std::vector<int32_t> sums;
   std::vector<float> scales(p.rows * groups);

@@ -73,11 +73,12 @@ HandlerCall product_of_codes() {
   int64_t n = draw(1, 20), groups = draw(1, 4), group = 2 * draw(1, 20), o = draw(1, 150);
   bool turned = draw(0, 1), half = draw(0, 1), offset = draw(0, 1), in_8_bits = draw(0, 1);
   int64_t panels = draw(0, 3);
-  if (panels) group *= 2, o = panels * ed::kTile, turned = half = false, in_8_bits = true;
+  if (panels) group *= 4, o = panels * ed::kTile, turned = false, in_8_bits = true;
   int64_t i = groups * group;
   auto placed = [&](int64_t a, int64_t b) { return turned ? Sizes{b, a} : Sizes{a, b}; };
   HandlerCall call{ed_product_of_codes, {random(ffi::F32, {n, i})}, {Array(ffi::F32, {n, o})}, {}};
-  Sizes of_codes = panels ? Sizes{panels, i / 4, ed::kTile, 4} : placed(half ? i / 2 : i, o);
+  Sizes of_codes = panels ? Sizes{panels, (half ? i / 2 : i) / 4, ed::kTile, 4}
+                          : placed(half ? i / 2 : i, o);
   call.arguments.push_back(random(half ? ffi::U8 : ffi::S8, of_codes));
   call.arguments.push_back(random(ffi::F32, placed(groups, o)));
   call.arguments.push_back(random(ffi::F32, offset ? placed(groups, o) : Sizes{0, 0}));

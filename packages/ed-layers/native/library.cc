@@ -187,8 +187,8 @@ bool read_groups(ed::Checks& checks, ed::OfGroups& numbers, const char* name, ff
 }
 
 // Read a matrix of codes: int8 or float8_e4m3fn [inputs, outputs]; or four bits, [inputs / 2,
-// outputs] bytes, by a table [16]; or the transpose; or panels of int8. An empty `zero` stands for
-// none.
+// outputs] bytes, by a table [16]; or the transpose; or panels of such bytes. An empty `zero` stands
+// for none.
 bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                 ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table, bool transposed,
                 bool whole) {
@@ -204,10 +204,10 @@ bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBu
   checks.that(!half || p.inputs % 2 == 0, "four-bit codes require an even number of inputs");
   int64_t stored = half ? p.inputs / 2 : p.inputs;
   if (p.in_panels) {
-    checks.that(whole && p.format == ed::Format::kInt8,
-                "panels of codes require int8 codes and x in 8 bits");
-    checks.that(p.inputs % 4 == 0, "panels of codes require a multiple of 4 inputs");
-    checks.shape("codes", codes, {ed::kAny, p.inputs / 4, ed::kTile, 4});
+    checks.that(whole && p.format != ed::Format::kFp8,
+                "panels of codes require whole numbers as codes and x in 8 bits");
+    checks.that(stored % 4 == 0, "panels of codes require whole fours of bytes");
+    checks.shape("codes", codes, {ed::kAny, stored / 4, ed::kTile, 4});
   } else {
     transposed ? checks.shape("codes", codes, {p.outputs, stored})
                : checks.shape("codes", codes, {stored, p.outputs});
@@ -220,8 +220,8 @@ bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBu
     return false;
   p.group = p.inputs / groups, p.table = table.typed_data();
   checks.that(!half || p.group % 2 == 0, "a group of four-bit codes must have an even size");
-  checks.that(!p.in_panels || p.group % 4 == 0,
-              "a group of codes in panels must have a multiple of 4 inputs");
+  checks.that(!p.in_panels || p.group % (half ? 8 : 4) == 0,
+              "a group of codes in panels must have whole fours of bytes");
   read_groups(checks, p.scale, "scale", scale, p, groups);
   if (zero.element_count() > 0) read_groups(checks, p.zero, "zero", zero, p, groups);
   return checks.ok();

@@ -31,7 +31,7 @@ struct Product {
   // Transposed: [outputs, inputs], or half as many bytes.
   const void* w;
   bool transposed;
-  bool in_panels;  // float32 or int8 alone: see panels.h
+  bool in_panels;  // float32, or codes for x in 8 bits: see panels.h
   Format format;
   // Of codes alone: value = (level - zero) * scale, where the level of four bits is table[code].
   OfGroups scale, zero;

@@ -260,6 +260,23 @@ ED_INLINE void add_fours(const Number* x, int64_t x_stride, const uint8_t* w, in
 }
 #endif
 
+// sums [R, kBlock] += scale * (acc - zero * sums of numbers) * scale of each row.
+template <int R>
+ED_INLINE void add_block(const Product& p, int64_t row, int64_t block, const Ints (*acc)[kVectors],
+                         const float* scale, const float* zero, float* sums, int64_t sums_stride) {
+  Blocks blocks(p);
+  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+  ED_UNROLL
+  for (int r = 0; r < R; ++r) {
+    float of_row = p.row_scale[(row + r) * groups + block / blocks.count];
+    float of_zero = p.row_sums[(row + r) * all + block];
+    ED_UNROLL
+    for (int c = 0; c < kVectors; ++c)
+      add_scaled(acc[r][c], of_row, of_zero, scale + c * kLanes, zero ? zero + c * kLanes : zero,
+                 sums + r * sums_stride + c * kLanes);
+  }
+}
+
 // sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row. The
 // codes are `stored` as they are, or biased by `fours`. Of each four, `lines` are fetched of `next`.
 template <int R, bool stored = false, int lines = 0>
@@ -303,15 +320,7 @@ void multiply_whole(const Product& p, const BlockOfRows<R>& of_rows, int64_t row
     }
 #endif
   }
-  ED_UNROLL
-  for (int r = 0; r < R; ++r) {
-    float of_row = p.row_scale[(row + r) * groups + block / blocks.count];
-    float of_zero = p.row_sums[(row + r) * all + block];
-    ED_UNROLL
-    for (int c = 0; c < kVectors; ++c)
-      add_scaled(acc[r][c], of_row, of_zero, scale + c * kLanes, zero ? zero + c * kLanes : zero,
-                 sums + r * sums_stride + c * kLanes);
-  }
+  add_block<R>(p, row, block, acc, scale, zero, sums, sums_stride);
 }
 
 // The outputs [first, last), for any number of rows: tiles of the matrix as fours.

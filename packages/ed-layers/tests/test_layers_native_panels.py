@@ -39,12 +39,13 @@ def test_products_of_panels_are_exact_and_equal_those_of_plain_matrices(dtype) -
 
 @built
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize(("group", "groups"), [(600, 1), (300, 2), (64, 9), (20, 16)])
-@pytest.mark.daily("300-2-True", "64-9-False")
+@pytest.mark.parametrize(("group", "groups"), [(600, 1), (304, 2), (64, 9), (32, 9), (24, 16)])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.daily("int8-304-2-True", "int8-64-9-False", "int4-304-2-True", "int4-32-9-False")
 def test_products_of_code_panels_are_exact_and_equal_those_of_plain_codes(
-    group, groups, offset
+    form, group, groups, offset
 ) -> None:
-    w = encode(drawn(1, group * groups, 192), "int8", group, activations=True)
+    w = encode(drawn(1, group * groups, 192), form, group, activations=True)
     if offset:
         w = replace(w, zero=jnp.round(3 * drawn(2, groups, 192)))
     assert CodePanels.can_be(w)
@@ -62,7 +63,7 @@ class Pair(nnx.Module):
         rngs, init = nnx.Rngs(0), nnx.initializers.normal(0.1)
         made = [
             Linear(*sizes, axes=(None, None), use_bias=bias, kernel_init=init, rngs=rngs)
-            for sizes, bias in [((128, 192), 0), ((128, 192), 0), ((192, 128), 1), ((128, 100), 1)]
+            for sizes, bias in [((256, 192), 0), ((256, 192), 0), ((192, 256), 1), ((256, 100), 1)]
         ]
         self.gate, self.up, self.down, self.narrow = made
 
@@ -74,11 +75,11 @@ class Pair(nnx.Module):
 
 
 @built
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [None, "w8a8", "w4a8"])
 def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> None:
-    model, x = Pair(), drawn(0, 9, 128)
+    model, x = Pair(), drawn(0, 9, 256)
     if quantized:
-        model = quantize(model, [("", {"dtype": "w8a8"})])
+        model = quantize(model, [("", {"dtype": quantized})])
     packed = pack(model)
     kind = CodePanels if quantized else Panels
     held = [isinstance(layer.weight, kind) for layer in (packed.gate, packed.up, packed.down)]
@@ -96,8 +97,12 @@ def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> 
 @built
 def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
     x, w = drawn(0, 7, 256), drawn(1, 256, 128)
-    coded = encode(w, "int8", 64, activations=True)
-    for plain, packed in ((w, Panels.of(w)), (coded, CodePanels.of(coded))):
+    coded, half = (encode(w, form, 64, activations=True) for form in ("int8", "int4"))
+    for plain, packed in (
+        (w, Panels.of(w)),
+        (coded, CodePanels.of(coded)),
+        (half, CodePanels.of(half)),
+    ):
         ours, theirs = (
             jax.grad(lambda x, w=w: jnp.sum(jnp.sin(dot(x, w))))(x) for w in (packed, plain)
         )

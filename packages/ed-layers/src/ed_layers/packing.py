@@ -24,28 +24,40 @@ from ed_layers.transform import transform
 M = TypeVar("M", bound=nnx.Module)
 
 
-def pack(model: M) -> M:
-    """Return a copy of a model with float32 and `w8a8` matrices of linear layers in panels.
+def pack(model: M, *, numbers: bool = True) -> M:
+    """Return a copy of a model with `w8a8`, `w4a8` and float32 matrices of linear layers in panels.
 
     The native library computes the products of a packed model for every number of rows. The copy
-    shares the other arrays. Without the native library, the model itself is returned.
+    shares the other arrays. Without the native library, or without such matrices, the model itself
+    is returned.
 
     Args:
         model: a model for inference with unrolled layers. A packed model has no checkpoint format.
+        numbers: whether float32 matrices are copied, too.
     """
-    if not on_whole_arrays() or not any(isinstance(m, Linear) for _, m in nnx.iter_modules(model)):
+    layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, Linear)]
+    if not on_whole_arrays() or not any(_panels_of(layer, numbers) for layer in layers):
         return model
-    return transform(model, Rules([("", _packed)], kind="packing rule"), of=Linear)
+
+    def packed(layer: nnx.Module, _: jax.Array) -> nnx.Module:
+        layer = cast(Linear, layer)
+        if (panels := _panels_of(layer, numbers)) is not None:
+            value: Any = layer.kernel.get_value()
+            kind = QuantParam if panels is CodePanels else nnx.Param
+            axes = layer.kernel.get_metadata().get("axes")
+            layer.kernel = cast(Any, kind(cast(Any, panels.of(value)), axes=axes))
+        return layer
+
+    return transform(model, Rules([("", packed)], kind="packing rule"), of=Linear)
 
 
-def _packed(module: nnx.Module, _: jax.Array) -> nnx.Module:
+def _panels_of(layer: Linear, numbers: bool) -> type[Panels] | type[CodePanels] | None:
+    """Return the kind of panels for the matrix of a layer; None = it remains as it is."""
     # Layers with adapters and other subclasses use their matrix in other ways.
-    if type(module) is not Linear or module.absorbed:
-        return module
-    value: Any = module.kernel.get_value()
-    axes = module.kernel.get_metadata().get("axes")
-    if isinstance(value, QArray) and CodePanels.can_be(value):
-        module.kernel = cast(Any, QuantParam(CodePanels.of(value), axes=axes))
-    elif isinstance(value, jax.Array) and Panels.can_be(value) and module.dtype == jnp.float32:
-        module.kernel = cast(Any, nnx.Param(Panels.of(value), axes=axes))
-    return module
+    if type(layer) is not Linear or layer.absorbed:
+        return None
+    value: Any = layer.kernel.get_value()
+    if isinstance(value, QArray):
+        return CodePanels if CodePanels.can_be(value) else None
+    plain = numbers and isinstance(value, jax.Array) and layer.dtype == jnp.float32
+    return Panels if plain and Panels.can_be(value) else None

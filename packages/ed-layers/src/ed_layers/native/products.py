@@ -132,7 +132,8 @@ class QuantizedMatrix(NamedTuple):
     Attributes:
         codes: int8 or float8_e4m3fn [i, o], which are the levels; or uint8 [i / 2, o], two four-bit
             codes in a byte, the even input in the lower half, with levels in `table`; or, for
-            activations in 8 bits, int8 panels [o / PANEL, i / 4, PANEL, 4].
+            activations in 8 bits, panels of int8 or such uint8, [o / PANEL, bytes of a column / 4,
+            PANEL, 4].
         scale: scales of groups of i / g inputs, float32 or float8_e8m0fnu.
         zero: zeros of the same groups, float32 or uint8; None = 0.
         table: levels of four-bit codes.

@@ -76,6 +76,11 @@ class StorageFormat:
     group: int | None = None
     only: bool = False
 
+    @property
+    def in_byte(self) -> int:
+        """Number of codes in a byte."""
+        return 2 if self.packed else 1
+
     def group_of(self, inputs: int, group_size: int | None, name: str) -> int:
         """Return the group size for a dimension.
 

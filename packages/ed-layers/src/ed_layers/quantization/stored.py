@@ -82,7 +82,7 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix."""
         shape = list(self.codes.shape)
-        shape[self.axis] *= 2 if FORMATS[self.format].packed else 1
+        shape[self.axis] *= FORMATS[self.format].in_byte
         return tuple(shape)
 
     @property
